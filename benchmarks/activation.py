@@ -12,7 +12,6 @@ host memory counts as apart from the device's, so that "in host memory" copies a
 from __future__ import annotations
 
 import argparse
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from measuring import cpu_name, finish, markdown, ratio
 from peers import GPT, batches
 from torch import Tensor, nn
 
@@ -133,19 +133,16 @@ def lines(cases: list[Case], args: argparse.Namespace, model: nn.Module) -> Iter
     yield ""
     how = {name: getattr(args, name) for name in ("depth", "width", "rounds", "steps", "threads", "device")}
     yield f"`python benchmarks/activation.py {' '.join(f'--{name} {value}' for name, value in how.items())}`,"
-    yield f"torch {torch.__version__}, {platform.processor() or platform.machine()}; medians, cases in turns."
+    yield f"torch {torch.__version__}, {cpu_name()}; medians, cases in turns."
     yield ""
-    yield "| | ms per step | x none | min-max | MB after forward | MB at most | gradients |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
-    none = cases[0]
+    none, rows = cases[0], []
     for case in cases:
-        ratios = [median(a) / median(b) for a, b in zip(case.rounds, none.rounds, strict=True)]
-        times = (
-            f"{1000 * median(sum(case.rounds, [])):.0f} | {median(ratios):.3f} | {min(ratios):.3f}-{max(ratios):.3f}"
-        )
+        middle, low, high = ratio([median(steps) for steps in case.rounds], [median(steps) for steps in none.rounds])
+        times = f"{1000 * median(sum(case.rounds, [])):.0f}", f"{middle:.3f}", f"{low:.3f}-{high:.3f}"
         same = all(torch.equal(a, b) for a, b in zip(case.gradients, none.gradients, strict=True))
-        memory = f"{case.saved / 1e6:.1f} | {case.peak / 1e6:.1f}"
-        yield f"| {case.name} | {times} | {memory} | {'bitwise equal' if same else 'DIFFERENT'} |"
+        memory = f"{case.saved / 1e6:.1f}", f"{case.peak / 1e6:.1f}"
+        rows.append([case.name, *times, *memory, "bitwise equal" if same else "DIFFERENT"])
+    yield from markdown(["", "ms per step", "x none", "quartiles", "MB after forward", "MB at most", "gradients"], rows)
     yield ""
     yield "MB after forward is what backward waits for; MB at most has gradients and temporary tensors too. A block of"
     yield "memory that was allocated before the step is in neither: it is as large as what the other places save."
@@ -171,10 +168,7 @@ def main() -> None:
         for _ in range(args.rounds):
             for case in cases:
                 lab.time(case, args.steps)
-    text = "\n".join(lines(cases, args, lab.model)) + "\n"
-    print(text)
-    if args.out:
-        args.out.write_text(text)
+    finish(list(lines(cases, args, lab.model)), args.out)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
-import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from measuring import Rounds, finish, interleaved, markdown, ratio, remove, scratch, timed
 from torch import Tensor
 
 from lt_zero.checkpoint.native.archive import Archive
@@ -96,7 +96,14 @@ def zero_load(state: State, path: Path) -> None:
     archive.close()
 
 
+def raw_read(state: State, path: Path) -> None:
+    with open(path, "rb", buffering=0) as file:
+        for tensor in state.values():
+            file.readinto(torch.empty_like(tensor).numpy().data)
+
+
 LOADS: dict[str, tuple[str, Callable[[State, Path], object]]] = {
+    "plain read": ("plain write, fsync", raw_read),
     "torch.load": ("torch.save", lambda state, path: torch.load(path, weights_only=True)),
     "safetensors": ("safetensors", lambda state, path: safetensors.torch.load_file(path)),
     "DCP": ("DCP, default writer", dcp_load),
@@ -104,47 +111,49 @@ LOADS: dict[str, tuple[str, Callable[[State, Path], object]]] = {
 }
 
 
-def measure(
-    gigabytes: float, rounds: int, folder: Path
-) -> tuple[dict[str, list[float]], dict[str, list[float]], list[float], list[float]]:
-    state = make_state(gigabytes)
-    saves: dict[str, list[float]] = {name: [] for name in SAVES}
-    loads: dict[str, list[float]] = {name: [] for name in LOADS}
-    copies, stalls = [], []
-    target = [torch.empty_like(tensor) for tensor in state.values()]
-    buffer = stage(bundle_of(state), None)
-    for _ in range(rounds):
-        paths = {}
-        for number, (name, save) in enumerate(SAVES.items()):
-            paths[name] = folder / f"case{number}"
-            start = time.perf_counter()
-            save(state, paths[name])
-            saves[name].append(time.perf_counter() - start)
-        for name, (source, load) in LOADS.items():
-            start = time.perf_counter()
-            load(state, paths[source])
-            loads[name].append(time.perf_counter() - start)
-        for path in paths.values():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        start = time.perf_counter()
+def measure_saves(state: State, rounds: int, folder: Path) -> Rounds:
+    """Seconds until the bytes are on the disk."""
+
+    def case(save: Callable[[State, Path], None]) -> float:
+        path = folder / "saved"
+        seconds = timed(partial(save, state, path))()
+        remove(path)
+        return seconds
+
+    return interleaved({name: partial(case, save) for name, save in SAVES.items()}, rounds)
+
+
+def measure_loads(state: State, rounds: int, folder: Path) -> Rounds:
+    """Seconds until the tensors are in memory; the files are in the page cache."""
+    paths = {name: folder / f"case{number}" for number, name in enumerate(SAVES)}
+    for name, save in SAVES.items():
+        save(state, paths[name])
+    cases = {name: timed(partial(load, state, paths[source])) for name, (source, load) in LOADS.items()}
+    found = interleaved(cases, rounds)
+    for path in paths.values():
+        remove(path)
+    return found
+
+
+def measure_stalls(state: State, rounds: int) -> Rounds:
+    """Seconds for which an asynchronous save stops training, and of a copy."""
+    target, kept = [torch.empty_like(tensor) for tensor in state.values()], stage(bundle_of(state), None)
+
+    def copy() -> None:
         for into, tensor in zip(target, state.values(), strict=True):
             into.copy_(tensor)
-        copies.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        buffer = stage(bundle_of(state), buffer)
-        stalls.append(time.perf_counter() - start)
-    return saves, loads, copies, stalls
+
+    return interleaved({"copy": timed(copy), "stall": timed(lambda: stage(bundle_of(state), kept))}, rounds)
 
 
-def table(title: str, times: dict[str, list[float]], gigabytes: float, ours: str) -> list[str]:
-    lines = [f"| {title} | seconds, median (range) | GB/s | time / lt_zero's |", "|---|---|---|---|"]
-    own = statistics.median(times[ours])
+def table(title: str, times: Rounds, gigabytes: float, ours: str) -> list[str]:
+    rows, own = [], statistics.median(times[ours])
     for name, values in times.items():
         middle = statistics.median(values)
-        paired = statistics.median(v / o for v, o in zip(values, times[ours], strict=True))
         spread = f"{middle:.2f} ({min(values):.2f}-{max(values):.2f})"
-        lines.append(f"| {name} | {spread} | {gigabytes / middle:.2f} | {middle / own:.2f} (paired {paired:.2f}) |")
-    return [*lines, ""]
+        share = f"{middle / own:.2f} (paired {ratio(values, times[ours]).median:.2f})"
+        rows.append([name, spread, f"{gigabytes / middle:.2f}", share])
+    return [*markdown([title, "seconds, median (range)", "GB/s", "time / lt_zero's"], rows), ""]
 
 
 def main() -> None:
@@ -155,22 +164,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    folder = args.path / f"lt_zero-bench-{os.getpid()}"
-    folder.mkdir()
-    try:
-        saves, loads, copies, stalls = measure(args.gb, args.rounds, folder)
-    finally:
-        shutil.rmtree(folder)
-    lines = table("save until durable", saves, args.gb, "lt_zero")
-    lines += table("load", loads, args.gb, "lt_zero (checked)")
-    copy, stall = statistics.median(copies), statistics.median(stalls)
+    state = make_state(args.gb)
+    with scratch(args.path) as folder:
+        lines = table("save until durable", measure_saves(state, args.rounds, folder), args.gb, "lt_zero")
+        lines += table("load", measure_loads(state, args.rounds, folder), args.gb, "lt_zero (checked)")
+    stalls = measure_stalls(state, args.rounds)
+    copy, stall = statistics.median(stalls["copy"]), statistics.median(stalls["stall"])
     lines.append(
         f"An asynchronous save stops training for {stall:.3f} s; a plain copy takes {copy:.3f} s: {stall / copy:.2f}."
     )
-    text = "\n".join(lines)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
+    finish(lines, args.out)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from report import ROOT, versions
+from measuring import ROOT, versions
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-WIDTH = 2048
+from measuring import finish, interleaved, markdown, ratio, remove, scratch
+
+WIDTH, THEIRS, COPY = 2048, "DeepSpeed's zero_to_fp32", "copying the fp32 file"
 TRAIN = """
 import os, sys
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -45,8 +48,14 @@ if __name__ == "__main__":
 """
 
 
-def run(command: list[str]) -> tuple[float, float]:
-    """Seconds and peak MB of a process."""
+class Run(NamedTuple):
+    """Of a process: seconds, and peak MB."""
+
+    seconds: float
+    peak: float
+
+
+def run(command: list[str]) -> Run:
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     _, status, usage = os.wait4(process.pid, 0)
@@ -54,7 +63,7 @@ def run(command: list[str]) -> tuple[float, float]:
     if status:
         assert process.stderr is not None
         raise RuntimeError(f"{command} failed: {process.stderr.read().decode()[-2000:]}")
-    return seconds, usage.ru_maxrss / 1024
+    return Run(seconds, usage.ru_maxrss / 1024)
 
 
 def make(python: str, folder: Path, millions: int) -> tuple[Path, Path]:
@@ -67,6 +76,31 @@ def make(python: str, folder: Path, millions: int) -> tuple[Path, Path]:
     return theirs, ours
 
 
+def measure(python: str, millions: int, rounds: int, folder: Path) -> dict[str, list[Run]]:
+    """Seconds and peak MB of each tool, for each round; ``python`` has deepspeed."""
+    theirs, ours = make(python, folder, millions)
+    out, whole = folder / "out", folder / "whole.pt"
+    script = "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as c; import sys; "
+    call = "c(sys.argv[1], sys.argv[2], max_shard_size=None)"
+    export = [sys.executable, "-m", "lt_zero.cli", "export", "--dtype", "fp32"]
+    commands = {
+        THEIRS: [python, "-c", script + call, str(theirs), str(out)],
+        "lt_zero, the same checkpoint": [*export, str(theirs), str(out) + ".pt"],
+        "lt_zero, its own checkpoint": [*export, str(ours), str(out) + ".pt"],
+        "lt_zero, its own, fp16 safetensors": [*export[:-1], "fp16", str(ours), str(out) + ".safetensors"],
+        COPY: [sys.executable, "-c", "import shutil, sys; shutil.copyfile(*sys.argv[1:])", str(whole), str(out)],
+    }
+    run([*export, str(ours), str(whole)])
+
+    def case(command: list[str]) -> Run:
+        found = run(command)
+        for path in folder.glob("out*"):
+            remove(path)
+        return found
+
+    return interleaved({name: partial(case, command) for name, command in commands.items()}, rounds, warm_up=0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepspeed-python", required=True, help="an interpreter that has deepspeed")
@@ -75,50 +109,20 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=Path("/tmp"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    folder = args.path / f"lt_zero-bench-{os.getpid()}"
-    folder.mkdir()
-    try:
-        theirs, ours = make(args.deepspeed_python, folder, args.millions)
-        out = folder / "out"
-        script = (
-            "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as c; import sys; "
-        )
-        call = "c(sys.argv[1], sys.argv[2], max_shard_size=None)"
-        export = [sys.executable, "-m", "lt_zero.cli", "export", "--dtype", "fp32"]
-        commands = {
-            "DeepSpeed's zero_to_fp32": [args.deepspeed_python, "-c", script + call, str(theirs), str(out)],
-            "lt_zero, the same checkpoint": [*export, str(theirs), str(out) + ".pt"],
-            "lt_zero, its own checkpoint": [*export, str(ours), str(out) + ".pt"],
-            "lt_zero, its own, fp16 safetensors": [*export[:-1], "fp16", str(ours), str(out) + ".safetensors"],
-        }
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
-        for _ in range(args.rounds):
-            for name, command in commands.items():
-                found[name].append(run(command))
-                for path in folder.glob("out*"):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-        bare = run([sys.executable, "-c", "import torch"])[1]
-    finally:
-        shutil.rmtree(folder)
-    base = found["DeepSpeed's zero_to_fp32"]
+    with scratch(args.path) as folder:
+        found = measure(args.deepspeed_python, args.millions, args.rounds, folder)
+    bare = run([sys.executable, "-c", "import torch"]).peak
     size = f"{args.millions}M parameters, {args.millions * 4 / 1000:.1f} GB in fp32"
-    lines = [
-        f"{size}; a process that imports torch: {bare:.0f} MB.",
-        "",
-        "| tool | seconds, median (range) | peak MB | time / DeepSpeed's | peak / DeepSpeed's |",
-        "|---|---|---|---|---|",
-    ]
+    rows, base = [], found[THEIRS]
     for name, runs in found.items():
-        seconds = statistics.median(s for s, _ in runs)
-        peak = statistics.median(m for _, m in runs)
-        ratio = statistics.median(s / b for (s, _), (b, _) in zip(runs, base, strict=True))
-        spread = f"{seconds:.1f} ({min(s for s, _ in runs):.1f}-{max(s for s, _ in runs):.1f})"
-        share = peak / statistics.median(m for _, m in base)
-        lines.append(f"| {name} | {spread} | {peak:.0f} | {ratio:.2f} | {share:.2f} |")
-    text = "\n".join(lines)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
+        seconds = [run.seconds for run in runs]
+        peak, theirs = (statistics.median(run.peak for run in each) for each in (runs, base))
+        spread = f"{statistics.median(seconds):.1f} ({min(seconds):.1f}-{max(seconds):.1f})"
+        share = ratio(seconds, [run.seconds for run in base]).median
+        rows.append([name, spread, f"{peak:.0f}", f"{share:.2f}", f"{peak / theirs:.2f}"])
+    head = ["tool", "seconds, median (range)", "peak MB", "time / DeepSpeed's", "peak / DeepSpeed's"]
+    lines = [f"{size}; a process that imports torch: {bare:.0f} MB.", "", *markdown(head, rows)]
+    finish(lines, args.out)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 One process is rank 0 of a group on torch's fake backend, so that neither other ranks nor a network are measured. The
 fake collectives copy once for each rank, which real ones do not: their time is subtracted. The cost is the time of a
-step less that of the same model without sharding (median over interleaved rounds), per unit.
+step less that of the same model without sharding in the same round (median over interleaved rounds), per unit.
 
     python benchmarks/host_cost.py --ranks 8,512
     python benchmarks/host_cost.py --device cuda
@@ -11,22 +11,20 @@ step less that of the same model without sharding (median over interleaved round
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import GPT, plain_step
-from torch import Tensor, nn
+from measuring import Rounds, child, finish, give, interleaved, markdown, ratio, timed
+from peers import GPT, Step, adamw, plain_step
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 DEPTH, WIDTH = 24, 64
-Step = Callable[[Tensor, Tensor], Tensor]
 
 
 class Backend:
@@ -52,10 +50,6 @@ class Backend:
         return call
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-
 def fsdp2(device: torch.device, reshard: bool) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -78,8 +72,8 @@ def lt_zero(device: torch.device, stage: int) -> Step:
     return plain_step(model, optimizer)
 
 
-def measure(ranks: int, device: torch.device, rounds: int) -> dict[str, float]:
-    """Microseconds per step and unit, by peer."""
+def measure(ranks: int, device: torch.device, rounds: int) -> Rounds:
+    """Microseconds per step and unit in each round, by peer."""
     Backend.install()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     plain = GPT(DEPTH, WIDTH).to(device)
@@ -91,17 +85,27 @@ def measure(ranks: int, device: torch.device, rounds: int) -> dict[str, float]:
         "lt_zero, stage 3": lt_zero(device, 3),
     }
     ids = torch.zeros(1, 8, dtype=torch.long, device=device)
-    times: dict[str, list[float]] = {name: [] for name in peers}
-    for number in range(rounds + 3):
-        for name, step in peers.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            Backend.seconds, start = 0.0, time.perf_counter()
-            step(ids, ids)
-            if number >= 3:
-                times[name].append(time.perf_counter() - start - Backend.seconds)
-    base = median(times.pop("plain"))
-    return {name: (median(seconds) - base) / DEPTH * 1e6 for name, seconds in times.items()}
+
+    def time_of(step: Step) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        Backend.seconds = 0.0
+        return timed(partial(step, ids, ids))() - Backend.seconds
+
+    found = interleaved({name: partial(time_of, step) for name, step in peers.items()}, rounds, warm_up=3)
+    base = found.pop("plain")
+    return {
+        name: [(all_of_it - without) / DEPTH * 1e6 for all_of_it, without in zip(seconds, base, strict=True)]
+        for name, seconds in found.items()
+    }
+
+
+def in_process(ranks: int, device: str, rounds: int) -> Rounds:
+    """``measure`` in a process of its own."""
+    options = {"--ranks": ranks, "--device": device, "--rounds": rounds}
+    words = [str(word) for pair in options.items() for word in pair]
+    found: Rounds = child("host_cost.py", "--worker", *words)
+    return found
 
 
 def main() -> None:
@@ -114,27 +118,18 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         torch.set_num_threads(1)
-        for name, cost in measure(int(args.ranks), torch.device(args.device), args.rounds).items():
-            print(f"{name}\t{cost:.1f}")
+        give(measure(int(args.ranks), torch.device(args.device), args.rounds))
         return
-    found: dict[str, dict[str, float]] = {}
-    for ranks in args.ranks.split(","):
-        command = [sys.executable, "-W", "ignore", __file__, "--worker", "--ranks", ranks, "--device", args.device]
-        output = subprocess.run([*command, "--rounds", str(args.rounds)], capture_output=True, text=True, check=True)
-        lines = [line.split("\t") for line in output.stdout.splitlines() if "\t" in line]
-        found[ranks] = {name: float(cost) for name, cost in lines}
-    rows = [f"| host us per step and unit | {' | '.join(f'{ranks} ranks' for ranks in found)} |"]
-    rows.append("|---|" + "---|" * len(found))
+    found = {ranks: in_process(int(ranks), args.device, args.rounds) for ranks in args.ranks.split(",")}
+    rows = []
     for name in next(iter(found.values())):
-        rows.append(f"| {name} | {' | '.join(f'{costs[name]:.0f}' for costs in found.values())} |")
+        rows.append([name, *(f"{median(costs[name]):.0f}" for costs in found.values())])
     for ours, theirs in (("lt_zero, stage 2", "FSDP2, weights kept"), ("lt_zero, stage 3", "FSDP2")):
-        ratios = [f"{costs[ours] / costs[theirs]:.2f}" for costs in found.values()]
-        rows.append(f"| {ours} / {theirs} | {' | '.join(ratios)} |")
+        ratios = [f"{ratio(costs[ours], costs[theirs]).median:.2f}" for costs in found.values()]
+        rows.append([f"{ours} / {theirs}", *ratios])
     head = f"GPT of {DEPTH} blocks, width {WIDTH}, AdamW (fused), torch {torch.__version__}"
-    text = "\n".join([head, "", *rows])
-    print(text)
-    if args.out is not None:
-        args.out.write_text(f"{text}\n")
+    table = markdown(["host us per step and unit", *(f"{ranks} ranks" for ranks in found)], rows)
+    finish([head, "", *table], args.out)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from typing import Any
 import torch
 import torch._dynamo  # optimizers import it when first used
 import torch.distributed as dist
+from measuring import ROOT, cpu_name, markdown, ratio, versions
 from peers import GPT, Step, adamw, batches, fsdp2_step, plain_step
-from report import ROOT, versions
 from simulated_nodes import NodesUnavailable, SimulatedNodes, sent_by
 from step_time import PeerFailed, Worker, answers_of, environment
 from torch import Tensor, nn
@@ -314,7 +314,7 @@ def table(results: dict[str, Result], every: list[Links]) -> list[str]:
     """Rows of Markdown: medians over rounds, and in brackets the median ratio to the first peer that did not fail."""
     reference = next((result for result in results.values() if not result.error), None)
     header = ["peer", "MB per node and step", *(f"s per step at {links}" for links in every), "last loss"]
-    rows = [header, ["---"] * len(header)]
+    rows: list[list[str]] = []
     for peer, result in results.items():
         if result.error or reference is None:
             rows.append([peer, "failed", *[""] * (len(header) - 2)])
@@ -322,20 +322,17 @@ def table(results: dict[str, Result], every: list[Links]) -> list[str]:
         cells = []
         for links in every:
             times = result.seconds[links]
-            ratio = median(mine / theirs for mine, theirs in zip(times, reference.seconds[links], strict=True))
-            cells.append(f"{median(times):.2f} ({ratio:.2f})")
+            cells.append(f"{median(times):.2f} ({ratio(times, reference.seconds[links]).median:.2f})")
         rows.append([peer, f"{median(result.sent) / 1e6:.1f}", *cells, f"{result.loss:.4f}"])
-    return ["| " + " | ".join(row) + " |" for row in rows]
+    return markdown(header, rows)
 
 
 def report(results: dict[str, Result], args: argparse.Namespace) -> str:
     numel = sum(parameter.numel() for parameter in GPT(args.depth, args.width).parameters())
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
     steps = "; ".join(f"{links.steps} at {links}" for links in args.links)
     heading = f"# nodes: a GPT of {numel / 1e6:.1f}M parameters in fp32 on {NODES} nodes of {PER_NODE} ranks\n"
     setting = (
-        f"{date.today()}, {versions('cpu')}, {cpu}, load {os.getloadavg()[1]:.1f} at the end;"
+        f"{date.today()}, {versions('cpu')}, {cpu_name()}, load {os.getloadavg()[1]:.1f} at the end;"
         f" medians of {args.rounds} rounds (steps in each: {steps}), in brackets the"
         " ratio to the first row within a round; gradients are"
         f" {4 * numel / 1e6:.0f} MB\n"

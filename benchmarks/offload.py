@@ -10,15 +10,13 @@ writes hide behind computing: there the time of all three phases counts.
 from __future__ import annotations
 
 import argparse
-import json
-import resource
 import statistics
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+from measuring import child, finish, give, markdown, memory
 
 CASES: dict[str, dict[str, Any]] = {
     "in memory": {},
@@ -47,12 +45,6 @@ def config_of(case: dict[str, Any], path: str) -> dict[str, Any]:
     return {"zero_optimization": zero, "aio": {"checksum": case.get("checksum", False)}}
 
 
-def resident() -> float:
-    """MB now."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
-
-
 def run(name: str, depth: int, width: int, steps: int, path: str) -> dict[str, Any]:
     import torch
     from peers import GPT, batches
@@ -60,7 +52,7 @@ def run(name: str, depth: int, width: int, steps: int, path: str) -> dict[str, A
     import lt_zero
     from lt_zero.offload.nvme_store import probe
 
-    bare = resident()
+    bare = memory()
     torch.manual_seed(0)
     torch.set_num_threads(2)
     with torch.device("meta"):
@@ -94,11 +86,12 @@ def run(name: str, depth: int, width: int, steps: int, path: str) -> dict[str, A
     compute, norm, step = (statistics.median(row[i] for row in phases[1:]) for i in range(3))
     found = {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak": memory("VmHWM"),
         "bare": bare,
         "compute": compute,
         "norm": norm,
         "step": step,
+        "steps": [row[2] for row in phases[1:]],
         "total": statistics.median(map(sum, phases[1:])),
         "loss": losses,
         "reads": reads / 1e9,
@@ -108,6 +101,13 @@ def run(name: str, depth: int, width: int, steps: int, path: str) -> dict[str, A
         read, write = (statistics.mean(getattr(s, side) for s in raw) for side in ("read", "write"))
         found |= {"raw_read": read / 1e9, "raw_write": write / 1e9}
         found["limit"] = reads / read + writes / write  # reads and writes share the path
+    return found
+
+
+def measure(case: str, depth: int, width: int, steps: int, path: str) -> dict[str, Any]:
+    """What ``run`` measures of a case, in a process of its own."""
+    sizes = {"--depth": depth, "--width": width, "--steps": steps, "--path": path, "--run": case}
+    found: dict[str, Any] = child("offload.py", *(str(word) for pair in sizes.items() for word in pair))
     return found
 
 
@@ -122,46 +122,35 @@ def main() -> None:
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
-        print("RESULT " + json.dumps(run(args.run, args.depth, args.width, args.steps, args.path)))
+        give(run(args.run, args.depth, args.width, args.steps, args.path))
         return
     rows = []
     for case in args.cases:
-        command = [sys.executable, __file__, *sys.argv[1:], "--run", case]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            raise SystemExit(f"{case} failed:\n{done.stderr[-3000:]}")
-        rows.append((case, json.loads(lines[0].removeprefix("RESULT "))))
+        rows.append((case, measure(case, args.depth, args.width, args.steps, args.path)))
         print(case, rows[-1][1])
-    text = table(rows)
-    print(text)
-    if args.out:
-        args.out.write_text(text)
+    finish(table(rows), args.out)
 
 
-def table(rows: list[tuple[str, dict[str, Any]]]) -> str:
+def table(rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
     numel = rows[0][1]["parameters"]
     lines = [f"# Offload: {numel / 1e6:.0f}M parameters in fp32, AdamW, one rank, two threads", ""]
-    lines += [
-        "| | peak RSS MB (bare process) | forward + backward s | norm s | step s | all s | GB of the step | GB/s "
-        "| raw r / w |"
-    ]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    head = ["", "peak RSS MB (bare process)", "forward + backward s", "norm s", "step s", "all s", "GB of the step"]
+    cells = []
     for case, r in rows:
         speed, raw = "-", "-"
         if r["reads"]:
             speed = f"{(r['reads'] + r['writes']) / r['step']:.2f} = {r['limit'] / r['step']:.0%} of raw"
             raw = f"{r['raw_read']:.2f} / {r['raw_write']:.2f}"
-        memory = f"{r['peak']:.0f} ({r['bare']:.0f})"
-        times = " | ".join(f"{r[part]:.2f}" for part in ("compute", "norm", "step", "total"))
+        resident = f"{r['peak']:.0f} ({r['bare']:.0f})"
+        times = [f"{r[part]:.2f}" for part in ("compute", "norm", "step", "total")]
         moved = f"{r['reads']:.1f} + {r['writes']:.1f}" if r["reads"] else "-"
-        lines.append(f"| {case} | {memory} | {times} | {moved} | {speed} | {raw} |")
+        cells.append([case, resident, *times, moved, speed, raw])
+    lines += markdown([*head, "GB/s", "raw r / w"], cells)
     for clips, what in ((True, "with"), (False, "without")):
         losses = [r["loss"] for case, r in rows if CASES[case].get("clip", True) is clips]
         same = all(loss == losses[0] for loss in losses)
         lines += ["", f"Losses of all cases {what} clipping are {'bitwise equal' if same else 'NOT equal'}."]
-    lines.append("")
-    return "\n".join(lines)
+    return lines
 
 
 if __name__ == "__main__":

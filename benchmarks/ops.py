@@ -12,16 +12,15 @@ four buffers), against the torch references, and ``torch.topk`` for selections.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import Rounds, cpu_name, finish, give, interleaved, markdown, timed
 from torch import Tensor
 
 from lt_zero import ops
@@ -30,6 +29,7 @@ from lt_zero.ops.sparsify import pack_sparse
 from lt_zero.optim import Lamb, Lion
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "step": 5}
+ROOF = "read-modify-write (roof)"
 Cases = dict[str, tuple[Callable[[], Any], float]]  # name -> (what to time, bytes that it must move)
 
 
@@ -135,7 +135,8 @@ def others(state: State) -> Cases:
     return cases
 
 
-def cases_of(state: State, device: str) -> Cases:
+def adam_cases(state: State, device: str) -> Cases:
+    """A step of AdamW alone, and one from bf16 gradients to bf16 weights with norm, unscale and clip."""
     n, fused = state.numel, torch_optimizer([state.p], [state.g], fused=True)
     lists = [[state.p], [state.g], [state.m], [state.v]]
     low = [[state.p], [state.low], [state.m], [state.v], [state.out]]
@@ -147,23 +148,29 @@ def cases_of(state: State, device: str) -> Cases:
     # The roof moves the step's streams through the cheapest arithmetic that the library has: one multiply-add.
     roof = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "first": False}
     cases: Cases = {
-        "read-modify-write (roof)": (lambda: ops.sgd_step(*lists[:3], lr=1e-3, **roof), 20 * n),
+        ROOF: (lambda: ops.sgd_step(*lists[:3], lr=1e-3, **roof), 20 * n),
         "step: torch fused": (fused.step, 28 * n),
         "step: lt_zero": (lambda: ops.adam_step(*lists, **OPTIONS), 28 * n),
         "bf16 to bf16: torch fused": (sequence(state, fused.step), 30 * n),
         "bf16 to bf16: lt_zero": (whole, 30 * n),
-        "norm fp32: torch": (lambda: torch.linalg.vector_norm(state.g), 4 * n),
-        "norm fp32: lt_zero": (lambda: ops.norm_squared([state.g]), 4 * n),
     }
     if device == "cpu" and (peer := deepspeed_adam(state)) is not None:
         cases["step: DeepSpeedCPUAdam"] = (peer.step, 28 * n)
         cases["bf16 to bf16: DeepSpeedCPUAdam"] = (sequence(state, peer.step), 30 * n)
+    return cases
+
+
+def cases_of(state: State, device: str) -> Cases:
+    n, cases = state.numel, adam_cases(state, device)
+    lists = [[state.p], [state.g], [state.m], [state.v]]
+    cases["norm fp32: torch"] = (lambda: torch.linalg.vector_norm(state.g), 4 * n)
+    cases["norm fp32: lt_zero"] = (lambda: ops.norm_squared([state.g]), 4 * n)
     small = state.cut(max(1, n // 5000))
-    many, runs = torch_optimizer(small[0], small[1], fused=True), [[t] for t in (state.p, state.g, state.m, state.v)]
+    many = torch_optimizer(small[0], small[1], fused=True)
     cases |= others(state)
     cases["5,000 tensors: torch fused"] = (many.step, 28 * n)
     cases["5,000 tensors: lt_zero, list"] = (lambda: ops.adam_step(*small, **OPTIONS), 28 * n)
-    cases["5,000 tensors: lt_zero, one bucket"] = (lambda: ops.adam_step(*runs, **OPTIONS), 28 * n)
+    cases["5,000 tensors: lt_zero, one bucket"] = (lambda: ops.adam_step(*lists, **OPTIONS), 28 * n)
     return cases
 
 
@@ -201,39 +208,32 @@ def codec_sizes(state: State) -> list[str]:
     return ["| codec | bytes / fp32 |", "|---|---|", *[f"| {name} | {share:.3%} |" for name, share in shares.items()]]
 
 
-def measure(cases: Cases, rounds: int, device: str) -> dict[str, float]:
-    """Median seconds by name; every round runs each case once, in turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for number in range(rounds + 1):
-        names = list(cases)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            start = time.perf_counter()
-            cases[name][0]()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if number > 0:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+def measure(cases: Cases, rounds: int, device: str) -> Rounds:
+    """Seconds of each case in each round."""
+    wait = torch.cuda.synchronize if device == "cuda" else None
+    return interleaved({name: timed(run, wait) for name, (run, _) in cases.items()}, rounds)
 
 
-def table(cases: Cases, seconds: dict[str, float], what: str = "necessary traffic") -> list[str]:
-    lines = [f"| | ms | GB/s of {what} | time / torch |", "|---|---|---|---|"]
+def measure_adam(numel: int, threads: int, rounds: int) -> Rounds:
+    """Seconds of ``adam_cases`` on the CPU, and those for the bytes of each kind at the speed of the roof."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    cases = adam_cases(State(numel, "cpu"), "cpu")
+    found = measure(cases, rounds, "cpu")
+    roof = found.pop(ROOF)
+    for kind in ("step", "bf16 to bf16"):
+        share = cases[f"{kind}: lt_zero"][1] / cases[ROOF][1]
+        found[f"{kind}: memory bandwidth"] = [seconds * share for seconds in roof]
+    return found
+
+
+def table(cases: Cases, rounds: Rounds, what: str = "necessary traffic") -> list[str]:
+    rows, seconds = [], {name: statistics.median(values) for name, values in rounds.items()}
     for name, value in sorted(seconds.items(), key=lambda item: item[0]):
         base = seconds.get(f"{name.split(':')[0]}: torch fused", seconds.get(f"{name.split(':')[0]}: torch"))
-        ratio = f"{value / base:.2f}" if base else "-"
-        lines.append(f"| {name} | {value * 1e3:.1f} | {cases[name][1] / value / 1e9:.1f} | {ratio} |")
-    return lines
-
-
-def cpu_name() -> str:
-    """As /proc/cpuinfo has it, with family and model, which tell processors of one name apart; "" if it has none."""
-    found: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines():
-            key, _, value = line.partition(":")
-            found[key.strip()] = value.strip()
-    parts = [found.get("model name", ""), *[f"{key} {found[key]}" for key in ("cpu family", "model") if key in found]]
-    return ", ".join(part for part in parts if part)
+        of_torch = f"{value / base:.2f}" if base else "-"
+        rows.append([name, f"{value * 1e3:.1f}", f"{cases[name][1] / value / 1e9:.1f}", of_torch])
+    return markdown(["", "ms", f"GB/s of {what}", "time / torch"], rows)
 
 
 def main() -> None:
@@ -244,7 +244,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--adam", action="store_true", help=argparse.SUPPRESS)  # one number of threads, for bench_all
     args = parser.parse_args()
+    if args.adam:
+        rounds = measure_adam(int(args.numel), args.threads[0], args.rounds)
+        give({"isa": library.status("cpu").isa, "torch": torch.__version__, "rounds": rounds})
+        return
     status = library.status(args.device)
     title, processor = "Codecs" if args.codecs else "Kernels", cpu_name() if args.device == "cpu" else ""
     lines = [f"# {title} on {args.device}", "", f"{processor or platform.machine()}, torch {torch.__version__}, "]
@@ -259,9 +264,7 @@ def main() -> None:
         lines += ["", f"## {head}", "", *table(cases, measure(cases, args.rounds, args.device), what)]
     if args.codecs:
         lines += ["", "## Bytes of Gaussian numbers", "", *codec_sizes(state)]
-    print("\n".join(lines))
-    if args.out:
-        args.out.write_text("\n".join(lines) + "\n")
+    finish(lines, args.out)
 
 
 if __name__ == "__main__":

@@ -16,19 +16,20 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring import Sampler, memory
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCABULARY, CONTEXT, HEADS, MICRO_BATCH = 4096, 128, 8, 4
-PEERS = ["ddp", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
+PEERS = ["ddp", "zero_redundancy", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
 PEERS += ["lt_zero-0", "lt_zero-1", "lt_zero-2", "lt_zero-3", "lt_zero-3-release"]
 OFFLOADED = ["deepspeed-2-cpu", "lt_zero-2-cpu", "deepspeed-3-cpu", "lt_zero-3-cpu"]  # the optimizer, to the CPU
 LIBRARY = {"fsdp2": "torch.distributed.fsdp", "deepspeed": "deepspeed", "lt_zero": "lt_zero"}
+LIBRARY["zero_redundancy"] = "torch.distributed.optim"
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -110,6 +111,14 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: boo
     return step
 
 
+def setup_zero_redundancy(job: Job, model: GPT) -> Step:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    options = {"lr": 1e-3, "weight_decay": 0.01, "fused": True}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    return plain_step(nn.parallel.DistributedDataParallel(model), optimizer, autocast=job.bf16)
+
+
 def setup_fsdp2(job: Job, model: GPT) -> Step:
     return fsdp2_step(model, (job.ranks,), job.bf16)
 
@@ -180,16 +189,11 @@ def setup(job: Job) -> Step:
         return plain_step(model, adamw(model), autocast=job.bf16)
     if kind == "ddp":
         return plain_step(nn.parallel.DistributedDataParallel(model), adamw(model), autocast=job.bf16)
-    return {"fsdp2": setup_fsdp2, "deepspeed": setup_deepspeed, "lt_zero": setup_lt_zero}[kind](job, model)
+    setups = {"zero_redundancy": setup_zero_redundancy, "fsdp2": setup_fsdp2}
+    return (setups | {"deepspeed": setup_deepspeed, "lt_zero": setup_lt_zero})[kind](job, model)
 
 
 # ---- a worker ------------------------------------------------------------------------------------------------------
-
-
-def memory(key: str) -> float:
-    """``VmRSS`` (now) or ``VmHWM`` (highest so far) of this process in MB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
 
 def run_steps(step: Step, data: Iterator[tuple[Tensor, Tensor]], count: int) -> dict[str, Any]:
@@ -214,6 +218,15 @@ def profile_steps(step: Step, data: Iterator[tuple[Tensor, Tensor]], count: int,
     return answer | {"table": table}
 
 
+def trace_steps(step: Step, data: Iterator[tuple[Tensor, Tensor]], count: int, bare: float) -> dict[str, Any]:
+    """Resident memory in the last of the steps: seconds since it began, MB above ``bare``."""
+    answer = run_steps(step, data, count - 1)
+    with Sampler() as sampler:
+        last = run_steps(step, data, 1)
+    points = [(at, now - bare) for at, now in sampler.points]
+    return answer | last | {"trace": points}
+
+
 def serve(connection: Connection) -> None:
     """Set up the peer, then do what the coordinator asks until it hangs up."""
     job = Job(**connection.recv())
@@ -228,6 +241,8 @@ def serve(connection: Connection) -> None:
         command, count = connection.recv()
         if command == "profile":
             answer = profile_steps(step, data, count, record=job.rank == 0)
+        elif command == "trace":
+            answer = trace_steps(step, data, count, bare)
         else:
             answer = run_steps(step, data, count)
         connection.send(answer | {"memory": memory("VmHWM") - bare})

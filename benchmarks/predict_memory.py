@@ -11,24 +11,25 @@ Trainer sees it (``before``), which takes a whole copy for any strategy.
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from measuring import cpu_name, finish, give, markdown, memory, result_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lt_zero import ZeroStrategy
 
 WORLD, MB = 2, 1e6
+MIB_IN_MB = 2**20 / MB
 RELEASING = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 WAYS = ("ddp", "stage 3", "stage 3, reuse keys 0", "nvme", "nvme, max_in_cpu 1e9")
 
@@ -52,7 +53,7 @@ class Row(pl.LightningModule):
     def __init__(self, width: int, depth: int, before: bool) -> None:
         super().__init__()
         self.width, self.depth, self.blocks = width, depth, nn.ModuleList()
-        self.between: list[int] = []
+        self.between: list[float] = []
         if before:
             self._build()
 
@@ -70,14 +71,8 @@ class Row(pl.LightningModule):
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         for block in self.blocks:
             batch = batch + block(batch)
-        self.between.append(memory()["VmRSS"])
+        self.between.append(memory())
         return batch
-
-
-def memory() -> dict[str, int]:
-    """Bytes: VmRSS, VmHWM and their kinds."""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return {line[0][:-1]: int(line[1]) * 1024 for line in lines if line[0].startswith(("VmRSS", "VmHWM", "Rss"))}
 
 
 def rank(args: argparse.Namespace) -> None:
@@ -88,25 +83,30 @@ def rank(args: argparse.Namespace) -> None:
     )
     strategy = strategy_of(args.way, args.folder)
     trainer = pl.Trainer(accelerator="cpu", devices=WORLD, strategy=strategy, **quiet)
-    start = memory()["VmRSS"]
+    start = memory()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     model = Row(args.width, args.depth, args.before)
     rows = torch.randn(64, args.width, generator=torch.Generator().manual_seed(1))
     found = trainer.predict(model, DataLoader(rows, 8))
     numel = 2 * 4 * args.width**2 * args.depth + 5 * args.width * args.depth
     total = float(sum(row.double().sum() for row in found or []))
-    print(
-        "RESULT",
-        json.dumps([numel * 4, memory()["VmHWM"] - start, max(model.between[1:]) - start, total, memory()]),
-        flush=True,
-    )
+    peak, between = memory("VmHWM") - start, max(model.between[1:]) - start
+    give([numel * 4 / MB, peak * MIB_IN_MB, between * MIB_IN_MB, total])
 
 
-def measure(way: str, before: bool, args: argparse.Namespace) -> list[float]:
-    """Bytes of the model, peak and between batches of the rank that has most, and a sum of rank 0's predictions."""
-    with tempfile.TemporaryDirectory(dir=args.nvme) as folder:
+class Predicted(NamedTuple):
+    """MB of the model, at the peak and between batches on the rank that has most; the sum of rank 0's predictions."""
+
+    model: float
+    peak: float
+    between: float
+    total: float
+
+
+def measure(way: str, before: bool, width: int, depth: int, nvme: str | None = None) -> Predicted:
+    with tempfile.TemporaryDirectory(dir=nvme) as folder:
         command = [sys.executable, __file__, "--way", way, "--folder", folder]
-        command += ["--width", str(args.width), "--depth", str(args.depth)] + ["--before"] * before
+        command += ["--width", str(width), "--depth", str(depth)] + ["--before"] * before
         port = str(29600 + os.getpid() % 1000)
         env = {**os.environ, "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "GROUP_RANK": "0"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "here", "OMP_NUM_THREADS": "1"}
@@ -115,13 +115,11 @@ def measure(way: str, before: bool, args: argparse.Namespace) -> list[float]:
             for r in map(str, range(WORLD))
         ]
         outputs = [run.communicate(timeout=600)[0] for run in runs]
-    lines = [line[7:] for output in outputs for line in output.splitlines() if line.startswith("RESULT")]
-    if len(lines) != WORLD:
-        raise RuntimeError(f"{way}: a rank failed:\n{outputs}")
-    found = [json.loads(line) for line in lines]
-    if args.verbose:
-        print(found[0][4])
-    return [found[0][0], max(f[1] for f in found), max(f[2] for f in found), found[0][3]]
+    try:
+        found = [Predicted(*result_of(output)) for output in outputs]
+    except ValueError:
+        raise RuntimeError(f"{way}: a rank failed:\n{outputs}") from None
+    return found[0]._replace(peak=max(f.peak for f in found), between=max(f.between for f in found))
 
 
 def main() -> None:
@@ -131,7 +129,6 @@ def main() -> None:
     parser.add_argument("--nvme", help="a folder on the disk for states")
     parser.add_argument("--ways", nargs="*", default=WAYS)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--before", action="store_true", help=argparse.SUPPRESS)
@@ -139,37 +136,19 @@ def main() -> None:
     if args.way:
         rank(args)
         return
-    lines = ["| built | strategy | peak, MB | of DDP's | between batches, MB | of DDP's |", "|---|---|---|---|---|---|"]
-    nbytes = 0.0
-    for before in (False, True):
-        ddp: list[float] = []
-        for way in args.ways:
-            nbytes, peak, between, total = measure(way, before, args)
-            ddp = ddp or [peak, between, total]
-            assert total == ddp[2], f"{way}: the predictions differ from DDP's"
-            lines.append(
-                f"| {'before' if before else 'inside'} | {way} | {peak / MB:.0f} | {peak / ddp[0]:.2f} "
-                f"| {between / MB:.0f} | {between / ddp[1]:.2f} |"
-            )
-            print(lines[-1], flush=True)
-    cpu = next(
-        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
-    )
-    head = (
-        f"`python benchmarks/predict_memory.py`: model of {nbytes / MB:.0f} MB in fp32, {WORLD} ranks, resident memory"
-    )
-    text = "\n".join(
-        [
-            "# Memory of predict",
-            "",
-            f"{head} of a rank above the bare process.",
-            f"{cpu}, {platform.machine()}.",
-            "",
-            *lines,
-        ]
-    )
-    if args.out:
-        args.out.write_text(text + "\n")
+    rows, ddp = [], None
+    for before, way in itertools.product((False, True), args.ways):
+        found = measure(way, before, args.width, args.depth, args.nvme)
+        ddp = found if ddp is None or way == args.ways[0] else ddp
+        assert found.total == ddp.total, f"{way}: the predictions differ from DDP's"
+        peak = f"{found.peak:.0f}", f"{found.peak / ddp.peak:.2f}"
+        between = f"{found.between:.0f}", f"{found.between / ddp.between:.2f}"
+        rows.append(["before" if before else "inside", way, *peak, *between])
+        print(" | ".join(rows[-1]), flush=True)
+    head = f"model of {found.model:.0f} MB in fp32, {WORLD} ranks, resident memory of a rank above the bare process."
+    lines = ["# Memory of predict", "", f"`python benchmarks/predict_memory.py`: {head}", f"{cpu_name()}.", ""]
+    lines += markdown(["built", "strategy", "peak, MB", "of DDP's", "between batches, MB", "of DDP's"], rows)
+    finish(lines, args.out)
 
 
 if __name__ == "__main__":

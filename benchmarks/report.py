@@ -9,34 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import subprocess
 import sys
 import time
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
-import torch
+from measuring import ROOT, versions
 
-ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S, LINES = 360, 60
-
-
-def versions(device: str) -> str:
-    found = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
-    for package in ("lightning", "deepspeed"):
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    if device == "cuda":
-        driver = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
-        ).stdout.strip()
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        found += [f"GPU and driver {driver}", f"CUDA {torch.version.cuda}", f"NCCL {nccl}"]
-    return ", ".join([*found, f"{os.cpu_count()} CPU cores, {platform.machine()}"])
 
 
 def run(command: list[str], device: str) -> tuple[str, str]:

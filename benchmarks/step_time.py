@@ -10,7 +10,7 @@ within a round. While one peer computes, the others sleep in a read on a socket.
 
 Linux only (memory is read from /proc). "peak MB" is the highest resident memory of a rank, from building the model to
 the last step, above what the process had after its imports. If other programs use the machine, medians say little (a
-wide min-max shows it) and the fastest step is the better guide.
+wide range between the quartiles shows it) and the fastest step is the better guide.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
@@ -32,6 +32,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
+from measuring import ROOT, markdown, ratio
 from peers import OFFLOADED, PEERS, Job
 
 PATIENCE = 600  # seconds without an answer after which a peer is given up: the first DeepSpeed run compiles its ops
@@ -134,6 +135,11 @@ class Peer:
         answers = self.ask("steps", count)
         self.rounds.append([max(times) for times in zip(*(a["times"] for a in answers), strict=True)])
 
+    @property
+    def seconds(self) -> list[float]:
+        """Of a step, the median of each round."""
+        return [median(steps) for steps in self.rounds]
+
     def stop(self) -> None:
         for worker in self.workers:
             worker.stop()
@@ -157,7 +163,7 @@ def environment(rank: int, ranks: int) -> dict[str, str]:
     """
     fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
-    paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     fixed["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return os.environ | fixed | {key: str(value) for key, value in launcher.items()}
 
@@ -186,10 +192,10 @@ def warm_up(peers: list[Peer], args: argparse.Namespace, folder: Path) -> None:
 def row(peer: Peer, reference: Peer) -> list[str]:
     if peer.error:
         return [peer.name, "failed", *[""] * 5]
-    ratios = [median(a) / median(b) for a, b in zip(peer.rounds, reference.rounds, strict=True)]
     steps = list(itertools.chain(*peer.rounds))
     times = f"{1000 * median(steps):.0f}", f"{1000 * min(steps):.0f}"
-    spread = f"{median(ratios):.3f}", f"{min(ratios):.3f}-{max(ratios):.3f}"
+    middle, low, high = ratio(peer.seconds, reference.seconds)
+    spread = f"{middle:.3f}", f"{low:.3f}-{high:.3f}"
     return [peer.name, *times, *spread, f"{peer.memory:.0f}", f"{peer.loss:.5f}"]
 
 
@@ -199,13 +205,13 @@ def report(peers: list[Peer], args: argparse.Namespace) -> None:
 
     done = [p for p in peers if not p.error]
     reference = next((p for p in done if p.name == "ddp"), done[0] if done else peers[0])
-    header = ["peer", "ms per step", "fastest", f"x {reference.name}", "min-max", "peak MB", "last loss"]
+    header = ["peer", "ms per step", "fastest", f"x {reference.name}", "quartiles", "peak MB", "last loss"]
     rows = [row(peer, reference) for peer in peers]
     table = Table(*header, title=f"{args.dtype}, {args.ranks} ranks, depth {args.depth}, width {args.width}")
     for cells in rows:
         table.add_row(*cells)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-    print("\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *rows]))
+    print("\n".join(markdown(header, rows)))
     for peer in peers:
         print(f"{peer.name} failed: {peer.error}\n" if peer.error else "", end="")
     losses = [p.loss for p in done if p.name != "single"]  # single sees only the first rank's data
@@ -220,7 +226,7 @@ def write_json(peers: list[Peer], args: argparse.Namespace) -> None:
     Path(args.json).write_text(json.dumps(content, indent=1, default=str))
 
 
-def parse() -> argparse.Namespace:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"rounds": 7, "steps": 3, "warmup": 3, "depth": 8, "width": 512, "ranks": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
@@ -231,23 +237,37 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--deepspeed-python", help="an interpreter that has deepspeed; default: this one if it has it")
     parser.add_argument("--profile", metavar="PEER", help="run this peer alone and print where rank 0 spends its time")
     parser.add_argument("--json", metavar="FILE", help="write every measurement here")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main() -> None:
-    args = parse()
+@contextmanager
+def started(args: argparse.Namespace) -> Iterator[list[Peer]]:
+    """The peers that the options name, warmed up; those that failed say so."""
     peers = pick_peers(args)
     with tempfile.TemporaryDirectory() as folder:
         try:
             warm_up(peers, args, Path(folder))
-            if args.profile:
-                ok = peers[0].attempt(lambda: print(peers[0].ask("profile", 3)[0]["table"]))
-                raise SystemExit(not ok)
-            for _, peer in itertools.product(range(args.rounds), peers):
-                peer.attempt(lambda: peer.measure(args.steps))  # noqa: B023 - called at once
+            yield peers
         finally:
             for peer in peers:
                 peer.stop()
+
+
+def measure(args: argparse.Namespace) -> list[Peer]:
+    """Let the peers take turns."""
+    with started(args) as peers:
+        for _, peer in itertools.product(range(args.rounds), peers):
+            peer.attempt(lambda: peer.measure(args.steps))  # noqa: B023 - called at once
+    return peers
+
+
+def main() -> None:
+    args = parse()
+    if args.profile:
+        with started(args) as (peer,):
+            ok = peer.attempt(lambda: print(peer.ask("profile", 3)[0]["table"]))
+        raise SystemExit(not ok)
+    peers = measure(args)
     report(peers, args)
     if args.json:
         write_json(peers, args)
