@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -245,8 +246,10 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--adam", action="store_true", help=argparse.SUPPRESS)  # one number of threads, for bench_all
+    parser.add_argument("--packages", help=argparse.SUPPRESS)  # a folder that has deepspeed for this Python and torch
     args = parser.parse_args()
     if args.adam:
+        sys.path += [args.packages] if args.packages else []
         rounds = measure_adam(int(args.numel), args.threads[0], args.rounds)
         give({"isa": library.status("cpu").isa, "torch": torch.__version__, "rounds": rounds})
         return

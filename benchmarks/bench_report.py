@@ -1,0 +1,265 @@
+"""What bench_all.py writes: tables of ratios, a picture, and their places in README.md and docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from measuring import ROOT, Ratio, markdown, ratio
+
+RESULTS = ROOT / "benchmarks" / "results"
+Found = Mapping[str, Any]  # the content of a results file
+
+# ---- rows ----------------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """One way to do what a row is about."""
+
+    name: str
+    median: float
+    ratio: Ratio
+
+    @property
+    def ours(self) -> bool:
+        return self.name.startswith(("lt_zero", "lt-zero"))
+
+
+class Compared(NamedTuple):
+    """A row with its ratios.
+
+    Attributes:
+        what: is compared.
+        unit: of the medians.
+        cases: peers and lt_zero; the first is the reference.
+        limit: what the machine can do, if it was measured.
+        missing: why there are no cases.
+        disturbed: whether the machine did other things, too.
+        readme: whether README.md shows it.
+    """
+
+    what: str
+    unit: str
+    cases: list[Case]
+    limit: Case | None
+    missing: str
+    disturbed: bool
+    readme: bool
+
+
+def rows_of(found: Found) -> Iterator[Compared]:
+    for group in found["groups"]:
+        kept = group["attempts"][group["kept"]] if group["attempts"] else {"rounds": {}, "reasons": []}
+        for row in group["rows"]:
+            yield _compared(group, row, kept)
+
+
+def _compared(group: Found, row: Found, kept: Found) -> Compared:
+    rounds, unit = kept["rounds"], group["unit"]
+    names = row["cases"] if row["cases"] is not None else [name for name in rounds if name != row["limit"]]
+    reference = next((name for name in row["references"] if name in rounds), None)
+    missing = group["left_out"] or ("" if reference else f"{row['references'][0]} was not measured")
+
+    def case(name: str) -> Case:
+        values = rounds[name]
+        return Case(name.split(": ", 1)[-1], statistics.median(values), ratio(values, rounds[reference]))
+
+    cases = (
+        [case(name) for name in (reference, *(n for n in names if n != reference)) if name in rounds]
+        if reference
+        else []
+    )
+    limit = case(row["limit"]) if reference and row["limit"] in rounds else None
+    return Compared(row["what"], unit, cases, limit, missing, bool(kept["reasons"]), row["readme"])
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------
+
+
+def amount(value: float, unit: str) -> str:
+    if unit == "s":
+        return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
+    return f"{value:.0f} {unit}"
+
+
+def ours_of(row: Compared) -> str:
+    ours = [case for case in row.cases if case.ours]
+    if len(ours) == 1:
+        return f"{ours[0].ratio.median:.2f}"
+    rest = [(case.name.removeprefix("lt_zero").strip(" ,."), case.ratio.median) for case in ours]
+    return "; ".join(f"{name or 'all'}: {middle:.2f}" if name else f"{middle:.2f}" for name, middle in rest)
+
+
+def peers_of(row: Compared) -> str:
+    return "; ".join(f"{case.name} {case.ratio.median:.2f}" for case in row.cases[1:] if not case.ours)
+
+
+def what_of(row: Compared) -> str:
+    return f"{row.what} (disturbed)" if row.disturbed else row.what
+
+
+def table(found: Found) -> list[str]:
+    """A line per row: the reference, and how all others relate to it."""
+    lines = []
+    for row in rows_of(found):
+        if not row.cases:
+            lines.append([row.what, f"not measured: {row.missing}", "", "", ""])
+            continue
+        first = f"{row.cases[0].name}, {amount(row.cases[0].median, row.unit)}"
+        limit = f"{row.limit.name} {row.limit.ratio.median:.2f}" if row.limit else ""
+        lines.append([what_of(row), first, ours_of(row), peers_of(row), limit])
+    return markdown(["what", "= 1.00", "lt_zero", "peers", "what the machine can do"], lines)
+
+
+def details(found: Found) -> list[str]:
+    """A line per case, with the quartiles."""
+    lines = []
+    for row in rows_of(found):
+        for case in (*row.cases, *([row.limit] if row.limit else [])):
+            middle, low, high = case.ratio
+            lines.append(
+                [what_of(row), case.name, amount(case.median, row.unit), f"{middle:.3f}", f"{low:.3f}-{high:.3f}"]
+            )
+    return markdown(["what", "case", "median", "ratio", "quartiles"], lines)
+
+
+def attempts(found: Found) -> list[str]:
+    """A line per measurement, also of those that were repeated."""
+    lines = []
+    for group in found["groups"]:
+        for number, each in enumerate(group["attempts"]):
+            kept = "kept" if number == group["kept"] else "repeated"
+            shares = [f"{each['others']:.1%}", f"{each['steal']:.1%}", f"{each['load']:.1f}"]
+            lines.append([group["name"], f"{each['seconds']:.0f} s", *shares, "; ".join(each["reasons"]), kept])
+    return markdown(["measurement", "took", "CPU of others", "steal", "load before", "disturbed by", ""], lines)
+
+
+def setting(found: Found) -> str:
+    quick = " **Tiny sizes (`--quick`): the figures mean nothing.**" if found["quick"] else ""
+    where = f"{found['cpu']}, kernels {found['isa']}; {found['versions']}"
+    return f"{found['date']}, {where}; load {found['load'][0]:.1f} before, {found['load'][1]:.1f} after.{quick}"
+
+
+def page(found: Found) -> str:
+    """The results file."""
+    lines = [f"# Against peers, {found['isa']}", "", setting(found), ""]
+    lines += ["Each ratio is the median of ratios within rounds in which all cases took turns; lower is better.", ""]
+    lines += [*table(found), "", "## All cases", "", *details(found), "", "## Runs", "", *attempts(found)]
+    return "\n".join(lines) + "\n"
+
+
+# ---- pictures ------------------------------------------------------------------------------------------------------
+
+
+def draw(found: Found, path: Path) -> None:
+    """A picture of the table: ratios of lt_zero, of peers, and of what the machine can do.
+
+    Raises:
+        ImportError: there is no matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in rows_of(found) if row.cases][::-1]
+    figure, axes = plt.subplots(figsize=(9, 1 + 0.35 * len(rows)))
+    kinds = {"peers": ("o", "C1"), "lt_zero": ("o", "C0"), "what the machine can do": ("|", "C2")}
+    points: dict[str, list[tuple[float, float, float, float]]] = {kind: [] for kind in kinds}
+    for height, row in enumerate(rows):
+        for case in row.cases:
+            middle, low, high = case.ratio
+            kind, shift = ("lt_zero", 0.12) if case.ours else ("peers", -0.12)
+            points[kind].append((middle, height + shift, abs(middle - low), abs(high - middle)))
+        if row.limit is not None:
+            points["what the machine can do"].append((row.limit.ratio.median, height, 0, 0))
+    for kind, (marker, color) in kinds.items():
+        if points[kind]:
+            x, y, below, above = zip(*points[kind], strict=True)
+            size = 12 if marker == "|" else 4
+            axes.errorbar(x, y, xerr=[below, above], fmt=marker, color=color, label=kind, markersize=size, elinewidth=1)
+    axes.axvline(1, color="gray", linewidth=1)
+    axes.set_yticks(range(len(rows)), [f"{row.what}\n/ {row.cases[0].name}" for row in rows], fontsize=7)
+    axes.set(xscale="log", xlabel="time or memory relative to the peer (lower is better)")
+    ticks = [0.05, 0.1, 0.2, 0.5, 1, 2, 5]
+    axes.set_xticks(ticks, map(str, ticks))
+    axes.legend(fontsize="small")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+# ---- documentation -------------------------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- bench-all: begin -->", "<!-- bench-all: end -->"
+_PLACE = re.compile(f"{re.escape(BEGIN)}\n(.*?){re.escape(END)}", re.DOTALL)
+
+
+def of_performance(results: Mapping[str, Found]) -> str:
+    """The part of docs/performance.md; by path of the results file."""
+    lines = ["", "## Against peers", ""]
+    lines += [
+        "`make bench-all` lets all cases of a row take turns. Ratios are medians over the rounds; lower is better."
+    ]
+    for path, found in results.items():
+        lines += [
+            "",
+            setting(found),
+            "",
+            *table(found),
+            "",
+            f"Quartiles and raw figures: `{path}` and the `.json` beside it.",
+        ]
+    return "\n".join(lines) + "\n\n"
+
+
+def of_readme(results: Mapping[str, Found]) -> str:
+    """The part of README.md: the first results."""
+    found = next(iter(results.values()))
+    lines = ["", setting(found), ""]
+    lines += ["Ratios of `make bench-all`, lower is better ([all of them](docs/performance.md#against-peers)):", ""]
+    rows = [
+        [f"{what_of(row)}, relative to {row.cases[0].name}", ours_of(row), peers_of(row)]
+        for row in rows_of(found)
+        if row.readme and row.cases
+    ]
+    return "\n".join([*lines, *markdown(["what", "lt_zero", "peers"], rows)]) + "\n\n"
+
+
+PLACES = {"docs/performance.md": of_performance, "README.md": of_readme}
+
+
+def stored(folder: Path = RESULTS) -> dict[str, Found]:
+    """The results that are kept in the repository, the largest vectors first; by path from its root."""
+    files = sorted(folder.glob("all_*.json"), reverse=True)
+    return {f"benchmarks/results/{file.stem}.md": json.loads(file.read_text(encoding="utf-8")) for file in files}
+
+
+def place_in(text: str) -> str:
+    """What stands between the marks of a page.
+
+    Raises:
+        ValueError: the page has not exactly one place.
+    """
+    found = _PLACE.findall(text)
+    if len(found) != 1:
+        raise ValueError(f"there must be one {BEGIN} and one {END}, and there are {len(found)} such places")
+    return str(found[0])
+
+
+def rewrite(results: Mapping[str, Found], root: Path = ROOT) -> list[Path]:
+    """Put the ratios into the pages; returns those that changed."""
+    changed = []
+    for name, part in PLACES.items():
+        file = root / name
+        text = file.read_text(encoding="utf-8")
+        place_in(text)
+        new = _PLACE.sub(lambda _: f"{BEGIN}\n{part(results)}{END}", text)  # noqa: B023 - called at once
+        if new != text:
+            file.write_text(new, encoding="utf-8")
+            changed.append(file)
+    return changed

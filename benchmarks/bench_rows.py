@@ -1,0 +1,296 @@
+"""What bench_all.py measures: groups of cases that take turns, and the rows of the table that compare them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import checkpoint
+import export
+import host_cost
+import offload
+import predict_memory
+import step_time
+from measuring import Rounds, child, interleaved, scratch, timed
+
+from lt_zero.ops import library
+
+
+class LeftOut(Exception):
+    """A group that cannot be measured here; says why."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure.
+
+    Attributes:
+        quick: sizes and rounds that only show that everything runs.
+        deepspeed_python: an interpreter that has deepspeed; "" without one.
+        path: a folder on the disk that is measured.
+    """
+
+    quick: bool
+    deepspeed_python: str
+    path: Path
+
+    @cached_property
+    def deepspeed(self) -> dict[str, Any]:
+        """Versions of that interpreter and its packages, and where they are; nothing without one."""
+        if not self.deepspeed_python:
+            return {}
+        code = "import json, sys, sysconfig, torch; from importlib.metadata import version as v; print(json.dumps({"
+        code += "'version': v('deepspeed'), 'torch': torch.__version__, 'python': list(sys.version_info[:2]), "
+        code += "'site': sysconfig.get_path('purelib')}))"
+        done = subprocess.run([self.deepspeed_python, "-c", code], check=True, capture_output=True, text=True)
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def size(self, usual: int, quick: int) -> int:
+        return quick if self.quick else usual
+
+    @property
+    def rounds(self) -> int:
+        return self.size(7, 2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: cases of a group, divided by one of them.
+
+    Attributes:
+        what: is compared, with sizes.
+        references: the case that counts as 1.00: the first of these that was measured.
+        cases: are shown beside lt_zero's; None: all of the group.
+        limit: a case that is no peer but what the machine can do.
+        readme: whether README.md shows the row, too.
+    """
+
+    what: str
+    references: tuple[str, ...]
+    cases: tuple[str, ...] | None = None
+    limit: str = ""
+    readme: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that take turns in one measurement.
+
+    Attributes:
+        name: for ``--only``.
+        measure: seconds (or ``unit``) of each case in each round.
+        timed: whether other programs and steal disturb it; memory is the same on a busy machine.
+    """
+
+    name: str
+    measure: Callable[[Options], Rounds]
+    rows: tuple[Row, ...]
+    unit: str = "s"
+    timed: bool = field(default=True)
+
+
+# ---- steps ---------------------------------------------------------------------------------------------------------
+
+STEP_PEERS = {
+    "ddp": "DDP",
+    "single": "one process",
+    "zero_redundancy": "ZeroRedundancyOptimizer",
+    "fsdp2": "FSDP2",
+    **{f"deepspeed-{stage}": f"DeepSpeed stage {stage}" for stage in (1, 2, 3)},
+    **{f"lt_zero-{stage}": f"lt_zero stage {stage}" for stage in (0, 1, 2, 3)},
+    "lt_zero-3-release": "lt_zero stage 3 releasing",
+}
+OFFLOAD_PEERS = {"ddp": "DDP"} | {
+    f"{library}-{stage}-cpu": f"{name} stage {stage}"
+    for stage in (2, 3)
+    for library, name in (("deepspeed", "DeepSpeed"), ("lt_zero", "lt_zero"))
+}
+
+
+def steps(peers: dict[str, str], options: Options) -> Rounds:
+    """Of each peer the median step on the slowest rank, in each round."""
+    names = [name for name in peers if options.deepspeed_python or not name.startswith("deepspeed")]
+    words = ["--peers", ",".join(names), "--rounds", str(options.rounds), "--steps", str(options.size(3, 1))]
+    words += ["--deepspeed-python", options.deepspeed_python] if options.deepspeed_python else []
+    words += ["--depth", "1", "--width", "64", "--warmup", "1"] if options.quick else []
+    return {peers[peer.name]: peer.seconds for peer in step_time.measure(step_time.parse(words)) if not peer.error}
+
+
+def nvme(options: Options) -> Rounds:
+    """The step of an optimizer whose states rest in files, and its bytes at the speed of plain reads and writes."""
+    found: Rounds = {"lt_zero": [], "plain reads and writes": []}
+    for _ in range(options.size(3, 1)):
+        sizes = options.size(12, 2), options.size(1024, 128), options.size(3, 2)
+        case = offload.measure("no clipping: optimizer and parameters in files", *sizes, str(options.path))
+        found["lt_zero"] += case["steps"]
+        found["plain reads and writes"] += [case["limit"]] * len(case["steps"])
+    return found
+
+
+# ---- kernels, files, Python ----------------------------------------------------------------------------------------
+
+
+def adam(isa: str, threads: int, options: Options) -> Rounds:
+    """Steps of AdamW alone, in a process in which torch and lt_zero have this instruction set."""
+    if isa == "avx512" and best_isa() != isa:
+        raise LeftOut("this CPU has no AVX-512")
+    env = {"LT_ZERO_ISA": isa, "OMP_NUM_THREADS": str(threads)}
+    env |= {"ATEN_CPU_CAPABILITY": isa} if isa in ("avx2", "avx512") else {}
+    words = ["--adam", "--threads", str(threads)]
+    words += ["--numel", str(options.size(50_000_000, 100_000)), "--rounds", str(options.size(15, 3))]
+    theirs = options.deepspeed
+    same = theirs and theirs["python"] == list(sys.version_info[:2]) and isa == best_isa()
+    if same:  # its kernel is compiled for the best instruction set, and is loaded into this Python
+        words += ["--packages", theirs["site"]]
+        env["PATH"] = f"{Path(options.deepspeed_python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    found = child("ops.py", *words, environment=env)
+    if found["isa"] != isa:
+        raise RuntimeError(f"the kernels are {found['isa'] or 'not native'}, not {isa}: see `lt-zero ops report`")
+    rounds: Rounds = found["rounds"]
+    return rounds
+
+
+def best_isa() -> str:
+    """Of the kernels in this process: LT_ZERO_ISA, or the best of the machine."""
+    return library.status("cpu").isa or "none"
+
+
+def save(options: Options) -> Rounds:
+    with scratch(options.path) as folder:
+        return checkpoint.measure_saves(checkpoint.make_state(options.size(100, 4) / 100), options.size(5, 2), folder)
+
+
+def load(options: Options) -> Rounds:
+    with scratch(options.path) as folder:
+        return checkpoint.measure_loads(checkpoint.make_state(options.size(100, 4) / 100), options.size(5, 2), folder)
+
+
+def exports(options: Options) -> Rounds:
+    if not options.deepspeed_python:
+        raise LeftOut("its checkpoint is made by DeepSpeed; see --deepspeed-python")
+    with scratch(options.path) as folder:
+        found = export.measure(options.deepspeed_python, options.size(200, 8), options.size(3, 1), folder)
+    return {name: [run.seconds for run in runs] for name, runs in found.items()}
+
+
+def host(options: Options) -> Rounds:
+    """Microseconds."""
+    return host_cost.in_process(8, "cpu", options.size(40, 3))
+
+
+def startup(options: Options) -> Rounds:
+    command = shutil.which("lt-zero", path=str(Path(sys.executable).parent)) or shutil.which("lt-zero")
+    lt_zero = [command] if command else [sys.executable, "-m", "lt_zero.cli"]
+    clock = "import time; import lightning.pytorch; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
+
+    def imported(code: str) -> float:
+        python = [sys.executable, "-W", "ignore", "-c", clock.format(code)]
+        return float(subprocess.run(python, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+    def ended(words: list[str]) -> float:
+        return timed(partial(subprocess.run, words, check=True, stdout=subprocess.DEVNULL))()
+
+    cases = {
+        "lightning.pytorch": partial(ended, [sys.executable, "-c", "import lightning.pytorch"]),
+        "lt_zero": partial(imported, "import lt_zero"),
+        "lt_zero.ZeroStrategy": partial(imported, "from lt_zero import ZeroStrategy"),
+        "bare Python": partial(ended, [sys.executable, "-c", "pass"]),
+        "Python that imports typer and rich": partial(ended, [sys.executable, "-c", "import typer, rich"]),
+        "lt-zero --help": partial(ended, [*lt_zero, "--help"]),
+    }
+    return interleaved(cases, options.size(5, 1))
+
+
+def predict(options: Options) -> Rounds:
+    """MB at the peak."""
+    width, depth = options.size(1024, 64), options.size(12, 2)
+    ways = {"ddp": "DDP", "stage 3": "lt_zero stage 3", "stage 3, reuse keys 0": "lt_zero stage 3 releasing"}
+    ways["nvme"] = "lt_zero stage 3, weights in files"
+
+    def peak(way: str) -> float:
+        return predict_memory.measure(way, False, width, depth, str(options.path)).peak
+
+    return interleaved({name: partial(peak, way) for way, name in ways.items()}, options.size(2, 1), warm_up=0)
+
+
+# ---- the groups ----------------------------------------------------------------------------------------------------
+
+
+def adam_group(isa: str, threads: int, readme: bool) -> Group:
+    where = f"{isa}, {threads} thread{'s' * (threads > 1)}"
+
+    def row(kind: str, what: str) -> Row:
+        names = tuple(f"{kind}: {name}" for name in ("torch fused", "DeepSpeedCPUAdam", "lt_zero"))
+        return Row(f"{what}, 50M parameters, {where}", names[:1], names, f"{kind}: memory bandwidth", readme)
+
+    rows = (
+        row("step", "AdamW alone, fp32"),
+        row("bf16 to bf16", "AdamW, bf16 gradients to bf16 weights, with norm, unscale and clip"),
+    )
+    return Group(f"adam-{isa}-{threads}", partial(adam, isa, threads), rows)
+
+
+def isas() -> list[str]:
+    """The instruction sets to measure: that of LT_ZERO_ISA, both of x86, or the one that there is."""
+    best = best_isa()
+    return [best] if os.environ.get("LT_ZERO_ISA") or best not in ("avx2", "avx512") else ["avx512", "avx2"]
+
+
+def groups() -> list[Group]:
+    """In the order of the table."""
+    step = Row("step of a 29.5M GPT, 2 ranks, fp32", ("DDP",), limit="one process", readme=True)
+    offloaded = [
+        Row(
+            f"step with the optimizer in host memory, stage {stage}",
+            (f"DeepSpeed stage {stage}", "DDP"),
+            ("DDP", f"DeepSpeed stage {stage}", f"lt_zero stage {stage}"),
+            readme=True,
+        )
+        for stage in (2, 3)
+    ]
+    loads = Row("load of 1.0 GB", ("torch.load",), ("torch.load", "DCP", "lt_zero (checked)"), "plain read", True)
+    python = "Python per step and unit, 8 ranks"
+    imports = ("lightning.pytorch", "lt_zero", "lt_zero.ZeroStrategy")
+    helps = ("Python that imports typer and rich", "lt-zero --help")
+    return [
+        Group("step", partial(steps, STEP_PEERS), (step,)),
+        Group("offload", partial(steps, OFFLOAD_PEERS), tuple(offloaded)),
+        *(adam_group(isa, threads, isa == best_isa()) for isa in isas() for threads in (1, 2)),
+        Group("load", load, (loads,)),
+        Group("save", save, (Row("durable save of 1.0 GB", ("torch.save",), None, "plain write, fsync", True),)),
+        Group("export", exports, (Row("export of 200M parameters", (export.THEIRS,), None, export.COPY, True),)),
+        Group("nvme", nvme, (Row("step of 160M parameters in files", ("plain reads and writes",)),)),
+        Group(
+            "host",
+            host,
+            (
+                Row(f"{python}, weights sharded", ("FSDP2",), ("FSDP2", "lt_zero, stage 3")),
+                Row(f"{python}, weights kept", ("FSDP2, weights kept",), ("FSDP2, weights kept", "lt_zero, stage 2")),
+            ),
+            "us",
+        ),
+        Group(
+            "startup",
+            startup,
+            (
+                Row("import after lightning.pytorch", imports[:1], imports),
+                Row("a command's help", helps[:1], helps, "bare Python"),
+            ),
+        ),
+        Group(
+            "predict",
+            predict,
+            (Row("peak memory of predict above the bare process, 2 ranks, 403 MB of weights", ("DDP",), readme=True),),
+            "MB",
+            timed=False,
+        ),
+    ]
