@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint bench-activation bench-attention bench-nodes gpu gpu-kernels \
+.PHONY: help demo test test-slow lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
+	bench-nodes gpu gpu-kernels \
 	gpu-engine gpu-offload gpu-trainer gpu-bench compat docs clean
 
 help: ## Show the targets
@@ -31,6 +32,10 @@ lint: $(STAMP) ## Check style, format and types
 
 bench: $(STAMP) ## Measure step time and memory against DDP, FSDP2 and DeepSpeed
 	$(BIN)/python benchmarks/step_time.py
+
+# An interpreter with DeepSpeed, for its rows: make bench-all DEEPSPEED_PYTHON=/path/to/venv/bin/python
+bench-all: $(STAMP) ## Compare with all peers in all respects: one table of ratios (20 minutes, an idle machine)
+	$(BIN)/python benchmarks/bench_all.py $(if $(DEEPSPEED_PYTHON),--deepspeed-python $(DEEPSPEED_PYTHON))
 
 bench-ops: $(STAMP) ## Measure the kernels against torch's and DeepSpeed's
 	$(BIN)/python benchmarks/ops.py

@@ -23,6 +23,7 @@ import resource
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -145,7 +146,7 @@ class Result:
         except Exception as error:  # the others are measured all the same
             traceback.print_exc()
             if not self.attempts:
-                self.left_out, self.failed = f"failed: {str(error).splitlines()[0] if str(error) else error!r}", True
+                self.left_out, self.failed = f"failed: {(str(error) or repr(error)).splitlines()[0]}", True
             return
         others, steal = watch.shares()
         seconds = time.monotonic() - watch.start
@@ -245,6 +246,7 @@ def main() -> None:
             raise SystemExit("there are no results in benchmarks/results: run make bench-all first")
         print("\n".join(map(str, bench_report.rewrite(stored))))
         return
+    warnings.simplefilter("ignore")  # of DCP, which says in each call that there is one process
     options = Options(args.quick, args.deepspeed_python, args.path)
     before = os.getloadavg()[0]
 

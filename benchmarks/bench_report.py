@@ -166,29 +166,43 @@ def draw(found: Found, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in rows_of(found) if row.cases][::-1]
-    figure, axes = plt.subplots(figsize=(9, 1 + 0.35 * len(rows)))
-    kinds = {"peers": ("o", "C1"), "lt_zero": ("o", "C0"), "what the machine can do": ("|", "C2")}
-    points: dict[str, list[tuple[float, float, float, float]]] = {kind: [] for kind in kinds}
-    for height, row in enumerate(rows):
-        for case in row.cases:
-            middle, low, high = case.ratio
-            kind, shift = ("lt_zero", 0.12) if case.ours else ("peers", -0.12)
-            points[kind].append((middle, height + shift, abs(middle - low), abs(high - middle)))
-        if row.limit is not None:
-            points["what the machine can do"].append((row.limit.ratio.median, height, 0, 0))
-    for kind, (marker, color) in kinds.items():
-        if points[kind]:
-            x, y, below, above = zip(*points[kind], strict=True)
-            size = 12 if marker == "|" else 4
-            axes.errorbar(x, y, xerr=[below, above], fmt=marker, color=color, label=kind, markersize=size, elinewidth=1)
+    labels: list[tuple[str, str]] = []  # and the weights of their fonts
+    kinds: dict[str, list[tuple[float, float, float, float]]] = {
+        "lt_zero": [],
+        "peers": [],
+        "what the machine can do": [],
+    }
+    for row in rows_of(found):
+        if not row.cases:
+            continue
+        labels.append((f"{what_of(row)} / {row.cases[0].name}", "bold"))
+        for case in (*row.cases[1:], *([row.limit] if row.limit else [])):
+            kind = "what the machine can do" if case is row.limit else "lt_zero" if case.ours else "peers"
+            kinds[kind].append(
+                (
+                    case.ratio.median,
+                    len(labels),
+                    *map(abs, (case.ratio.median - case.ratio.low, case.ratio.high - case.ratio.median)),
+                )
+            )
+            labels.append((case.name, "normal"))
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.17 * len(labels)))
+    for number, (kind, points) in enumerate(kinds.items()):
+        if points:
+            x, y, below, above = zip(*points, strict=True)
+            axes.errorbar(
+                x, y, xerr=[below, above], fmt="o", color=f"C{number}", label=kind, markersize=4, elinewidth=1
+            )
     axes.axvline(1, color="gray", linewidth=1)
-    axes.set_yticks(range(len(rows)), [f"{row.what}\n/ {row.cases[0].name}" for row in rows], fontsize=7)
-    axes.set(xscale="log", xlabel="time or memory relative to the peer (lower is better)")
+    axes.set_yticks(range(len(labels)), [name for name, _ in labels], fontsize=7)
+    for tick, (_, weight) in zip(axes.get_yticklabels(), labels, strict=True):
+        tick.set_fontweight(weight)
+    axes.set(xscale="log", xlabel="time or memory relative to the peer (lower is better)", ylim=(len(labels), -1))
+    axes.set_xlim(min(0.05, axes.get_xlim()[0]), max(2, axes.get_xlim()[1]))
     ticks = [0.05, 0.1, 0.2, 0.5, 1, 2, 5]
     axes.set_xticks(ticks, map(str, ticks))
-    axes.legend(fontsize="small")
-    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, 1.06), ncols=3)
+    axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
@@ -218,16 +232,18 @@ def of_performance(results: Mapping[str, Found]) -> str:
 
 
 def of_readme(results: Mapping[str, Found]) -> str:
-    """The part of README.md: the first results."""
+    """The part of README.md: the first results. It ends within a table, whose other rows are written by hand."""
     found = next(iter(results.values()))
-    lines = ["", setting(found), ""]
-    lines += ["Ratios of `make bench-all`, lower is better ([all of them](docs/performance.md#against-peers)):", ""]
     rows = [
         [f"{what_of(row)}, relative to {row.cases[0].name}", ours_of(row), peers_of(row)]
         for row in rows_of(found)
         if row.readme and row.cases
     ]
-    return "\n".join([*lines, *markdown(["what", "lt_zero", "peers"], rows)]) + "\n\n"
+    every = "[all of them, with versions](docs/performance.md#against-peers)"
+    lines = ["", f"Ratios of `make bench-all` ({every}), lower is better, on"]
+    lines += [f"{found['cpu']}, kernels {found['isa']}, {found['date']}. Rows that name another command are"]
+    lines += ["from its file in [benchmarks/results](benchmarks/results).", ""]
+    return "\n".join([*lines, *markdown(["what", "lt_zero", "for comparison"], rows)])
 
 
 PLACES = {"docs/performance.md": of_performance, "README.md": of_readme}

@@ -71,7 +71,11 @@ def make(python: str, folder: Path, millions: int) -> tuple[Path, Path]:
     script, theirs, ours = folder / "train.py", folder / "deepspeed", folder / "ours.ckpt"
     script.write_text(TRAIN, encoding="utf-8")
     layers = max(1, round(millions * 1e6 / WIDTH**2))
-    subprocess.run([python, str(script), str(theirs), str(layers), str(WIDTH)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [python, "-W", "ignore", str(script), str(theirs), str(layers), str(WIDTH)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     subprocess.run([sys.executable, "-m", "lt_zero.cli", "import", str(theirs), str(ours)], check=True)
     return theirs, ours
 

@@ -110,9 +110,9 @@ def measure(way: str, before: bool, width: int, depth: int, nvme: str | None = N
         port = str(29600 + os.getpid() % 1000)
         env = {**os.environ, "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "GROUP_RANK": "0"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "here", "OMP_NUM_THREADS": "1"}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         runs = [
-            subprocess.Popen(command, env={**env, "RANK": r, "LOCAL_RANK": r}, stdout=subprocess.PIPE, text=True)
-            for r in map(str, range(WORLD))
+            subprocess.Popen(command, env={**env, "RANK": r, "LOCAL_RANK": r}, **pipes) for r in map(str, range(WORLD))
         ]
         outputs = [run.communicate(timeout=600)[0] for run in runs]
     try:

@@ -1,0 +1,184 @@
+"""benchmarks/bench_all.py: ratios of pairs, disturbed measurements again, and the pages show the stored figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import bench_all
+import bench_report
+import pytest
+from bench_rows import Group, LeftOut, Options, Row, groups
+from measuring import Rounds, interleaved, ratio
+
+from tests.support.paths import ROOT
+
+OPTIONS = Options(quick=False, deepspeed_python="", path=Path("/tmp"))
+ROW = Row("a save", ("torch.save",), limit="plain write", readme=True)
+CALM: Rounds = {"torch.save": [2.0, 4.0, 2.0], "lt_zero": [1.0, 2.0, 1.0], "plain write": [0.5, 1.0, 0.5]}
+WILD: Rounds = {"torch.save": [2.0, 4.0, 2.0], "lt_zero": [1.0, 4.0, 8.0], "plain write": [0.5, 1.0, 0.5]}
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What other programs take in each attempt; nothing when it is empty."""
+    shares: list[float] = []
+    monkeypatch.setattr(bench_all.Watch, "shares", lambda self: (shares.pop(0) if shares else 0.0, 0.0))
+    return shares
+
+
+def measured(*found: Rounds | Exception, budget: float = 60.0, row: Row = ROW) -> bench_all.Result:
+    """A group that measures this, one after the other."""
+    left: Iterator[Rounds | Exception] = iter(found)
+
+    def measure(options: Options) -> Rounds:
+        value = next(left)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    (result,) = bench_all.measure_all([Group("save", measure, (row,))], OPTIONS, budget, lambda line: None)
+    return result
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------
+
+
+def test_cases_take_turns_after_a_round_to_warm_up() -> None:
+    order: list[str] = []
+
+    def case(name: str) -> Callable[[], float]:
+        return lambda: order.append(name) or float(len(order))  # type: ignore[func-returns-value]
+
+    found = interleaved({name: case(name) for name in "ab"}, rounds=2)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert found == {"a": [4.0, 5.0], "b": [3.0, 6.0]}
+
+
+def test_ratios_are_those_of_pairs() -> None:
+    slower_machine_in_between = ratio([1.0, 10.0, 1.2, 1.0, 0.9], [2.0, 20.0, 2.0, 2.0, 2.0])
+    assert slower_machine_in_between == (0.5, 0.5, 0.5)
+    assert ratio([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5) == (3.0, 2.0, 4.0)
+    assert ratio([1.0], [4.0]) == (0.25, 0.25, 0.25)
+
+
+# ---- disturbances ----------------------------------------------------------------------------------------------
+
+
+def test_what_was_disturbed_is_measured_again(others: list[float]) -> None:
+    others += [0.4, 0.01]
+    result = measured(CALM, CALM)
+    assert [attempt.others for attempt in result.attempts] == [0.4, 0.01]
+    assert result.attempts[0].reasons == ["other programs, 40% of the CPUs"]
+    assert (result.kept, result.again) == (1, False)
+
+
+def test_a_wide_spread_is_measured_again_at_most_twice(others: list[float]) -> None:
+    others += [0.3, 0.2, 0.1]
+    result = measured(WILD, WILD, WILD)
+    assert len(result.attempts) == 3
+    assert result.attempts[1].reasons[-1] == "quartiles of lt_zero 175% apart"
+    assert (result.kept, result.again) == (2, True)
+
+
+def test_nothing_is_repeated_after_the_budget(others: list[float]) -> None:
+    assert len(measured(WILD, budget=0.0).attempts) == 1
+
+
+def test_a_failure_and_what_is_left_out_stand_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    failed, left_out = measured(RuntimeError("a rank died\nwhere")), measured(LeftOut("no DeepSpeed"))
+    assert failed.failed
+    assert not left_out.failed
+    assert "RuntimeError: a rank died" in capsys.readouterr().err
+    content = bench_all.content_of([failed, left_out], OPTIONS, 0.0)
+    cells = [row.missing for row in bench_report.rows_of(content)]
+    assert cells == ["failed: a rank died", "no DeepSpeed"]
+    assert "| a save | not measured: no DeepSpeed |  |  |  |" in bench_report.page(content)
+
+
+# ---- what is written -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def content(others: list[float]) -> dict[str, Any]:
+    found = bench_all.content_of([measured(CALM)], OPTIONS, 0.5)
+    plain: dict[str, Any] = json.loads(json.dumps(found))
+    return plain
+
+
+def test_tables(content: dict[str, Any]) -> None:
+    text = bench_report.page(content)
+    assert "| a save | torch.save, 2.00 s | 0.50 |  | plain write 0.25 |" in text
+    assert "| a save | lt_zero | 1.00 s | 0.500 | 0.500-0.500 |" in text
+    assert content["cpu"] in text
+    assert re.search(r"^\| save \| \d+ s \| 0.0% \| 0.0% \|", text, re.MULTILINE)
+
+
+def test_a_reference_that_was_not_measured_gives_way_to_the_next(others: list[float]) -> None:
+    row = Row("a step", ("DeepSpeed", "DDP"), ("DDP", "DeepSpeed", "lt_zero stage 2"))
+    result = measured({"DDP": [2.0], "lt_zero stage 2": [1.0], "lt_zero stage 3": [9.0]}, row=row)
+    (found,) = bench_report.rows_of(bench_all.content_of([result], OPTIONS, 0.0))
+    assert [(case.name, case.ratio.median) for case in found.cases] == [("DDP", 1.0), ("lt_zero stage 2", 0.5)]
+
+
+def test_pages_are_rewritten_between_their_marks(content: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for name in bench_report.PLACES:
+        text = f"before\n{bench_report.BEGIN}\nold\n{bench_report.END}\nafter\n"
+        (tmp_path / name).write_text(text)
+    results = {"benchmarks/results/all_x.md": content}
+    assert len(bench_report.rewrite(results, tmp_path)) == 2
+    assert bench_report.rewrite(results, tmp_path) == []
+    readme = (tmp_path / "README.md").read_text()
+    assert readme.startswith("before\n")
+    assert readme.endswith("\nafter\n")
+    assert "| a save, relative to torch.save | 0.50 |  |" in readme
+    assert "old" not in readme
+    assert "`benchmarks/results/all_x.md`" in (tmp_path / "docs/performance.md").read_text()
+
+
+@pytest.mark.parametrize("name", bench_report.PLACES)
+def test_the_pages_show_the_stored_figures(name: str) -> None:
+    place, results = bench_report.place_in((ROOT / name).read_text()), bench_report.stored()
+    if results:
+        assert place == bench_report.PLACES[name](results), "run python benchmarks/bench_all.py --docs"
+
+
+def test_every_row_can_be_asked_for_by_name() -> None:
+    names = [group.name for group in groups()]
+    assert len(set(names)) == len(names)
+    assert {"step", "offload", "load", "save", "export", "nvme", "host", "startup", "predict"} < set(names)
+    assert all(row.references for group in groups() for row in group.rows)
+
+
+@pytest.mark.slow
+def test_command_writes_table_figures_and_pictures(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "benchmarks/bench_all.py",
+        "--quick",
+        "--only",
+        "load,host,memory",
+        "--out",
+        str(tmp_path),
+    ]
+    subprocess.run(command, cwd=ROOT, check=True)
+    (file,) = tmp_path.glob("all_*.json")
+    content = json.loads(file.read_text())
+    load, host = content["groups"]
+    assert set(load["attempts"][0]["rounds"]) >= {"torch.load", "DCP", "lt_zero (checked)", "plain read"}
+    assert set(host["attempts"][0]["rounds"]) >= {"FSDP2", "lt_zero, stage 3"}
+    assert set(content["memory"]) == {"DDP", "FSDP2", "lt_zero stage 3 releasing"} | {
+        f"lt_zero stage {stage}" for stage in range(4)
+    }
+    text = file.with_suffix(".md").read_text()
+    assert re.search(
+        r"^\| load of 1.0 GB.*\| torch.load, \d.* \| \d+\.\d\d \| DCP \d+\.\d\d \| plain read", text, re.MULTILINE
+    )
+    assert file.with_suffix(".png").stat().st_size > 0
+    assert (tmp_path / "step_memory.png").stat().st_size > 0
