@@ -258,7 +258,9 @@ def main() -> None:
     content = content_of(results, options, before)
     if "memory" in args.only:
         note("memory over a step ...")
-        content["memory"] = step_memory.traces(*(1, 64) if args.quick else (8, 512))
+        content["memory"] = (
+            step_memory.traces(1, 64, ["ddp", "lt_zero-3"]) if args.quick else step_memory.traces(8, 512)
+        )
     file = write(content, args.out)
     print(bench_report.page(content))
     print(file)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import step_time
@@ -21,17 +22,17 @@ PEERS["lt_zero-3-release"] = "lt_zero stage 3 releasing"  # as FSDP2: no weights
 Trace = list[tuple[float, float]]  # seconds since the step began, MB
 
 
-def traces(depth: int, width: int) -> dict[str, Trace]:
+def traces(depth: int, width: int, names: Iterable[str] = PEERS) -> dict[str, Trace]:
     """Of each peer that ran; of one that failed, the reason is printed."""
     found: dict[str, Trace] = {}
     before = os.environ.get("MALLOC_MMAP_THRESHOLD_")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 << 10)  # workers inherit it
     try:
-        for name, title in PEERS.items():
+        for name in names:
             words = ["--peers", name, "--depth", str(depth), "--width", str(width)]
             with step_time.started(step_time.parse(words)) as (peer,):
-                if peer.attempt(lambda: found.update({title: peer.ask("trace", 1)[0]["trace"]})):  # noqa: B023 - called at once
-                    found[title] = [(at, round(mb, 1)) for at, mb in found[title]]
+                if peer.attempt(lambda: found.update({PEERS[name]: peer.ask("trace", 1)[0]["trace"]})):  # noqa: B023 - called at once
+                    found[PEERS[name]] = [(round(at, 4), round(mb, 1)) for at, mb in found[PEERS[name]]]
     finally:
         del os.environ["MALLOC_MMAP_THRESHOLD_"]
         if before is not None:

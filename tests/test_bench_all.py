@@ -163,19 +163,16 @@ def test_command_writes_table_figures_and_pictures(tmp_path: Path) -> None:
         "benchmarks/bench_all.py",
         "--quick",
         "--only",
-        "load,host,memory",
+        "load,memory",
         "--out",
         str(tmp_path),
     ]
     subprocess.run(command, cwd=ROOT, check=True)
     (file,) = tmp_path.glob("all_*.json")
     content = json.loads(file.read_text())
-    load, host = content["groups"]
+    (load,) = content["groups"]
     assert set(load["attempts"][0]["rounds"]) >= {"torch.load", "DCP", "lt_zero (checked)", "plain read"}
-    assert set(host["attempts"][0]["rounds"]) >= {"FSDP2", "lt_zero, stage 3"}
-    assert set(content["memory"]) == {"DDP", "FSDP2", "lt_zero stage 3 releasing"} | {
-        f"lt_zero stage {stage}" for stage in range(4)
-    }
+    assert all(max(mb for _, mb in content["memory"][peer]) > 1 for peer in ("DDP", "lt_zero stage 3"))
     text = file.with_suffix(".md").read_text()
     assert re.search(
         r"^\| load of 1.0 GB.*\| torch.load, \d.* \| \d+\.\d\d \| DCP \d+\.\d\d \| plain read", text, re.MULTILINE
