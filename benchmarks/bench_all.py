@@ -254,7 +254,8 @@ def main() -> None:
         print(line, file=sys.stderr, flush=True)
 
     chosen = [group for group in groups() if group.name in args.only]
-    results = measure_all(chosen, options, args.budget * 60, note)
+    pictures = 120 * ("memory" in args.only)  # seconds that are left for it
+    results = measure_all(chosen, options, args.budget * 60 - pictures, note)
     content = content_of(results, options, before)
     if "memory" in args.only:
         note("memory over a step ...")

@@ -105,15 +105,25 @@ STEP_PEERS = {
     "single": "one process",
     "zero_redundancy": "ZeroRedundancyOptimizer",
     "fsdp2": "FSDP2",
-    **{f"deepspeed-{stage}": f"DeepSpeed stage {stage}" for stage in (1, 2, 3)},
     **{f"lt_zero-{stage}": f"lt_zero stage {stage}" for stage in (0, 1, 2, 3)},
     "lt_zero-3-release": "lt_zero stage 3 releasing",
+}
+DEEPSPEED_PEERS = {"ddp": "DDP"} | {  # apart: with all the others, their processes would need more than 20 GB
+    f"{library}-{stage}": f"{name} stage {stage}"
+    for stage in (1, 2, 3)
+    for library, name in (("deepspeed", "DeepSpeed"), ("lt_zero", "lt_zero"))
 }
 OFFLOAD_PEERS = {"ddp": "DDP"} | {
     f"{library}-{stage}-cpu": f"{name} stage {stage}"
     for stage in (2, 3)
     for library, name in (("deepspeed", "DeepSpeed"), ("lt_zero", "lt_zero"))
 }
+
+
+def steps_deepspeed(options: Options) -> Rounds:
+    if not options.deepspeed_python:
+        raise LeftOut("DeepSpeed is not installed; see --deepspeed-python")
+    return steps(DEEPSPEED_PEERS, options)
 
 
 def steps(peers: dict[str, str], options: Options) -> Rounds:
@@ -263,6 +273,7 @@ def groups() -> list[Group]:
     helps = ("Python that imports typer and rich", "lt-zero --help")
     return [
         Group("step", partial(steps, STEP_PEERS), (step,)),
+        Group("step-deepspeed", steps_deepspeed, (Row("the same beside DeepSpeed", ("DDP",), readme=True),)),
         Group("offload", partial(steps, OFFLOAD_PEERS), tuple(offloaded)),
         *(adam_group(isa, threads, isa == best_isa() and threads == 1) for isa in isas() for threads in (1, 2)),
         Group("load", load, (loads,)),

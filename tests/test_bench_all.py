@@ -152,7 +152,9 @@ def test_the_pages_show_the_stored_figures(name: str) -> None:
 def test_every_row_can_be_asked_for_by_name() -> None:
     names = [group.name for group in groups()]
     assert len(set(names)) == len(names)
-    assert {"step", "offload", "load", "save", "export", "nvme", "host", "startup", "predict"} < set(names)
+    assert {"step", "step-deepspeed", "offload", "load", "save", "export", "nvme", "host", "startup", "predict"} < set(
+        names
+    )
     assert all(row.references for group in groups() for row in group.rows)
 
 
