@@ -14,15 +14,13 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import platform
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from measuring import Rounds, child, cpu_name, give, interleaved, markdown, memory, ratio, timed
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -58,10 +56,7 @@ def inputs(args: argparse.Namespace, length: int) -> list[Tensor]:
 
 def run(attend: Attend, tensors: list[Tensor], grad: Tensor) -> float:
     wait(grad)
-    start = time.perf_counter()
-    torch.autograd.grad(attend(*tensors), tensors, grad)
-    wait(grad)
-    return time.perf_counter() - start
+    return timed(lambda: torch.autograd.grad(attend(*tensors), tensors, grad), lambda: wait(grad))()
 
 
 def wait(tensor: Tensor) -> None:
@@ -69,17 +64,11 @@ def wait(tensor: Tensor) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
-def times(args: argparse.Namespace, length: int) -> dict[str, list[float]]:
+def times(args: argparse.Namespace, length: int) -> Rounds:
     tensors = inputs(args, length)
     grad = torch.randn_like(tensors[0])
-    names = [DENSE, CAUSAL, *PATTERNS]
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for round_ in range(args.rounds + 1):
-        for name in names:
-            seconds = run(case(name), tensors, grad)
-            if round_:  # the first one builds layouts and fills caches
-                found[name].append(seconds)
-    return found
+    cases = {name: partial(run, case(name), tensors, grad) for name in (DENSE, CAUSAL, *PATTERNS)}
+    return interleaved(cases, args.rounds)  # the round before them builds layouts and fills caches
 
 
 def peak(args: argparse.Namespace, name: str, length: int) -> int:
@@ -96,29 +85,16 @@ def peak(args: argparse.Namespace, name: str, length: int) -> int:
         run(attend, tensors, grad)
         return torch.cuda.max_memory_allocated() - before
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is there now
-    before = resident("VmRSS")
+    resident = memory()
     run(attend, tensors, grad)
-    return resident("VmHWM") - before
-
-
-def resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+    return round((memory("VmHWM") - resident) * 2**20)
 
 
 def peak_apart(args: argparse.Namespace, name: str, length: int) -> int:
-    command = [sys.executable, __file__, "--peak-of", name, "--lengths", str(length), "--dtype", args.dtype]
-    command += [
-        "--heads",
-        str(args.heads),
-        "--dim",
-        str(args.dim),
-        "--device",
-        args.device,
-        "--threads",
-        str(args.threads),
-    ]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    words = ["--peak-of", name, "--lengths", str(length)]
+    for option in ("dtype", "heads", "dim", "device", "threads"):
+        words += [f"--{option}", str(getattr(args, option))]
+    return int(child("attention.py", *words))
 
 
 def density(name: str, heads: int, length: int) -> float:
@@ -134,29 +110,21 @@ def density(name: str, heads: int, length: int) -> float:
 
 def table(args: argparse.Namespace, length: int) -> list[str]:
     found = times(args, length)
-    lines = [
-        f"{length} tokens\n",
-        "| | density | ms | dense / it | rate, of dense | memory, MB |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name in ("in full", *found):
-        memory = peak_apart(args, name, length) if name != "in full" or length <= args.full else None
-        shown = "" if memory is None else f"{memory / 1e6:.1f}"
+        nbytes = peak_apart(args, name, length) if name != "in full" or length <= args.full else None
+        shown = "" if nbytes is None else f"{nbytes / 1e6:.1f}"
         if name == "in full":
-            lines += [f"| {name} | 1 | | | | {shown} |"] if shown else []
+            rows += [[name, "1", "", "", "", shown]] if shown else []
             continue
         dense = CAUSAL if name == CAUSAL or (name in PATTERNS and PATTERNS[name].causal) else DENSE
-        ratio = statistics.median(a / b for a, b in zip(found[dense], found[name], strict=True))
+        faster = ratio(found[dense], found[name]).median
         part = density(name, args.heads, length)
-        rate = ratio * part / density(dense, args.heads, length)
+        rate = faster * part / density(dense, args.heads, length)
         ms = statistics.median(found[name]) * 1e3
-        lines.append(f"| {name} | {part:.3f} | {ms:.1f} | {ratio:.2f} | {rate:.2f} | {shown} |")
-    return lines
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+        rows.append([name, f"{part:.3f}", f"{ms:.1f}", f"{faster:.2f}", f"{rate:.2f}", shown])
+    head = ["", "density", "ms", "dense / it", "rate, of dense", "memory, MB"]
+    return [f"{length} tokens", "", *markdown(head, rows)]
 
 
 def main() -> None:
@@ -174,7 +142,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.peak_of:
-        print(peak(args, args.peak_of, args.lengths[0]))
+        give(peak(args, args.peak_of, args.lengths[0]))
         return
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"{cpu_name()}, {args.threads} threads"
     load = f"load {os.getloadavg()[0]:.1f}"
