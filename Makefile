@@ -16,11 +16,11 @@ help: ## Show the targets
 demo: $(STAMP) ## Train a small GPT with ZeRO stage 3 on two processes (about 3 minutes)
 	$(BIN)/python examples/train_gpt.py
 
-# Two processes and their workers import the package and the tests: with bytecode each but the first does not compile them.
+# The processes and their workers import the package and the tests: with bytecode each but the first does not compile them.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 
-test: $(STAMP) ## Run the fast tests, in two processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: $(STAMP) ## Run the fast tests, in three processes (they also wait)
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -m slow --timeout 1200
@@ -118,7 +118,7 @@ compat: ## Build the wheel with PYTHON, install it into a clean environment, run
 	wheel=$$(ls $(COMPAT)/*.whl) && $(COMPAT)/venv/bin/python -m pip install --quiet -c $(COMPAT)/constraints.txt \
 		"$$wheel[dev,examples]" $(WITH)
 	git ls-files -z | grep -zv '^lt_zero/' | xargs -0 cp --parents -P -t $(COMPAT)/source  # not the package itself
-	cd $(COMPAT)/source && ../venv/bin/python -m pytest -n 2 --dist loadfile $(TESTS)
+	cd $(COMPAT)/source && ../venv/bin/python -m pytest -n 3 --dist loadfile $(TESTS)
 
 clean: ## Remove the virtual environment, caches and outputs
 	rm -rf $(VENV) build dist out site lightning_logs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -84,6 +84,9 @@ class _OpenSum:
         self.lasted = 5.0  # seconds, the last turn; before the first one is known, latecomers get 0.5 seconds
 
     def begin(self, turn: int) -> None:
+        if turn > self.turn + 1:  # another member had it meanwhile
+            self.absent.clear()
+            self.awaited.clear()
         self.turn, self.began, self.enough = turn, 0.0, 0.0
 
 
@@ -202,8 +205,6 @@ class TolerantSum:
         opened = self._open[flow.number, piece]
         if owner == self._me and opened.turn < flow.turn:
             opened.begin(flow.turn)  # it was another member's
-            opened.absent.clear()
-            opened.awaited.clear()
         elif owner != self._me:
             for part in opened.parts.values():  # they came when the piece was no longer this member's
                 flow.add(piece, part)
@@ -248,6 +249,8 @@ class TolerantSum:
 
     def _take(self, member: int, flow: int, piece: int, part: Contribution) -> None:
         opened, now = self._open[flow, piece], time.monotonic()
+        if part.turn > opened.turn:  # sums of the turns between were another member's, and are closed
+            opened.begin(part.turn)
         opened.parts[member] = _both(opened.parts.get(member), part)
         if not opened.began and part.turn == opened.turn:
             opened.began = now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -108,6 +109,30 @@ def test_nothing_is_lost_and_replicas_are_equal(pool: Pool, late: dict[int, tupl
         torch.testing.assert_close(books[0]["came"] + sum(book["owed"] for book in books), given, rtol=0, atol=0)
         gradients = books[0]["gradients"] + sum(book["owes"] for book in books)
         assert gradients.eq(turns * 3).all()
+
+
+def _regained() -> Tensor:
+    """How many gradients are in three sums; rank 0 owns the second one not, and begins the third one late."""
+    comm = _comm(0.67)
+    tolerance, rank = comm.tolerance, dist.get_rank()
+    assert tolerance is not None
+    count = torch.zeros(SIZES["small"])
+    for turn in range(3):
+        tolerance._late = {0: 0} if turn == 1 else {}
+        dist.barrier()
+        if turn == 2 and rank == 0:
+            time.sleep(1.0)  # its thread has the others' contributions, and may close the sum
+        for lo, hi, number in tolerance.sum("small", torch.ones(SIZES["small"])):
+            count[lo:hi] += number
+    ((_, owed),) = _settled(comm).values()
+    dist.all_reduce(owed)
+    tolerance.end()
+    return count + owed
+
+
+def test_nothing_is_lost_when_an_owner_returns(pool: Pool) -> None:
+    for count in pool.run(3, _regained):
+        assert count.eq(9).all()
 
 
 def _dropped() -> None:
