@@ -95,14 +95,14 @@ def shard(
     _check_kernels(config, device, comm)
     _check_late_gradients(config, policy)
     comm.configure(config)
-    if config.sparse_attention is not None:
-        install_sparse_attention(module, config, comm.rank)
     plan = plan_engine(module, config, policy, comm.mesh.shards)
     if training and config.activation_checkpointing.mode != "none":
         find_modules(module, config.activation_checkpointing)  # raises before the module is changed
     if comm.rank == 0:
         warn_of_padding(plan, zero, comm.mesh.shards)
     check_build(plan, config, policy, comm, training)
+    if config.sparse_attention is not None:
+        install_sparse_attention(module, config, comm.rank)
     engine_ref: list[weakref.ref[Engine]] = []  # lets the engine be collected while parameters still point to it
 
     def owner() -> Owner | None:

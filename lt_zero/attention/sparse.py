@@ -10,7 +10,6 @@ Sequences that are cut over ranks (DeepSpeed-Ulysses, arXiv:2309.14509) are exch
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from math import prod
 from typing import Any
@@ -21,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from lt_zero.attention.flex import flex
-from lt_zero.attention.patterns import Pattern, distinct_layouts, pattern_from
+from lt_zero.attention.patterns import Pattern, distinct_layouts, pattern_from_text
 from lt_zero.comm.sequence import ProcessGroup, exchange, gather_tokens, place_in
 from lt_zero.ops import attention as ops
 
@@ -89,10 +88,9 @@ def _attend(
     if query.device.type != "cpu":
         return flex(query, key, value, pattern, bias, dropout, scale, heads, first)
     _check_constant(bias)
-    device = query.device
-    # Ranks of a group often have one state of the generator: their heads are not to drop the same elements.
-    drawn = torch.randint(1 << 62, (), device=device) + first if dropout else None
-    seed = torch.zeros((), dtype=torch.int64, device=device) if drawn is None else drawn
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)
+    if dropout:  # ranks of a group often have one state of the generator: their heads are not to drop the same elements
+        seed = torch.randint(1 << 62, (), device=query.device) + first
     wanted = query.dtype
     if wanted == torch.float16:  # a CPU multiplies in fp32
         query, key, value = query.float(), key.float(), value.float()
@@ -107,7 +105,7 @@ def _attend(
 
 @functools.lru_cache(64)
 def _index(text: str, heads: int, first: int, here: int, length: int) -> tuple[ops.BlockIndex, bool]:
-    pattern = pattern_from(json.loads(text))
+    pattern = pattern_from_text(text)
     layout = distinct_layouts(pattern, heads, -(-length // pattern.block), first, here)
     return ops.BlockIndex.of(layout, pattern.block), pattern.causal
 
@@ -126,17 +124,7 @@ def _forward(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     index, causal = _index(pattern, heads, first, query.shape[1], query.shape[2])
-    return ops.attention_forward(
-        query,
-        key,
-        value,
-        index,
-        causal=causal,
-        scale=scale,
-        key_bias=bias,
-        dropout=dropout,
-        seed=int(seed) if dropout else 0,
-    )
+    return ops.attention_forward(query, key, value, index, ops.Terms(causal, scale, bias, dropout, int(seed)))
 
 
 @_forward.register_fake
@@ -161,10 +149,8 @@ def _backward(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     index, causal = _index(pattern, heads, first, query.shape[1], query.shape[2])
-    return ops.attention_backward(
-        grad, query, key, value, out, lse, index,
-        causal=causal, scale=scale, key_bias=bias, dropout=dropout, seed=int(seed) if dropout else 0,
-    )  # fmt: skip
+    terms = ops.Terms(causal, scale, bias, dropout, int(seed))
+    return ops.attention_backward(grad, query, key, value, out, lse, index, terms)
 
 
 @_backward.register_fake
@@ -187,7 +173,7 @@ _forward.register_autograd(_differentiate, setup_context=_keep)
 
 def _products(query: Any, pattern: str, heads: int) -> int:
     """Floating-point operations of one product of queries and keys within the pattern."""
-    made = pattern_from(json.loads(pattern))
+    made = pattern_from_text(pattern)
     return int(2 * prod(query) * query[2] * made.density(heads, -(-query[2] // made.block)))
 
 

@@ -4,8 +4,9 @@ Note [Sums without late nodes]
     A member is a node: the sum of its ranks is one contribution. (A rank, if there is one node, or nodes differ.) Each
     sum is cut into pieces, and each piece has an owner, to whom the members send their contributions. The owner closes
     the sum when all are there; or when at most the tolerated ranks are missing, and the time has passed that a member
-    of usual speed needs. It sends to every member the sum, how many contributions are in it, and whose. Who gets the
-    sum multiplies it by all / arrived, so that whoever divides by the number of ranks gets the mean of what arrived.
+    of usual speed needs. It sends to every member the sum, how many contributions are in it, and whose. Members
+    multiply the sum by (all contributions / those in it): divided by the number of ranks, as every sum of gradients is,
+    that gives the mean of the contributions in it.
 
     Nothing is lost, and each contribution is in one sum only. A member whose contribution has not arrived keeps adding
     later ones up, and sends them as one once a sum shows that the owner has the last. So one message of a member is

@@ -80,17 +80,37 @@ def _lists(there: Tensor) -> tuple[Tensor, Tensor]:
     return begin, there.nonzero()[:, 2].int()
 
 
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What the weights of attention depend on, besides queries, keys and the layout.
+
+    Attributes:
+        causal: keys after a row are not seen, also within a block.
+        scale: of the scores; None: ``1 / sqrt(dim)``.
+        key_bias: [batch, length] fp32, added to the scores of each key; -inf: the key is not seen.
+        dropout: the share of elements of the softmax that is dropped, from 0 to below 1.
+        seed: of dropout, from 0 to 2^63 - 1.
+    """
+
+    causal: bool = False
+    scale: float | None = None
+    key_bias: Tensor | None = None
+    dropout: float = 0.0
+    seed: int = 0
+
+    def scale_of(self, q: Tensor) -> float:
+        return 1 / math.sqrt(q.shape[3]) if self.scale is None else self.scale
+
+
+PLAIN = Terms()
+
+
 def attention_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     index: BlockIndex,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    key_bias: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
+    terms: Terms = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Attention on the blocks of ``index``.
 
@@ -100,11 +120,7 @@ def attention_forward(
             neighbouring ones of q.
         v: as k.
         index: of a layout with ``heads`` layouts or one, of ``ceil(length / block)`` blocks.
-        causal: keys after a row are not seen, also within a block.
-        scale: of the scores; None: ``1 / sqrt(dim)``.
-        key_bias: [batch, length] fp32, added to the scores of each key; -inf: the key is not seen.
-        dropout: the share of elements of the softmax that is dropped, from 0 to below 1.
-        seed: of dropout, from 0 to 2^63 - 1.
+        terms: what else the weights depend on.
 
     Returns:
         The result, of q's shape, dtype and order of dimensions in memory, and [batch, heads, length] fp32, the
@@ -113,17 +129,14 @@ def attention_forward(
     Raises:
         ValueError: an argument is something else.
     """
-    lib = _check(q, k, v, index, key_bias, dropout, seed)
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    lib = _check(q, k, v, index, terms)
     if lib is None:
-        out, lse = attention_forward_reference(
-            q, k, v, index, causal=causal, scale=scale, key_bias=key_bias, dropout=dropout, seed=seed
-        )
+        out, lse = attention_forward_reference(q, k, v, index, terms)
         return torch.empty_like(q).copy_(out), lse.contiguous()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    key_bias = key_bias.contiguous() if key_bias is not None else None
+    bias = terms.key_bias.contiguous() if terms.key_bias is not None else None
     tensors = {"q": q, "k": k, "v": v, "out": out}
-    problem = _problem(tensors, index, lse, key_bias, causal=causal, scale=scale, dropout=dropout, seed=seed)
+    problem = _problem(tensors, index, lse, bias, terms)
     call(lib, "attention_forward", q.device, ctypes.byref(problem))
     return out, lse
 
@@ -136,42 +149,34 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     index: BlockIndex,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    key_bias: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
+    terms: Terms = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of ``attention_forward`` with respect to q, k and v, in their dtype.
 
     Args:
         dout: of q's shape and dtype: the gradient of ``out``.
-        q, k, v, index, causal, scale, key_bias, dropout, seed: as in the forward pass.
+        q, k, v, index, terms: as in the forward pass.
         out: what it returned.
         lse: what it returned.
 
     Raises:
         ValueError: an argument is something else.
     """
-    lib = _check(q, k, v, index, key_bias, dropout, seed)
+    lib = _check(q, k, v, index, terms)
     for name, tensor in (("dout", dout), ("out", out)):
         if tensor.shape != q.shape or tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(f"{name} is {_described(tensor)}; q is {_described(q)}.")
     if lse.shape != q.shape[:3] or lse.dtype != torch.float32 or not lse.is_contiguous():
         raise ValueError(f"lse is {_described(lse)}; {tuple(q.shape[:3])}, float32, contiguous is needed.")
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     if lib is None:
-        dq, dk, dv = attention_backward_reference(
-            dout, q, k, v, index, causal=causal, scale=scale, key_bias=key_bias, dropout=dropout, seed=seed
-        )
+        dq, dk, dv = attention_backward_reference(dout, q, k, v, index, terms)
         return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
-    key_bias = key_bias.contiguous() if key_bias is not None else None
+    bias = terms.key_bias.contiguous() if terms.key_bias is not None else None
     dout = dout if dout.stride(3) == 1 else dout.contiguous()  # an expanded gradient has strides of 0
     out = out if out.stride(3) == 1 else out.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-    problem = _problem(tensors, index, lse, key_bias, causal=causal, scale=scale, dropout=dropout, seed=seed)
+    problem = _problem(tensors, index, lse, bias, terms)
     call(lib, "attention_backward", q.device, ctypes.byref(problem))
     return dq, dk, dv
 
@@ -184,16 +189,11 @@ def attention_forward_reference(
     k: Tensor,
     v: Tensor,
     index: BlockIndex,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    key_bias: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
+    terms: Terms = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """``attention_forward`` in torch operations, with all scores in memory; in fp64 if q is."""
     k, v = (_wide(t).repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    weights, kept, lse = _weights(_wide(q), k, index, causal, scale, key_bias, dropout, seed)
+    weights, kept, lse = _weights(_wide(q), k, index, terms)
     return ((weights * kept if kept is not None else weights) @ v).to(q.dtype), lse
 
 
@@ -201,24 +201,21 @@ def _wide(t: Tensor) -> Tensor:
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
-def _weights(
-    q: Tensor, k: Tensor, index: BlockIndex, causal: bool, scale: float | None, key_bias: Tensor | None, dropout: float,
-    seed: int,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+def _weights(q: Tensor, k: Tensor, index: BlockIndex, terms: Terms) -> tuple[Tensor, Tensor | None, Tensor]:
     """Softmax of the scores; what dropout multiplies it with, or None; and the logarithms of the sums."""
-    batch, heads, length, dim = q.shape
-    scores = (1 / math.sqrt(dim) if scale is None else scale) * (q @ k.transpose(2, 3))
-    if key_bias is not None:
-        scores = scores + key_bias[:, None, None].to(q.dtype)
+    batch, heads, length, _ = q.shape
+    scores = terms.scale_of(q) * (q @ k.transpose(2, 3))
+    if terms.key_bias is not None:
+        scores = scores + terms.key_bias[:, None, None].to(q.dtype)
     seen = index.dense(length)
-    scores = scores.masked_fill(~(seen.tril() if causal else seen), -math.inf)
+    scores = scores.masked_fill(~(seen.tril() if terms.causal else seen), -math.inf)
     lse = scores.logsumexp(3)
     blind = (lse == -math.inf)[..., None]
     weights = scores.masked_fill(blind, 0.0).softmax(3).masked_fill(blind, 0.0)  # neither NaN, nor in the gradients
-    if not dropout:
+    if not terms.dropout:
         return weights, None, lse
-    kept = [dropout_mask(seed, number, length, length, dropout) for number in range(batch * heads)]
-    return weights, torch.stack(kept).view(batch, heads, length, length).to(q.dtype) / (1 - dropout), lse
+    kept = [dropout_mask(terms.seed, number, length, length, terms.dropout) for number in range(batch * heads)]
+    return weights, torch.stack(kept).view(batch, heads, length, length).to(q.dtype) / (1 - terms.dropout), lse
 
 
 def attention_backward_reference(
@@ -227,23 +224,17 @@ def attention_backward_reference(
     k: Tensor,
     v: Tensor,
     index: BlockIndex,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    key_bias: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
+    terms: Terms = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``attention_backward`` in torch operations; without autograd, which does not run inside of an operator."""
     shape, group = k.shape, q.shape[1] // k.shape[1]
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     wide_q, wide_k, wide_v, dout = map(_wide, (q, k, v, dout))
     wide_k, wide_v = (t.repeat_interleave(group, 1) for t in (wide_k, wide_v))
-    weights, kept, _ = _weights(wide_q, wide_k, index, causal, scale, key_bias, dropout, seed)
+    weights, kept, _ = _weights(wide_q, wide_k, index, terms)
     dweights = dout @ wide_v.transpose(2, 3)
     used = weights if kept is None else weights * kept
     dweights = dweights if kept is None else dweights * kept
-    dscores = scale * weights * (dweights - (weights * dweights).sum(3, keepdim=True))
+    dscores = terms.scale_of(q) * weights * (dweights - (weights * dweights).sum(3, keepdim=True))
     dk, dv = dscores.transpose(2, 3) @ wide_q, used.transpose(2, 3) @ dout
     dk, dv = (t.unflatten(1, (shape[1], group)).sum(2) for t in (dk, dv))
     return (dscores @ wide_k).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -279,9 +270,7 @@ def _described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}, on {tensor.device}"
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, key_bias: Tensor | None, dropout: float, seed: int
-) -> ctypes.CDLL | None:
+def _check(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, terms: Terms) -> ctypes.CDLL | None:
     """Check the arguments; the library of kernels, or None."""
     if q.dim() != 4 or q.dtype not in _DTYPES or q.device.type != "cpu" or not 1 <= q.shape[3] <= LARGEST_DIM:
         raise ValueError(
@@ -303,25 +292,18 @@ def _check(
             f"The layout is of {index.layouts} heads and {index.blocks} blocks of {index.block}; "
             f"1 or {heads} heads and {-(-length // index.block)} blocks for {length} positions are needed."
         )
-    if key_bias is not None and (key_bias.shape != (batch, length) or key_bias.dtype != torch.float32):
-        raise ValueError(f"key_bias is {_described(key_bias)}; {(batch, length)}, float32 is needed.")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}; from 0 to below 1 is possible.")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed is {seed}; from 0 to 2^63 - 1 is possible.")
+    bias = terms.key_bias
+    if bias is not None and (bias.shape != (batch, length) or bias.dtype != torch.float32):
+        raise ValueError(f"key_bias is {_described(bias)}; {(batch, length)}, float32 is needed.")
+    if not 0 <= terms.dropout < 1:
+        raise ValueError(f"dropout is {terms.dropout}; from 0 to below 1 is possible.")
+    if not 0 <= terms.seed < 2**63:
+        raise ValueError(f"seed is {terms.seed}; from 0 to 2^63 - 1 is possible.")
     return library.cpu()
 
 
 def _problem(
-    tensors: dict[str, Tensor],
-    index: BlockIndex,
-    lse: Tensor,
-    key_bias: Tensor | None,
-    *,
-    causal: bool,
-    scale: float,
-    dropout: float,
-    seed: int,
+    tensors: dict[str, Tensor], index: BlockIndex, lse: Tensor, key_bias: Tensor | None, terms: Terms
 ) -> library.Attention:
     """``lt_attention``; it does not keep the tensors alive."""
     q, k = tensors["q"], tensors["k"]
@@ -338,10 +320,10 @@ def _problem(
         columns=library.Lists(address(index.column_begin), address(index.column_index)),
         lse=address(lse),
         key_bias=address(key_bias),
-        scale=scale,
-        dropout=dropout,
-        seed=seed,
+        scale=terms.scale_of(q),
+        dropout=terms.dropout,
+        seed=terms.seed,
         dtype=DTYPES[q.dtype],
-        causal=causal,
+        causal=terms.causal,
         **rows,
     )

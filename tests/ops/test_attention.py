@@ -15,6 +15,7 @@ from torch import Tensor
 from lt_zero.ops import library
 from lt_zero.ops.attention import (
     BlockIndex,
+    Terms,
     attention_backward,
     attention_backward_reference,
     attention_forward,
@@ -94,8 +95,8 @@ def problem(name: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor
     case = CASES[name]
     inputs, index, options = case.tensors(dtype), case.index(), case.options()
     dout, wide = torch.randn_like(inputs[0]), [t.double() for t in inputs]
-    out, sums = attention_forward_reference(*wide, index, **options)
-    exact = [out, *attention_backward_reference(dout.double(), *wide, index, **options)]
+    out, sums = attention_forward_reference(*wide, index, Terms(**options))
+    exact = [out, *attention_backward_reference(dout.double(), *wide, index, Terms(**options))]
     mask = index.dense(case.length)
     mask = torch.where(mask.tril() if case.causal else mask, 0.0, -math.inf)[None]
     if options["key_bias"] is not None:
@@ -107,8 +108,8 @@ def problem(name: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor
     kept = exact
     if case.dropout:  # torch would draw another mask: its errors without dropout count, which only scales them
         options = options | {"dropout": 0.0}
-        out, _ = attention_forward_reference(*wide, index, **options)
-        kept = [out, *attention_backward_reference(dout.double(), *wide, index, **options)]
+        out, _ = attention_forward_reference(*wide, index, Terms(**options))
+        kept = [out, *attention_backward_reference(dout.double(), *wide, index, Terms(**options))]
     errors = [(a - b).abs().nan_to_num(0.0).max() for a, b in zip(plain, kept, strict=True)]
     return inputs, dout, sums, exact, [error / (1 - case.dropout) for error in errors]
 
@@ -118,8 +119,8 @@ def problem(name: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor
 def test_results_and_gradients_are_as_exact_as_torchs(matrix_isa: str, name: str, dtype: torch.dtype) -> None:
     index, options = CASES[name].index(), CASES[name].options()
     inputs, dout, sums, exact, errors = problem(name, dtype)
-    out, lse = attention_forward(*inputs, index, **options)
-    grads = attention_backward(dout, *inputs, out, lse, index, **options)
+    out, lse = attention_forward(*inputs, index, Terms(**options))
+    grads = attention_backward(dout, *inputs, out, lse, index, Terms(**options))
     assert (out.dtype, out.shape, lse.dtype) == (dtype, inputs[0].shape, torch.float32)
     for what, found, value, error in zip(("out", "dq", "dk", "dv"), (out, *grads), exact, errors, strict=True):
         assert found.isfinite().all(), what
@@ -137,8 +138,8 @@ def test_what_is_not_seen_has_no_part(matrix_isa: str) -> None:
         layout = torch.ones(1, 4, 4, dtype=torch.bool)
         layout[:, 1], layout[:, :, 2] = False, False
         index = BlockIndex.of(layout, 16)
-        out, lse = attention_forward(q, k, v, index, **options)
-        dq, dk, dv = attention_backward(torch.randn_like(out), q, k, v, out, lse, index, **options)
+        out, lse = attention_forward(q, k, v, index, Terms(**options))
+        dq, dk, dv = attention_backward(torch.randn_like(out), q, k, v, out, lse, index, Terms(**options))
         blind = slice(16, 32)
         assert not out[:, :, blind].any()
         assert (lse[:, :, blind] == -math.inf).all()
@@ -168,8 +169,8 @@ def test_gradients_where_all_keys_have_one_large_bias(matrix_isa: str, masked: f
     q, k, v = Case(64, 16, 32).tensors(torch.float32)
     q, bias = 20 * q, torch.full((2, 64), masked)  # scores above 100, which such a bias rounds off
     index, dout = BlockIndex.of(torch.ones(1, 4, 4), 16), torch.randn_like(q)
-    out, lse = attention_forward(q, k, v, index, key_bias=bias)
-    _, _, dv = attention_backward(dout, q, k, v, out, lse, index, key_bias=bias)
+    out, lse = attention_forward(q, k, v, index, Terms(key_bias=bias))
+    _, _, dv = attention_backward(dout, q, k, v, out, lse, index, Terms(key_bias=bias))
     assert dv.abs().max() <= dout.abs().sum(2).max()  # no row has a weight above 1
 
 
@@ -181,8 +182,8 @@ def test_results_do_not_depend_on_the_number_of_threads(matrix_isa: str, dtype: 
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            out, lse = attention_forward(*inputs, index, **options)
-            results.append((out, lse, *attention_backward(out, *inputs, out, lse, index, **options)))
+            out, lse = attention_forward(*inputs, index, Terms(**options))
+            results.append((out, lse, *attention_backward(out, *inputs, out, lse, index, Terms(**options))))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
@@ -218,11 +219,11 @@ def test_a_bias_that_is_no_contiguous_tensor() -> None:
     q, k, v = Case(64, 16, 32).tensors(torch.float32)
     index, bias = BlockIndex.of(torch.ones(1, 4, 4), 16), torch.randn(1, 64).expand(2, -1)
     whole = bias.contiguous()
-    wanted, lse = attention_forward(q, k, v, index, key_bias=whole)
-    grads = attention_backward(q, q, k, v, wanted, lse, index, key_bias=whole)
-    out, _ = attention_forward(q, k, v, index, key_bias=bias)
+    wanted, lse = attention_forward(q, k, v, index, Terms(key_bias=whole))
+    grads = attention_backward(q, q, k, v, wanted, lse, index, Terms(key_bias=whole))
+    out, _ = attention_forward(q, k, v, index, Terms(key_bias=bias))
     assert torch.equal(out, wanted)
-    again = attention_backward(q, q, k, v, wanted, lse, index, key_bias=bias)
+    again = attention_backward(q, q, k, v, wanted, lse, index, Terms(key_bias=bias))
     assert all(torch.equal(a, b) for a, b in zip(again, grads, strict=True))
 
 
@@ -257,11 +258,11 @@ def test_an_index_lists_the_blocks_of_its_layout() -> None:
 def test_without_a_compiler_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["dropout"]
     inputs, index, options = case.tensors(torch.float32), case.index(), case.options()
-    out, lse = attention_forward(*inputs, index, **options)
-    grads = attention_backward(out, *inputs, out, lse, index, **options)
+    out, lse = attention_forward(*inputs, index, Terms(**options))
+    grads = attention_backward(out, *inputs, out, lse, index, Terms(**options))
     monkeypatch.setattr(library, "cpu", lambda: None)
-    other, sums = attention_forward(*inputs, index, **options)
-    others = attention_backward(other, *inputs, other, sums, index, **options)
+    other, sums = attention_forward(*inputs, index, Terms(**options))
+    others = attention_backward(other, *inputs, other, sums, index, Terms(**options))
     for a, b in zip((out, lse, *grads), (other, sums, *others), strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
@@ -279,9 +280,9 @@ def test_bad_arguments_are_named() -> None:
         "1 heads and 4 blocks of 16; 1 or 2 heads and 3 blocks for 48": lambda: attention_forward(
             q[:, :, :48], k[:, :, :48], v[:, :, :48], index
         ),
-        "key_bias is .*float64": lambda: attention_forward(q, k, v, index, key_bias=torch.zeros(2, 64).double()),
-        "dropout is 1.0": lambda: attention_forward(q, k, v, index, dropout=1.0),
-        "seed is -1": lambda: attention_forward(q, k, v, index, seed=-1),
+        "key_bias is .*float64": lambda: attention_forward(q, k, v, index, Terms(key_bias=torch.zeros(2, 64).double())),
+        "dropout is 1.0": lambda: attention_forward(q, k, v, index, Terms(dropout=1.0)),
+        "seed is -1": lambda: attention_forward(q, k, v, index, Terms(seed=-1)),
         "dout is": lambda: attention_backward(out[:1], q, k, v, out, lse, index),
         "lse is": lambda: attention_backward(out, q, k, v, out, lse[:1], index),
         "layout has shape": lambda: BlockIndex.of(torch.ones(4, 4), 16),
