@@ -7,41 +7,24 @@ python examples/long_context.py --context 4096 --steps 50   # shorter
 
 import argparse
 import os
-import warnings
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Timer
-from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from torchmetrics.text import Perplexity
 
 from corpus import Windows, read_text
 from gpt import GPT
 from lt_zero import ZeroStrategy
 from lt_zero.attention import SparseSelfAttention
+from train_gpt import GPTModule, silence_warnings, use_threads
 
 # Each byte sees its window of 512 bytes, and the last 64 bytes of every window before it.
 PATTERN = {"mode": "fixed", "block": 64, "num_local_blocks": 8, "num_global_blocks": 1, "attention": "unidirectional"}
 
 
-class GPTModule(L.LightningModule):
-    def __init__(self, gpt: GPT) -> None:
-        super().__init__()
-        self.gpt = gpt
-        self.perplexity = Perplexity()
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        tokens, targets = batch
-        return F.cross_entropy(self.gpt(tokens).flatten(0, 1).float(), targets.flatten())
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        tokens, targets = batch
-        self.perplexity.update(self.gpt(tokens).float(), targets)
-        self.log("perplexity", self.perplexity)
-
+class LongGPT(GPTModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=2e-3, betas=(0.9, 0.95))
 
@@ -66,12 +49,12 @@ def train(args: argparse.Namespace, sparse: bool) -> tuple[float, float]:
         logger=False,
     )
     options = {"attend": SparseSelfAttention} if sparse else {}
-    model = GPTModule(GPT(depth=args.depth, width=args.width, context=args.context, **options))
+    model = LongGPT(GPT(depth=args.depth, width=args.width, context=args.context, **options))
     trainer.fit(model, DataLoader(Windows(read_text(validation=False), args.context), batch_size=1, shuffle=True))
     trainer.limit_val_batches = 1.0
     validation = DataLoader(Windows(read_text(validation=True), args.context, args.texts), batch_size=1)
     (result,) = trainer.validate(model, validation, verbose=False)
-    return float(result["perplexity"]), timer.time_elapsed("train") / args.steps
+    return float(result["val_perplexity"]), timer.time_elapsed("train") / args.steps
 
 
 def main(arguments: list[str] | None = None) -> list[tuple[float, float]]:
@@ -86,8 +69,8 @@ def main(arguments: list[str] | None = None) -> list[tuple[float, float]]:
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--texts", type=int, default=16, help="texts of the validation")
     args = parser.parse_args(arguments)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.devices))
+    silence_warnings()
+    use_threads(None, args.devices)
     found = [train(args, sparse) for sparse in (False, True)]
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         for name, (perplexity, seconds) in zip(("dense", "sparse"), found, strict=True):

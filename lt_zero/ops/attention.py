@@ -1,6 +1,6 @@
 """Block-sparse attention on the CPU: ``softmax(scale * q k^T + key_bias) v`` on some blocks of the scores.
 
-Forward and backward are two plain functions; whoever calls them makes an operator of them. Softmax is computed while
+Forward and backward are two plain functions; attention/sparse.py makes an operator of them. Softmax is computed while
 the blocks pass by (Dao, FlashAttention-2, 2023, arXiv:2307.08691): beside the results, memory grows with the length,
 not with the number of blocks.
 

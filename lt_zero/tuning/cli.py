@@ -60,7 +60,8 @@ def tune(
     ] = None,
     output: Annotated[Path, Option(help="YAML file for the fastest configuration.")] = Path("tuned.yaml"),
     micro_batch: Annotated[
-        str | None, Option(help='How the script is told its micro-batch, such as "--batch-size {}": tries others, too.')
+        str | None,
+        Option(help='Argument of the script for its micro-batch, such as "--batch-size {}": tries others, too.'),
     ] = None,
     accumulation: Annotated[
         str | None, Option(help="The same for micro-batches per step. Default: gradient_accumulation_steps.")
@@ -137,7 +138,7 @@ def _check_output(path: Path) -> None:
 
 
 def _command(script: str, given: list[str], config: Path | None, ranks: int | None) -> tuple[list[str], str | None]:
-    """The command that trains, and how it is told its micro-batch, if it can be.
+    """The command that trains, and its argument for the micro-batch, if there is one.
 
     Raises:
         ConfigError: there is no such script or function.
@@ -165,7 +166,7 @@ def _command(script: str, given: list[str], config: Path | None, ranks: int | No
 
 @dataclass(frozen=True)
 class Templates:
-    """How a script is told its micro-batch and accumulation, with {} for the number; None: not by arguments."""
+    """The script's arguments for micro-batch and accumulation, with {} for the number; None: there is none."""
 
     micro: str | None
     accumulation: str | None

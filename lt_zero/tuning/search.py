@@ -115,7 +115,7 @@ class Tuner:
     # ---- the script as it is -------------------------------------------------------------------------------------
 
     def begin(self, fallback: Sequence[str]) -> None:
-        """Run the script as it is; with the overrides ``fallback`` if it ends before it has told its facts.
+        """Run the script as it is; with the overrides ``fallback`` if it ends before it has reported its facts.
 
         Raises:
             TuningError: it does not tell them.
