@@ -181,3 +181,11 @@ def test_command_writes_table_figures_and_pictures(tmp_path: Path) -> None:
     )
     assert file.with_suffix(".png").stat().st_size > 0
     assert (tmp_path / "step_memory.png").stat().st_size > 0
+
+
+def test_shares_of_other_programs_and_the_hypervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, clock = iter([(10.0, 1.0), (12.0, 1.5)]), iter([0.0, 10.0])
+    monkeypatch.setattr(bench_all.Watch, "_read", staticmethod(lambda: next(seconds)))
+    monkeypatch.setattr(bench_all.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(bench_all.psutil, "cpu_count", lambda: 2)
+    assert bench_all.Watch().shares() == pytest.approx((0.1, 0.025))

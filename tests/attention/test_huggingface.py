@@ -52,8 +52,11 @@ def test_a_model_is_switched_and_says_so(caplog: pytest.LogCaptureFixture, tmp_p
     padded = torch.ones(2, 80, dtype=torch.long)
     padded[:, 64:] = 0
     torch.testing.assert_close(engine(tokens, attention_mask=padded).logits[:, :64], found[:, :64])
-    other = engine(tokens, attention_mask=padded.flip(1)).logits
+    left = padded.flip(1)
+    other = engine(tokens, attention_mask=left).logits
     assert other.isfinite().all()
+    changed = engine(tokens.where(left == 1, 63 - tokens), attention_mask=left).logits
+    torch.testing.assert_close(changed[:, 16:], other[:, 16:])
     engine.destroy()
 
 

@@ -290,3 +290,10 @@ def test_bad_arguments_are_named() -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             run()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_all_blocks_it_is_torchs(causal: bool) -> None:
+    q, k, v = Case(64, 16, 32).tensors(torch.float32)
+    out, _ = attention_forward(q, k, v, BlockIndex.of(torch.ones(1, 4, 4), 16), Terms(causal))
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=causal))
