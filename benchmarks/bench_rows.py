@@ -151,14 +151,14 @@ def nvme(options: Options) -> Rounds:
 
 def adam(isa: str, threads: int, options: Options) -> Rounds:
     """Steps of AdamW alone, in a process in which torch and lt_zero have this instruction set."""
-    if isa == "avx512" and best_isa() != isa:
+    if isa == "avx512" and best_isa() not in ("avx512", "amx"):
         raise LeftOut("this CPU has no AVX-512")
     env = {"LT_ZERO_ISA": isa, "OMP_NUM_THREADS": str(threads)}
     env |= {"ATEN_CPU_CAPABILITY": isa} if isa in ("avx2", "avx512") else {}
     words = ["--adam", "--threads", str(threads)]
     words += ["--numel", str(options.size(50_000_000, 100_000)), "--rounds", str(options.size(15, 3))]
     theirs = options.deepspeed
-    same = theirs and theirs["python"] == list(sys.version_info[:2]) and isa == best_isa()
+    same = theirs and theirs["python"] == list(sys.version_info[:2]) and isa == isas()[0]
     if same:  # its kernel is compiled for the best instruction set, and is loaded into this Python
         words += ["--packages", theirs["site"]]
         env["PATH"] = f"{Path(options.deepspeed_python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -250,9 +250,10 @@ def adam_group(isa: str, threads: int, readme: bool) -> Group:
 
 
 def isas() -> list[str]:
-    """The instruction sets to measure: that of LT_ZERO_ISA, both of x86, or the one that there is."""
+    """The instruction sets to measure, the best first: that of LT_ZERO_ISA, both of x86, or the one that there is."""
     best = best_isa()
-    return [best] if os.environ.get("LT_ZERO_ISA") or best not in ("avx2", "avx512") else ["avx512", "avx2"]
+    alone = os.environ.get("LT_ZERO_ISA") or best not in ("avx2", "avx512", "amx")  # AMX is for matrix products only
+    return [best] if alone else ["avx512", "avx2"]
 
 
 def groups() -> list[Group]:
@@ -275,7 +276,7 @@ def groups() -> list[Group]:
         Group("step", partial(steps, STEP_PEERS), (step,)),
         Group("step-deepspeed", steps_deepspeed, (Row("the same beside DeepSpeed", ("DDP",), readme=True),)),
         Group("offload", partial(steps, OFFLOAD_PEERS), tuple(offloaded)),
-        *(adam_group(isa, threads, isa == best_isa() and threads == 1) for isa in isas() for threads in (1, 2)),
+        *(adam_group(isa, threads, isa == isas()[0] and threads == 1) for isa in isas() for threads in (1, 2)),
         Group("load", load, (loads,)),
         Group("save", save, (Row("durable save of 1.0 GB", ("torch.save",), None, "plain write, fsync", True),)),
         Group("export", exports, (Row("export of 200M parameters", (export.THEIRS,), None, export.COPY, True),)),

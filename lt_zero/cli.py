@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import warnings
 from pathlib import Path
@@ -26,7 +27,10 @@ def _lazy(name: str, module: str, summary: str) -> None:
 
     @app.command(name, help=summary, add_help_option=False, context_settings=passed_on)
     def run(context: typer.Context) -> None:
+        gc.disable()  # what is imported stays until the end: looking for garbage in it takes as long as half of torch
         command = getattr(importlib.import_module(module), f"{name}_command")
+        gc.freeze()
+        gc.enable()
         inner = command if isinstance(command, typer.Typer) else typer.Typer(add_completion=False)
         if inner is not command:
             inner.command()(command)

@@ -25,6 +25,22 @@ def test_after_lightning_the_package_costs_nothing() -> None:
     assert registered == "True"
 
 
+def test_exports_import_little_beside_torch() -> None:
+    names = re.findall(
+        r"\|\s+([\w.]+)$", python("-X", "importtime", "-m", "lt_zero.cli", "export", "--help").stderr, re.M
+    )
+    assert "lt_zero.checkpoint.export" in names
+    slow = (
+        "lightning",
+        "torch.distributed.checkpoint",
+        "torch._dynamo.utils",
+        "sympy",
+        "omegaconf",
+        "lt_zero.engine.engine",
+    )
+    assert not set(names).intersection(slow)
+
+
 def test_help_of_the_command_imports_no_heavy_package() -> None:
     shown = python("-X", "importtime", "-m", "lt_zero.cli", "--help")
     assert "estimate" in shown.stdout

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from lt_zero.checkpoint.export import Format, export
-from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.open import verify
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io.direct_file import in_words
@@ -68,6 +67,8 @@ def import_command(
     ] = None,
 ) -> None:
     """Convert a checkpoint of another format to a checkpoint directory. One tensor is in memory at a time."""
+    from lt_zero.checkpoint.import_ import import_checkpoint  # with the engine: half a second
+
     with _reporting():
         path = import_checkpoint(src, out, tag, True, inert or ())
         facts = verify(path)

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from lt_zero.checkpoint.native import directory, pieces
-from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.archive import Archive, Box, boxes, flat_index
 from lt_zero.checkpoint.native.directory import Place
-from lt_zero.checkpoint.native.pieces import Box, Fragment, boxes, flat_index
+from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.save import Bundle, DirectoryWriter
 from lt_zero.io import checked_file
 

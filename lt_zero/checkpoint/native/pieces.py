@@ -2,12 +2,6 @@
 
 Fragments are not copied, but read when they are written. The full state dict of an optimizer, gathered on rank 0, is
 that of a single process: a plain DDP run can resume from it, and any world size and stage can load it.
-
-Note [Boxes]
-    A shard of a bucket cuts through parameters: a rank owns elements [lo, hi) of a parameter, in row-major order.
-    torch.distributed.checkpoint supports rectangles only. A flat range consists of a few: the rest of a row, full rows,
-    the beginning of a row, and so on for each dimension. Each is contiguous in the range, and the intersection of two
-    of them is contiguous in both, so nothing is copied to be written.
 """
 
 from __future__ import annotations
@@ -24,6 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lt_zero.checkpoint.native.archive import boxes, flat_index
 from lt_zero.common.compat import no_torch_function, wrapper_tensor
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket
@@ -34,64 +29,7 @@ from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, whole
 from lt_zero.offload.store import Store, put_away
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
-
 LARGEST = 1 << 30  # maximum bytes of a box, so that replicated tensors can be divided among the ranks
-
-
-def boxes(shape: tuple[int, ...], lo: int, hi: int, largest: int | None = None) -> list[Box]:
-    """Cut elements [lo, hi) of a row-major tensor into rectangles, in order. See Note [Boxes].
-
-    ``largest``: maximum elements of a rectangle, if cutting along its first long dimension suffices.
-
-    >>> boxes((4, 3), 2, 10)
-    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
-    """
-    if math.prod(shape) == 0:
-        return [((0,) * len(shape), shape)]
-    found = _cut(shape, lo, hi)
-    return [part for box in found for part in _split(box, largest)] if largest else found
-
-
-def _cut(shape: tuple[int, ...], lo: int, hi: int) -> list[Box]:
-    if lo >= hi:
-        return []
-    if not shape:
-        return [((), ())]
-    row = math.prod(shape[1:])
-    first, last = -(-lo // row), hi // row  # full rows are [first, last)
-
-    def within(number: int, start: int, stop: int) -> list[Box]:
-        """Rectangles of elements [start, stop) of the tensor, which lie in one row."""
-        inner = _cut(shape[1:], start - number * row, stop - number * row)
-        return [((number, *offsets), (1, *sizes)) for offsets, sizes in inner]
-
-    if first > last:
-        return within(last, lo, hi)
-    body: list[Box] = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
-    return within(first - 1, lo, first * row) + body + within(last, last * row, hi)
-
-
-def _split(box: Box, largest: int) -> list[Box]:
-    """Cut a box into boxes of at most ``largest`` elements, along the first dimension longer than 1."""
-    offsets, sizes = box
-    axis = next((i for i, size in enumerate(sizes) if size > 1), None)
-    if axis is None or math.prod(sizes) <= largest:
-        return [box]
-    step = max(1, largest // math.prod(sizes[axis + 1 :]))
-    parts = []
-    for cut in range(0, sizes[axis], step):
-        at, size = offsets[axis] + cut, min(step, sizes[axis] - cut)
-        parts.append(((*offsets[:axis], at, *offsets[axis + 1 :]), (*sizes[:axis], size, *sizes[axis + 1 :])))
-    return parts
-
-
-def flat_index(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
-    """The row-major index of the element at ``offsets``."""
-    index = 0
-    for size, offset in zip(shape, offsets, strict=True):
-        index = index * size + offset
-    return index
 
 
 class Fragment(Tensor):
