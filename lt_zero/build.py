@@ -103,11 +103,12 @@ def shard(
     check_build(plan, config, policy, comm, training)
     if config.sparse_attention is not None:
         install_sparse_attention(module, config, comm.rank)
-    return _build(module, plan, config, policy, comm, training, saved)
+    return _build(module, device, plan, config, policy, comm, training, saved)
 
 
 def _build(
     module: nn.Module,
+    device: torch.device,
     plan: EnginePlan,
     config: ZeroConfig,
     policy: DtypePolicy,
@@ -116,7 +117,6 @@ def _build(
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
 ) -> Engine:
     """Move the parameters into the buckets of ``plan``, and install hooks."""
-    device = comm.device
     engine_ref: list[weakref.ref[Engine]] = []  # lets the engine be collected while parameters still point to it
 
     def owner() -> Owner | None:
