@@ -485,21 +485,19 @@ class Comm(ProcessLocal):
             return self._arena.allocate(numel, dtype)
         return flat_empty(numel, dtype, self.device)
 
-    def shares_sends(self, sharded: bool) -> bool:
+    @property
+    def shares_sends(self) -> bool:
         """Whether peers read buffers for reductions where they are, so that no scratch memory is needed."""
-        return self._group is not None and self._sums.sends_from(sharded) is not None
+        return self._group is not None and self._sums.sends_from() is not None
 
     @property
     def send_buffers(self) -> int:
         """How many buffers for reductions take turns; two reductions are in flight."""
         return self._sums.send_buffers if self._group is not None else 2
 
-    def allocate_send(self, numel: int, dtype: torch.dtype, sharded: bool) -> Tensor:
-        """A buffer (1D) for reductions, for the life of a run; in the same order on all ranks.
-
-        ``sharded``: for ``reduce_scatter``, else for ``all_reduce``.
-        """
-        arena = self._sums.sends_from(sharded) if self._group is not None else None
+    def allocate_send(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer (1D) for reductions, for the life of a run; in the same order on all ranks."""
+        arena = self._sums.sends_from() if self._group is not None else None
         return arena.allocate(numel, dtype) if arena is not None else flat_empty(numel, dtype, self.device)
 
     def before_write(self) -> None:

@@ -63,7 +63,7 @@ class Hierarchy(Gloo):
         self._sends = arenas[0] if arenas else None
         self._staging: list[_Staging | None] = [_Staging(arena) for arena in arenas[1:]] if arenas else [None, None]
 
-    def sends_from(self, sharded: bool) -> SharedArena | None:
+    def sends_from(self) -> SharedArena | None:
         return self._sends
 
     def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:

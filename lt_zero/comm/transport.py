@@ -28,6 +28,7 @@ from lt_zero.comm.work import All, Done, Launch, Watch, Work
 
 Group = dist.ProcessGroup
 _PIECE = 1 << 20  # bytes
+_ALL_SUM_ALL = 3  # up to so many ranks, reading all of the others' gradients takes less than sharing the sums of parts
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ class Transport:
         """Whether gathers of peers read ``tensor`` where it is."""
         return False
 
-    def sends_from(self, sharded: bool) -> SharedArena | None:
-        """Where buffers for reductions are best allocated; ``sharded``: for ``reduce_scatter``, else ``all_reduce``."""
+    def sends_from(self) -> SharedArena | None:
+        """Where buffers for reductions are best allocated; None: anywhere."""
         return None
 
     def _own(self, flat: Tensor) -> Tensor:
@@ -194,8 +195,8 @@ class Windows(Gloo):
     def shares(self, tensor: Tensor | None) -> bool:
         return tensor is not None and self._arena.has(tensor)
 
-    def sends_from(self, sharded: bool) -> SharedArena | None:
-        return self._arena if sharded else None
+    def sends_from(self) -> SharedArena | None:
+        return self._arena
 
     def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
         if own is None or not self._arena.has(own):
@@ -211,6 +212,23 @@ class Windows(Gloo):
         entered, mesh = dist.barrier(self._groups.everyone, async_op=True), self._mesh
         first = mesh.shard_rank * (flat.numel() // mesh.shards)
         return self._all([entered], launch, lambda: self._arena.sum(flat, first, out, add, factor))
+
+    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch) -> Work:
+        if not self._arena.has(flat):
+            return super().all_reduce(out, flat, scratch, add, factor, launch)
+        everyone, (world, rank) = self._groups.everyone, (self._mesh.world, self._mesh.rank)
+
+        def finish() -> None:
+            if world <= _ALL_SUM_ALL:
+                self._arena.sum(flat, 0, out, add, factor)
+                return
+            part = flat.numel() // world  # its rank alone reads it on this rank until the barrier
+            self._arena.sum(flat, rank * part, flat.narrow(0, rank * part, part), False, factor)
+            self._watch.wait(dist.barrier(everyone, async_op=True), launch)
+            self._arena.gather(flat, flat, list(range(world)))
+            store(out, flat, add, 1.0)
+
+        return self._all([dist.barrier(everyone, async_op=True)], launch, finish)
 
 
 def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Group) -> None:

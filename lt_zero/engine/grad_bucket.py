@@ -141,12 +141,10 @@ class Reducer:
             send = flat_empty(bucket.layout.numel, dtype, comm.device)
             return send, flat_empty(comm.scratch_numel(bucket.layout.numel), dtype, comm.device)
         free = self._buffers.setdefault(dtype, deque())
-        sharded = bucket.sharding.optim
-        shared = comm.shares_sends(sharded)
-        if self._made.get(dtype, 0) < (comm.send_buffers if shared else 2):
+        if self._made.get(dtype, 0) < comm.send_buffers:
             self._made[dtype] = self._made.get(dtype, 0) + 1
-            send = comm.allocate_send(largest, dtype, sharded)
-            return send, flat_empty(0 if shared else comm.scratch_numel(largest), dtype, comm.device)
+            scratch = 0 if comm.shares_sends else comm.scratch_numel(largest)
+            return comm.allocate_send(largest, dtype), flat_empty(scratch, dtype, comm.device)
         return free.popleft()
 
     def _give_buffers(self, buffers: tuple[Tensor, Tensor], unused: bool = False) -> None:

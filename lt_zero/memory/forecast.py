@@ -399,8 +399,7 @@ class _Sums:
         for dtype in {row.send for row in self.trained if row.send is not None}:
             alike = [row for row in self.rows if row.send == dtype]
             reusable = max((row.numel for row in alike if row.numel <= limit), default=0)
-            shared = self.setup.windows and self.rows[0].sharding.optim
-            buffers = SEND_BUFFERS if shared else 2 * each
+            buffers = SEND_BUFFERS if self.setup.windows else 2 * each
             own = sorted((row.numel for row in alike if row.trains and row.numel > limit), reverse=True)
             total += (reusable * buffers + sum(own[:2]) * each) * dtype.itemsize
         if self.zero.zero_quantized_gradients and self.setup.world > 1:  # Compressor._sum: by node, codes of both ways

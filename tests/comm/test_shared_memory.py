@@ -1,0 +1,47 @@
+"""Gradients that are averaged through shared memory on one host."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.work import Work
+from tests.support.pool import Pool
+
+PART = 90_001  # elements per rank; several chunks in all
+
+
+def _averages(dtype: torch.dtype, add: bool) -> None:
+    comm, (rank, world) = Comm.for_world(torch.device("cpu")), (dist.get_rank(), dist.get_world_size())
+    assert comm.shares_sends
+    numel = world * PART
+    sends = [comm.allocate_send(numel, dtype) for _ in range(comm.send_buffers)]
+    flying: deque[tuple[Work, Tensor, Tensor]] = deque()  # two at a time, as in backward
+    for turn in range(2 * len(sends)):  # buffers are written again
+        seeds = [torch.Generator().manual_seed(100 * turn + other) for other in range(world)]
+        drawn = [torch.randn(numel, generator=seed).to(dtype) for seed in seeds]
+        send, out, mean = sends[turn % len(sends)], torch.full((numel,), 0.5), drawn[0].to(torch.float32, copy=True)
+        for other in drawn[1:]:
+            mean += other
+        mean *= 1 / world
+        if world > 3:  # each rounds the mean of its part to the dtype on the wire
+            mean = mean.to(dtype).float()
+        work = comm.all_reduce(out, send.copy_(drawn[rank]), send.new_empty(0), add, "gradients")
+        flying.append((work, out, 0.5 + mean if add else mean))
+        while len(flying) > 1 or (flying and turn == 2 * len(sends) - 1):
+            work, out, expected = flying.popleft()
+            work.wait()
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "add"),
+    [(2, torch.float32, False), (3, torch.bfloat16, True), (4, torch.float32, True), (4, torch.bfloat16, False)],
+)
+def test_all_ranks_get_the_average(pool: Pool, ranks: int, dtype: torch.dtype, add: bool) -> None:
+    pool.run(ranks, _averages, dtype, add)
