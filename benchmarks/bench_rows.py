@@ -217,7 +217,7 @@ def startup(options: Options) -> Rounds:
         "Python that imports typer and rich": partial(ended, [sys.executable, "-c", "import typer, rich"]),
         "lt-zero --help": partial(ended, [*lt_zero, "--help"]),
     }
-    return interleaved(cases, options.size(5, 1))
+    return interleaved(cases, options.size(3, 1))
 
 
 def predict(options: Options) -> Rounds:
@@ -229,7 +229,7 @@ def predict(options: Options) -> Rounds:
     def peak(way: str) -> float:
         return predict_memory.measure(way, False, width, depth, str(options.path)).peak
 
-    return interleaved({name: partial(peak, way) for way, name in ways.items()}, options.size(2, 1), warm_up=0)
+    return interleaved({name: partial(peak, way) for way, name in ways.items()}, 1, warm_up=0)
 
 
 # ---- the groups ----------------------------------------------------------------------------------------------------
