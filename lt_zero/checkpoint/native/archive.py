@@ -2,12 +2,6 @@
 
 The bytes come from the places in the manifest; torch.distributed.checkpoint, whose import takes half a second, is not
 needed. Only ``meta.pt`` is unpickled, by torch with ``weights_only=True``.
-
-Note [Boxes]
-    A shard of a bucket cuts through parameters: a rank owns elements [lo, hi) of a parameter, in row-major order.
-    torch.distributed.checkpoint supports rectangles only. A flat range consists of a few: the rest of a row, full rows,
-    the beginning of a row, and so on for each dimension. Each is contiguous in the range, and the intersection of two
-    of them is contiguous in both, so nothing is copied to be written.
 """
 
 from __future__ import annotations
@@ -27,75 +21,11 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.native.directory import MANIFEST, Manifest, is_url
+from lt_zero.checkpoint.native.plan import boxes, common, flat_index
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.lazy_tensor import LazyTensor
 from lt_zero.io.checked_file import BlockReader
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
-
-
-def boxes(shape: tuple[int, ...], lo: int, hi: int, largest: int | None = None) -> list[Box]:
-    """Cut elements [lo, hi) of a row-major tensor into rectangles, in order. See Note [Boxes].
-
-    ``largest``: maximum elements of a rectangle, if cutting along its first long dimension suffices.
-
-    >>> boxes((4, 3), 2, 10)
-    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
-    """
-    if math.prod(shape) == 0:
-        return [((0,) * len(shape), shape)]
-    found = _cut(shape, lo, hi)
-    return [part for box in found for part in _split(box, largest)] if largest else found
-
-
-def _cut(shape: tuple[int, ...], lo: int, hi: int) -> list[Box]:
-    if lo >= hi:
-        return []
-    if not shape:
-        return [((), ())]
-    row = math.prod(shape[1:])
-    first, last = -(-lo // row), hi // row  # full rows are [first, last)
-
-    def within(number: int, start: int, stop: int) -> list[Box]:
-        """Rectangles of elements [start, stop) of the tensor, which lie in one row."""
-        inner = _cut(shape[1:], start - number * row, stop - number * row)
-        return [((number, *offsets), (1, *sizes)) for offsets, sizes in inner]
-
-    if first > last:
-        return within(last, lo, hi)
-    body: list[Box] = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
-    return within(first - 1, lo, first * row) + body + within(last, last * row, hi)
-
-
-def _split(box: Box, largest: int) -> list[Box]:
-    """Cut a box into boxes of at most ``largest`` elements, along the first dimension longer than 1."""
-    offsets, sizes = box
-    axis = next((i for i, size in enumerate(sizes) if size > 1), None)
-    if axis is None or math.prod(sizes) <= largest:
-        return [box]
-    step = max(1, largest // math.prod(sizes[axis + 1 :]))
-    parts = []
-    for cut in range(0, sizes[axis], step):
-        at, size = offsets[axis] + cut, min(step, sizes[axis] - cut)
-        parts.append(((*offsets[:axis], at, *offsets[axis + 1 :]), (*sizes[:axis], size, *sizes[axis + 1 :])))
-    return parts
-
-
-def flat_index(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
-    """The row-major index of the element at ``offsets``."""
-    index = 0
-    for size, offset in zip(shape, offsets, strict=True):
-        index = index * size + offset
-    return index
-
-
-def _common(box: Box, other: Box) -> Box | None:
-    """What two boxes have in common."""
-    ends = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(*box, *other, strict=True)]
-    if any(low >= high for low, high in ends):
-        return None
-    return tuple(low for low, _ in ends), tuple(high - low for low, high in ends)
 
 
 class Archive:
@@ -208,10 +138,10 @@ class Archive:
         covered, size = 0, entry.dtype.itemsize
         pairs = itertools.product(sorted(entry.chunks, key=lambda chunk: chunk.start), boxes(entry.shape, lo, hi))
         for chunk, box in pairs:
-            common = _common(box, (chunk.offsets, chunk.sizes))
-            if common is None:
+            shared = common(box, (chunk.offsets, chunk.sizes))
+            if shared is None:
                 continue
-            offsets, lengths = common
+            offsets, lengths = shared
             first = flat_index(entry.shape, box[0]) - lo
             target = out[first : first + math.prod(box[1])].view(box[1])
             for axis, (offset, start, length) in enumerate(zip(offsets, box[0], lengths, strict=True)):

@@ -13,12 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lt_zero.checkpoint.native.archive import boxes, flat_index
 from lt_zero.common.compat import no_torch_function, wrapper_tensor
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket
@@ -28,8 +25,6 @@ from lt_zero.engine.layout import Piece
 from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, whole
 from lt_zero.offload.store import Store, put_away
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
-
-LARGEST = 1 << 30  # maximum bytes of a box, so that replicated tensors can be divided among the ranks
 
 
 class Fragment(Tensor):
@@ -77,26 +72,6 @@ class Fragment(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fragment:
         return self
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        parts = boxes(tuple(self.shape), self.lo, self.hi, max(1, LARGEST // self.dtype.itemsize))
-        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in parts]
-
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        chunk = next(chunk for chunk in self.__create_chunk_list__() if chunk.offsets == index.offset)
-        first = flat_index(tuple(self.shape), tuple(chunk.offsets)) - self.lo if self.hi > self.lo else 0
-        return self.local()[first : first + math.prod(chunk.sizes)].view(chunk.sizes)
 
 
 def _no_values(what: str) -> RuntimeError:

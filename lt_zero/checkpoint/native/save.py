@@ -12,12 +12,14 @@ Note [Rank 0 decides the names]
 
 from __future__ import annotations
 
+import functools
 import io
+import math
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -28,13 +30,14 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from lt_zero.checkpoint.native.directory import Chunk, Entry, Manifest, Place
 from lt_zero.checkpoint.native.pieces import Fragment, parameter_numbers
 from lt_zero.checkpoint.native.plain import Path, plain, where
+from lt_zero.checkpoint.native.plan import Part, Plan, divide, flat_index, part_of
 from lt_zero.checkpoint.native.torchfile import Stored, TorchFile
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.compat import storage_info
@@ -47,6 +50,8 @@ from lt_zero.io.pinned import host_buffer
 KEY = "lt_zero"  # key of this package's entries in a Lightning checkpoint
 REFERENCE = "lt_zero.tensor"  # key of a reference to a sharded tensor
 _OVERHEAD = 4096  # maximum bytes per tensor beside its values: in its file, in ``.metadata`` and in the manifest
+_Place = tuple[int, int, int]  # in a file: where a box's values begin; offset and length of what torch reads
+_Written = tuple[str, Part, list[_Place]]  # file, boxes, and the place of each
 _T = TypeVar("_T")
 
 
@@ -285,7 +290,7 @@ def write(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns if there is no process group
             state_dict_saver.save(
-                made.tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
+                {}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
             )
     except CheckpointException as error:
         reasons = []
@@ -320,51 +325,59 @@ class DirectoryWriter(StorageWriter):
         return False  # torch must not select this class by itself
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
+        own: dict[str, Part] = {}
+        for name, value in self.made.tensors.items():
+            lo, hi = (value.lo, value.hi) if isinstance(value, Fragment) else (0, value.numel())
+            part = part_of(tuple(value.shape), value.dtype, lo, hi)
+            if part.boxes:
+                own[name] = part
+        return replace(plan, storage_data=own)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        need = sum(_size_of(plan.items) for plan in plans)
-        free = self.place.free_bytes()
+        divided = divide([plan.storage_data for plan in plans])
+        need, free = sum(map(_size_of, divided)), self.place.free_bytes()
         if free is not None and free < need:
             raise CheckpointError(
                 f"{self.place.name} needs {in_words(need)}, but {in_words(free)} are free. Nothing was written. "
                 "Free space, lower ModelCheckpoint's save_top_k, or save to another disk."
             )
-        return plans
+        return [replace(plan, storage_data=parts) for plan, parts in zip(plans, divided, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        files: dict[str, list[WriteItem]] = {}
-        for item in plan.items:
-            kind = "moments" if item.index.fqn.startswith("optimizer_") else "weights"
-            files.setdefault(f"{kind}-{self.rank:05d}.pt", []).append(item)
+        files: dict[str, dict[str, Part]] = {}
+        for name, part in plan.storage_data.items():
+            kind = "moments" if name.startswith("optimizer_") else "weights"
+            files.setdefault(f"{kind}-{self.rank:05d}.pt", {})[name] = part
         future: Future[list[WriteResult]] = Future()
         try:
-            future.set_result([result for name, items in files.items() for result in self._write(name, items, planner)])
+            future.set_result([self._write(file, parts) for file, parts in files.items()])
         finally:
             self.place.close()
         return future
 
-    def _write(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        """Write one file of tensors; returns the place of each as file and ``Stored``, and the file's record."""
+    def _write(self, name: str, parts: Plan) -> WriteResult:
+        """Write one file of tensors; returns its record and the tensors' places in it."""
         content: dict[str, Stored] = {}
-        results = []
-        with self._file(name, _size_of(items)) as sink:
+        places: dict[str, tuple[Part, list[_Place]]] = {}
+        with self._file(name, _size_of(parts)) as sink:
             file = TorchFile(sink.write, blobs=True)
-            tensors = ((item, self.made.tensors[item.index.fqn]) for item in items)
-            for item, _ in _releasing(tensors, sink.wait_written):
-                tensor = planner.resolve_data(item)
-                assert isinstance(tensor, Tensor)
-                assert item.tensor_data is not None
-                chunk, key = item.tensor_data.chunk, item.index.fqn
-                if chunk.sizes != item.tensor_data.size:  # ``name[2:3, 0:8]`` of a part
-                    ranges = (f"{o}:{o + s}" for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-                    key = f"{key}[{', '.join(ranges)}]"
-                content[key] = file.add(tensor.detach().cpu().contiguous())
-                results.append(WriteResult(item.index, tensor.nbytes, (name, content[key])))
-                self.tick(tensor.nbytes)
+            for key, value in _releasing(((key, self.made.tensors[key]) for key in parts), sink.wait_written):
+                part, found = parts[key], list[_Place]()
+                places[key] = part, found
+                flat, lo = (value.local(), value.lo) if isinstance(value, Fragment) else (value.detach().reshape(-1), 0)
+                for offsets, sizes in part.boxes:
+                    start = flat_index(part.shape, offsets) - lo
+                    values = flat[start : start + math.prod(sizes)].cpu()
+                    stored = file.add_parts(sizes, part.dtype, [values])
+                    if part.is_whole:
+                        content[key] = stored
+                    else:  # ``name[2:3, 0:8]``
+                        ranges = (f"{o}:{o + s}" for o, s in zip(offsets, sizes, strict=True))
+                        content[f"{key}[{', '.join(ranges)}]"] = stored
+                    found.append((stored.start, *stored.blob))
+                    self.tick(stored.nbytes)
             file.finish(content)
-        record = self.files[name]
-        return [*results, WriteResult(dcp.MetadataIndex(f"file:{name}"), record.nbytes, record)]
+        return WriteResult(dcp.MetadataIndex(name), self.files[name].nbytes, (self.files[name], places))
 
     @contextmanager
     def _file(self, name: str, expected: int = 0) -> Iterator[Sink]:
@@ -379,14 +392,14 @@ class DirectoryWriter(StorageWriter):
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Add the content of rank 0 and the manifest, then publish the directory."""
-        made, placed = self.made, {}
+        # A new one: torch sends the given one to all ranks, and rank 0 alone needs it.
+        metadata, made, written = dcp.Metadata({}), self.made, dict[str, list[_Written]]()
         for result in chain.from_iterable(results):
-            if isinstance(result.storage_data, FileRecord):
-                self.files[result.index.fqn.removeprefix("file:")] = result.storage_data
-            else:
-                placed[result.index] = result.storage_data
+            self.files[result.index.fqn], places = result.storage_data
+            for name, (part, found) in places.items():
+                written.setdefault(name, []).append((result.index.fqn, part, found))
         try:
-            tensors = _describe(metadata, placed, made.manifest.get("aliases", {}))
+            tensors = _describe(metadata, written, made.manifest.get("aliases", {}))
             own = made.meta.get(KEY, {})
             if own.get("extra_state") or own.get("optimizers"):
                 with self._file("extras.pt") as sink:
@@ -405,9 +418,9 @@ class DirectoryWriter(StorageWriter):
             self.place.close()
 
 
-def _size_of(items: Sequence[WriteItem]) -> int:
+def _size_of(parts: Plan) -> int:
     """Maximum bytes of tensors on the disk."""
-    return sum((item.tensor_storage_size() or 0) + _OVERHEAD for item in items)
+    return sum(part.nbytes + _OVERHEAD for part in parts.values())
 
 
 def _local_bytes(value: Any) -> int:
@@ -415,30 +428,34 @@ def _local_bytes(value: Any) -> int:
 
 
 def _describe(
-    metadata: dcp.Metadata, placed: Mapping[dcp.MetadataIndex, tuple[str, Stored]], aliases: Mapping[str, str]
+    metadata: dcp.Metadata, written: Mapping[str, Sequence[_Written]], aliases: Mapping[str, str]
 ) -> dict[str, Entry]:
-    """The tensors for the manifest. Adds to ``metadata`` what torch's FileSystemReader needs: locations of chunks,
-    nesting of names, and tied names."""
-    known, tensors = metadata.state_dict_metadata, {}
-    metadata.storage_data = {index: storage_info(file, *stored.blob) for index, (file, stored) in placed.items()}
-    for name, entry in known.items():
-        assert isinstance(entry, dcp.TensorStorageMetadata), name
-        places = [placed[dcp.MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
-        chunks = zip(entry.chunks, places, strict=True)
-        tensors[name] = Entry(
-            tuple(entry.size),
-            entry.properties.dtype,
-            tuple(Chunk(tuple(c.offsets), tuple(c.sizes), file, stored.start) for c, (file, stored) in chunks),
-        )
+    """The tensors for the manifest. Adds to ``metadata`` what torch's FileSystemReader needs: shapes and chunks, their
+    locations, nesting of names, and tied names."""
+    known, tensors, metadata.storage_data = metadata.state_dict_metadata, dict[str, Entry](), {}
+    for name, parts in written.items():
+        (shape, dtype, _), chunks = parts[0][1], list[Chunk]()
+        for file, part, places in parts:
+            for (offsets, sizes), (start, *blob) in zip(part.boxes, places, strict=True):
+                chunks.append(Chunk(offsets, sizes, file, start))
+                metadata.storage_data[dcp.MetadataIndex(name, offsets)] = storage_info(file, *blob)
+        tensors[name] = Entry(shape, dtype, tuple(chunks))
+        known[name] = _form_of(Part(shape, dtype, tuple((chunk.offsets, chunk.sizes) for chunk in chunks)))
     for tied, name in ((f"model.{alias}", f"model.{name}") for alias, name in aliases.items()):
-        owner = known.get(name)
-        if isinstance(owner, dcp.TensorStorageMetadata):
-            known[tied] = owner
-            for chunk in owner.chunks:
+        if name in tensors:
+            known[tied] = known[name]
+            for chunk in tensors[name].chunks:
                 location = metadata.storage_data[dcp.MetadataIndex(name, chunk.offsets)]
                 metadata.storage_data[dcp.MetadataIndex(tied, chunk.offsets)] = location
     metadata.planner_data = {name: path_of(name) for name in known}
     return tensors
+
+
+@functools.lru_cache(4096)
+def _form_of(part: Part) -> dcp.TensorStorageMetadata:
+    """The boxes of a tensor for torch; one object for equal tensors, which a pickle holds once."""
+    chunks = [dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in part.boxes]
+    return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=part.dtype), torch.Size(part.shape), chunks)
 
 
 def _add_others(sink: Sink, metadata: dcp.Metadata, extra: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
@@ -464,9 +481,9 @@ def _add_others(sink: Sink, metadata: dcp.Metadata, extra: Mapping[str, Any], op
         index, metadata.planner_data[name] = dcp.MetadataIndex(name), path
         metadata.state_dict_metadata[name] = dcp.BytesStorageMetadata()
         if isinstance(value, Tensor):
-            whole = dcp.ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())
-            index, properties = dcp.MetadataIndex(name, whole.offsets), dcp.TensorProperties(dtype=value.dtype)
-            metadata.state_dict_metadata[name] = dcp.TensorStorageMetadata(properties, value.size(), [whole])
+            part = part_of(tuple(value.shape), value.dtype, 0, value.numel())
+            index = dcp.MetadataIndex(name, part.boxes[0][0])
+            metadata.state_dict_metadata[name] = _form_of(part)
         metadata.storage_data[index] = storage_info("extras.pt", known[key].start, known[key].nbytes)
     file.finish(content)
 
