@@ -9,6 +9,7 @@ import functools
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -92,7 +93,7 @@ def wrapper_tensor(
 ) -> Any:
     """A tensor of a subclass with shape, dtype and device, but no memory."""
     device = device or torch.device("cpu")
-    with torch.inference_mode(False):
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # entering it is slow
         return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
 
 

@@ -84,23 +84,29 @@ class Sink:
 
     def write(self, data: bytes | Tensor) -> None:
         """Append bytes, or a 1D uint8 tensor on the CPU, which must not change until ``wait_written``."""
-        keep: object = data  # alive until its bytes are copied
+        size = data.numel() if isinstance(data, Tensor) else len(data)
+        source: int | bytes = data.data_ptr() if isinstance(data, Tensor) else data
         if isinstance(data, Tensor):
             assert data.dtype == torch.uint8, data.dtype
             assert data.is_contiguous(), data.stride()
-            address = data.data_ptr()
-        else:
-            address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-        size, done = len(data), 0
+        if 0 < self._fill < STEP - size:  # it fits into the block, as most do
+            assert self._filling is not None
+            ctypes.memmove(self._filling.data_ptr() + self._fill, source, size)
+            self._fill += size
+            return
+        keep: object = data  # alive until its bytes are copied
+        if isinstance(source, bytes):
+            source = ctypes.cast(ctypes.c_char_p(source), ctypes.c_void_p).value or 0
+        done = 0
         while done < size:
-            if self._fill == 0 and size - done >= STEP and self._copy_later(address + done, keep):
+            if self._fill == 0 and size - done >= STEP and self._copy_later(source + done, keep):
                 self._number += 1
                 done += STEP
                 continue
             if self._filling is None:
                 self._filling = self._take()
             count = min(size - done, STEP - self._fill)
-            ctypes.memmove(self._filling.data_ptr() + self._fill, address + done, count)
+            ctypes.memmove(self._filling.data_ptr() + self._fill, source + done, count)
             self._fill += count
             done += count
             if self._fill == STEP:

@@ -40,6 +40,7 @@ from lt_zero.checkpoint.open import open_source
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import init_distributed
 from lt_zero.common.errors import CheckpointError, ConfigError
+from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine, resolved
@@ -363,6 +364,7 @@ class TrainingEngine(nn.Module):
         self.engine.prepare_reading()
         return full_state_dict(self.engine)
 
+    @gc_disabled()
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],

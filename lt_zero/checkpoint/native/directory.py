@@ -36,7 +36,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import torch
@@ -60,8 +60,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return "://" in str(path) and not str(path).startswith("file://")
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A rectangle of a tensor: its elements, row-major and contiguous, begin at byte ``start`` of ``file``."""
 
     offsets: tuple[int, ...]

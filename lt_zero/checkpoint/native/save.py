@@ -367,15 +367,16 @@ class DirectoryWriter(StorageWriter):
                 flat, lo = (value.local(), value.lo) if isinstance(value, Fragment) else (value.detach().reshape(-1), 0)
                 for offsets, sizes in part.boxes:
                     start = flat_index(part.shape, offsets) - lo
-                    values = flat[start : start + math.prod(sizes)].cpu()
-                    stored = file.add_parts(sizes, part.dtype, [values])
+                    count = math.prod(sizes)
+                    values = flat if flat.numel() == count else flat[start : start + count]
+                    stored = file.add_parts(sizes, part.dtype, [values.cpu()])
                     if part.is_whole:
                         content[key] = stored
                     else:  # ``name[2:3, 0:8]``
                         ranges = (f"{o}:{o + s}" for o, s in zip(offsets, sizes, strict=True))
                         content[f"{key}[{', '.join(ranges)}]"] = stored
                     found.append((stored.start, *stored.blob))
-                    self.tick(stored.nbytes)
+                    self.tick(values.nbytes)
             file.finish(content)
         return WriteResult(dcp.MetadataIndex(name), self.files[name].nbytes, (self.files[name], places))
 
@@ -405,7 +406,9 @@ class DirectoryWriter(StorageWriter):
                 with self._file("extras.pt") as sink:
                     _add_others(sink, metadata, own["extra_state"], own["optimizers"])
             with self._file("meta.pt") as sink:
-                TorchFile(sink.write).finish(made.meta)
+                file = TorchFile(sink.write)
+                packed = {**own, "optimizers": [_packed(saved, file) for saved in own.get("optimizers", [])]}
+                file.finish({**made.meta, KEY: packed} if own else made.meta)
             if made.objects is not None:
                 with self._file("objects.pkl") as sink:
                     sink.write(made.objects)
@@ -440,7 +443,8 @@ def _describe(
                 chunks.append(Chunk(offsets, sizes, file, start))
                 metadata.storage_data[dcp.MetadataIndex(name, offsets)] = storage_info(file, *blob)
         tensors[name] = Entry(shape, dtype, tuple(chunks))
-        known[name] = _form_of(Part(shape, dtype, tuple((chunk.offsets, chunk.sizes) for chunk in chunks)))
+        part = parts[0][1] if len(parts) == 1 else Part(shape, dtype, tuple(chunk[:2] for chunk in chunks))
+        known[name] = _form_of(part)
     for tied, name in ((f"model.{alias}", f"model.{name}") for alias, name in aliases.items()):
         if name in tensors:
             known[tied] = known[name]
@@ -458,6 +462,21 @@ def _form_of(part: Part) -> dcp.TensorStorageMetadata:
     return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=part.dtype), torch.Size(part.shape), chunks)
 
 
+def _packed(optimizer: Mapping[str, Any], file: TorchFile) -> dict[str, Any]:
+    """An optimizer's state with its counters side by side in the file: each of thousands would be a record in it."""
+    state = {name: dict(entries) for name, entries in optimizer["state"].items()}
+    counters: dict[torch.dtype, list[tuple[str, str, Tensor]]] = {}
+    for name, entries in state.items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.dim() == 0:
+                counters.setdefault(value.dtype, []).append((name, key, value))
+    for found in counters.values():
+        stored = file.add(torch.stack([value for _, _, value in found]))
+        for number, (name, key, _) in enumerate(found):
+            state[name][key] = stored._replace(shape=(), first=number)
+    return {**optimizer, "state": state}
+
+
 def _add_others(sink: Sink, metadata: dcp.Metadata, extra: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
     """Write extra states, groups and counters of optimizers for readers of ``.metadata`` (torch, Lightning), each as a
     torch.save file within ``extras.pt``."""
@@ -468,7 +487,7 @@ def _add_others(sink: Sink, metadata: dcp.Metadata, extra: Mapping[str, Any], op
             others |= {(head, "state", name, key): value for key, value in entries.items()}
     file = TorchFile(sink.write)
     content: dict[str, Stored] = {}
-    known: dict[Any, Stored] = {}  # equal values are stored once: thousands of equal step counters
+    known: dict[Any, Any] = {}  # the place of each value; equal ones are stored once: thousands of equal step counters
     for path, value in others.items():
         name = ".".join(path)
         number = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
@@ -477,14 +496,15 @@ def _add_others(sink: Sink, metadata: dcp.Metadata, extra: Mapping[str, Any], op
         if key not in known:
             data = io.BytesIO()
             torch.save(value, data)
-            content[name] = known[key] = file.add(torch.frombuffer(data.getbuffer(), dtype=torch.uint8))
+            stored = content[name] = file.add(torch.frombuffer(data.getbuffer(), dtype=torch.uint8))
+            known[key] = storage_info("extras.pt", stored.start, stored.nbytes)
         index, metadata.planner_data[name] = dcp.MetadataIndex(name), path
         metadata.state_dict_metadata[name] = dcp.BytesStorageMetadata()
         if isinstance(value, Tensor):
             part = part_of(tuple(value.shape), value.dtype, 0, value.numel())
             index = dcp.MetadataIndex(name, part.boxes[0][0])
             metadata.state_dict_metadata[name] = _form_of(part)
-        metadata.storage_data[index] = storage_info("extras.pt", known[key].start, known[key].nbytes)
+        metadata.storage_data[index] = known[key]
     file.finish(content)
 
 

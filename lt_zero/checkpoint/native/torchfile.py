@@ -29,8 +29,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,11 +58,11 @@ _STORAGES: dict[torch.dtype, type] = {
 Write = Callable[[bytes | Tensor], object]
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor in a ``TorchFile``: where its (row-major) values begin, and the number of its record.
 
-    ``blob``: offset and length of the bytes that are a file of their own, (0, 0) without ``blobs``.
+    ``blob``: offset and length of the bytes that are a file of their own, (0, 0) without ``blobs``. ``first``: its
+    first element's number in the record.
     """
 
     start: int
@@ -71,6 +70,7 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
     key: int
+    first: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -100,8 +100,7 @@ class TorchFile:
         Raises:
             ValueError: the tensor is not, or the file is finished; nothing was written.
         """
-        _bytes_of(tensor, tensor.dtype)
-        return self.add_parts(tensor.shape, tensor.dtype, [tensor])
+        return self._add(tuple(tensor.shape), tensor.dtype, [_bytes_of(tensor, tensor.dtype)])
 
     def add_parts(self, shape: Sequence[int], dtype: torch.dtype, parts: Iterable[Tensor]) -> Stored:
         """Write a tensor whose values come one part after the other, row-major: contiguous CPU tensors of any shape.
@@ -109,9 +108,13 @@ class TorchFile:
         Raises:
             ValueError: a part has another dtype, or all of them another number of elements. The file is of no use then.
         """
+        return self._add(tuple(shape), dtype, (_bytes_of(part, dtype) for part in parts))
+
+    def _add(self, shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[Tensor]) -> Stored:
+        """``add_parts`` of parts as 1D uint8."""
         if self._finished:
             raise ValueError("The file is finished: nothing can be added after its directory.")
-        shape, key, first = tuple(shape), len(self._records), self.position
+        key, first = len(self._records), self.position
         record = zipfile.ZipInfo(f"archive/data/{key}")
         record.file_size = record.compress_size = math.prod(shape) * dtype.itemsize
         record.CRC = 0
@@ -129,10 +132,9 @@ class TorchFile:
             self._put(record.FileHeader(large))
             record.extra = b""
         start = self.position
-        for part in parts:
-            data = _bytes_of(part, dtype)
+        for data in parts:
             self._put(data)
-            if len(data) and not self._blobs:
+            if data.numel() and not self._blobs:
                 record.CRC = zlib.crc32(view_of(data), record.CRC)
         written = self.position - start
         if written != record.file_size:
@@ -182,10 +184,15 @@ class TorchFile:
             value = value.resolve_conj().resolve_neg().cpu().contiguous()
         return self.add(value)
 
+    def record_size(self, stored: Stored) -> int:
+        """Bytes of the record that a tensor is in."""
+        return self._records[stored.key].file_size
+
     def _put(self, data: bytes | Tensor) -> None:
-        if len(data):
+        size = data.numel() if isinstance(data, Tensor) else len(data)
+        if size:
             self._write(data)
-            self.position += len(data)
+            self.position += size
 
 
 def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -219,16 +226,23 @@ class _Pickler(pickle.Pickler):
         return tuple(obj) if type(obj) is _StorageId else None
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Stored | Tensor):
+        if not isinstance(obj, (Stored, Tensor)):
             return NotImplemented
         stored = self._file.stored(obj)
-        kind = _STORAGES.get(stored.dtype, torch.UntypedStorage)
-        numel = stored.nbytes if kind is torch.UntypedStorage else stored.nbytes // stored.dtype.itemsize
+        kind, strides, rebuild, more = _form_of(stored.shape, stored.dtype)
+        nbytes = self._file.record_size(stored)
+        numel = nbytes if kind is torch.UntypedStorage else nbytes // stored.dtype.itemsize
         storage = _StorageId(("storage", kind, str(stored.key), "cpu", numel))
-        strides = torch.empty(stored.shape, device="meta").stride()
-        rebuild, arguments = torch.empty(0, dtype=stored.dtype, device="cpu").__reduce_ex__(2)
         # A new OrderedDict for each tensor, since it becomes the tensor's dict of hooks.
-        return rebuild, (storage, 0, stored.shape, strides, False, OrderedDict(), *arguments[6:])
+        return rebuild, (storage, stored.first, stored.shape, strides, False, OrderedDict(), *more)
+
+
+@functools.lru_cache(4096)
+def _form_of(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[type, tuple[int, ...], Any, tuple[Any, ...]]:
+    """How torch.save pickles a tensor: class of its storage, strides, function, arguments at the end."""
+    rebuild, arguments = torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(2)
+    strides = torch.empty(shape, device="meta").stride()
+    return _STORAGES.get(dtype, torch.UntypedStorage), strides, rebuild, tuple(arguments[6:])
 
 
 class _Collector:

@@ -9,7 +9,6 @@ dump_state, log_level, disable_python_gc, trials of lt-zero tune            here
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import sys
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 
 from lt_zero.comm.comm_log import LoggedComm, comm_table
 from lt_zero.comm.communicator import Comm
+from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.progress_bar import set_local_rank
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.common.timing import phase
@@ -251,16 +251,3 @@ def logger_level(level: str | None, rank: int = 0) -> Iterator[None]:
         logger.setLevel(before)
         if handler is not None:
             logger.removeHandler(handler)
-
-
-@contextmanager
-def gc_disabled(disable: bool) -> Iterator[None]:
-    """``disable_python_gc``: context without automatic collection of reference cycles."""
-    was_enabled = gc.isenabled()
-    if disable:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if disable and was_enabled:
-            gc.enable()
