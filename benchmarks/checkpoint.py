@@ -3,11 +3,14 @@
     python benchmarks/checkpoint.py [--gb 1.0] [--rounds 5] [--path /tmp] [--out results.md]
 
 One process, tensors of 16 MiB in fp32; all ways in each round, in turn. "durable" includes an fsync of every file.
+Then two processes, and a model of 5,000 parameters of 4 x 4 and 4 elements with its AdamW: what a save costs beside the
+bytes. lt_zero's time is that of all of ``save_checkpoint``; FSDP2's is that of DCP's ``save`` of a collected state.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import warnings
@@ -17,10 +20,14 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
 from measuring import Rounds, finish, interleaved, markdown, ratio, remove, scratch, timed
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.pieces import Fragment
@@ -146,6 +153,52 @@ def measure_stalls(state: State, rounds: int) -> Rounds:
     return interleaved({"copy": timed(copy), "stall": timed(lambda: stage(bundle_of(state), kept))}, rounds)
 
 
+# ---- many small tensors ----------------------------------------------------------------------------------------------
+
+
+def measure_small_saves(parameters: int, rounds: int, folder: Path, stage: int = 3) -> Rounds:
+    """Seconds to save a model of small parameters and its AdamW from 2 ranks on the CPU, until durable."""
+    mp.spawn(_save_small, (parameters, rounds, folder, stage), nprocs=2)
+    found: Rounds = json.loads((folder / "small.json").read_text())
+    return found
+
+
+def _save_small(rank: int, parameters: int, rounds: int, folder: Path, stage: int) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+    def small(wrap: Callable[[nn.Module], object]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(parameters // 2)))
+        wrap(model)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, adam = small(fully_shard)
+    model(torch.ones(1, 4)).sum().backward()
+    adam.step()
+    moments = {str(number): state for number, state in adam.state_dict()["state"].items()}
+    state = {"model": model.state_dict(), "optimizer": moments}
+    model, adam = small(lambda _: None)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    engine = lt_zero.initialize(model=model, optimizer=adam, config=config, dist_init_required=False)[0]
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+
+    def seconds(save: Callable[[], object]) -> float:
+        dist.barrier()
+        return timed(save, dist.barrier)()
+
+    cases = {
+        "lt_zero": partial(engine.save_checkpoint, folder, tag="small"),
+        "DCP, FSDP2": partial(dcp.save, state, checkpoint_id=folder / "small_dcp"),
+    }
+    found = interleaved({name: partial(seconds, save) for name, save in cases.items()}, rounds)
+    if rank == 0:
+        (folder / "small.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
 def table(title: str, times: Rounds, gigabytes: float, ours: str) -> list[str]:
     rows, own = [], statistics.median(times[ours])
     for name, values in times.items():
@@ -168,6 +221,8 @@ def main() -> None:
     with scratch(args.path) as folder:
         lines = table("save until durable", measure_saves(state, args.rounds, folder), args.gb, "lt_zero")
         lines += table("load", measure_loads(state, args.rounds, folder), args.gb, "lt_zero (checked)")
+        small = measure_small_saves(5000, args.rounds, folder)
+        lines += table("save of 5,000 small parameters", small, 5000 * 10 * 12e-9, "lt_zero")
     stalls = measure_stalls(state, args.rounds)
     copy, stall = statistics.median(stalls["copy"]), statistics.median(stalls["stall"])
     lines.append(

@@ -1,6 +1,6 @@
 """Saves a sharded checkpoint: sorts Lightning's dictionary into parts, and writes each rank's tensors.
 
-torch.distributed.checkpoint plans what each rank writes. Each rank writes two files, ``weights-<rank>.pt`` and
+torch.distributed.checkpoint runs the save: it collects plans (plan.py), results and errors. Each rank writes two files, ``weights-<rank>.pt`` and
 ``moments-<rank>.pt``. Each is an ordinary file of ``torch.save``, and each tensor in it is one, too, so that torch's
 own reader of such directories can read them (torchfile.py). Rank 0 adds what is the same on all ranks.
 

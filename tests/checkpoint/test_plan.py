@@ -1,0 +1,118 @@
+"""What each rank writes: every element once, whoever has it; and at a cost for each tensor that stays small."""
+
+from __future__ import annotations
+
+import cProfile
+import math
+import pickle
+import pstats
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import lt_zero
+from lt_zero.checkpoint.native import plan
+from lt_zero.checkpoint.native.pieces import flat_index
+from lt_zero.checkpoint.native.plan import Part, divide, part_of
+from lt_zero.common.errors import CheckpointError
+from tests.support.pool import Pool
+
+SHAPES: list[tuple[int, ...]] = [(), (0, 3), (7,), (4, 5), (2, 3, 4)]
+F32 = torch.float32
+
+
+def written(parts: list[Part]) -> list[int]:
+    """The row-major numbers of the elements, in order."""
+    found = []
+    for part in parts:
+        for offsets, sizes in part.boxes:
+            start = flat_index(part.shape, offsets)
+            found += range(start, start + math.prod(sizes))
+    return sorted(found)
+
+
+@given(st.lists(st.sampled_from(SHAPES), max_size=6), st.integers(1, 4), st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_element_is_written_once(shapes: list[tuple[int, ...]], world: int, data: st.DataObject) -> None:
+    plans: list[dict[str, Part]] = [{} for _ in range(world)]
+    for number, shape in enumerate(shapes):
+        numel = math.prod(shape)
+        cuts = sorted(data.draw(st.lists(st.integers(0, numel), min_size=world - 1, max_size=world - 1)))
+        ranges = list(zip([0, *cuts], [*cuts, numel], strict=True))
+        if data.draw(st.booleans()):
+            ranges = [(0, numel)] * world  # replicated
+        for own, (lo, hi) in zip(plans, ranges, strict=True):
+            if (part := part_of(shape, F32, lo, hi)).boxes:
+                own[f"t{number}"] = part
+    divided = divide(plans)
+    for own, chosen in zip(plans, divided, strict=True):
+        assert list(chosen) == [name for name in own if name in chosen], "in its own order"
+        assert all(set(part.boxes) <= set(own[name].boxes) for name, part in chosen.items()), "only what it has"
+    for number, shape in enumerate(shapes):
+        found = [chosen[f"t{number}"] for chosen in divided if f"t{number}" in chosen]
+        assert found, "an empty tensor is written, too"
+        assert written(found) == list(range(math.prod(shape)))
+
+
+def test_what_all_have_is_divided_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "LARGEST", 64)
+    sizes = {"large": 64, "a": 4, "b": 4, "c": 4, "d": 4}  # "large" is cut into boxes of 16 elements
+    divided = divide([{name: part_of((size,), F32, 0, size) for name, size in sizes.items()} for _ in range(2)])
+    assert [sum(part.nbytes for part in own.values()) for own in divided] == [160, 160]
+    assert all("large" in own for own in divided)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "problem"),
+    [
+        ([(0, 8), (8, 19)], "from 19 on are on no rank"),
+        ([(0, 8), (12, 20)], "elements 8 to 12 are on no rank"),
+        ([(0, 15), (10, 20)], "overlap at element 10"),
+    ],
+)
+def test_what_is_not_the_tensor_is_refused(ranges: list[tuple[int, int]], problem: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"w of \(4, 5\) cannot be saved: .*{problem}"):
+        divide([{"w": part_of((4, 5), F32, lo, hi)} for lo, hi in ranges])
+
+
+def test_ranks_that_disagree() -> None:
+    with pytest.raises(CheckpointError, match=r"w is torch.float64 of \(4,\) on rank 1, and torch.float32 of \(4,\)"):
+        divide([{"w": part_of((4,), F32, 0, 2)}, {"w": part_of((4,), torch.float64, 2, 4)}])
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
+
+def test_equal_parts_are_pickled_once() -> None:
+    own = {f"model.{i}.weight": part_of((4, 4), F32, 0, 16) for i in range(1000)}
+    (chosen,) = divide([pickle.loads(pickle.dumps(own))])
+    assert chosen == own
+    assert len(pickle.dumps(chosen)) < 40 * len(own)  # a name has 17
+
+
+def _calls(folder: str, stage: int) -> float:
+    """Calls in Python and C that a save makes for each parameter and its states, on this rank."""
+    totals = []
+    for layers in (20, 60):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+        adam = torch.optim.AdamW(model.parameters())
+        engine = lt_zero.initialize(model=model, optimizer=adam, config=config, dist_init_required=False)[0]
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        engine.save_checkpoint(folder, tag="first")  # fills caches
+        profile = cProfile.Profile()
+        profile.runcall(engine.save_checkpoint, folder, tag=f"of{layers}")
+        totals.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+    return (totals[1] - totals[0]) / (2 * 40)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_save_costs_few_calls_for_each_parameter(pool: Pool, tmp_path: Any, stage: int) -> None:
+    calls = pool.run(2, _calls, str(tmp_path), stage)
+    print(calls)
+    assert max(calls) < 650, calls  # DCP's planner alone took twice as many
