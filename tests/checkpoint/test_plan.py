@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
 
 import lt_zero
 from lt_zero.checkpoint.native import plan
-from lt_zero.checkpoint.native.pieces import flat_index
-from lt_zero.checkpoint.native.plan import Part, divide, part_of
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.plan import Part, divide, flat_index, part_of
 from lt_zero.common.errors import CheckpointError
+from lt_zero.engine.full_params import full_state_dict
 from tests.support.pool import Pool
 
 SHAPES: list[tuple[int, ...]] = [(), (0, 3), (7,), (4, 5), (2, 3, 4)]
@@ -84,6 +87,65 @@ def test_ranks_that_disagree() -> None:
         divide([{"w": part_of((4,), F32, 0, 2)}, {"w": part_of((4,), torch.float64, 2, 4)}])
 
 
+class Odd(nn.Module):
+    """Sizes that no number of ranks divides, a 0D parameter, a tied one, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.tied = nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 7)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.tied.weight = self.first.weight
+        self.register_buffer("seen", torch.arange(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.tied(self.second(self.first(x))) * self.scale
+        return found
+
+
+def _saves_odd_sizes(folder: str, stage: int) -> None:
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    torch.manual_seed(0)
+    model = Odd()
+    adam = torch.optim.AdamW(model.parameters())
+    engine = lt_zero.initialize(model=model, optimizer=adam, config=config, dist_init_required=False)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.randn(2, 5)).sum())
+        engine.step()
+    engine.save_checkpoint(folder, tag="odd")
+    want = full_state_dict(engine.engine)
+    steps = {name: state["step"] for name, state in _states(f"{folder}/odd").items()}
+    assert len(steps) == 6
+    assert set(steps.values()) == {2.0}
+    want = engine.comm.host_broadcast(want, "weights")
+    found = {f"model.{name}": torch.zeros_like(value) for name, value in want.items()}
+    found |= {f"optimizer_0.state.{name}.step": torch.zeros(()) for name in steps}
+    dcp.load(found, storage_reader=FileSystemReader(f"{folder}/odd"), no_dist=True)
+    for name, value in want.items():
+        assert torch.equal(found[f"model.{name}"], value), name
+    assert all(found[f"optimizer_0.state.{name}.step"] == 2 for name in steps)
+    engine.backward(engine(torch.randn(2, 5)).sum())
+    engine.step()
+    engine.load_checkpoint(folder, tag="odd")
+    again = engine.comm.host_broadcast(full_state_dict(engine.engine), "weights")
+    assert all(torch.equal(again[name], value) for name, value in want.items())
+    engine.backward(engine(torch.ones(2, 5)).sum())
+    engine.step()
+    engine.save_checkpoint(folder, tag="next")
+    assert {state["step"] for state in _states(f"{folder}/next").values()} == {3.0}, "each has a counter of its own"
+
+
+def _states(path: str) -> dict[str, dict[str, float]]:
+    archive = Archive(path)
+    (saved,) = archive.optimizers
+    archive.close()
+    return {name: {"step": float(state["step"])} for name, state in saved.state.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_odd_sizes_on_three_ranks(pool: Pool, tmp_path: Any, stage: int) -> None:
+    pool.run(3, _saves_odd_sizes, str(tmp_path), stage)
+
+
 # ---- cost ------------------------------------------------------------------------------------------------------------
 
 
@@ -95,7 +157,7 @@ def test_equal_parts_are_pickled_once() -> None:
 
 
 def _calls(folder: str, stage: int) -> float:
-    """Calls in Python and C that a save makes for each parameter and its states, on this rank."""
+    """Calls in Python and C that this rank's save makes for each parameter with its states."""
     totals = []
     for layers in (20, 60):
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
@@ -114,5 +176,4 @@ def _calls(folder: str, stage: int) -> float:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_save_costs_few_calls_for_each_parameter(pool: Pool, tmp_path: Any, stage: int) -> None:
     calls = pool.run(2, _calls, str(tmp_path), stage)
-    print(calls)
-    assert max(calls) < 650, calls  # DCP's planner alone took twice as many
+    assert max(calls) < 650, calls  # with DCP's planner it was 1,450

@@ -1,8 +1,8 @@
 """Boxes of tensors, and which rank writes which: each part of a tensor once, and all of it.
 
 torch.distributed.checkpoint's planner has objects for each part, which it copies, logs and pickles several times: that
-took most of the time of saving thousands of small tensors. Here equal parts of different tensors (whole, of a common shape) are one object, which a
-pickle holds once.
+took most of the time of saving thousands of small tensors. Here equal parts of different tensors (whole, of a common
+shape) are one object, which a pickle holds once.
 
 Note [Boxes]
     A shard of a bucket cuts through parameters: a rank owns elements [lo, hi) of a parameter, in row-major order.

@@ -1,8 +1,9 @@
 """Saves a sharded checkpoint: sorts Lightning's dictionary into parts, and writes each rank's tensors.
 
-torch.distributed.checkpoint runs the save: it collects plans (plan.py), results and errors. Each rank writes two files, ``weights-<rank>.pt`` and
-``moments-<rank>.pt``. Each is an ordinary file of ``torch.save``, and each tensor in it is one, too, so that torch's
-own reader of such directories can read them (torchfile.py). Rank 0 adds what is the same on all ranks.
+torch.distributed.checkpoint runs the save: it collects plans (plan.py), results and errors. Each rank writes two files,
+``weights-<rank>.pt`` and ``moments-<rank>.pt``. Each is an ordinary file of ``torch.save``, and each tensor in it is
+one, too, so that torch's own reader of such directories can read them (torchfile.py). Rank 0 adds what is the same on
+all ranks.
 
 Note [Rank 0 decides the names]
     Hooks may change the state dict, often on rank 0 only. The names and ties of rank 0 are saved; other ranks drop

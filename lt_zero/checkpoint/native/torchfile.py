@@ -256,7 +256,7 @@ class _Collector:
 
     def write(self, data: Any) -> int:
         nbytes = memoryview(data).nbytes
-        if nbytes and np.frombuffer(data, np.uint8).ctypes.data == self.address:
+        if nbytes and self.address >= 0 and np.frombuffer(data, np.uint8).ctypes.data == self.address:
             self.skipped += nbytes
         else:
             self.data += data
