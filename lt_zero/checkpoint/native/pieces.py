@@ -1,4 +1,4 @@
-"""A rank's elements of the model and its optimizers, in the form that torch.distributed.checkpoint saves.
+"""A rank's elements of the model and its optimizers, as fragments that are saved.
 
 Fragments are not copied, but read when they are written. The full state dict of an optimizer, gathered on rank 0, is
 that of a single process: a plain DDP run can resume from it, and any world size and stage can load it.
