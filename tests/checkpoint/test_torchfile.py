@@ -186,6 +186,10 @@ def test_refuses() -> None:
         file.add(torch.ones(2).to_sparse())
     with pytest.raises(ValueError, match="conjugated"):
         file.add(torch.ones(2, dtype=torch.complex64).conj())
+    kept = torch.ones(2).as_subclass(type("Part", (Tensor,), {}))  # as DTensor, whose memory has less than its shape
+    for act in (file.add, lambda value: file.add_parts((2,), torch.float32, [value]), file.finish):
+        with pytest.raises(ValueError, match="A .*Part cannot be saved: make it a plain tensor"):
+            act(kept)
     other = TorchFile(Sink())
     other.add(torch.ones(100))
     stranger = other.add(torch.ones(1))

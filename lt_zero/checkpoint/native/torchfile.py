@@ -176,9 +176,6 @@ class TorchFile:
             if value.key >= len(self._stored) or self._stored[value.key].start != value.start:
                 raise ValueError(f"{value} is of another file: add the tensor to this one.")
             return value
-        if type(value) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            raise ValueError(f"A {kind} cannot be saved: make it a plain tensor.")
         value = value.detach()
         if value.layout == torch.strided:  # otherwise ``add`` raises an error that names the layout
             value = value.resolve_conj().resolve_neg().cpu().contiguous()
@@ -208,6 +205,9 @@ def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise ValueError("Quantized, conjugated and negated views cannot be saved: resolve or dequantize them first.")
     plain = tensor.detach()
+    if type(plain) is not Tensor:  # of a DTensor a part is in this memory
+        kind = f"{type(plain).__module__}.{type(plain).__qualname__}"
+        raise ValueError(f"A {kind} cannot be saved: make it a plain tensor.")
     return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
