@@ -22,6 +22,7 @@ from lt_zero.activation.checkpointing import find_modules, install
 from lt_zero.attention.huggingface import install as install_sparse_attention
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import with_index
+from lt_zero.common.collector import collector_paused
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
@@ -95,7 +96,8 @@ def shard(
     _check_kernels(config, device, comm)
     _check_late_gradients(config, policy)
     comm.configure(config)
-    plan = plan_engine(module, config, policy, comm.mesh.shards)
+    with collector_paused():
+        plan = plan_engine(module, config, policy, comm.mesh.shards)
     if training and config.activation_checkpointing.mode != "none":
         find_modules(module, config.activation_checkpointing)  # raises before the module is changed
     if comm.rank == 0:
@@ -123,7 +125,8 @@ def _build(
         return engine_ref[0]() if engine_ref else None
 
     materializer = Materializer(module, comm, saved)
-    made = {bucket: Bucket(bucket, comm, owner, policy) for bucket in plan.buckets}
+    with collector_paused():
+        made = {bucket: Bucket(bucket, comm, owner, policy) for bucket in plan.buckets}
     use_zero_plus_plus(config, made.values(), comm)
     offload_manager = open_offload_manager(list(made.values()), config, device)
     rest_quantized(config, made.values())
@@ -135,7 +138,7 @@ def _build(
         _cast_buffers(module, policy.buffers, plan.fp32_modules, names)
     engine = Engine(module, units, root, comm, config, policy, offload_manager, training)
     engine.compression = _compression(engine, plan)
-    engine.on_guarded_use = partial(use_outside, engine)
+    engine.plan, engine.on_guarded_use = plan, partial(use_outside, engine)
     offload_manager.check(comm, "the files of states")
     engine.kept = find_fp32_modules(module, policy.keep_fp32).parameters
     if policy.low and policy.compute is not None:
@@ -150,9 +153,10 @@ def _build(
 
 
 def _check_whole(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
+    for parameter in module.parameters():
         engine = owner_of(parameter)
         if isinstance(engine, Engine) and engine.attached:
+            name = next(n for n, p in module.named_parameters() if p is parameter)
             raise ValueError(
                 f"Parameter {name!r} of {type(module).__name__} is sharded already, over {engine.comm.world} ranks. "
                 "Use the module as it is, or make a new one, with weights that lt_zero.export has written."

@@ -113,7 +113,7 @@ class Bucket:
         self._background = BackgroundStep()
         gaps = gaps_between(((p.offset, p.offset + p.numel) for p in self.pieces), self.shard.numel())
         self.weights = Weights(self.shard, policy.master_of(dtype), sharding.params, gaps, self._background)
-        self.grads = Accumulator(plan, self.layout, self.shard_range, comm, policy, self._background)
+        self.grads = Accumulator(plan, self.layout, self.pieces, self.shard_range, comm, policy, self._background)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
         self.average: Store | None = None  # of the master weights, and with their rows
 
@@ -180,7 +180,8 @@ class Bucket:
         self.edits.note()
         if self.sharding.params:
             with torch.inference_mode(False):
-                self._sentinels = [sentinel(self.flat, ()).expand(shape) for shape in self.shapes]
+                one_each = sentinel(self.flat, (len(self.params),)).clone()  # each has an address of its own
+                self._sentinels = [one.expand(shape) for one, shape in zip(one_each.unbind(), self.shapes, strict=True)]
         self.release()
         self.put_away()
 

@@ -57,6 +57,7 @@ from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.engine.gradient_compression import GradientCompression
 from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.offload_manager import OffloadManager
+from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.quantized import refuse_quantized
 from lt_zero.engine.visible_grads import UsedParameters
 
@@ -72,6 +73,7 @@ class Engine(ProcessLocal):
         training: train from the start; otherwise from ``begin_training`` on.
     """
 
+    plan: EnginePlan  # that it was built by
     on_guarded_use: Callable[[list[Tensor], Callable[..., Any], Any, Any], Any]  # set to full_params.py, use_outside
 
     def __init__(

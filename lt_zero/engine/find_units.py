@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -65,8 +65,28 @@ def find_units(root: nn.Module, rules: UnitRules) -> list[FoundUnit]:
     Raises:
         TypeError: a lazy parameter has no shape yet.
     """
+    names: dict[Parameter, list[str]] = {}  # tied weights have several
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    _check_values(names)
+    places: dict[nn.Module, list[str]] = {}  # a module that is registered twice has several, too
+    for name, module in root.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(f"{name}.")
+    units, owned = [], set[Parameter]()
+    for name, module in _search(root, "", rules):
+        inside = tuple(places[module])
+        own = [p for p in module.parameters() if p not in owned and all([n.startswith(inside) for n in names[p]])]
+        if own and module is not root:
+            owned.update(own)
+            units.append(FoundUnit(clean_name(name), module, [(clean_name(names[p][0]), p) for p in own]))
+    rest = [(clean_name(known[0]), p) for p, known in names.items() if p not in owned]
+    return [*units, FoundUnit("", root, rest)]
+
+
+def _check_values(names: Mapping[Parameter, Sequence[str]]) -> None:
+    """Raise TypeError if a parameter has no shape yet, ValueError if two share memory."""
     located: dict[tuple[int, int], str] = {}
-    for name, parameter in root.named_parameters():
+    for parameter, (name, *_) in names.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise TypeError(
                 f"Parameter {name!r} of a lazy module has no shape yet. Run one forward on a small batch (for example "
@@ -80,60 +100,53 @@ def find_units(root: nn.Module, rules: UnitRules) -> list[FoundUnit]:
                 f"Parameters {other!r} and {name!r} share memory but are two objects, so they would be trained apart. "
                 "Tie them by assigning the parameter itself (`b.weight = a.weight`, not `b.weight.data = ...`)."
             )
-    names: dict[Parameter, list[str]] = {}  # tied weights have several
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    places: dict[nn.Module, list[str]] = {}  # a module that is registered twice has several, too
-    for name, module in root.named_modules(remove_duplicate=False):
-        places.setdefault(module, []).append(f"{name}.")
-    units, owned = [], set[Parameter]()
-    for name, module in _search(root, "", rules, repeated=False):
-        inside = tuple(places[module])
-        own = [p for p in module.parameters() if p not in owned and all(n.startswith(inside) for n in names[p])]
-        if own and module is not root:
-            owned.update(own)
-            units.append(FoundUnit(clean_name(name), module, [(clean_name(names[p][0]), p) for p in own]))
-    rest = [(clean_name(n), p) for n, p in root.named_parameters() if p not in owned]
-    return [*units, FoundUnit("", root, rest)]
 
 
 def find_repeated(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """The repeated blocks of ``root``, whatever their size, in registration order; none inside another."""
     rules = UnitRules(min_numel=sys.maxsize, max_numel=sys.maxsize, alike=True)
-    found = {module: clean_name(f"{name}.")[:-1] for name, module in _search(root, "", rules, repeated=False)}
+    found = {module: clean_name(f"{name}.")[:-1] for name, module in _search(root, "", rules)}
     return [(name, module) for module, name in found.items()]
 
 
-def _search(module: nn.Module, name: str, rules: UnitRules, repeated: bool) -> Iterator[tuple[str, nn.Module]]:
-    numel = sum(p.numel() for p in module.parameters())
-    if numel == 0:
+def _search(
+    module: nn.Module, name: str, rules: UnitRules, repeated: int | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of units inside ``module``, or itself; ``repeated``: its elements if it is a repeated block."""
+    if not any(p.numel() for p in module.parameters()):
         return
     children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
-    if rules.forces(name, module) or (repeated and (numel <= rules.max_numel or not _has_repeats(module, rules.alike))):
+    small = repeated is not None and repeated <= rules.max_numel
+    if small or rules.forces(name, module) or (repeated is not None and not _has_repeats(module, rules.alike)):
         yield name, module
         return
     if not children:
-        if numel >= rules.min_numel and type(module).forward is not nn.Module.forward:
+        if _numel(module) >= rules.min_numel and type(module).forward is not nn.Module.forward:
             yield name, module
         return
     repeats = _repeated_children(module, rules.alike)
     for child_name, child in children:
         path = f"{name}.{child_name}" if name else child_name
-        yield from _search(child, path, rules, child_name in repeats)
+        yield from _search(child, path, rules, repeats.get(child_name))
 
 
-def _repeated_children(module: nn.Module, alike: bool) -> set[str]:
-    """The children of a list-like container that are repeated blocks."""
+def _numel(module: nn.Module) -> int:
+    return sum([p.numel() for p in module.parameters()])
+
+
+def _repeated_children(module: nn.Module, alike: bool) -> dict[str, int]:
+    """The children of a list-like container that are repeated blocks, and the elements of each."""
     if not isinstance(module, _LISTS):
-        return set()
+        return {}
     composite = {n: c for n, c in module.named_children() if any(True for _ in c.children())}
-    sizes = Counter((type(c), sum(p.numel() for p in c.parameters())) for c in composite.values())
+    numels = {n: _numel(c) for n, c in composite.items()}
+    sizes = Counter((type(c), numels[n]) for n, c in composite.items())
     repeated = any(count >= 2 and numel > 0 for (_, numel), count in sizes.items())
     if alike and not repeated:
         rows = [[c for c in composite.values() if type(c) is cls] for cls in {cls for cls, _ in sizes}]
         repeated = any(_are_alike(one, other) for row in rows for one, other in pairwise(row))
     # If some members are blocks, all are: the first of a ResNet stage differs from the others.
-    return set(composite) if repeated else set()
+    return numels if repeated else {}
 
 
 def _are_alike(one: nn.Module, other: nn.Module) -> bool:

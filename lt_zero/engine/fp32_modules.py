@@ -62,6 +62,8 @@ def find_fp32_modules(
     Raises:
         ValueError: a pattern matches nothing, or the root.
     """
+    if not (patterns or classes or keep):
+        return Fp32Modules((), frozenset())
     search = _Search(root)
     for module, paths in search.paths.items():
         if isinstance(module, classes) and "" not in paths:

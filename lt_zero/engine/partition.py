@@ -9,10 +9,11 @@ import difflib
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -53,13 +54,16 @@ class BucketPlan:
     sharding: Sharding
     owners: tuple[int, ...] | None = None  # the rank that owns each parameter; None: shards cut through parameters
     compresses: bool = False  # its gradients are sent compressed (gradient_compression.py)
+    _layouts: dict[int, BucketLayout] = field(default_factory=dict, init=False, repr=False)  # asked for so far
 
     @property
     def trains(self) -> bool:
         return any(p.requires_grad for _, p in self.parameters)
 
     def layout(self, world: int) -> BucketLayout:
-        return plan_bucket([(n, p.shape) for n, p in self.parameters], world, self.owners)
+        if world not in self._layouts:
+            self._layouts[world] = plan_bucket([(n, p.shape) for n, p in self.parameters], world, self.owners)
+        return self._layouts[world]
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,8 @@ def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world:
 
     def kind_of(p: Parameter) -> Kind:
         dtype = policy.dtype_of(p, p in fp32_modules.parameters)
-        return Kind(dtype, p.requires_grad, p.requires_grad and p not in dense and dtype != torch.float64)
+        compresses = dense is not None and p.requires_grad and p not in dense and dtype != torch.float64
+        return Kind(dtype, p.requires_grad, compresses)
 
     *cut, rest = _cut(named, small, config, world, kind_of)
     return EnginePlan(
@@ -159,10 +164,12 @@ def stay_whole(root: nn.Module, zero: ZeroOptimization) -> set[Parameter]:
 
     whole: set[Parameter] = set()
     total, limit = 0, zero.stage3_model_persistence_threshold if zero.stage == 3 else None
-    for parameter in sorted(root.parameters(), key=lambda p: p.numel()):
-        total += parameter.numel()
-        if parameter.numel() < zero.stage3_param_persistence_threshold and (limit is None or total <= limit):
-            whole.add(parameter)
+    numels = [(parameter.numel(), parameter) for parameter in root.parameters()]
+    for numel, parameter in sorted(numels, key=itemgetter(0)):
+        total += numel
+        if numel >= zero.stage3_param_persistence_threshold or (limit is not None and total > limit):
+            break  # neither holds for a larger one
+        whole.add(parameter)
     if zero.stage == 3 and zero.zero_force_param_types:
         whole |= inside(zero.zero_force_param_types)
     if zero.stage == 3 and zero.zero_allowed_param_types:
@@ -170,8 +177,8 @@ def stay_whole(root: nn.Module, zero: ZeroOptimization) -> set[Parameter]:
     return whole
 
 
-def sent_dense(root: nn.Module, config: ZeroConfig) -> set[Parameter]:
-    """The parameters whose gradients are sent uncompressed: ``gradient_compression.exclude``.
+def sent_dense(root: nn.Module, config: ZeroConfig) -> set[Parameter] | None:
+    """The parameters whose gradients are sent uncompressed, ``gradient_compression.exclude``; None: all are.
 
     Raises:
         ConfigError: a pattern matches nothing.
@@ -180,7 +187,7 @@ def sent_dense(root: nn.Module, config: ZeroConfig) -> set[Parameter]:
     if one_bit(config):
         return set()
     if block.algorithm == "none":
-        return set(root.parameters())
+        return None
     if block.exclude == "auto":
         if block.algorithm != "1bit":
             return set()

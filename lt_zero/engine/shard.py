@@ -237,13 +237,14 @@ class Accumulator:
         self,
         plan: BucketPlan,
         layout: BucketLayout,
+        pieces: Sequence[Piece],  # of the layout, in ``shard_range``
         shard_range: tuple[int, int],  # the elements that this rank accumulates
         comm: Comm,
         policy: DtypePolicy,
         background: BackgroundStep,
     ) -> None:
         self._name, self._params, self._layout, self._comm = plan.name, [p for _, p in plan.parameters], layout, comm
-        self._numel, self._pieces = shard_range[1] - shard_range[0], layout.pieces(*shard_range)
+        self._numel, self._pieces = shard_range[1] - shard_range[0], pieces
         self._whole = not (plan.sharding.optim or plan.sharding.params)
         self.dtype, self._wire = policy.accumulate_of(plan.dtype), policy.wire_of(plan.dtype)
         self._sharded, self._background = plan.sharding.optim, background

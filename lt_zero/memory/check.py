@@ -24,7 +24,7 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import is_guarded
-from lt_zero.engine.partition import EnginePlan, plan_engine
+from lt_zero.engine.partition import EnginePlan
 from lt_zero.io.pinned import rounded
 from lt_zero.memory import limits
 from lt_zero.memory.estimate import Machine, cheapest, states_of
@@ -135,8 +135,7 @@ def check_optimizers(
     if not limits.checks_wanted():
         return
     setup = setup_of(engine, optimizers, accumulates, saves, averages)
-    plan = plan_engine(engine.root, engine.config, engine.policy, engine.comm.mesh.shards)
-    cast = forecast(plan, engine.config, engine.policy, setup)
+    cast = forecast(engine.plan, engine.config, engine.policy, setup)
     phases = [phase for phase in cast.phases if phase != "build"]
     held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)
     advice = partial(_advice, engine.root, engine.config, engine.policy, setup, setup.states * torch.float32.itemsize)

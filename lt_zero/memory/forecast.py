@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -236,24 +235,28 @@ def _peak_gathered(units: Sequence[Gathered], limits: Residency, most_buckets: f
     # A unit is released when its inputs have gradients, before backward reaches the previous unit.
     backward = [i for i in reversed(forward) if units[i].needs_weights]
     for order, kept in ((forward, keep), (backward, set[int]())):
+        flying = buckets = 0  # of ``early``
+        ahead = 0  # in ``order``: those before it were gathered, and stay so until they are visited
         for position, index in enumerate(order):
-            early.discard(index)
-            flying, buckets = sum(units[i].numel for i in early), sum(units[i].buckets for i in early)
+            if index in early:
+                early.remove(index)
+                flying, buckets = flying - units[index].numel, buckets - units[index].buckets
             # Gather the unit, and prefetch those that ``Gatherer.visit`` would.
-            for other in islice(order, position, None if limits.prefetch > 0 else position + 1):
-                if other in here:
-                    continue
+            ahead = max(ahead, position)
+            while ahead < (len(order) if limits.prefetch > 0 else position + 1):
+                other = order[ahead]
                 unit = units[other]
-                if other != index:
-                    if len(early) >= limits.ahead:
-                        break
-                    flying, buckets = flying + unit.numel, buckets + unit.buckets
-                    large = flying > limits.prefetch and (bool(early) or most_buckets < float("inf"))
-                    if large or live + unit.numel > limits.max_live or buckets > most_buckets:
-                        break
-                    early.add(other)
-                here.add(other)
-                live, nbytes = live + unit.numel, nbytes + unit.nbytes
+                if other not in here:
+                    if other != index:
+                        large = flying + unit.numel > limits.prefetch and (bool(early) or most_buckets < float("inf"))
+                        full = live + unit.numel > limits.max_live or buckets + unit.buckets > most_buckets
+                        if len(early) >= limits.ahead or large or full:
+                            break
+                        early.add(other)
+                        flying, buckets = flying + unit.numel, buckets + unit.buckets
+                    here.add(other)
+                    live, nbytes = live + unit.numel, nbytes + unit.nbytes
+                ahead += 1
             peak = max(peak, nbytes)
             if index not in kept:
                 here.remove(index)
