@@ -72,10 +72,10 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def batches(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(rank: int, sequences: int = MICRO_BATCH, length: int = CONTEXT) -> Iterator[tuple[Tensor, Tensor]]:
     """Four batches over and over: they can be learned by heart, so a peer that trains wrongly shows in its loss."""
     generator = torch.Generator().manual_seed(100 + rank)
-    ids = torch.randint(0, VOCABULARY, (4, MICRO_BATCH, CONTEXT), generator=generator)
+    ids = torch.randint(0, VOCABULARY, (4, sequences, length), generator=generator)
     return itertools.cycle([(x, x.roll(-1, 1)) for x in ids])
 
 
@@ -93,6 +93,8 @@ class Job:
     depth: int
     width: int
     store: str
+    sequences: int = MICRO_BATCH  # of a micro-batch
+    length: int = CONTEXT  # tokens of a sequence
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -139,7 +141,7 @@ def setup_deepspeed(job: Job, model: GPT) -> Step:
     import deepspeed  # type: ignore[import-not-found, unused-ignore]
 
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "train_micro_batch_size_per_gpu": job.sequences,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": int(job.peer.split("-")[1])},
@@ -235,7 +237,7 @@ def serve(connection: Connection) -> None:
     importlib.import_module(LIBRARY.get(job.peer.split("-")[0], "torch"))
     dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.ranks)
     bare = memory("VmRSS")
-    step, data = setup(job), batches(job.rank)
+    step, data = setup(job), batches(job.rank, job.sequences, job.length)
     connection.send({})
     while True:
         command, count = connection.recv()

@@ -29,14 +29,24 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from measuring import ROOT, markdown, ratio
-from peers import OFFLOADED, PEERS, Job
+from peers import CONTEXT, MICRO_BATCH, OFFLOADED, PEERS, Job
 
 PATIENCE = 600  # seconds without an answer after which a peer is given up: the first DeepSpeed run compiles its ops
-Start = Callable[..., "subprocess.Popen[Any]"]  # as subprocess.Popen: with a command and its options
+
+
+class Process(Protocol):
+    """What a rank runs in."""
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> Any: ...
+
+
+Start = Callable[..., Process]  # as subprocess.Popen: with a command and its options
 LOSS_TOLERANCE = 1e-3  # fp32 only: the peers add the same numbers in another order
 
 
@@ -54,7 +64,7 @@ class Worker:
         self.connection, theirs = Pipe()
         self.log = log
         with theirs, log.open("wb") as output:
-            self.process = start(
+            self.process: Process = start(
                 [*command, str(theirs.fileno())],
                 env=env,
                 pass_fds=[theirs.fileno()],
@@ -112,14 +122,16 @@ class Peer:
     memory: float = 0.0  # MB on the largest rank
     loss: float = float("nan")  # of the last step, mean over the ranks
     error: str = ""
+    launch: Start = subprocess.Popen
 
     def start(self, args: argparse.Namespace, python: str, folder: Path) -> None:
         ranks, store = 1 if self.name == "single" else args.ranks, str(folder / f"{self.name}.store")
         for rank in range(ranks):
-            job = Job(self.name, rank, ranks, args.dtype == "bf16", args.depth, args.width, store)
+            size = args.depth, args.width, store, args.sequences, args.length
+            job = Job(self.name, rank, ranks, args.dtype == "bf16", *size)
             command = [python, str(Path(__file__).with_name("peers.py"))]
             log = folder / f"{self.name}.{rank}.log"
-            self.workers.append(Worker(log, command, subprocess.Popen, environment(rank, ranks)))
+            self.workers.append(Worker(log, command, self.launch, environment(rank, ranks)))
             self.workers[-1].send(asdict(job))
         answers_of(self.workers)
 
@@ -228,7 +240,8 @@ def write_json(peers: list[Peer], args: argparse.Namespace) -> None:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"rounds": 7, "steps": 3, "warmup": 3, "depth": 8, "width": 512, "ranks": 2}.items():
+    numbers = {"rounds": 7, "steps": 3, "warmup": 3, "depth": 8, "width": 512, "ranks": 2}
+    for name, default in {**numbers, "sequences": MICRO_BATCH, "length": CONTEXT}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument(

@@ -163,6 +163,12 @@ class Materializer:
         self, root: nn.Module, comm: Comm, saved: Mapping[Parameter, Callable[[], Tensor]] | None = None
     ) -> None:
         self._device, self._modules, self._saved = comm.device, dict(root.named_modules()), saved or {}
+        self._named = list(self._modules.items())
+        self._owners: dict[Parameter, list[int]] = {}  # of parameters on the meta device: their modules in ``_named``
+        for number, (_, module) in enumerate(self._named):
+            for parameter in module.parameters(recurse=False):
+                if parameter.is_meta:
+                    self._owners.setdefault(parameter, []).append(number)
 
     def fetch(self, parameter: Parameter) -> Tensor:
         """The full value of ``parameter``. Collective if it was sharded at construction."""
@@ -180,15 +186,14 @@ class Materializer:
         Raises:
             RuntimeError: a module's parameters or buffers were not filled.
         """
-        wanted = set[Parameter]()
+        unfilled = set[int]()
         for parameter in parameters:
             if parameter in self._saved:
                 _free(parameter, self._device)
             elif parameter.is_meta:
-                wanted.add(parameter)
-        for path, module in self._modules.items() if wanted else ():
-            if any(p in wanted for p in module.parameters(recurse=False)):
-                self._fill_module(path, module)
+                unfilled.update(self._owners[parameter])
+        for number in sorted(unfilled):
+            self._fill_module(*self._named[number])
 
     def fill_buffers(self) -> None:
         """Initialise the meta buffers of modules without parameters."""
