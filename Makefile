@@ -7,7 +7,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
-	bench-nodes gpu gpu-kernels \
+	bench-nodes bench-scale gpu gpu-kernels \
 	gpu-engine gpu-offload gpu-trainer gpu-bench compat docs clean
 
 help: ## Show the targets
@@ -54,6 +54,9 @@ bench-attention: $(STAMP) ## Measure block-sparse attention against dense attent
 
 bench-nodes: $(STAMP) ## Measure steps and traffic on two simulated nodes at three link rates (20 minutes; root, iproute2)
 	$(BIN)/python benchmarks/nodes.py
+
+bench-scale: $(STAMP) ## Measure steps and memory on 1 to 8 ranks with 10M to 400M parameters, and start-up (15 minutes)
+	$(BIN)/python benchmarks/scale.py
 
 # A machine without a network: make gpu WHEELS=DIR takes PYTHON as it is, with its torch, and the wheels of what it lacks.
 # DEVICE=cpu tries all of it without a GPU; its reports go to build/gpu, those of a GPU to benchmarks/results.

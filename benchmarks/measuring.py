@@ -195,17 +195,22 @@ def result_of(output: str) -> Any:
 
 
 def child(
-    script: str, *arguments: str, python: str = sys.executable, environment: Mapping[str, str] | None = None
+    script: str,
+    *arguments: str,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+    limit: float | None = None,
 ) -> Any:
     """What a script of this folder gives, in a process of its own, with lt_zero from this checkout.
 
     Raises:
         RuntimeError: it failed; with the end of what it printed.
+        subprocess.TimeoutExpired: it took more than ``limit`` seconds.
     """
     paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(environment or {})}
     command = [python, "-W", "ignore", str(ROOT / "benchmarks" / script), *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=limit)
     try:
         return result_of(done.stdout)
     except ValueError:

@@ -13,6 +13,7 @@ from typing import Any
 import bench_all
 import bench_report
 import pytest
+import scale
 from bench_rows import Group, LeftOut, Options, Row, groups
 from measuring import Rounds, interleaved, ratio
 
@@ -147,6 +148,19 @@ def test_the_pages_show_the_stored_figures(name: str) -> None:
     place, results = bench_report.place_in((ROOT / name).read_text()), bench_report.stored()
     if results:
         assert place == bench_report.PLACES[name](results), "run python benchmarks/bench_all.py --docs"
+
+
+def test_peers_take_turns_with_the_reference_as_far_as_memory_goes() -> None:
+    needed = {"ddp": 4.0, "a": 3.0, "b": 2.0, "c": 5.0, "d": 9.0}
+    assert scale.groups(needed, room=8.0) == [["ddp", "a"], ["ddp", "b"], ["c"]]
+    assert scale.groups(needed, room=3.5) == [["a"], ["b"]]
+    assert scale.groups({"ddp": 4.0, "a": 9.0}, room=8.0) == [["ddp"]]
+
+
+def test_needs_of_peers_are_those_of_the_estimate() -> None:
+    one, eight = scale.needs(scale.SIZES["10M"], 1), scale.needs(scale.SIZES["10M"], 8)
+    assert 16 * 10e6 < one["lt_zero-0"] < one["ddp"] < 40 * 10e6 + 0.1e9
+    assert eight["lt_zero-3"] < eight["lt_zero-1"] < eight["lt_zero-0"] < eight["ddp"]
 
 
 def test_every_row_can_be_asked_for_by_name() -> None:

@@ -5,6 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lt_zero
+from tests.support.simulated import one_of
 
 HEAVY = {"torch", "lightning", "torchmetrics", "numpy", "pydantic", "omegaconf", "hydra", "psutil", "fsspec", "yaml"}
 
@@ -25,6 +35,7 @@ def test_after_lightning_the_package_costs_nothing() -> None:
     assert registered == "True"
 
 
+<<<<<<< HEAD
 def test_exports_import_little_beside_torch() -> None:
     names = re.findall(
         r"\|\s+([\w.]+)$", python("-X", "importtime", "-m", "lt_zero.cli", "export", "--help").stderr, re.M
@@ -39,6 +50,39 @@ def test_exports_import_little_beside_torch() -> None:
         "lt_zero.engine.engine",
     )
     assert not set(names).intersection(slow)
+=======
+def calls_of(action: Callable[[], object]) -> int:
+    """How many functions it calls, of Python and of C."""
+    count = 0
+
+    def seen(frame: Any, event: str, value: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(("stage", "meta"), [(0, False), (2, False), (3, False), (3, True)])
+def test_work_at_start_grows_in_proportion_to_the_units(stage: int, meta: bool) -> None:
+    """From the module to an optimizer that is ready to step, on rank 0 of 64."""
+    config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+
+    def start(units: int) -> int:
+        with torch.device("meta") if meta else nullcontext():
+            blocks = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(units)]
+            model = nn.Sequential(*blocks)
+        return calls_of(lambda: lt_zero.initialize(model=model, optimizer=torch.optim.SGD, config=config))
+
+    with one_of(64, torch.device("cpu")):
+        start(10)  # what happens once in a process
+        few, many = start(20), start(40)
+    assert many <= 2.2 * few
+>>>>>>> 97450d8 (make bench-scale, its page, and a test that the work at start grows in proportion to the units)
 
 
 def test_help_of_the_command_imports_no_heavy_package() -> None:
