@@ -102,7 +102,8 @@ def shard(
         find_modules(module, config.activation_checkpointing)  # raises before the module is changed
     if comm.rank == 0:
         warn_of_padding(plan, zero, comm.mesh.shards)
-    check_build(plan, config, policy, comm, training)
+    with collector_paused():
+        check_build(plan, config, policy, comm, training)
     if config.sparse_attention is not None:
         install_sparse_attention(module, config, comm.rank)
     return _build(module, device, plan, config, policy, comm, training, saved)
@@ -136,7 +137,8 @@ def _build(
     if policy.buffers is not None:
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
         _cast_buffers(module, policy.buffers, plan.fp32_modules, names)
-    engine = Engine(module, units, root, comm, config, policy, offload_manager, training)
+    with collector_paused():
+        engine = Engine(module, units, root, comm, config, policy, offload_manager, training)
     engine.compression = _compression(engine, plan)
     engine.plan, engine.on_guarded_use = plan, partial(use_outside, engine)
     offload_manager.check(comm, "the files of states")
@@ -175,9 +177,10 @@ def _move_in(
         materializer.fill([p for _, p in planned.parameters])
         is_root = not planned.name
         buckets = [made[bucket] for bucket in (*planned.buckets, *(plan.rest if is_root else ()))]
-        for bucket in buckets:
-            bucket.adopt(materializer.fetch, training)
-            work.advance()
+        with collector_paused():  # not while code of the user's fills parameters
+            for bucket in buckets:
+                bucket.adopt(materializer.fetch, training)
+                work.advance()
         if any(bucket.sharding.params for bucket in buckets):
             return_freed_memory()  # gaps that the module's parameters leave in the heap add up to a copy of the model
         units.append(Unit(planned.name, planned.module, buckets, planned.needs_weights))
