@@ -49,6 +49,7 @@ from lt_zero.ops.library import missing
 log = logging.getLogger("lt_zero")
 
 
+@collector_paused()
 def shard(
     module: nn.Module,
     config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str],
@@ -96,14 +97,12 @@ def shard(
     _check_kernels(config, device, comm)
     _check_late_gradients(config, policy)
     comm.configure(config)
-    with collector_paused():
-        plan = plan_engine(module, config, policy, comm.mesh.shards)
+    plan = plan_engine(module, config, policy, comm.mesh.shards)
     if training and config.activation_checkpointing.mode != "none":
         find_modules(module, config.activation_checkpointing)  # raises before the module is changed
     if comm.rank == 0:
         warn_of_padding(plan, zero, comm.mesh.shards)
-    with collector_paused():
-        check_build(plan, config, policy, comm, training)
+    check_build(plan, config, policy, comm, training)
     if config.sparse_attention is not None:
         install_sparse_attention(module, config, comm.rank)
     return _build(module, device, plan, config, policy, comm, training, saved)
@@ -126,8 +125,7 @@ def _build(
         return engine_ref[0]() if engine_ref else None
 
     materializer = Materializer(module, comm, saved)
-    with collector_paused():
-        made = {bucket: Bucket(bucket, comm, owner, policy) for bucket in plan.buckets}
+    made = {bucket: Bucket(bucket, comm, owner, policy) for bucket in plan.buckets}
     use_zero_plus_plus(config, made.values(), comm)
     offload_manager = open_offload_manager(list(made.values()), config, device)
     rest_quantized(config, made.values())
@@ -137,8 +135,7 @@ def _build(
     if policy.buffers is not None:
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
         _cast_buffers(module, policy.buffers, plan.fp32_modules, names)
-    with collector_paused():
-        engine = Engine(module, units, root, comm, config, policy, offload_manager, training)
+    engine = Engine(module, units, root, comm, config, policy, offload_manager, training)
     engine.compression = _compression(engine, plan)
     engine.plan, engine.on_guarded_use = plan, partial(use_outside, engine)
     offload_manager.check(comm, "the files of states")
@@ -177,10 +174,9 @@ def _move_in(
         materializer.fill([p for _, p in planned.parameters])
         is_root = not planned.name
         buckets = [made[bucket] for bucket in (*planned.buckets, *(plan.rest if is_root else ()))]
-        with collector_paused():  # not while code of the user's fills parameters
-            for bucket in buckets:
-                bucket.adopt(materializer.fetch, training)
-                work.advance()
+        for bucket in buckets:
+            bucket.adopt(materializer.fetch, training)
+            work.advance()
         if any(bucket.sharding.params for bucket in buckets):
             return_freed_memory()  # gaps that the module's parameters leave in the heap add up to a copy of the model
         units.append(Unit(planned.name, planned.module, buckets, planned.needs_weights))

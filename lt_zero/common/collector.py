@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Context without collections, for code that makes no cycles that hold tensors.
+    """Context, or decorator, without collections, for code that makes no cycles that hold tensors.
 
     Plans of large models are hundreds of thousands of objects. While they are made, the collector would visit all
     objects of the process several times, and find nothing.

@@ -9,6 +9,7 @@ original order, so the result is bitwise that of construction in one process.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -194,6 +195,8 @@ class Materializer:
                 unfilled.update(self._owners[parameter])
         for number in sorted(unfilled):
             self._fill_module(*self._named[number])
+        if unfilled:
+            gc.collect(0)  # cycles with tensors that initialisation left behind: it is paused (build.py)
 
     def fill_buffers(self) -> None:
         """Initialise the meta buffers of modules without parameters."""
