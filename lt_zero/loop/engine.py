@@ -40,6 +40,7 @@ from lt_zero.checkpoint.open import open_source
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import init_distributed
 from lt_zero.common.collector import collector_paused
+from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.tensor_tree import map_tensors
@@ -165,7 +166,8 @@ class TrainingEngine(nn.Module):
             text = f"optimizer.type={block.type!r} is configured, and initialize got an optimizer, too. Remove one."
             raise ConfigError.about("optimizer.type", text)
         if callable(optimizer) and not isinstance(optimizer, Optimizer):
-            trained = wanted or [p for p in self.module.parameters() if p.requires_grad]
+            with without_torch_function():  # guards would intercept each access
+                trained = wanted or [p for p in self.module.parameters() if p.requires_grad]
             optimizer = optimizer(trained)
         elif optimizer is None and block is not None:
             optimizer = configured_optimizer(block, self.module, wanted)

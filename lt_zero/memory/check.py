@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.shared_memory import host_identity
+from lt_zero.common.compat import without_torch_function
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.bucket import Bucket, State
@@ -135,7 +136,8 @@ def check_optimizers(
     if not limits.checks_wanted():
         return
     setup = setup_of(engine, optimizers, accumulates, saves, averages)
-    cast = forecast(engine.plan, engine.config, engine.policy, setup)
+    with without_torch_function():  # guards would intercept each access
+        cast = forecast(engine.plan, engine.config, engine.policy, setup)
     phases = [phase for phase in cast.phases if phase != "build"]
     held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)
     advice = partial(_advice, engine.root, engine.config, engine.policy, setup, setup.states * torch.float32.itemsize)
