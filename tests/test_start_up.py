@@ -35,22 +35,14 @@ def test_after_lightning_the_package_costs_nothing() -> None:
     assert registered == "True"
 
 
-<<<<<<< HEAD
 def test_exports_import_little_beside_torch() -> None:
-    names = re.findall(
-        r"\|\s+([\w.]+)$", python("-X", "importtime", "-m", "lt_zero.cli", "export", "--help").stderr, re.M
-    )
+    shown = python("-X", "importtime", "-m", "lt_zero.cli", "export", "--help")
+    names = re.findall(r"\|\s+([\w.]+)$", shown.stderr, re.M)
     assert "lt_zero.checkpoint.export" in names
-    slow = (
-        "lightning",
-        "torch.distributed.checkpoint",
-        "torch._dynamo.utils",
-        "sympy",
-        "omegaconf",
-        "lt_zero.engine.engine",
-    )
+    slow = {"lightning", "torch.distributed.checkpoint", "torch._dynamo.utils", "omegaconf", "lt_zero.engine.engine"}
     assert not set(names).intersection(slow)
-=======
+
+
 def calls_of(action: Callable[[], object]) -> int:
     """How many functions it calls, of Python and of C."""
     count = 0
@@ -82,7 +74,6 @@ def test_work_at_start_grows_in_proportion_to_the_units(stage: int, meta: bool) 
         start(10)  # what happens once in a process
         few, many = start(20), start(40)
     assert many <= 2.2 * few
->>>>>>> 97450d8 (make bench-scale, its page, and a test that the work at start grows in proportion to the units)
 
 
 def test_help_of_the_command_imports_no_heavy_package() -> None:

@@ -39,7 +39,6 @@ from lt_zero.checkpoint.native.save import bundle, make_place, write
 from lt_zero.checkpoint.open import open_source
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import init_distributed
-from lt_zero.common.collector import collector_paused
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import gc_disabled
@@ -62,7 +61,7 @@ LATEST = "latest"  # the file that names the last checkpoint of a folder
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-@collector_paused()
+@gc_disabled()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
