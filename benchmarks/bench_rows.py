@@ -179,6 +179,11 @@ def save(options: Options) -> Rounds:
         return checkpoint.measure_saves(checkpoint.make_state(options.size(100, 4) / 100), options.size(5, 2), folder)
 
 
+def small_saves(options: Options) -> Rounds:
+    with scratch(options.path) as folder:
+        return checkpoint.measure_small_saves(options.size(5000, 20), options.size(3, 1), folder)
+
+
 def load(options: Options) -> Rounds:
     with scratch(options.path) as folder:
         return checkpoint.measure_loads(checkpoint.make_state(options.size(100, 4) / 100), options.size(5, 2), folder)
@@ -279,6 +284,9 @@ def groups() -> list[Group]:
         *(adam_group(isa, threads, isa == isas()[0] and threads == 1) for isa in isas() for threads in (1, 2)),
         Group("load", load, (loads,)),
         Group("save", save, (Row("durable save of 1.0 GB", ("torch.save",), None, "plain write, fsync", True),)),
+        Group(
+            "save-small", small_saves, (Row("save of 5,000 small parameters, 2 ranks", ("DCP, FSDP2",), readme=True),)
+        ),
         Group("export", exports, (Row("export of 200M parameters", (export.THEIRS,), None, export.COPY, True),)),
         Group("nvme", nvme, (Row("step of 160M parameters in files", ("plain reads and writes",)),)),
         Group(
