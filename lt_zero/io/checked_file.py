@@ -311,7 +311,12 @@ class BlockReader:
             ctypes.memmove(out.data_ptr() + first - start, source, end - first)
 
         def read(index: int) -> None:
-            copy(numbers[index], self._load(file, numbers[index], self._own.buffer))
+            number = numbers[index]
+            first = number * STEP - start
+            if first >= 0 and first % 8 == 0 and first + STEP <= out.numel():  # the block is in ``out``, and aligned
+                self._load(file, number, out[first : first + STEP])
+            else:
+                copy(number, self._load(file, number, self._own.buffer))
 
         if len(numbers) >= 3 and self._fs is None:
             self._pool = self._pool or IoPool(THREADS)
