@@ -239,10 +239,9 @@ def of_readme(results: Mapping[str, Found]) -> str:
         for row in rows_of(found)
         if row.readme and row.cases
     ]
-    every = "[all of them, with versions](docs/performance.md#against-peers)"
-    lines = ["", f"Ratios of `make bench-all` ({every}), lower is better, on"]
-    lines += [f"{found['cpu']}, kernels {found['isa']}, {found['date']}. Rows that name another command are"]
-    lines += ["from its file in [benchmarks/results](benchmarks/results).", ""]
+    every = "[all, with versions and limits](docs/performance.md#against-peers)"
+    lines = ["", f"Ratios of `make bench-all` ({every}); lower is better. Rows with another"]
+    lines += [f"command: [results](benchmarks/results). {found['cpu']}, kernels {found['isa']}, {found['date']}.", ""]
     return "\n".join([*lines, *markdown(["what", "lt_zero", "for comparison"], rows)])
 
 

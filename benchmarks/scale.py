@@ -331,7 +331,7 @@ def main() -> None:
     lines = [f"# Scale\n\n`python benchmarks/scale.py`, {versions()}, {cpu_name()}\n"]
     for name in args.parts.split(","):
         lines += parts[name](args)
-    finish(lines, args.out)
+        finish(lines, args.out)  # after each part, which takes minutes
 
 
 if __name__ == "__main__":
