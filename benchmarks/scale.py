@@ -289,7 +289,7 @@ def start_up(args: argparse.Namespace) -> list[str]:
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     words = ["--units", str(args.units), "--start"]
     for group in ("2, gloo", "512, fake"):
-        for peer in STARTS:
+        for peer in [start for start in STARTS if start.startswith(tuple(args.peers.split(",")))]:
             if not peer.startswith("lt_zero") and "fake" in group:
                 continue  # DDP fails there, and FSDP2 takes minutes to cut a block of tiny parameters into 512 pieces
             print(f"start-up on {group}: {peer}", file=sys.stderr)
