@@ -313,7 +313,8 @@ class BlockReader:
         def read(index: int) -> None:
             number = numbers[index]
             first = number * STEP - start
-            if first >= 0 and first % 8 == 0 and first + STEP <= out.numel():  # the block is in ``out``, and aligned
+            aligned = (out.storage_offset() + first) % 8 == 0  # a checksum reads words
+            if first >= 0 and aligned and first + STEP <= out.numel():  # the block is in ``out``
                 self._load(file, number, out[first : first + STEP])
             else:
                 copy(number, self._load(file, number, self._own.buffer))

@@ -39,6 +39,25 @@ def test_a_stream_gets_the_bytes_and_checksums_of_a_file(
     assert bytes(out.tolist()) == (tmp_path / "file").read_bytes()[7 : 7 + 60_000]
 
 
+def test_blocks_are_read_to_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to a part of a tensor that begins between two words, as ranks that divide a tensor differently ask for."""
+    monkeypatch.setattr(checked_file, "STEP", 4096)
+    values, blocks = noise(10 * 4096 + 5), Blocks()
+    sink = FileSink(tmp_path / "x", blocks)
+    sink.write(values)
+    reader = BlockReader(str(tmp_path))
+    reader.files = {"x": sink.close()}
+    blocks.close()
+    for place in (0, 3, 8):
+        for start, stop in ((0, 10 * 4096), (1, 9 * 4096), (4091, 10 * 4096 + 5), (4096, 9 * 4096)):
+            whole = torch.zeros(values.numel() + 16, dtype=torch.uint8)
+            reader.read("x", start, whole[place : place + stop - start])
+            assert torch.equal(whole[place : place + stop - start], values[start:stop]), (place, start, stop)
+            assert not whole[:place].any(), "nothing beside it"
+            assert not whole[place + stop - start :].any()
+    reader.close()
+
+
 def test_the_last_block_goes_back_if_it_cannot_be_written(tmp_path: Path) -> None:
     """Another file of the same threads would wait for its buffer without end."""
     blocks = Blocks(1)
