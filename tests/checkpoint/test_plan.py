@@ -6,6 +6,7 @@ import cProfile
 import math
 import pickle
 import pstats
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from torch.distributed.checkpoint import FileSystemReader
 import lt_zero
 from lt_zero.checkpoint.native import plan
 from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.plan import Part, divide, flat_index, part_of
+from lt_zero.checkpoint.native.save import bundle, write
+from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.full_params import full_state_dict
 from tests.support.pool import Pool
@@ -132,6 +136,18 @@ def _saves_odd_sizes(folder: str, stage: int) -> None:
     engine.step()
     engine.save_checkpoint(folder, tag="next")
     assert {state["step"] for state in _states(f"{folder}/next").values()} == {3.0}, "each has a counter of its own"
+
+
+def test_states_of_another_shape_are_whole_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large they are: rank 0 writes each as one record (Shampoo's matrices, say)."""
+    monkeypatch.setattr(plan, "LARGEST", 64)
+    comm, factor = Comm(None, None, torch.device("cpu")), torch.arange(40.0).view(8, 5)
+    optimizer = {"state": {0: {"factor": factor}}, "param_groups": [{"params": [0]}]}
+    content = {"state_dict": {"w": torch.ones(4)}, "optimizer_states": [optimizer]}
+    write(bundle(content, [[["w"]]], comm, {}, {}), Place.make(str(tmp_path / "saved")), comm, None)
+    found = {"optimizer_0.state.w.factor": torch.zeros(8, 5)}
+    dcp.load(found, storage_reader=FileSystemReader(tmp_path / "saved"), no_dist=True)
+    assert torch.equal(found["optimizer_0.state.w.factor"], factor)
 
 
 def _states(path: str) -> dict[str, dict[str, float]]:

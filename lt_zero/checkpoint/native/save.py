@@ -502,9 +502,9 @@ def _add_others(sink: Sink, metadata: dcp.Metadata, extra: Mapping[str, Any], op
         index, metadata.planner_data[name] = dcp.MetadataIndex(name), path
         metadata.state_dict_metadata[name] = dcp.BytesStorageMetadata()
         if isinstance(value, Tensor):
-            part = part_of(tuple(value.shape), value.dtype, 0, value.numel())
-            index = dcp.MetadataIndex(name, part.boxes[0][0])
-            metadata.state_dict_metadata[name] = _form_of(part)
+            whole = (0,) * value.dim(), tuple(value.shape)  # of any size: it is one record
+            index = dcp.MetadataIndex(name, whole[0])
+            metadata.state_dict_metadata[name] = _form_of(Part(whole[1], value.dtype, (whole,)))
         metadata.storage_data[index] = known[key]
     file.finish(content)
 
