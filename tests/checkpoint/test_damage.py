@@ -294,6 +294,7 @@ def test_what_one_rank_reads_fails_on_all(pool: Pool, good: Path) -> None:
 def test_a_tensor_with_a_hole(good: Path) -> None:
     archive = Archive(str(good))
     name, entry = next((n, e) for n, e in archive.manifest.tensors.items() if len(e.chunks) > 1)
-    reseal(good, lambda body: body["tensors"][name]["chunks"].pop())
-    with pytest.raises(CheckpointError, match="lacks"):
-        Archive(str(good)).elements(name, 0, int(torch.Size(entry.shape).numel()))
+    for _ in entry.chunks:
+        reseal(good, lambda body: body["tensors"][name]["chunks"].pop())
+        with pytest.raises(CheckpointError, match="lacks"):
+            Archive(str(good)).elements(name, 0, int(torch.Size(entry.shape).numel()))

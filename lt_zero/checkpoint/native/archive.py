@@ -135,7 +135,7 @@ class Archive:
         out = torch.empty(max(0, hi - lo), dtype=entry.dtype)
         if hi <= lo:
             return out
-        if entry.chunks[0].sizes == entry.shape:  # most tensors; thousands of small ones
+        if entry.chunks and entry.chunks[0].sizes == entry.shape:  # most tensors; thousands of small ones
             self._blocks.read(entry.chunks[0].file, entry.chunks[0].start + lo * out.itemsize, out.view(torch.uint8))
             return out
         covered, size = 0, entry.dtype.itemsize
