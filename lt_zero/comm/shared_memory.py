@@ -64,7 +64,8 @@ class SharedArena:
     def __init__(self) -> None:
         self._file = os.memfd_create("lt_zero")
         self._size = 0
-        self._segment: mmap.mmap | None = None
+        # Never unmapped: what was then allocated at the address of a window would be taken for it.
+        self._segments: list[mmap.mmap] = []
         self._used = 0  # bytes of the current segment
         self._start = 0  # offset of the current segment in the file
         self._offsets: dict[int, int] = {}  # address of a window -> offset in the file
@@ -98,13 +99,13 @@ class SharedArena:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1D window of zeros. Every rank must allocate the same in the same order."""
         nbytes = -(-max(1, numel * dtype.itemsize) // _PAGE) * _PAGE
-        if self._segment is None or self._used + nbytes > len(self._segment):
+        if not self._segments or self._used + nbytes > len(self._segments[-1]):
             length = max(_SEGMENT, nbytes)
             self._start, self._used = self._size, 0
             self._size += length
             os.ftruncate(self._file, self._size)
-            self._segment = mmap.mmap(self._file, length, offset=self._start)
-        window = torch.frombuffer(self._segment, dtype=dtype, count=max(1, numel), offset=self._used)[:numel]
+            self._segments.append(mmap.mmap(self._file, length, offset=self._start))
+        window = torch.frombuffer(self._segments[-1], dtype=dtype, count=max(1, numel), offset=self._used)[:numel]
         self._offsets[window.data_ptr()] = self._start + self._used
         self._used += nbytes
         return window

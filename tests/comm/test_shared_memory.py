@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lt_zero.comm import shared_memory
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import Work
+from lt_zero.common.flat_storage import flat_empty
 from tests.support.pool import Pool
 
 PART = 90_001  # elements per rank; several chunks in all
@@ -45,3 +47,12 @@ def _averages(dtype: torch.dtype, add: bool) -> None:
 )
 def test_all_ranks_get_the_average(pool: Pool, ranks: int, dtype: torch.dtype, add: bool) -> None:
     pool.run(ranks, _averages, dtype, add)
+
+
+def test_memory_of_dropped_windows_is_not_taken_for_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers would read the file, in which this rank's values are not."""
+    monkeypatch.setattr(shared_memory, "_SEGMENT", 1 << 20)
+    arena, numel, cpu = shared_memory.SharedArena(), 1 << 18, torch.device("cpu")
+    windows = [arena.allocate(numel, torch.float32) for _ in range(2)]  # each fills a segment
+    windows.clear()  # an engine is gone
+    assert not any(arena.has(tensor) for tensor in [flat_empty(numel, torch.float32, cpu) for _ in range(3)])
