@@ -23,7 +23,7 @@ from lt_zero.attention.huggingface import install as install_sparse_attention
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import with_index
 from lt_zero.common.errors import ConfigError, Problem
-from lt_zero.common.garbage import gc_disabled
+from lt_zero.common.garbage import without_gc
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
@@ -49,7 +49,7 @@ from lt_zero.ops.library import missing
 log = logging.getLogger("lt_zero")
 
 
-@gc_disabled()
+@without_gc
 def shard(
     module: nn.Module,
     config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str],

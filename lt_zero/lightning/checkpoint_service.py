@@ -63,7 +63,7 @@ from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
 from lt_zero.checkpoint.native.save import KEY, Bundle, bundle, make_place, stage, write
 from lt_zero.checkpoint.open import is_directory, open_source
 from lt_zero.common.errors import CheckpointError
-from lt_zero.common.garbage import gc_disabled
+from lt_zero.common.garbage import without_gc
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config.load import resolved
 from lt_zero.engine.full_params import full_state_dict
@@ -138,7 +138,7 @@ class CheckpointService:
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
-    @gc_disabled()
+    @without_gc
     def save(self, run: Run, checkpoint: Mapping[str, Any], path: str, storage_options: Any = None) -> None:
         """Write what Lightning has dumped to a directory or a file. Collective.
 

@@ -40,7 +40,7 @@ from lt_zero.checkpoint.open import is_directory
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import begin_restarted
 from lt_zero.common.errors import CheckpointError, ConfigError
-from lt_zero.common.garbage import gc_disabled
+from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.config.load import examine, resolved
@@ -368,7 +368,7 @@ class FabricZeroStrategy(DDPStrategy):
         return engine
 
     @override
-    @gc_disabled()
+    @without_gc
     def save_checkpoint(
         self,
         path: str | os.PathLike[str],

@@ -41,7 +41,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import init_distributed
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
-from lt_zero.common.garbage import gc_disabled
+from lt_zero.common.garbage import without_gc
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine, resolved
@@ -61,7 +61,7 @@ LATEST = "latest"  # the file that names the last checkpoint of a folder
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-@gc_disabled()
+@without_gc
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -367,7 +367,7 @@ class TrainingEngine(nn.Module):
         self.engine.prepare_reading()
         return full_state_dict(self.engine)
 
-    @gc_disabled()
+    @without_gc
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],

@@ -358,7 +358,9 @@ def _told(limit: int) -> list[str]:
             nn.Linear(10, 40, bias=False), nn.Linear(40, 10, bias=False), *(Block() for _ in range(8))
         )
         lt_zero.shard(model, config_of(2, {**ALONG, "reduce_bucket_size": limit}))
-    return [str(w.message) for w in seen if "larger than the parameters" in str(w.message)]
+    told = [w for w in seen if "larger than the parameters" in str(w.message)]
+    assert all(w.filename == __file__ for w in told), "warnings point at the user's line"
+    return [str(w.message) for w in told]
 
 
 def test_much_padding_is_told_once_with_the_remedy(pool: Pool) -> None:

@@ -430,6 +430,14 @@ def test_keys_of_a_trainer_are_told() -> None:
         lt_zero.initialize(model=Net(), config=config)
 
 
+@pytest.mark.parametrize("call", [lt_zero.initialize, lt_zero.shard])
+def test_notices_point_at_the_line_of_the_user(call: Any) -> None:
+    config = {"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5}, "train_micro_batch_size_per_gpu": 1}
+    with pytest.warns(ConfigWarning, match="stage3_max_live_parameters") as seen:
+        call(Net(), config) if call is lt_zero.shard else call(model=Net(), config=config)
+    assert [warning.filename for warning in seen] == [__file__]
+
+
 def test_what_is_missing_is_said() -> None:
     with pytest.raises(ValueError, match=r"lt_zero.initialize needs config=\.\.\."):
         lt_zero.initialize(model=Net())
