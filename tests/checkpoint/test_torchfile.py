@@ -97,6 +97,17 @@ def test_tensors_among_the_values() -> None:
     assert zipfile.ZipFile(io.BytesIO(sink.data)).testzip() is None
 
 
+def test_a_class_that_only_adds_methods_is_saved_as_a_tensor() -> None:
+    """Buffers of such classes (tv_tensors, MetaTensor) are in memory like others."""
+    named = torch.arange(3.0).as_subclass(type("Named", (Tensor,), {}))
+    sink = Sink()
+    file = TorchFile(sink)
+    file.finish([file.add(named), named])
+    for loaded in sink.load():
+        assert type(loaded) is Tensor
+        assert torch.equal(loaded, torch.arange(3.0))
+
+
 def test_a_tensor_in_parts() -> None:
     whole, parted = Sink(), Sink()
     values = torch.arange(24.0).view(2, 3, 4)
@@ -186,7 +197,8 @@ def test_refuses() -> None:
         file.add(torch.ones(2).to_sparse())
     with pytest.raises(ValueError, match="conjugated"):
         file.add(torch.ones(2, dtype=torch.complex64).conj())
-    kept = torch.ones(2).as_subclass(type("Part", (Tensor,), {}))  # as DTensor, whose memory has less than its shape
+    own = {"__torch_dispatch__": classmethod(lambda cls, func, types, args=(), kwargs=None: args[0])}
+    kept = torch.ones(2).as_subclass(type("Part", (Tensor,), own))  # as DTensor, whose memory has less than its shape
     for act in (file.add, lambda value: file.add_parts((2,), torch.float32, [value]), file.finish):
         with pytest.raises(ValueError, match="A .*Part cannot be saved: make it a plain tensor"):
             act(kept)

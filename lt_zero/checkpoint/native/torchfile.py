@@ -205,9 +205,11 @@ def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise ValueError("Quantized, conjugated and negated views cannot be saved: resolve or dequantize them first.")
     plain = tensor.detach()
-    if type(plain) is not Tensor:  # of a DTensor a part is in this memory
-        kind = f"{type(plain).__module__}.{type(plain).__qualname__}"
-        raise ValueError(f"A {kind} cannot be saved: make it a plain tensor.")
+    if type(plain) is not Tensor:
+        if type(plain).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # of a DTensor a part is in this memory
+            kind = f"{type(plain).__module__}.{type(plain).__qualname__}"
+            raise ValueError(f"A {kind} cannot be saved: make it a plain tensor.")
+        plain = plain.as_subclass(Tensor)
     return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
