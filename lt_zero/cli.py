@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from lt_zero.common.garbage import gc_disabled
+
 app = typer.Typer(help="ZeRO for PyTorch Lightning.", no_args_is_help=True, add_completion=False)
 ops = typer.Typer(help="The native kernels.", no_args_is_help=True)
 app.add_typer(ops, name="ops")
@@ -27,10 +29,10 @@ def _lazy(name: str, module: str, summary: str) -> None:
 
     @app.command(name, help=summary, add_help_option=False, context_settings=passed_on)
     def run(context: typer.Context) -> None:
-        gc.disable()  # what is imported stays until the end: looking for garbage in it takes as long as half of torch
-        command = getattr(importlib.import_module(module), f"{name}_command")
-        gc.freeze()
-        gc.enable()
+        # What is imported stays until the end: looking for garbage in it takes as long as half of torch.
+        with gc_disabled():
+            command = getattr(importlib.import_module(module), f"{name}_command")
+            gc.freeze()
         inner = command if isinstance(command, typer.Typer) else typer.Typer(add_completion=False)
         if inner is not command:
             inner.command()(command)

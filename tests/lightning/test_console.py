@@ -25,8 +25,10 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CometLogger, CSVLogger, TensorBoardLogger, WandbLogger
 from pydantic import ValidationError
 from torch import Tensor
+from typer.testing import CliRunner
 
 from lt_zero import ZeroConfig, ZeroStrategy
+from lt_zero.cli import app
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.tensor_tree import rows_of
@@ -393,6 +395,12 @@ def test_garbage_collection_comes_back() -> None:
         assert not gc.isenabled(), "what the user turned off stays off"
     finally:
         gc.enable()
+
+
+def test_a_command_that_cannot_be_imported_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lt_zero.config.cli", None)
+    assert isinstance(CliRunner().invoke(app, ["config"]).exception, ImportError)
+    assert gc.isenabled()
 
 
 def test_tensors_stay_where_they_are_until_a_line_is_due() -> None:
