@@ -207,7 +207,8 @@ def write(content: dict[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"all_{content['isa']}.md"
     file.write_text(bench_report.page(content), encoding="utf-8")
-    file.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+    file.with_suffix(".json").write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     try:
         bench_report.draw(content, file.with_suffix(".png"))
         if content.get("memory"):

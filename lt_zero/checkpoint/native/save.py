@@ -470,7 +470,7 @@ def _packed(optimizer: Mapping[str, Any], file: TorchFile) -> dict[str, Any]:
     for name, entries in state.items():
         for key, value in entries.items():
             if isinstance(value, Tensor) and value.dim() == 0:
-                counters.setdefault(value.dtype, []).append((name, key, value))
+                counters.setdefault(value.dtype, []).append((name, key, value.detach().cpu()))
     for found in counters.values():
         stored = file.add(torch.stack([value for _, _, value in found]))
         for number, (name, key, _) in enumerate(found):
