@@ -224,7 +224,8 @@ class TolerantSum:
     def _judge(self, owners: Sequence[int], pieces: Sequence[Sequence[Arrival]]) -> None:
         """Decide who owns pieces from now on, and count.
 
-        A contribution that nobody waited for arrives later; if it then has not taken too long, its member is on time.
+        A late member is not waited for, but its contributions still arrive and are timed. It counts as on time again
+        after more than two turns of each flow in which most of them did not take too long.
         """
         late = dict[int, float]()  # by member: by how much
         for member in range(self._members):
