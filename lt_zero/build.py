@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -78,9 +79,8 @@ def shard(
             native kernels are missing on a rank; or ``training`` with ``quantize``.
         NotEnoughMemory: a machine has too little memory; the module is unchanged.
     """
-    _check_whole(module)
     config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module)
-    placed = (t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta")
+    placed = (t.device for t in chain(module.parameters(), module.buffers()) if t.device.type != "meta")
     device = with_index(device or next(placed, torch.device("cpu")))
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ValueError(
@@ -98,6 +98,7 @@ def shard(
     _check_late_gradients(config, policy)
     comm.configure(config)
     plan = plan_engine(module, config, policy, comm.mesh.shards)
+    _check_whole(plan)
     if training and config.activation_checkpointing.mode != "none":
         find_modules(module, config.activation_checkpointing)  # raises before the module is changed
     if comm.rank == 0:
@@ -130,7 +131,7 @@ def _build(
     offload_manager = open_offload_manager(list(made.values()), config, device)
     rest_quantized(config, made.values())
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=comm.rank) as work:
-        units, root = _move_in(plan, made, materializer, work, training)
+        units, root = _move_in(plan, made, materializer, comm, work, training)
         materializer.fill_buffers()
     if policy.buffers is not None:
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
@@ -151,29 +152,35 @@ def _build(
     return engine
 
 
-def _check_whole(module: nn.Module) -> None:
-    for parameter in module.parameters():
+def _check_whole(plan: EnginePlan) -> None:
+    for name, parameter in chain.from_iterable(bucket.parameters for bucket in plan.buckets):
         engine = owner_of(parameter)
         if isinstance(engine, Engine) and engine.attached:
-            name = next(n for n, p in module.named_parameters() if p is parameter)
             raise ValueError(
-                f"Parameter {name!r} of {type(module).__name__} is sharded already, over {engine.comm.world} ranks. "
+                f"Parameter {name!r} of {type(plan.root).__name__} is sharded already, over {engine.comm.world} ranks. "
                 "Use the module as it is, or make a new one, with weights that lt_zero.export has written."
             )
 
 
 def _move_in(
-    plan: EnginePlan, made: dict[BucketPlan, Bucket], materializer: Materializer, work: ProgressBar, training: bool
+    plan: EnginePlan,
+    made: dict[BucketPlan, Bucket],
+    materializer: Materializer,
+    comm: Comm,
+    work: ProgressBar,
+    training: bool,
 ) -> tuple[list[Unit], Unit]:
     """Initialise parameters and move them into buckets, unit by unit; returns units with parameters, and the root."""
     units: list[Unit] = []
     if plan.joins:  # a bucket needs the values of later units
         for planned in plan.units:
             materializer.fill(p for _, p in planned.parameters)
-    for planned in plan.units:  # the root is the last
+    held = [planned.buckets for planned in plan.units]
+    held[-1] = [*held[-1], *plan.rest]  # the root is the last
+    comm.foresee_broadcasts((made[plan].name, made[plan].layout.numel) for plans in held for plan in plans)
+    for planned, plans in zip(plan.units, held, strict=True):
         materializer.fill([p for _, p in planned.parameters])
-        is_root = not planned.name
-        buckets = [made[bucket] for bucket in (*planned.buckets, *(plan.rest if is_root else ()))]
+        buckets = [made[bucket] for bucket in plans]
         for bucket in buckets:
             bucket.adopt(materializer.fetch, training)
             work.advance()

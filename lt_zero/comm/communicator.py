@@ -18,8 +18,9 @@ import pickle
 import socket
 import sys
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -547,6 +548,20 @@ class Comm(ProcessLocal):
             checksums = [int(row) for row in rows]
         if any(checksum != mine for checksum in checksums):
             self._hang_detector.raise_divergence(launch)
+
+    def foresee_broadcasts(self, tensors: Iterable[tuple[str, int]]) -> None:
+        """Compare the broadcasts that follow, (name, elements), at once, not each before its launch. Collective.
+
+        If ranks expect different ones, or launch other collectives in between, these are compared as always.
+        """
+        if self._group is None:
+            return
+        labels = [("broadcast", name, numel) for name, numel in tensors]
+        mine = zlib.crc32(repr(labels).encode())
+        extremes = torch.tensor([mine, -mine])
+        self.host_max(extremes, "broadcasts to come").wait()  # the maximum, and the negative minimum
+        if not extremes.sum():
+            self._watch.channels["collective"].foresee(labels)
 
     def _require_device(self, tensor: Tensor, name: str) -> None:
         """Raise for a tensor on another device. A GPU's backend would raise, too, but tests on the CPU have none."""

@@ -13,13 +13,14 @@ Note [Unforeseen collectives]
     and at the first difference at least one of them launches a collective that it did not predict. Such a collective is
     compared before its launch (``Comm._compare``): the ranks exchange a checksum of their histories. They agree, or the
     checksums differ, or a rank waits until hang detection ends that (hang_detection.py). A repeated step costs nothing.
+    A long sequence that all ranks know beforehand is compared at once (``Comm.foresee_broadcasts``).
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -80,11 +81,18 @@ class Channel:
         label = (operation, name, numel)
         before, checksum = self._followed.get(self._last, (None, 0))
         if before != label:
-            checksum = zlib.crc32(f"{operation} {name} {numel}".encode())
+            checksum = checksum_of(label)
             self._followed[self._last] = label, checksum
         self._last = (self._last[1], label)
         self._hash = (self._hash * _FACTOR + checksum) % 2**32
         return launch, before == label
+
+    def foresee(self, labels: Iterable[Label]) -> None:
+        """Predict that these are launched next, in this order."""
+        last = self._last
+        for label in labels:
+            self._followed[last] = label, checksum_of(label)
+            last = (last[1], label)
 
     @property
     def checksum(self) -> int:
@@ -99,6 +107,11 @@ class Channel:
     def history(self) -> list[Launch]:
         """The recent launches in order."""
         return sorted(self._recent.values())
+
+
+def checksum_of(label: Label) -> int:
+    """32 bits."""
+    return zlib.crc32("{} {} {}".format(*label).encode())
 
 
 class Watch:

@@ -106,7 +106,7 @@ class Bucket:
         self._piece_of = {piece.index: [piece] for piece in self.pieces}  # a bucket may have thousands
         self._storage = FlatStorage(self.layout.numel, dtype, comm.device) if sharding.params else None
         self.flat = self._storage.tensor if self._storage else comm.allocate(self.layout.numel, dtype)  # 1D
-        self.param_views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
+        self.param_views = self.layout.views(self.flat)
         if self._storage is not None:
             self._storage.free()  # until ``adopt``: all buckets are made before the first is filled
         self.shard = self.flat[self.shard_range[0] : self.shard_range[1]]  # 1D, elements [shard_range) of ``flat``
@@ -164,8 +164,9 @@ class Bucket:
         full, wider = self.flat, any(d.itemsize > self.dtype.itemsize for d in self.original)
         if not self.weights.master_is_view and (train or (wider and self.weights.master_dtype != self.dtype)):
             full = flat_empty(self.layout.numel, self.weights.master_dtype, self.flat.device)
-        for parameter, view, span in zip(self.params, self.param_views, self.layout.spans, strict=True):
-            full[span.lo : span.hi].view(span.shape).copy_(fetch(parameter))
+        filled = self.param_views if full is self.flat else self.layout.views(full)
+        for parameter, view, place in zip(self.params, self.param_views, filled, strict=True):
+            place.copy_(fetch(parameter))
             unguard(parameter)
             parameter.data = view
             own(parameter, self._owner)

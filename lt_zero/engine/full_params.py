@@ -131,6 +131,8 @@ def install_load_hooks(engine: Engine) -> None:
     Otherwise they would get values rounded to the 16-bit compute copy. Sharded parameters need no hook: their guard
     turns ``copy_`` into a scatter.
     """
+    if all(bucket.weights.master_is_view or bucket.sharding.params for bucket in engine.buckets):
+        return
     for module in engine.root.modules():
         owned = ((n, engine.owner.get(id(p))) for n, p in module.named_parameters(recurse=False))
         places = {
@@ -161,8 +163,8 @@ def restore_whole(engine: Engine) -> None:
         flat = full_flat(bucket)
         bucket.gather()
         with torch.no_grad():
-            for parameter, span, dtype in zip(bucket.params, bucket.layout.spans, bucket.original, strict=True):
-                value = flat[span.lo : span.hi].view(span.shape)
+            views = bucket.layout.views(flat)
+            for parameter, value, dtype in zip(bucket.params, views, bucket.original, strict=True):
                 parameter.data = value.to("cpu", dtype, copy=True)  # a full model need not fit on a GPU
     engine.detach()
     engine.offload_manager.rest()  # reading files has started threads

@@ -26,6 +26,8 @@ from functools import cached_property
 from heapq import heapreplace
 from itertools import accumulate
 
+from torch import Tensor
+
 ALIGN = 8  # elements: 16 bytes in a 16-bit dtype, 32 bytes in fp32
 
 
@@ -77,6 +79,10 @@ class BucketLayout:
     @cached_property
     def numel(self) -> int:
         return self.shard_numel * self.world
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parameters' elements in ``flat`` (1D, ``numel``), in their shapes."""
+        return [flat[span.lo : span.hi].view(span.shape) for span in self.spans]
 
     def shard(self, rank: int) -> tuple[int, int]:
         """The bucket elements ``[lo, hi)`` that ``rank`` owns."""

@@ -13,6 +13,7 @@ import gc
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -165,11 +166,16 @@ class Materializer:
     ) -> None:
         self._device, self._modules, self._saved = comm.device, dict(root.named_modules()), saved or {}
         self._named = list(self._modules.items())
-        self._owners: dict[Parameter, list[int]] = {}  # of parameters on the meta device: their modules in ``_named``
+
+    @cached_property  # before the first parameter is filled, and never if none is to be
+    def _owners(self) -> dict[Parameter, list[int]]:
+        """Of parameters on the meta device: the numbers in ``_named`` of their modules."""
+        owners: dict[Parameter, list[int]] = {}
         for number, (_, module) in enumerate(self._named):
             for parameter in module.parameters(recurse=False):
                 if parameter.is_meta:
-                    self._owners.setdefault(parameter, []).append(number)
+                    owners.setdefault(parameter, []).append(number)
+        return owners
 
     def fetch(self, parameter: Parameter) -> Tensor:
         """The full value of ``parameter``. Collective if it was sharded at construction."""

@@ -208,10 +208,12 @@ def sent_dense(root: nn.Module, config: ZeroConfig) -> set[Parameter] | None:
 
 def _check_names(root: nn.Module, zero: ZeroOptimization) -> None:
     """Refuse class and module names that match nothing: typing errors that would have no effect."""
-    leaf = zero.leaf_module
+    leaf, classes = zero.leaf_module, ("zero_allowed_param_types", "zero_force_param_types")
+    if not (leaf.names or leaf.name_suffixes or any(getattr(zero, key) for key in classes)):
+        return
     modules = {clean_name(f"{name}.").removesuffix("."): module for name, module in root.named_modules()}
     known = sorted({type(module).__name__ for module in modules.values()})
-    for key in ("zero_allowed_param_types", "zero_force_param_types"):
+    for key in classes:
         for name in getattr(zero, key):
             if not any(class_matches(module, (name,)) for module in modules.values()):
                 refuse_name(f"zero_optimization.{key}", name, "no module of the model is of this class", known)

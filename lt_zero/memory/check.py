@@ -107,9 +107,10 @@ def check_build(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, comm:
     setup = Setup.of_comm(comm, states=0.0, fused=False, training=training, saves=False)
     cast = forecast(plan, config, policy, setup)
     taken: Counter[str] = Counter()  # bytes that parameters take now, by device type
-    for parameter in plan.root.parameters():
-        parts = comm.mesh.shards if is_guarded(parameter) else 1  # guarded: sharded at construction
-        taken[parameter.device.type] += parameter.numel() * parameter.dtype.itemsize // parts
+    for bucket in plan.buckets:
+        for _, parameter in bucket.parameters:
+            parts = comm.mesh.shards if is_guarded(parameter) else 1  # guarded: sharded at construction
+            taken[parameter.device.type] += parameter.numel() * parameter.dtype.itemsize // parts
     advice = partial(_advice, plan.root, config, policy, setup, "adam")
     _check(cast, list(cast.phases), taken, config.max_cpu_gb, comm, advice)
 
@@ -135,8 +136,8 @@ def check_optimizers(
     """
     if not limits.checks_wanted():
         return
-    setup = setup_of(engine, optimizers, accumulates, saves, averages)
     with without_torch_function():  # guards would intercept each access
+        setup = setup_of(engine, optimizers, accumulates, saves, averages)
         cast = forecast(engine.plan, engine.config, engine.policy, setup)
     phases = [phase for phase in cast.phases if phase != "build"]
     held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)

@@ -262,12 +262,8 @@ def test_a_call_on_one_rank(pool: Pool, stage: int, what: str, env: dict[str, st
         assert "on every rank" in message if what != "norm" else "the same calls that need all ranks" in message
 
 
-def _steady() -> list[str]:
-    """What is agreed upon in a step like the last one."""
-    model = Net()
-    _, step = trained(model)
-    for number in range(3):
-        step(number)
+def _compared(run: Callable[[], object]) -> list[str]:
+    """The operations of the collectives that ranks compare before their launch."""
     agreed, agree = [], Comm._compare
 
     def note(comm: Comm, launch: Any) -> None:
@@ -276,12 +272,43 @@ def _steady() -> list[str]:
 
     Comm._compare = note  # type: ignore[method-assign]
     try:
-        step(3)
+        run()
     finally:
         Comm._compare = agree  # type: ignore[method-assign]
     return agreed
 
 
+def _steady() -> list[str]:
+    """What is agreed upon in a step like the last one."""
+    _, step = trained(Net())
+    for number in range(3):
+        step(number)
+    return _compared(lambda: step(3))
+
+
 def test_a_step_like_the_last_one_costs_nothing(pool: Pool) -> None:
     assert pool.run(2, _steady, env=CONNECTED[1]) == [[], []]
     assert pool.run(2, _steady, env=CONNECTED[0]) == [["fence", "fence"]] * 2  # as many barriers as ever
+
+
+def _started(widths: tuple[int, int]) -> list[str] | str:
+    """What is agreed upon while a model with one layer of another width on each rank is sharded, or the error."""
+    model = Net()
+    model.blocks[1].extra = nn.Linear(1, widths[dist.get_rank()])
+    try:
+        return _compared(lambda: lt_zero.shard(model, config_of(3, RELEASE)))
+    except RuntimeError as error:
+        return str(error)
+
+
+@both
+def test_the_broadcasts_of_a_start_are_compared_at_once(pool: Pool, env: dict[str, str]) -> None:
+    for agreed in pool.run(2, _started, (64, 64), env=env):
+        assert "flags" in agreed and "broadcast" not in agreed
+
+
+@both
+def test_different_models_are_found_at_the_start(pool: Pool, env: dict[str, str]) -> None:
+    first, second = pool.run(2, _started, (64, 96), env=env)
+    assert first == second
+    assert "The broadcast of 'blocks.1' " in first
