@@ -23,6 +23,7 @@ from lt_zero.activation.checkpointing import find_modules, install
 from lt_zero.attention.huggingface import install as install_sparse_attention
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import with_index
+from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
@@ -97,13 +98,14 @@ def shard(
     _check_kernels(config, device, comm)
     _check_late_gradients(config, policy)
     comm.configure(config)
-    plan = plan_engine(module, config, policy, comm.mesh.shards)
-    _check_whole(plan)
-    if training and config.activation_checkpointing.mode != "none":
-        find_modules(module, config.activation_checkpointing)  # raises before the module is changed
-    if comm.rank == 0:
-        warn_of_padding(plan, zero, comm.mesh.shards)
-    check_build(plan, config, policy, comm, training)
+    with without_torch_function():  # guards of parameters that are sharded already would intercept each access
+        plan = plan_engine(module, config, policy, comm.mesh.shards)
+        _check_whole(plan)
+        if training and config.activation_checkpointing.mode != "none":
+            find_modules(module, config.activation_checkpointing)  # raises before the module is changed
+        if comm.rank == 0:
+            warn_of_padding(plan, zero, comm.mesh.shards)
+        check_build(plan, config, policy, comm, training)
     if config.sparse_attention is not None:
         install_sparse_attention(module, config, comm.rank)
     return _build(module, device, plan, config, policy, comm, training, saved)

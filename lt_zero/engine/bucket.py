@@ -16,7 +16,7 @@ they shared the flat tensor's counter, autograd would report "modified by an inp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -150,7 +150,7 @@ class Bucket:
         self.grads.use(optim)
 
     @torch.no_grad()
-    def adopt(self, fetch: Callable[[Parameter], Tensor], training: bool = True) -> None:
+    def adopt(self, fetch: Callable[[list[Parameter]], Iterator[Tensor]], training: bool = True) -> None:
         """Copy the parameters' full values from ``fetch``, broadcast them from rank 0, and keep this rank's shard.
 
         Without ``training``, master weights are made later, by ``Weights.enable_training``.
@@ -165,8 +165,9 @@ class Bucket:
         if not self.weights.master_is_view and (train or (wider and self.weights.master_dtype != self.dtype)):
             full = flat_empty(self.layout.numel, self.weights.master_dtype, self.flat.device)
         filled = self.param_views if full is self.flat else self.layout.views(full)
+        values = fetch(self.params)
         for parameter, view, place in zip(self.params, self.param_views, filled, strict=True):
-            place.copy_(fetch(parameter))
+            place.copy_(next(values))  # not in the zip, which keeps a value until it has the next one
             unguard(parameter)
             parameter.data = view
             own(parameter, self._owner)

@@ -3,7 +3,7 @@
 Inside ``ConstructionSharder`` a module's parameters are sharded as soon as the module is registered in its parent: each
 rank keeps 1/world of each, and the parameter gets a sentinel and a guard (guard.py). Later initialisation code
 (``self.apply(init)``, ``module.weight.data.normal_()``) triggers the guard, which gathers the parameter, runs the code
-on its values, and shards it again when the next one is used. All random numbers are drawn for full shapes in the
+on its values, and shards it again when others are used. All random numbers are drawn for full shapes in the
 original order, so the result is bitwise that of construction in one process.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate
@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.flat_storage import FlatStorage
 from lt_zero.engine.guard import guard, is_guarded, own, owner_of, sentinel, unguard
-from lt_zero.engine.layout import plan_bucket
+from lt_zero.engine.layout import plan_bucket, split_by_size
 from lt_zero.io.pinned import return_freed_memory
 
 _LARGE = 1 << 20  # bytes
@@ -82,7 +82,9 @@ class ConstructionSharder:
     def __init__(self, comm: Comm, threshold: int = 0) -> None:
         self._comm, self._threshold = comm, threshold
         self._slices: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> this rank's 1D slice
-        self._open: list[Parameter] = []  # gathered for initialisation code, to be sharded again
+        # Registered, or gathered for initialisation code: to be sharded, small ones together.
+        self._open: dict[Parameter, None] = {}
+        self._nbytes = 0  # of them
         self._handle: Any = None
         # A strong reference: parameters keep this object, which has their values, until the engine takes them over.
         self._owner: Callable[[], ConstructionSharder | None] = lambda: self
@@ -94,57 +96,79 @@ class ConstructionSharder:
     def __exit__(self, *exc: object) -> None:
         self._handle.remove()
         if exc[0] is None:
-            self._shard_open()
+            self._shard_open(0)
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        self._shard_open()
         for parameter in module.parameters() if module is not None else ():
             if parameter.device.type != "meta" and not is_guarded(parameter) and parameter.numel() >= self._threshold:
-                self._cut(parameter)
+                self._keep_open(parameter)
+        self._shard_open(_LARGE)
 
-    def _shard_open(self) -> None:
-        while self._open:
-            parameter = self._open.pop()
-            if owner_of(parameter) is self:  # else an engine has taken it over meanwhile
-                self._cut(parameter)
+    def _keep_open(self, parameter: Parameter) -> None:
+        if parameter not in self._open:
+            self._shard_open(_LARGE)
+            self._open[parameter] = None
+            self._nbytes += parameter.nbytes
 
-    def _flat(self, parameter: Parameter, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A tensor for all elements of ``parameter`` (1D, zeros, padded), and this rank's slice of it."""
-        layout, comm = plan_bucket([("", parameter.shape)], self._comm.mesh.shards), self._comm
-        flat = _zeros(layout.numel, dtype, comm.device)
-        return flat, flat[slice(*layout.shard(comm.mesh.shard_rank))]
+    def _shard_open(self, least: int) -> None:
+        """Shard the open parameters if they have at least ``least`` bytes."""
+        if self._nbytes < least:
+            return
+        opened, self._open, self._nbytes = self._open, {}, 0
+        # Meanwhile an engine may have taken one over, or it was moved.
+        self._cut([p for p in opened if owner_of(p) in (None, self) and not (is_guarded(p) or p.is_meta)])
 
     @torch.no_grad()
-    def _cut(self, parameter: Parameter) -> None:
-        flat, mine = self._flat(parameter, parameter.dtype)
-        flat[: parameter.numel()].copy_(parameter.reshape(-1))
-        self._comm.broadcast(flat, "a parameter at construction")  # ranks may have drawn different numbers
-        self._slices[parameter] = _zeros(mine.numel(), mine.dtype, parameter.device).copy_(mine)
-        parameter.data = sentinel(parameter, tuple(parameter.shape))
-        own(parameter, self._owner)
-        guard(parameter)
+    def _cut(self, parameters: list[Parameter]) -> None:
+        flat = _zeros(sum(p.nbytes for p in parameters), torch.uint8, self._comm.device)  # bytes: of any dtypes
+        rows = flat.split([p.nbytes for p in parameters])
+        for parameter, row in zip(parameters, rows, strict=True):
+            row.copy_(parameter.reshape(-1).view(torch.uint8))
+        self._comm.broadcast(flat, "parameters at construction")  # ranks may have drawn different numbers
+        for parameter, row in zip(parameters, rows, strict=True):
+            lo, hi = plan_bucket([("", parameter.shape)], self._comm.mesh.shards).shard(self._comm.mesh.shard_rank)
+            mine = _zeros(hi - lo, parameter.dtype, parameter.device)
+            kept = row[lo * mine.itemsize : hi * mine.itemsize]
+            mine.view(torch.uint8)[: kept.numel()].copy_(kept)
+            self._slices[parameter] = mine
+            parameter.data = sentinel(parameter, tuple(parameter.shape))
+            own(parameter, self._owner)
+            guard(parameter)
         if flat.nbytes >= _LARGE:
             return_freed_memory()  # small tensors would be put into the gap, and the next parameter beyond it
 
+    def whole(self, parameters: Sequence[Parameter]) -> Iterator[Tensor]:
+        """The full values of ``parameters``; frees this rank's slices. Collective, unless they are gathered."""
+        sizes = [self._slices[p].nbytes if is_guarded(p) else 0 for p in parameters]
+        for group in split_by_size(sizes, _LARGE // self._comm.mesh.shards):
+            values = self._gather([parameters[index] for index in group if is_guarded(parameters[index])])
+            for index in group:
+                yield values.pop(parameters[index]) if parameters[index] in values else parameters[index].detach()
+
     @torch.no_grad()
-    def whole(self, parameter: Parameter) -> Tensor:
-        """The full value of a parameter; frees this rank's slice. Collective, unless the parameter is gathered."""
-        if not is_guarded(parameter):
-            return parameter.detach()
-        piece: Tensor = self._slices.pop(parameter)
-        flat, mine = self._flat(parameter, piece.dtype)
-        mine.copy_(piece)
-        self._comm.all_gather(flat, "a parameter at construction").wait()
-        return flat[: parameter.numel()].view(parameter.shape).to(piece.device)
+    def _gather(self, parameters: list[Parameter]) -> dict[Parameter, Tensor]:
+        pieces: list[Tensor] = [self._slices.pop(parameter) for parameter in parameters]
+        sizes = [piece.nbytes for piece in pieces]
+        flat = _zeros(self._comm.mesh.shards * sum(sizes), torch.uint8, self._comm.device)
+        columns = flat.view(self._comm.mesh.shards, sum(sizes)).split(sizes, dim=1)  # a row is a rank's
+        for column, piece in zip(columns, pieces, strict=True):
+            column[self._comm.mesh.shard_rank].copy_(piece.view(torch.uint8))
+        if parameters:
+            self._comm.all_gather(flat, "parameters at construction").wait()
+        values = {}
+        for parameter, column, piece in zip(parameters, columns, pieces, strict=True):
+            value = column.reshape(-1).view(piece.dtype)[: parameter.numel()]
+            values[parameter] = value.view(parameter.shape).to(piece.device)
+        return values
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Gather parameters that initialisation code uses, and call it."""
-        self._shard_open()
+        self._shard_open(_LARGE)
         for parameter in dict.fromkeys(p for p in parameters if isinstance(p, Parameter)):
-            value = self.whole(parameter)
+            (value,) = self.whole([parameter])
             unguard(parameter)
             parameter.data = value
-            self._open.append(parameter)
+            self._keep_open(parameter)
         return func(*args, **kwargs)
 
 
@@ -177,12 +201,19 @@ class Materializer:
                     owners.setdefault(parameter, []).append(number)
         return owners
 
-    def fetch(self, parameter: Parameter) -> Tensor:
-        """The full value of ``parameter``. Collective if it was sharded at construction."""
-        if parameter in self._saved:
-            return self._saved[parameter]()
-        owner = owner_of(parameter)
-        return owner.whole(parameter) if isinstance(owner, ConstructionSharder) else parameter.detach()
+    def fetch(self, parameters: Iterable[Parameter]) -> Iterator[Tensor]:
+        """The full values of ``parameters``, one by one. Collective if they were sharded at construction."""
+        sharded: dict[ConstructionSharder, list[Parameter]] = {}
+        for parameter in parameters:
+            owner = owner_of(parameter)
+            if isinstance(owner, ConstructionSharder) and parameter not in self._saved:
+                sharded.setdefault(owner, []).append(parameter)
+        gathered = {p: values for owner, group in sharded.items() for values in [owner.whole(group)] for p in group}
+        for parameter in parameters:
+            if parameter in gathered:
+                yield next(gathered[parameter])
+            else:
+                yield self._saved[parameter]() if parameter in self._saved else parameter.detach()
 
     def fill(self, parameters: Iterable[Parameter]) -> None:
         """Initialise the ``parameters`` that are on the meta device, and their modules' buffers.

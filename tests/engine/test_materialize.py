@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.comm.communicator import Comm
+from lt_zero.engine import materialize
 from lt_zero.engine.bucket import State
 from lt_zero.engine.guard import guard, is_guarded, own
 from lt_zero.engine.materialize import ConstructionSharder, Materializer
@@ -49,28 +52,85 @@ class CustomInit(Net):
             nn.init.normal_(module.weight, std=0.02)
 
 
-def _cut(stage: int) -> None:
+@contextmanager
+def large_from(nbytes: int) -> Iterator[None]:
+    """Context in which parameters below this size are sharded together."""
+    before, materialize._LARGE = materialize._LARGE, nbytes
+    try:
+        yield
+    finally:
+        materialize._LARGE = before
+
+
+def _cut(stage: int, large: int) -> None:
     torch.manual_seed(11)
     reference = CustomInit()
     torch.manual_seed(11)
     if dist.get_rank() > 0:
         torch.manual_seed(99)  # ranks that draw other numbers follow rank 0
-    with ConstructionSharder(Comm.for_world(torch.device("cpu"))):
-        model = CustomInit()
-    assert is_guarded(model.blocks[0].up.weight)
-    engine = lt_zero.shard(model, config_of(stage))
+    with large_from(large):
+        with ConstructionSharder(Comm.for_world(torch.device("cpu"))):
+            model = CustomInit()
+        assert is_guarded(model.blocks[0].up.weight)
+        engine = lt_zero.shard(model, config_of(stage))
     for name, value in full_values(engine).items():
         assert torch.equal(value, dict(reference.named_parameters())[name]), name
     next_token_loss(model, 0, 0, 0).backward()
 
 
+@pytest.mark.parametrize("large", [1, 2000, 1 << 20])
 @pytest.mark.parametrize("stage", only([3], STAGES))
-def test_cutting_at_construction_keeps_the_initialisation(pool: Pool, stage: int) -> None:
-    pool.run(3, _cut, stage)
+def test_cutting_at_construction_keeps_the_initialisation(pool: Pool, stage: int, large: int) -> None:
+    pool.run(3, _cut, stage, large)
 
 
-def _late(stage: int) -> None:
-    with ConstructionSharder(Comm.for_world(torch.device("cpu"))):
+def _mixed() -> nn.Sequential:
+    """Small layers of several dtypes and sizes, two of them tied, and a large one."""
+    torch.manual_seed(5)
+    dtypes = torch.float32, torch.bfloat16
+    model = nn.Sequential(*(nn.Linear(n % 5 + 1, 3, dtype=dtypes[n % 2]) for n in range(40)), nn.Linear(512, 520))
+    model[3].weight = model[13].weight
+    model[5].double()
+    with torch.no_grad():
+        model[6].bias.fill_(float("-inf"))
+    return model
+
+
+def _small() -> None:
+    comm = Comm.for_world(torch.device("cpu"))
+    launched = counted(comm, "broadcast", "all_gather")
+    with ConstructionSharder(comm):
+        model = _mixed()
+    assert all(map(is_guarded, model.parameters()))
+    assert len(launched) <= 6, "of 82 parameters; three of them were gathered again, and cut a second time"
+    engine = lt_zero.shard(model, config_of(3), comm=comm)
+    assert len(launched) <= 6 + 3 * len(engine.buckets)
+    wanted = dict(_mixed().named_parameters())
+    values = full_values(engine)
+    assert values.keys() == wanted.keys()
+    for name, value in values.items():
+        assert torch.equal(value.double(), wanted[name].double()), name
+
+
+def counted(comm: Comm, *names: str) -> list[str]:
+    """The names of these collectives, as often as they are launched."""
+    launched: list[str] = []
+
+    def count(name: str, launch: Callable[..., Any], *args: Any) -> Any:
+        launched.append(name)
+        return launch(*args)
+
+    for name in names:
+        setattr(comm, name, partial(count, name, getattr(comm, name)))
+    return launched
+
+
+def test_small_parameters_are_cut_together(pool: Pool) -> None:
+    pool.run(2, _small)
+
+
+def _late(stage: int, large: int) -> None:
+    with large_from(large), ConstructionSharder(Comm.for_world(torch.device("cpu"))):
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     model.load_state_dict({name: torch.full(p.shape, 7.0) for name, p in model.named_parameters()})
     engine = lt_zero.shard(model, config_of(stage))
@@ -78,9 +138,9 @@ def _late(stage: int) -> None:
         assert (value == 7.0).all(), name  # the last one is still whole when the engine takes over
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_what_is_loaded_after_construction_is_kept(pool: Pool, stage: int) -> None:
-    pool.run(2, _late, stage)
+@pytest.mark.parametrize(("stage", "large"), [(1, 1), (3, 40), (3, 1 << 20)])
+def test_what_is_loaded_after_construction_is_kept(pool: Pool, stage: int, large: int) -> None:
+    pool.run(2, _late, stage, large)
 
 
 class MetaNet(Net):
@@ -138,7 +198,8 @@ class Configured(GPT):
         if not hasattr(self, "net"):
             torch.manual_seed(21)
             self.net = Net()
-            self.guarded_at_construction = is_guarded(self.net.blocks[0].up.weight)
+            (large,) = nn.Sequential(nn.Linear(512, 512))  # small ones wait for others
+            self.guarded_at_construction = is_guarded(large.weight)
 
 
 def _configured(stage: int) -> Any:
@@ -277,7 +338,7 @@ def test_cutting_on_the_cpu_for_another_device() -> None:
     own(layer.weight, sharder._owner)
     guard(layer.weight)
     with pytest.raises(RuntimeError, match="all-gather on meta"):
-        sharder.whole(layer.weight)
+        list(sharder.whole([layer.weight]))
 
 
 def test_a_collective_refuses_tensors_of_another_device() -> None:
