@@ -35,14 +35,17 @@ from typing import Any, NamedTuple
 import step_time
 import torch
 import torch.distributed as dist
-from measuring import child, cpu_name, finish, give, markdown, ratio, versions
+from measuring import child, cpu_name, finish, give, markdown, ratio, result_of, versions
 from peers import GPT, adamw, batches, plain_step, worker
 from step_time import Peer
 from torch import Tensor, nn
 
-PEERS = ["ddp", "fsdp2", "lt_zero-0", "lt_zero-1", "lt_zero-2", "lt_zero-3"]
-STARTS = [*PEERS, "lt_zero-3-meta", "lt_zero-3-init"]
+STAGES = {f"lt_zero-{stage}": {"stage": stage} for stage in range(4)}
+RELEASES = {"lt_zero-3-release": {"stage": 3, "stage3_max_reuse_distance": 0}}  # as FSDP2 does after forward
+PEERS = ["ddp", "fsdp2", *STAGES, *RELEASES]
+STARTS = ["ddp", "fsdp2", *STAGES, "lt_zero-3-meta", "lt_zero-3-init"]
 LAYERS = 50  # of a block of the start-up's model
+TIMES = ["module", "start-up", "first step", "second step"]
 GB = 1e9
 
 
@@ -64,7 +67,8 @@ SIZES["tiny"] = Size(2, 64)  # to try this script
 def needs(size: Size, ranks: int) -> dict[str, float]:
     """Bytes that the ranks of each peer need together, by the package's estimate.
 
-    DDP holds what stage 0 does and buckets of gradients, FSDP2 what stage 3 does. Each rank builds the whole model.
+    DDP holds what stage 0 does and buckets of gradients, FSDP2 what a releasing stage 3 does. Each rank builds the
+    whole model.
     """
     from lt_zero import estimate
 
@@ -72,12 +76,11 @@ def needs(size: Size, ranks: int) -> dict[str, float]:
         model = GPT(size.depth, size.width)
     whole = 4.0 * sum(p.numel() for p in model.parameters())  # fp32
     found: dict[str, float] = {}
-    for stage in range(4):
-        config = {"zero_optimization": {"stage": stage}}
-        cast = estimate(model, config, ranks, device="cpu", saves=False)
+    for name, block in {**STAGES, **RELEASES}.items():
+        cast = estimate(model, {"zero_optimization": block}, ranks, device="cpu", saves=False)
         built = ranks * whole * (1 + 1 / ranks)
-        found[f"lt_zero-{stage}"] = max(cast.node("host"), built) + ranks * 0.1 * GB
-    return {"ddp": found["lt_zero-0"] + ranks * whole, "fsdp2": found["lt_zero-3"], **found}
+        found[name] = max(cast.node("host"), built) + ranks * 0.1 * GB
+    return {"ddp": found["lt_zero-0"] + ranks * whole, "fsdp2": found["lt_zero-3-release"], **found}
 
 
 def groups(needed: Mapping[str, float], room: float, reference: str = "ddp") -> list[list[str]]:
@@ -275,12 +278,22 @@ def start_worker(args: argparse.Namespace) -> None:
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)
     found, step = started(args.start, args.units)
-    for name in ("first step", "second step"):
+    give(found)  # if the steps are given up
+    for name in TIMES[2:]:
         with timer(found, name):
             step()
     give(found)
     sys.stdout.flush()
     os._exit(0)  # tearing down groups one rank at a time may hang
+
+
+def _given(late: subprocess.TimeoutExpired) -> dict[str, list[float]]:
+    """What a rank gave before it was given up."""
+    try:
+        found: dict[str, list[float]] = result_of((late.stdout or b"").decode())
+    except ValueError:
+        return {}
+    return found
 
 
 def start_up(args: argparse.Namespace) -> list[str]:
@@ -296,16 +309,19 @@ def start_up(args: argparse.Namespace) -> list[str]:
             with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
                 store = ["--store", f"{folder}/store"] if "gloo" in group else []
                 ranks = [[*words, peer, *store, "--rank", str(rank)] for rank in range(2 if store else 1)]
+                missing = ""
                 try:
                     first, *_ = pool.map(
                         lambda rank: child("scale.py", *rank, environment=environment, limit=args.limit), ranks
                     )
-                    rows.append([group, peer, *(f"{wall:.1f} ({cpu:.1f})" for wall, cpu in first.values())])
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                except subprocess.TimeoutExpired as error:
+                    first, missing = _given(error), f"all: more than {args.limit:.0f}"
+                except RuntimeError as error:
                     print(error, file=sys.stderr)
-                    late = isinstance(error, subprocess.TimeoutExpired)
-                    rows.append([group, peer, f"all: more than {args.limit:.0f}" if late else "failed", "", "", ""])
-    head = ["ranks", "peer", "module", "start-up", "first step", "second step"]
+                    first, missing = {}, "failed"
+                numbers = {name: f"{wall:.1f} ({cpu:.1f})" for name, (wall, cpu) in first.items()}
+                rows.append([group, peer, *(numbers.get(name, missing) for name in TIMES)])
+    head = ["ranks", "peer", *TIMES]
     title = f"Start-up with {args.units:,} units of {2 * LAYERS} parameters, seconds (CPU seconds of rank 0):"
     return [title, "", *markdown(head, rows), ""]
 

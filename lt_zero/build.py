@@ -186,7 +186,7 @@ def _move_in(
         for bucket in buckets:
             bucket.adopt(materializer.fetch, training)
             work.advance()
-        if any(bucket.sharding.params for bucket in buckets):
+        if buckets:
             return_freed_memory()  # gaps that the module's parameters leave in the heap add up to a copy of the model
         units.append(Unit(planned.name, planned.module, buckets, planned.needs_weights))
     *others, root = units

@@ -304,10 +304,14 @@ def _resident() -> int:
     return next(int(line[1]) * 1024 for line in lines if line[0] == "RssAnon:")
 
 
-def _gaps() -> int:
-    """Bytes that construction leaves behind, beyond the slices."""
+def _blocks_on_the_heap() -> None:
     for _ in range(2):  # the first block that is freed tells malloc to keep all later ones of its size
         torch.empty(1024, 1024).zero_()
+
+
+def _gaps() -> int:
+    """Bytes that construction leaves behind, beyond the slices."""
+    _blocks_on_the_heap()
     before = _resident()
     with ConstructionSharder(Comm.for_world(torch.device("cpu"))):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)) for _ in range(8)))
@@ -317,6 +321,20 @@ def _gaps() -> int:
 
 def test_parameters_that_were_cut_leave_no_gaps_in_the_heap(pool: Pool) -> None:
     assert max(pool.run(2, _gaps)) < 16e6, "of 67 MB"
+
+
+def _gaps_of_sharding() -> int:
+    """Bytes that a model leaves behind when its parameters have moved into shared memory."""
+    _blocks_on_the_heap()
+    before = _resident()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)) for _ in range(8)))
+    lt_zero.shard(model, config_of(1))
+    return _resident() - before
+
+
+def test_parameters_that_moved_in_leave_no_gaps_in_the_heap(pool: Pool) -> None:
+    found = pool.run(2, _gaps_of_sharding, env={"LT_ZERO_SHARED_MEMORY": "1"})
+    assert max(found) < 16e6, "of 67 MB"
 
 
 class Elsewhere(Comm):

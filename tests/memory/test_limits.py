@@ -16,7 +16,7 @@ import lt_zero
 from lt_zero import NotEnoughMemory, Sizes, ZeroConfig, ZeroStrategy
 from lt_zero.cli import app
 from lt_zero.engine.bucket import Bucket
-from lt_zero.memory import Machine, cheapest, check_host_memory, limits
+from lt_zero.memory import Machine, cheapest, check, check_host_memory, limits
 from lt_zero.memory.estimate import settings
 from lt_zero.memory.limits import GB, Available, cgroup_limits, host_memory
 from tests.support.lightning_tools import GPT, QUIET
@@ -147,7 +147,14 @@ def _limited() -> None:
         fit({**zero, "max_cpu_gb": 1e-5})
     assert "What would fit" in str(caught.value) or "No setting fits" in str(caught.value)
     # 2200 parameters: 4 + 4 bytes each and reduce buffers suffice for SGD; Adam has 8 more.
-    enough = next(n for n in range(20, 200) if _passes(zero, n * 1e-6, "sgd"))
+    scarce: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "return_large_blocks", lambda: scarce.append(True))
+        enough = next(n for n in range(20, 200) if _passes(zero, n * 1e-6, "sgd"))
+        assert scarce, "a fragmented heap would not fit"
+        scarce.clear()
+        assert _passes(zero, enough * 1e-6 + 4e-9 * 3000, "sgd")
+        assert not scarce
     with pytest.raises(NotEnoughMemory, match="moments"):
         fit({**zero, "max_cpu_gb": (enough + 1) * 1e-6})
 
