@@ -177,12 +177,11 @@ def _move_in(
     if plan.joins:  # a bucket needs the values of later units
         for planned in plan.units:
             materializer.fill(p for _, p in planned.parameters)
-    held = [planned.buckets for planned in plan.units]
-    held[-1] = [*held[-1], *plan.rest]  # the root is the last
-    comm.foresee_broadcasts((made[plan].name, made[plan].layout.numel) for plans in held for plan in plans)
-    for planned, plans in zip(plan.units, held, strict=True):
+    arriving = [[made[bucket] for bucket in planned.buckets] for planned in plan.units]
+    arriving[-1] += [made[bucket] for bucket in plan.rest]  # the root is the last
+    comm.foresee_broadcasts((bucket.name, bucket.layout.numel) for buckets in arriving for bucket in buckets)
+    for planned, buckets in zip(plan.units, arriving, strict=True):
         materializer.fill([p for _, p in planned.parameters])
-        buckets = [made[bucket] for bucket in plans]
         for bucket in buckets:
             bucket.adopt(materializer.fetch, training)
             work.advance()

@@ -120,6 +120,8 @@ class ConstructionSharder:
 
     @torch.no_grad()
     def _cut(self, parameters: list[Parameter]) -> None:
+        if not parameters:
+            return
         flat = _zeros(sum(p.nbytes for p in parameters), torch.uint8, self._comm.device)  # bytes: of any dtypes
         rows = flat.split([p.nbytes for p in parameters])
         for parameter, row in zip(parameters, rows, strict=True):

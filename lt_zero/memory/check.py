@@ -187,7 +187,7 @@ def _check(
             have = Available(int(max_cpu_gb * GB), f"max_cpu_gb={max_cpu_gb:g}")
         if sum(need.values()) > have.nbytes:  # compute the advice only if it is needed
             check_host_memory(need, have, ranks=len(ranks), remedy=advice(have.nbytes, len(ranks)))
-        gaps = len(ranks) * cast.parameters * torch.float32.itemsize
+        gaps = len(ranks) * cast.parameters * torch.float32.itemsize if cast.setup.training else 0
         if comm.device.type == "cpu" and sum(need.values()) + gaps > have.nbytes and ranks is hosts[here]:
             # Freed gradients leave gaps in the heap, up to those of a whole backward (glibc's memalign seldom uses them
             # again). Without gaps steps take 1.2 times as long.
