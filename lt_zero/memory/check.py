@@ -7,9 +7,11 @@ optimizer states and copies for checkpoints.
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.partition import EnginePlan
-from lt_zero.io.pinned import return_large_blocks, rounded
+from lt_zero.io.pinned import return_freed_memory, return_large_blocks, rounded
 from lt_zero.memory import limits
 from lt_zero.memory.estimate import Machine, cheapest, states_of
 from lt_zero.memory.forecast import (
@@ -163,7 +165,23 @@ def _check(
     comm: Comm,
     advice: Advice,
 ) -> None:
-    """Compare needs and available memory per host. Collective."""
+    """Compare needs and available memory per host, and again without garbage if they do not fit. Collective."""
+    with suppress(NotEnoughMemory):
+        _compare(cast, phases, taken, max_cpu_gb, comm, advice)
+        return
+    gc.collect()  # a model of before may wait in the reference cycles of its Trainer
+    return_freed_memory()
+    _compare(cast, phases, taken, max_cpu_gb, comm, advice)
+
+
+def _compare(
+    cast: Forecast,
+    phases: Sequence[str],
+    taken: Mapping[str, int],
+    max_cpu_gb: float | None,
+    comm: Comm,
+    advice: Advice,
+) -> None:
     # Each rank reads the available memory before the gather and allocates only after it, so no rank's memory counts
     # both as needed and as taken.
     needs = {phase: cast.need_of_rank(phase, HOST, first=comm.rank == 0) for phase in phases}

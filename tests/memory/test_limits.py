@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 import lt_zero
 from lt_zero import NotEnoughMemory, Sizes, ZeroConfig, ZeroStrategy
 from lt_zero.cli import app
+from lt_zero.common.garbage import gc_disabled
 from lt_zero.engine.bucket import Bucket
 from lt_zero.memory import Machine, cheapest, check, check_host_memory, limits
 from lt_zero.memory.estimate import settings
@@ -133,6 +135,28 @@ def _refused(poor: int) -> None:
 @pytest.mark.parametrize("poor", [0, 1])
 def test_shard_refuses_on_all_ranks(pool: Pool, poor: int) -> None:
     pool.run(2, _refused, poor)
+
+
+class Before:
+    """A run of before, which refers to itself as a Trainer and its strategy do."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def _after_another_run() -> None:
+    with gc_disabled(), pytest.MonkeyPatch.context() as patch:
+        before = weakref.ref(Before())
+        free = {True: 1000, False: 10**12}  # by whether it is alive, on rank 1
+        alive = lambda: dist.get_rank() == 1 and before() is not None  # noqa: E731
+        patch.setattr(limits, "host_memory", lambda *_: Available(free[alive()], "a test"))
+        assert before() is not None
+        lt_zero.shard(Net(), ZeroConfig(stage=2))
+        assert before() is None
+
+
+def test_garbage_of_another_run_is_collected_first(pool: Pool) -> None:
+    pool.run(2, _after_another_run)
 
 
 def fit(config: dict[str, Any], optimizer: str = "adamw") -> None:
