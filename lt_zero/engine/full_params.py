@@ -5,7 +5,7 @@ functions that are called on guarded parameters, and whether the model still has
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import HANDS_OUT, is_guarded, owner_of
 from lt_zero.engine.lazy_tensor import AbsentTensor
+from lt_zero.engine.materialize import ConstructionSharder
 
 
 @contextmanager
@@ -30,7 +31,8 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
         write: keep changes made inside. The values of rank 0 win; master weights and compute copies of all ranks
             follow. Without it, changes of sharded parameters are an error.
 
-    Parameters that no engine owns are left as they are, so the code also runs without ZeRO.
+    Parameters that no engine owns are left as they are, so the code also runs without ZeRO. Of those that were built in
+    ``lt_zero.Init`` and are not yet an engine's, changes by rank 0 are always kept.
 
     Raises:
         RuntimeError: on all ranks, if some do not enter and something is to be gathered or written.
@@ -39,8 +41,11 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
         target = target.parameters()
     found: dict[Bucket, Engine] = {}
     held: dict[Bucket, bool] = {}  # -> whether it was gathered; a bucket in use outside of this context is not held
+    built: dict[ConstructionSharder, list[Parameter]] = {}
     for parameter in [target] if isinstance(target, Parameter) else target:
         engine: Any = owner_of(parameter)
+        if isinstance(engine, ConstructionSharder):
+            built.setdefault(engine, []).append(parameter)
         if engine is None or id(parameter) not in getattr(engine, "owner", {}):
             continue
         bucket = engine.owner[id(parameter)][0]
@@ -54,7 +59,10 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
     for bucket in held:
         found[bucket].gatherer.hold(bucket)
     try:
-        yield
+        with ExitStack() as stack:
+            for sharder, parameters in built.items():
+                stack.enter_context(sharder.gathered(parameters))
+            yield
         if write:
             for bucket in found:
                 bucket.adopt_edits()

@@ -52,13 +52,13 @@ PASSING |= {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
 HANDS_OUT = {Tensor.detach, getattr(Tensor, "data").__get__}  # noqa: B009
 
 
-def _guarded_parameters(value: Any) -> Iterator[Tensor]:
+def guarded_parameters(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if is_guarded(value):
             yield value
     elif isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _guarded_parameters(item)
+            yield from guarded_parameters(item)
 
 
 def _guarded_function(
@@ -69,7 +69,7 @@ def _guarded_function(
         with without_torch_function():
             return func(*args, **kwargs)
     parameters = []
-    for parameter in _guarded_parameters((args, kwargs)):
+    for parameter in guarded_parameters((args, kwargs)):
         if parameter in _owners:
             parameters.append(parameter)
         else:  # a deep copy: an ordinary parameter of its own

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import math
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -29,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.flat_storage import FlatStorage
-from lt_zero.engine.guard import guard, is_guarded, own, owner_of, sentinel, unguard
+from lt_zero.engine.guard import guard, guarded_parameters, is_guarded, own, owner_of, sentinel, unguard
 from lt_zero.engine.layout import plan_bucket, split_by_size
 from lt_zero.io.pinned import return_freed_memory
 
@@ -100,13 +101,15 @@ class ConstructionSharder:
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         for parameter in module.parameters() if module is not None else ():
-            if parameter.device.type != "meta" and not is_guarded(parameter) and parameter.numel() >= self._threshold:
-                self._keep_open(parameter)
+            if parameter.is_meta or is_lazy(parameter) or is_guarded(parameter) or parameter.numel() < self._threshold:
+                continue
+            self._shard_open(_LARGE)
+            self._keep_open(parameter)
         self._shard_open(_LARGE)
 
     def _keep_open(self, parameter: Parameter) -> None:
         if parameter not in self._open:
-            self._shard_open(_LARGE)
+            own(parameter, self._owner)
             self._open[parameter] = None
             self._nbytes += parameter.nbytes
 
@@ -116,7 +119,7 @@ class ConstructionSharder:
             return
         opened, self._open, self._nbytes = self._open, {}, 0
         # Meanwhile an engine may have taken one over, or it was moved.
-        self._cut([p for p in opened if owner_of(p) in (None, self) and not (is_guarded(p) or p.is_meta)])
+        self._cut([p for p in opened if owner_of(p) is self and not (is_guarded(p) or p.is_meta)])
 
     @torch.no_grad()
     def _cut(self, parameters: list[Parameter]) -> None:
@@ -125,8 +128,9 @@ class ConstructionSharder:
         flat = _zeros(sum(p.nbytes for p in parameters), torch.uint8, self._comm.device)  # bytes: of any dtypes
         rows = flat.split([p.nbytes for p in parameters])
         for parameter, row in zip(parameters, rows, strict=True):
-            row.copy_(parameter.reshape(-1).view(torch.uint8))
-        self._comm.broadcast(flat, "parameters at construction")  # ranks may have drawn different numbers
+            plain = parameter.resolve_conj().resolve_neg().contiguous()  # only then its bytes are its values
+            row.copy_(plain.view(-1).view(torch.uint8))
+        self._comm.broadcast(flat, _name(parameters))  # ranks may have drawn different numbers
         for parameter, row in zip(parameters, rows, strict=True):
             lo, hi = plan_bucket([("", parameter.shape)], self._comm.mesh.shards).shard(self._comm.mesh.shard_rank)
             mine = _zeros(hi - lo, parameter.dtype, parameter.device)
@@ -134,7 +138,6 @@ class ConstructionSharder:
             mine.view(torch.uint8)[: kept.numel()].copy_(kept)
             self._slices[parameter] = mine
             parameter.data = sentinel(parameter, tuple(parameter.shape))
-            own(parameter, self._owner)
             guard(parameter)
         if flat.nbytes >= _LARGE:
             return_freed_memory()  # small tensors would be put into the gap, and the next parameter beyond it
@@ -149,6 +152,7 @@ class ConstructionSharder:
 
     @torch.no_grad()
     def _gather(self, parameters: list[Parameter]) -> dict[Parameter, Tensor]:
+        parameters = sorted(parameters, key=lambda p: -p.itemsize)  # each begins at a multiple of its element's size
         pieces: list[Tensor] = [self._slices.pop(parameter) for parameter in parameters]
         sizes = [piece.nbytes for piece in pieces]
         flat = _zeros(self._comm.mesh.shards * sum(sizes), torch.uint8, self._comm.device)
@@ -156,7 +160,7 @@ class ConstructionSharder:
         for column, piece in zip(columns, pieces, strict=True):
             column[self._comm.mesh.shard_rank].copy_(piece.view(torch.uint8))
         if parameters:
-            self._comm.all_gather(flat, "parameters at construction").wait()
+            self._comm.all_gather(flat, _name(parameters)).wait()
         values = {}
         for parameter, column, piece in zip(parameters, columns, pieces, strict=True):
             value = column.reshape(-1).view(piece.dtype)[: parameter.numel()]
@@ -165,13 +169,37 @@ class ConstructionSharder:
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Gather parameters that initialisation code uses, and call it."""
-        self._shard_open(_LARGE)
-        for parameter in dict.fromkeys(p for p in parameters if isinstance(p, Parameter)):
-            (value,) = self.whole([parameter])
-            unguard(parameter)
-            parameter.data = value
+        self._shard_open(_LARGE)  # of these arguments, too: the operation needs all of them at the same time
+        for parameter in self._unguarded(guarded_parameters((args, kwargs))):
             self._keep_open(parameter)
         return func(*args, **kwargs)
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[Parameter]) -> Iterator[None]:
+        """Context in which ranks may do different things with ``parameters``. Collective; rank 0's values are kept."""
+        self._shard_open(0)
+        unguarded = self._unguarded(parameters)
+        try:
+            yield
+        finally:
+            for parameter in unguarded:
+                if owner_of(parameter) is self:
+                    self._keep_open(parameter)
+        self._shard_open(0)  # not after an error, which other ranks may not have
+
+    def _unguarded(self, parameters: Iterable[Any]) -> list[Parameter]:
+        """Those of ``parameters`` that are sharded, which get their full values."""
+        sharded = [parameter for parameter in dict.fromkeys(parameters) if parameter in self._slices]
+        for parameter, value in zip(sharded, self.whole(sharded), strict=True):
+            unguard(parameter)
+            parameter.data = value
+        return sharded
+
+
+def _name(parameters: Iterable[Parameter]) -> str:
+    """The name of a collective, which differs if ranks build other parameters."""
+    shapes = zlib.crc32(repr([(p.shape, p.dtype) for p in parameters]).encode())
+    return f"parameters at construction (shapes {shapes:08x})"
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -143,6 +143,79 @@ def test_what_is_loaded_after_construction_is_kept(pool: Pool, stage: int, large
     pool.run(2, _late, stage, large)
 
 
+class Layer(nn.Module):
+    """Parameters whose bytes in memory are not their values in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strided = nn.Parameter(torch.arange(14.0)[::2])
+        self.column = nn.Parameter(torch.arange(35.0).view(5, 7).t())
+        self.conjugate = nn.Parameter(torch.arange(5.0).add(2j).conj())
+        self.negated = nn.Parameter(torch.arange(5.0).add(2j).conj().imag)
+        self.narrow = nn.Parameter(torch.arange(3.0).half())
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+
+def _values_of_a_layer() -> None:
+    comm = Comm.for_world(torch.device("cpu"))
+    with ConstructionSharder(comm) as sharder:
+        model = nn.Sequential(nn.Linear(1, 1), Layer(), nn.LazyLinear(2))
+    parameters, wanted = list(model[1].parameters()), list(Layer().parameters())
+    assert all(map(is_guarded, parameters))
+    for value, expected in zip(sharder.whole(parameters), wanted, strict=True):
+        assert value.dtype == expected.dtype
+        assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_any_layout_and_type_is_cut(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, _values_of_a_layer)
+
+
+def _two_at_once() -> None:
+    with large_from(1000), ConstructionSharder(Comm.for_world(torch.device("cpu"))):
+        model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12))
+        first, second, third = (layer.weight for layer in model)
+        assert is_guarded(first), "each has 576 bytes"
+        with torch.no_grad():
+            third.fill_(1.0)
+            second.fill_(2.0)
+            torch.add(first, second, out=third)  # two are open and have to be sharded: not one of these arguments
+            assert torch.equal(third, first + 2.0)
+            assert torch.equal(torch.cat([first, second, third])[12:24], torch.full((12, 12), 2.0))
+
+
+def test_an_operation_on_several_large_parameters(pool: Pool) -> None:
+    pool.run(2, _two_at_once)
+
+
+def _on_rank_0() -> None:
+    with large_from(600):
+        with ConstructionSharder(Comm.for_world(torch.device("cpu"))):
+            model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+            with lt_zero.GatheredParameters(model[1].weight, modifier_rank=0):  # not yet sharded
+                if dist.get_rank() == 0:
+                    model[1].weight.data.fill_(1.0)
+        assert is_guarded(model[1].weight)
+        with lt_zero.GatheredParameters(model, modifier_rank=0):
+            assert (model[1].weight == 1.0).all()
+            if dist.get_rank() == 0:
+                nn.init.constant_(model[0].weight, 5.0)
+                model[1].weight.data.add_(model[0].weight)
+        assert is_guarded(model[0].weight)
+        with pytest.raises(KeyError), lt_zero.gathered(model[0].bias):
+            raise KeyError(0)
+        engine = lt_zero.shard(model, config_of(3))
+    values = full_values(engine)
+    assert (values["0.weight"] == 5.0).all()
+    assert (values["1.weight"] == 6.0).all()
+
+
+def test_rank_0_changes_parameters_before_an_engine_has_them(pool: Pool) -> None:
+    """As scripts for DeepSpeed initialise: ``with GatheredParameters(weight, modifier_rank=0): if rank == 0: ...``"""
+    pool.run(2, _on_rank_0)
+
+
 class MetaNet(Net):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
