@@ -22,6 +22,16 @@
 #include <unistd.h>
 #endif
 
+// Measured with AdamW, in percent of the time of torch's. Zen 4: 256 to 512 bytes 92 to 95, none 96 to 98, 1024 to 8192
+// 105 to 115. Xeon (Ice Lake and later): 2048 is best, 1024 and 4096 take a few percent longer.
+const int64_t lt_prefetch_ahead = [] {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_is("amd")) return 384;
+#endif
+    return 2048;
+}();
+
 namespace {
 
 // ---- instruction sets --------------------------------------------------------------------------------------------

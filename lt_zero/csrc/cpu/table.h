@@ -29,4 +29,5 @@ struct Kernels {
 };
 
 extern const Kernels lt_kernels_avx512, lt_kernels_avx2, lt_kernels_neon, lt_kernels_portable;
+extern const int64_t lt_prefetch_ahead;  // bytes between what a kernel reads and what it asks for
 extern const AttentionKernels lt_attention_amx;  // empty where the compiler does not know the instructions

@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "lt_zero.h"
+#include "cpu/table.h"
 
 #if defined(__AVX2__)
 #pragma GCC diagnostic push
@@ -166,17 +166,28 @@ static inline void to_half(void *p, Vec a) {
 }
 
 static inline Vec from_bfloat(const void *p) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif defined(__AVX2__)
+    return (Lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
     Halves h;
     memcpy(&h, p, sizeof h);
     return (Lanes)(__builtin_convertvector(h, Bits) << 16);
+#endif
 }
 
 static inline void to_bfloat(void *p, Vec a) {
     Bits bits = (Bits)a.x;
-    Bits rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    Bits ordered = (Bits)(a.x == a.x);  // all ones, or zero where NaN
-    Halves h = __builtin_convertvector((rounded & ordered) | (~ordered & 0x7fc0), Halves);
-    memcpy(p, &h, sizeof h);
+    Bits rounded = bits + 0x7fff + (bits >> 16 & 1);
+    Bits h = (a.x == a.x ? rounded : Bits{} + 0x7fc00000) >> 16;  // NaN stays NaN
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m128i lo = _mm256_castsi256_si128((__m256i)h), hi = _mm256_extracti128_si256((__m256i)h, 1);
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(lo, hi));
+#else
+    Halves halves = __builtin_convertvector(h, Halves);
+    memcpy(p, &halves, sizeof halves);
+#endif
 }
 
 // ---- memory ------------------------------------------------------------------------------------------------------
@@ -203,8 +214,7 @@ static inline void store(void *base, int dtype, int64_t i, Vec a) {
 // Asks for what will be needed some vectors later: with four or five streams the hardware alone does not keep up.
 // Inlined by force: to GCC a function that only prefetches does nothing, and it drops the calls.
 __attribute__((always_inline)) static inline void prefetch(const void *base, int dtype, int64_t i) {
-    constexpr int AHEAD = 2048;  // bytes; measured: 1024 and 4096 are a few percent slower
-    __builtin_prefetch((const char *)base + i * width(dtype) + AHEAD);
+    __builtin_prefetch((const char *)base + i * width(dtype) + lt_prefetch_ahead);
 }
 
 // All W lanes, and the first n of them (the others read as zeros): the same maths for the end of a tensor.
