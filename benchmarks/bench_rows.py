@@ -102,7 +102,7 @@ class Group:
 
 STEP_PEERS = {
     "ddp": "DDP",
-    "single": "one process",
+    "alone": "without communication",
     "zero_redundancy": "ZeroRedundancyOptimizer",
     "fsdp2": "FSDP2",
     **{f"lt_zero-{stage}": f"lt_zero stage {stage}" for stage in (0, 1, 2, 3)},
@@ -129,9 +129,10 @@ def steps_deepspeed(options: Options) -> Rounds:
 def steps(peers: dict[str, str], options: Options) -> Rounds:
     """Of each peer the median step on the slowest rank, in each round."""
     names = [name for name in peers if options.deepspeed_python or not name.startswith("deepspeed")]
-    words = ["--peers", ",".join(names), "--rounds", str(options.rounds), "--steps", str(options.size(3, 1))]
+    words = ["--peers", ",".join(names), "--rounds", str(options.size(8, 2)), "--steps", str(options.size(2, 1))]
+    words += ["--warmup", str(options.size(2, 1))]
     words += ["--deepspeed-python", options.deepspeed_python] if options.deepspeed_python else []
-    words += ["--depth", "1", "--width", "64", "--warmup", "1"] if options.quick else []
+    words += ["--depth", "1", "--width", "64"] if options.quick else []
     return {peers[peer.name]: peer.seconds for peer in step_time.measure(step_time.parse(words)) if not peer.error}
 
 
@@ -263,7 +264,7 @@ def isas() -> list[str]:
 
 def groups() -> list[Group]:
     """In the order of the table."""
-    step = Row("step of a 29.5M GPT, 2 ranks, fp32", ("DDP",), limit="one process", readme=True)
+    step = Row("step of a 29.5M GPT, 2 ranks, fp32", ("DDP",), limit="without communication", readme=True)
     offloaded = [
         Row(
             f"step with the optimizer in host memory, stage {stage}",

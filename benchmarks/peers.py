@@ -187,7 +187,7 @@ def setup(job: Job) -> Step:
     torch.manual_seed(0)
     model = GPT(job.depth, job.width)
     kind = job.peer.split("-")[0]
-    if kind == "single":
+    if kind == "alone":  # all ranks at once without communication: the limit of DDP
         return plain_step(model, adamw(model), autocast=job.bf16)
     if kind == "ddp":
         return plain_step(nn.parallel.DistributedDataParallel(model), adamw(model), autocast=job.bf16)

@@ -125,7 +125,7 @@ class Peer:
     launch: Start = subprocess.Popen
 
     def start(self, args: argparse.Namespace, python: str, folder: Path) -> None:
-        ranks, store = 1 if self.name == "single" else args.ranks, str(folder / f"{self.name}.store")
+        ranks, store = args.ranks, str(folder / f"{self.name}.store")
         for rank in range(ranks):
             size = args.depth, args.width, store, args.sequences, args.length
             job = Job(self.name, rank, ranks, args.dtype == "bf16", *size)
@@ -182,9 +182,9 @@ def environment(rank: int, ranks: int) -> dict[str, str]:
 
 def pick_peers(args: argparse.Namespace) -> list[Peer]:
     found = [args.profile] if args.profile else args.peers.split(",") if args.peers else PEERS
-    unknown = set(found) - {*PEERS, *OFFLOADED, "single"}
+    unknown = set(found) - {*PEERS, *OFFLOADED, "alone"}
     if unknown:
-        raise SystemExit(f"unknown peers {sorted(unknown)}; there are single, {', '.join([*PEERS, *OFFLOADED])}")
+        raise SystemExit(f"unknown peers {sorted(unknown)}; there are alone, {', '.join([*PEERS, *OFFLOADED])}")
     peers = [Peer(name) for name in dict.fromkeys(found)]
     if not args.deepspeed_python and importlib.util.find_spec("deepspeed") is None:
         for peer in peers:
@@ -226,7 +226,7 @@ def report(peers: list[Peer], args: argparse.Namespace) -> None:
     print("\n".join(markdown(header, rows)))
     for peer in peers:
         print(f"{peer.name} failed: {peer.error}\n" if peer.error else "", end="")
-    losses = [p.loss for p in done if p.name != "single"]  # single sees only the first rank's data
+    losses = [p.loss for p in done if p.name != "alone"]  # its ranks each train on their own data
     if args.dtype == "fp32" and not all(abs(loss - losses[0]) <= LOSS_TOLERANCE for loss in losses):
         print(f"WARNING: the losses differ by more than {LOSS_TOLERANCE}: not all peers train alike")
 
@@ -244,9 +244,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     for name, default in {**numbers, "sequences": MICRO_BATCH, "length": CONTEXT}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument(
-        "--peers", default="", help=f"comma-separated; default: {','.join(PEERS)}; there is also single"
-    )
+    parser.add_argument("--peers", default="", help=f"comma-separated; default: {','.join(PEERS)}; there is also alone")
     parser.add_argument("--deepspeed-python", help="an interpreter that has deepspeed; default: this one if it has it")
     parser.add_argument("--profile", metavar="PEER", help="run this peer alone and print where rank 0 spends its time")
     parser.add_argument("--json", metavar="FILE", help="write every measurement here")

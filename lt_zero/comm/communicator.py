@@ -36,7 +36,7 @@ from lt_zero.comm.compression import Compressor, Residuals, gather_encoded
 from lt_zero.comm.hang_detection import HangDetector, in_collective, user_line
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.process_groups import new_group, one_queue, with_index
-from lt_zero.comm.shared_memory import SharedArena, store, supported
+from lt_zero.comm.shared_memory import FENCES, Barrier, SharedArena, store, supported
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
 from lt_zero.comm.topology import choose, group_by_node, node_identity, whole_nodes
 from lt_zero.comm.transport import Gloo, Groups, Mesh, Transport, Windows
@@ -540,7 +540,7 @@ class Comm(ProcessLocal):
         if self._arena is not None and launch.channel == "collective":
             self._comparisons += 1
             self._arena.post(self._comparisons % 2, mine)
-            self._watch.wait(dist.barrier(group, async_op=True), launch)
+            self._watch.wait(Barrier(self._arena, FENCES), launch)
             checksums = self._arena.posted(self._comparisons % 2)
         else:
             rows = [torch.empty(1, dtype=torch.int64) for _ in range(self.world)]

@@ -10,6 +10,10 @@ Note [Shared windows]
     and between reads and the next write (Comm.before_write, Comm.after_write). A send buffer is rewritten four launches
     later with at most two in flight: a rank that launches has passed the barrier of two launches ago, which every rank
     entered after reading the buffer that is rewritten now.
+
+    A barrier is a number, too: each rank counts its entries on a board at the beginning of its file, and polls those of
+    the peers. gloo's would wake a thread in each rank, which competes with the computation for the same cores. As no
+    connection is involved, none is closed when a peer ends: ``Watch.wait`` asks.
 """
 
 from __future__ import annotations
@@ -18,7 +22,10 @@ import ctypes
 import mmap
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,7 +33,11 @@ from torch import Tensor
 
 _SEGMENT = 1 << 30  # bytes of address space per mapping; pages are allocated when they are written
 _PAGE = mmap.ALLOCATIONGRANULARITY
-_CHUNK = 1 << 18  # elements that are summed at a time, to stay in the cache
+_CHUNK = 1 << 17  # elements that are summed at a time, to stay in the cache
+_BOARD = 4  # numbers of a rank that peers read: two that are posted in turn, and entries into barriers
+REDUCTIONS, FENCES = 2, 3  # barriers of different orders, by the place of their entries
+_SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two polls
+_LATE = 0.05  # how much later than possible a wait may end, relative to its length
 SEND_BUFFERS = 4
 
 
@@ -58,6 +69,41 @@ def host_identity() -> str:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
+_lock = threading.Lock()
+
+
+def _order_memory() -> None:
+    """Complete this thread's reads and writes before those that follow; Arm's CPUs would reorder them."""
+    for _ in range(2):  # the first releases, after all that came before; the second acquires, before all that follows
+        with _lock:
+            pass
+
+
+class Barrier:
+    """This rank's entry into a barrier of an arena's ranks, complete once all have entered; a work as gloo's are."""
+
+    connected = False  # so it does not fail when a peer ends: see ``Watch.wait``
+
+    def __init__(self, arena: SharedArena, place: int) -> None:
+        self._arena, self._place, self._number = arena, place, arena.enter(place)
+
+    def is_completed(self) -> bool:
+        return all(entries >= self._number for entries in self._arena.posted(self._place))
+
+    def wait(self, patience: timedelta | None = None) -> None:
+        """Wait until all ranks have entered.
+
+        Raises:
+            RuntimeError: not all have after ``patience``.
+        """
+        started = time.monotonic()
+        while not self.is_completed():
+            waited = time.monotonic() - started
+            if patience is not None and waited > patience.total_seconds():
+                raise RuntimeError("Not all ranks have entered a barrier.")
+            time.sleep(min(max(_SHORTEST, _LATE * waited), _LONGEST))
+
+
 class SharedArena:
     """This rank's windows, and the peers' files."""
 
@@ -71,7 +117,9 @@ class SharedArena:
         self._offsets: dict[int, int] = {}  # address of a window -> offset in the file
         self._peers: dict[int, int] = {}  # rank -> file
         self.rank = 0
-        self._posts = self.allocate(2, torch.int64)
+        self.allocate(_BOARD, torch.int64)
+        self._board = memoryview(self._segments[0]).cast("q")
+        self._boards: list[memoryview] = []  # of the peers
 
     def address(self) -> tuple[str, str]:
         """The host, and the path by which peers open this rank's file."""
@@ -88,8 +136,10 @@ class SharedArena:
                 continue
             try:
                 self._peers[peer] = os.open(address[1], os.O_RDONLY)
+                page = mmap.mmap(self._peers[peer], _PAGE, access=mmap.ACCESS_READ)
             except OSError:
                 return False
+            self._boards.append(memoryview(page).cast("q"))
         return True
 
     def __del__(self) -> None:
@@ -112,12 +162,20 @@ class SharedArena:
 
     def post(self, index: int, value: int) -> None:
         """Post a number, which peers may read after the next barrier; indices 0 and 1 take turns."""
-        self._posts[index] = value
+        _order_memory()
+        self._board[index] = value
 
     def posted(self, index: int) -> list[int]:
         """The peers' numbers."""
-        offset = self._offsets[self._posts.data_ptr()] + index * self._posts.element_size()
-        return [int.from_bytes(os.pread(file, 8, offset), sys.byteorder) for file in self._peers.values()]
+        found = [board[index] for board in self._boards]
+        _order_memory()
+        return found
+
+    def enter(self, place: int) -> int:
+        """Enter the next barrier of a ``place``; returns its number. In the same order on all ranks."""
+        number = self._board[place] + 1
+        self.post(place, number)
+        return number
 
     def has(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` starts where a window starts."""
@@ -164,6 +222,8 @@ class SharedArena:
         """
         first, *others = sorted([self.rank, *self._peers])
         sums, received = (torch.empty(min(_CHUNK, out.numel()), dtype=d) for d in (wide(out.dtype), send.dtype))
+        if first == self.rank and others and sums.dtype == send.dtype:
+            first, others[0] = others[0], first  # the same sum of two; a peer's chunk is read in place, the own added
         for lo in range(0, out.numel(), _CHUNK):
             hi = min(lo + _CHUNK, out.numel())
             total, chunk = sums[: hi - lo], received[: hi - lo]

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.shared_memory import SEND_BUFFERS, SharedArena, store, wide
+from lt_zero.comm.shared_memory import REDUCTIONS, SEND_BUFFERS, Barrier, SharedArena, store, wide
 from lt_zero.comm.work import All, Done, Launch, Watch, Work
 
 Group = dist.ProcessGroup
@@ -209,14 +209,14 @@ class Windows(Gloo):
     ) -> Work:
         if not self._arena.has(flat):
             return super().reduce_scatter(out, flat, scratch, add, factor, launch)
-        entered, mesh = dist.barrier(self._groups.everyone, async_op=True), self._mesh
+        entered, mesh = Barrier(self._arena, REDUCTIONS), self._mesh
         first = mesh.shard_rank * (flat.numel() // mesh.shards)
         return self._all([entered], launch, lambda: self._arena.sum(flat, first, out, add, factor))
 
     def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch) -> Work:
         if not self._arena.has(flat):
             return super().all_reduce(out, flat, scratch, add, factor, launch)
-        everyone, (world, rank) = self._groups.everyone, (self._mesh.world, self._mesh.rank)
+        world, rank = self._mesh.world, self._mesh.rank
 
         def finish() -> None:
             if world <= _ALL_SUM_ALL:
@@ -224,11 +224,11 @@ class Windows(Gloo):
                 return
             part = flat.numel() // world  # its rank alone reads it on this rank until the barrier
             self._arena.sum(flat, rank * part, flat.narrow(0, rank * part, part), False, factor)
-            self._watch.wait(dist.barrier(everyone, async_op=True), launch)
+            self._watch.wait(Barrier(self._arena, REDUCTIONS), launch)
             self._arena.gather(flat, flat, list(range(world)))
             store(out, flat, add, 1.0)
 
-        return self._all([dist.barrier(everyone, async_op=True)], launch, finish)
+        return self._all([Barrier(self._arena, REDUCTIONS)], launch, finish)
 
 
 def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Group) -> None:

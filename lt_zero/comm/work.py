@@ -129,12 +129,12 @@ class Watch:
         self.detector: Callable[[], Any] = lambda: None
 
     def wait(self, work: Any, launch: Launch | None) -> None:
-        """Wait for a gloo work in slices.
+        """Wait for a gloo work, or a ``Barrier``, in slices.
 
         Raises:
             RuntimeError: there is a verdict, or the collective failed.
         """
-        started = time.monotonic()
+        started, ask = time.monotonic(), 0.0
         try:
             if launch is not None:
                 self.waiting = launch
@@ -144,7 +144,12 @@ class Watch:
                 if not work.is_completed():
                     self.raise_verdict()
                     if launch is not None and (detector := self.detector()) is not None:
-                        detector.examine(launch, time.monotonic() - started)
+                        waited = time.monotonic() - started
+                        detector.examine(launch, waited)
+                        if not getattr(work, "connected", True) and waited > ask:
+                            ask = 2 * waited  # each question is a message that stays in the peer's queue
+                            if ended := detector.ended():
+                                raise RuntimeError(f"Connection closed by rank {ended[0]}.")
             work.wait()
         except RuntimeError as error:
             cause = self.verdict

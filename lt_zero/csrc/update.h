@@ -29,7 +29,8 @@ LT_FN Lerp make_lerp(double weight) {
 
 template <class V>
 LT_FN V lerp(V a, V b, Lerp weight) {
-    return fma(V(weight.coefficient), b - a, weight.near ? a : b);
+    if (weight.near) return fma(V(weight.coefficient), b - a, a);  // GCC would write both to memory for `?:`
+    return fma(V(weight.coefficient), b - a, b);
 }
 
 // Constants of one call, computed on the host in fp64 and rounded once, as torch does with Python scalars.

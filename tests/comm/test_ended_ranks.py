@@ -52,13 +52,19 @@ def _killed(*args: Any) -> None:
 
 
 def _train(how: str, folder: str) -> None:
-    """Without a Trainer: "plain"; a save of which one rank is killed: "save"; or a step."""
+    """Without a Trainer: "plain", "backward"; a save of which one rank is killed: "save"; or a step."""
     if how == "plain":
         engine = lt_zero.shard(Net(), config_of(3, {"stage3_max_reuse_distance": 0}))
         for step in range(2):
             next_token_loss(engine.root, step, 0, 0).backward()
             if dist.get_rank() == 1:
                 _killed()
+    elif how == "backward":  # of which only the reductions are collectives
+        engine = lt_zero.shard(Net(), config_of(2))
+        loss = next_token_loss(engine.root, 0, 0, 0)
+        if dist.get_rank() == 1:
+            _killed()
+        loss.backward()
     elif how == "save":
         trainer = sharded_trainer(3, max_steps=1)
         trainer.fit(GPT(dist.get_world_size()))
@@ -105,11 +111,12 @@ def _last_lines(world: int, folder: Path, how: str, env: dict[str, str]) -> dict
     ("how", "env"),
     [
         ("killed", {}),
+        ("backward", {}),
         pytest.param("plain", SOCKETS, marks=pytest.mark.slow),
         pytest.param("save", {}, marks=pytest.mark.slow),
         pytest.param("killed", SOCKETS, marks=pytest.mark.slow),
     ],
-    ids=["fence", "gather", "save", "sockets"],
+    ids=["fence", "reduction", "gather", "save", "sockets"],
 )
 def test_a_rank_that_is_killed_is_named(pool: Pool, tmp_path: Path, how: str, env: dict[str, str]) -> None:
     told = _last_lines(2, tmp_path, how, env)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from datetime import timedelta
 
 import pytest
 import torch
@@ -47,6 +48,25 @@ def _averages(dtype: torch.dtype, add: bool) -> None:
 )
 def test_all_ranks_get_the_average(pool: Pool, ranks: int, dtype: torch.dtype, add: bool) -> None:
     pool.run(ranks, _averages, dtype, add)
+
+
+def test_a_barrier_is_complete_once_all_have_entered() -> None:
+    arenas = [shared_memory.SharedArena() for _ in range(3)]
+    addresses = [arena.address() for arena in arenas]
+    assert all(arena.connect(rank, addresses, range(3)) for rank, arena in enumerate(arenas))
+    place, soon = shared_memory.REDUCTIONS, timedelta(milliseconds=1)
+    first = [shared_memory.Barrier(arena, place) for arena in arenas]
+    second = [shared_memory.Barrier(arena, place) for arena in arenas[:2]]
+    shared_memory.Barrier(arenas[2], shared_memory.FENCES)  # another barrier
+    for barrier in first:
+        barrier.wait()
+    for barrier in second:
+        assert not barrier.is_completed()
+        with pytest.raises(RuntimeError, match="Not all ranks have entered"):
+            barrier.wait(soon)
+    shared_memory.Barrier(arenas[2], place).wait(soon)
+    for barrier in second:
+        barrier.wait(soon)
 
 
 def test_memory_of_dropped_windows_is_not_taken_for_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
