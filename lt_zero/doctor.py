@@ -44,7 +44,6 @@ _NUMBER = 4711
 _PEER = f"""
 import os, sys
 file = os.memfd_create("lt_zero")
-os.ftruncate(file, 1 << 16)
 os.write(file, ({_NUMBER}).to_bytes(8, sys.byteorder))
 print(f"/proc/{{os.getpid()}}/fd/{{file}}", flush=True)
 sys.stdin.read()

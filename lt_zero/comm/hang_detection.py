@@ -55,6 +55,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 
+from lt_zero.comm import shared_memory
 from lt_zero.comm import work as work_module
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.process_groups import closing_if_unanswered
@@ -460,7 +461,7 @@ class _Reporter:
         patience = time.monotonic() + 2.5 * self.interval
         while time.monotonic() < patience and self._store.add("heard", 0) < readers:
             time.sleep(self.interval / 20)
-        frame = sys._current_frames().get(self._thread)
+        frame = self._frame()
         elsewhere = self._watch.waiting is None and frame is not None and _collective_of(frame) is not None
         for group in [*self._groups, *([dist.group.WORLD] if elsewhere and dist.group.WORLD is not None else [])]:
             with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # it may be gone, or unable to abort
@@ -472,8 +473,15 @@ class _Reporter:
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
 
-    def _answer(self, asks: int) -> None:
+    def _frame(self) -> FrameType | None:
+        """Where the thread is; if it polls a barrier, where it waits for it."""
         frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame.f_code.co_filename == shared_memory.__file__:
+            frame = frame.f_back
+        return frame
+
+    def _answer(self, asks: int) -> None:
+        frame = self._frame()
         launch, ranks, place = self._watch.waiting, None, user_line(frame)
         now: Any = launch
         text = f"is at {place}"

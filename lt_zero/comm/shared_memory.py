@@ -11,9 +11,10 @@ Note [Shared windows]
     later with at most two in flight: a rank that launches has passed the barrier of two launches ago, which every rank
     entered after reading the buffer that is rewritten now.
 
-    A barrier is a number, too: each rank counts its entries on a board at the beginning of its file, and polls those of
-    the peers. gloo's would wake a thread in each rank, which competes with the computation for the same cores. As no
-    connection is involved, none is closed when a peer ends: ``Watch.wait`` asks.
+    Barriers are counters, too: each rank counts its entries in a byte at the beginning of its file (one byte is read
+    whole; ranks are never 128 entries apart), and polls those of the peers. gloo's would wake a thread in each rank,
+    which competes with the computation for the same cores. As no connection is involved, none is closed when a peer
+    ends, and no group times out: ``Watch.wait`` looks after both.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from torch import Tensor
 _SEGMENT = 1 << 30  # bytes of address space per mapping; pages are allocated when they are written
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _CHUNK = 1 << 17  # elements that are summed at a time, to stay in the cache
-_BOARD = 4  # numbers of a rank that peers read: two that are posted in turn, and entries into barriers
-REDUCTIONS, FENCES = 2, 3  # barriers of different orders, by the place of their entries
+REDUCTIONS, FENCES = 16, 17  # barriers of two orders: where in a rank's file their entries are counted, after the posts
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two polls
 _LATE = 0.05  # how much later than possible a wait may end, relative to its length
+_TIMEOUT = timedelta(minutes=30)  # torch's for gloo
 SEND_BUFFERS = 4
 
 
@@ -82,13 +83,17 @@ def _order_memory() -> None:
 class Barrier:
     """This rank's entry into a barrier of an arena's ranks, complete once all have entered; a work as gloo's are."""
 
-    connected = False  # so it does not fail when a peer ends: see ``Watch.wait``
-
     def __init__(self, arena: SharedArena, place: int) -> None:
         self._arena, self._place, self._number = arena, place, arena.enter(place)
+        self.timeout = arena.timeout
+        self.ask_after = 0.0  # seconds of a wait, after which to ask whether ranks have ended
+
+    def absent(self) -> list[int]:
+        """The ranks that have not entered."""
+        return self._arena.behind(self._place, self._number)
 
     def is_completed(self) -> bool:
-        return all(entries >= self._number for entries in self._arena.posted(self._place))
+        return not self.absent()
 
     def wait(self, patience: timedelta | None = None) -> None:
         """Wait until all ranks have entered.
@@ -97,17 +102,21 @@ class Barrier:
             RuntimeError: not all have after ``patience``.
         """
         started = time.monotonic()
-        while not self.is_completed():
+        while absent := self.absent():
             waited = time.monotonic() - started
             if patience is not None and waited > patience.total_seconds():
-                raise RuntimeError("Not all ranks have entered a barrier.")
+                raise RuntimeError(f"Rank {absent[0]} has not entered a barrier.")
             time.sleep(min(max(_SHORTEST, _LATE * waited), _LONGEST))
 
 
 class SharedArena:
-    """This rank's windows, and the peers' files."""
+    """This rank's windows, and the peers' files.
 
-    def __init__(self) -> None:
+    ``timeout``: of a barrier.
+    """
+
+    def __init__(self, timeout: timedelta = _TIMEOUT) -> None:
+        self.timeout, self._process = timeout, os.getpid()
         self._file = os.memfd_create("lt_zero")
         self._size = 0
         # Never unmapped: what was then allocated at the address of a window would be taken for it.
@@ -117,9 +126,8 @@ class SharedArena:
         self._offsets: dict[int, int] = {}  # address of a window -> offset in the file
         self._peers: dict[int, int] = {}  # rank -> file
         self.rank = 0
-        self.allocate(_BOARD, torch.int64)
-        self._board = memoryview(self._segments[0]).cast("q")
-        self._boards: list[memoryview] = []  # of the peers
+        self._posts = self.allocate(4, torch.int64)  # two of the numbers are posts, the others' bytes count entries
+        self._entries = {REDUCTIONS: 0, FENCES: 0}
 
     def address(self) -> tuple[str, str]:
         """The host, and the path by which peers open this rank's file."""
@@ -136,10 +144,8 @@ class SharedArena:
                 continue
             try:
                 self._peers[peer] = os.open(address[1], os.O_RDONLY)
-                page = mmap.mmap(self._peers[peer], _PAGE, access=mmap.ACCESS_READ)
             except OSError:
                 return False
-            self._boards.append(memoryview(page).cast("q"))
         return True
 
     def __del__(self) -> None:
@@ -162,20 +168,33 @@ class SharedArena:
 
     def post(self, index: int, value: int) -> None:
         """Post a number, which peers may read after the next barrier; indices 0 and 1 take turns."""
-        _order_memory()
-        self._board[index] = value
+        self._refuse_fork()
+        self._posts[index] = value
 
     def posted(self, index: int) -> list[int]:
         """The peers' numbers."""
-        found = [board[index] for board in self._boards]
-        _order_memory()
-        return found
+        offset = self._offsets[self._posts.data_ptr()] + index * self._posts.element_size()
+        return [int.from_bytes(os.pread(file, 8, offset), sys.byteorder) for file in self._peers.values()]
 
     def enter(self, place: int) -> int:
         """Enter the next barrier of a ``place``; returns its number. In the same order on all ranks."""
-        number = self._board[place] + 1
-        self.post(place, number)
-        return number
+        self._refuse_fork()
+        _order_memory()
+        self._entries[place] += 1
+        self._segments[0][place] = self._entries[place] % 256
+        return self._entries[place]
+
+    def behind(self, place: int, number: int) -> list[int]:
+        """The peers that have not entered that barrier."""
+        files = self._peers.items()
+        found = [peer for peer, file in files if (os.pread(file, 1, place)[0] - number) % 256 >= 128]
+        _order_memory()
+        return found
+
+    def _refuse_fork(self) -> None:
+        """Raise in a forked child, which writes to its parent's file."""
+        if os.getpid() != self._process:
+            raise RuntimeError("A forked process is no rank. Call what needs all ranks in rank processes only.")
 
     def has(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` starts where a window starts."""

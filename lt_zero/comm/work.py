@@ -25,9 +25,12 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
+from lt_zero.comm.shared_memory import Barrier
+
 CALL = "roll call"  # the operation of a launch that is a call of the user
 FENCE = "fence"
 _SLICE = 0.5  # seconds
+_ASK = 5.0  # seconds at most between two questions, each a message that stays in the peer's queue
 _REMEMBERED = 4096  # launches that are kept per channel, for messages
 _FACTOR = 0x01000193  # of the checksum; odd, so that multiplication loses no bits
 
@@ -134,7 +137,7 @@ class Watch:
         Raises:
             RuntimeError: there is a verdict, or the collective failed.
         """
-        started, ask = time.monotonic(), 0.0
+        started = time.monotonic()
         try:
             if launch is not None:
                 self.waiting = launch
@@ -143,13 +146,11 @@ class Watch:
                     work.wait(self.slice)
                 if not work.is_completed():
                     self.raise_verdict()
+                    waited = time.monotonic() - started
                     if launch is not None and (detector := self.detector()) is not None:
-                        waited = time.monotonic() - started
                         detector.examine(launch, waited)
-                        if not getattr(work, "connected", True) and waited > ask:
-                            ask = 2 * waited  # each question is a message that stays in the peer's queue
-                            if ended := detector.ended():
-                                raise RuntimeError(f"Connection closed by rank {ended[0]}.")
+                    if isinstance(work, Barrier):
+                        self._examine_barrier(work, waited)
             work.wait()
         except RuntimeError as error:
             cause = self.verdict
@@ -161,6 +162,17 @@ class Watch:
         finally:
             if launch is not None:
                 self.waiting = None
+
+    def _examine_barrier(self, barrier: Barrier, waited: float) -> None:
+        """Raise if a rank that has not entered has ended, or after the timeout."""
+        if waited > barrier.ask_after:
+            barrier.ask_after = waited + min(waited, _ASK)
+            detector = self.detector()
+            ended = [rank for rank in barrier.absent() if detector is not None and detector.has_ended(rank)]
+            if left := set(ended) & set(barrier.absent()):  # whoever entered before the end is not missed
+                raise RuntimeError(f"Connection closed by rank {min(left)}.")
+        if waited > barrier.timeout.total_seconds() and (absent := barrier.absent()):
+            raise RuntimeError(f"Timed out after {waited:.0f} s of waiting for rank {', '.join(map(str, absent))}.")
 
     def raise_verdict(self) -> None:
         """Raise the verdict, if there is one."""

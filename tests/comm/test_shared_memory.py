@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm import shared_memory
+from lt_zero.comm import hang_detection, shared_memory, work
 from lt_zero.comm.communicator import Comm
-from lt_zero.comm.work import Work
+from lt_zero.comm.work import Watch, Work
 from lt_zero.common.flat_storage import flat_empty
 from tests.support.pool import Pool
 
@@ -34,11 +39,11 @@ def _averages(dtype: torch.dtype, add: bool) -> None:
         mean *= 1 / world
         if world > 3:  # each rounds the mean of its part to the dtype on the wire
             mean = mean.to(dtype).float()
-        work = comm.all_reduce(out, send.copy_(drawn[rank]), send.new_empty(0), add, "gradients")
-        flying.append((work, out, 0.5 + mean if add else mean))
+        launched = comm.all_reduce(out, send.copy_(drawn[rank]), send.new_empty(0), add, "gradients")
+        flying.append((launched, out, 0.5 + mean if add else mean))
         while len(flying) > 1 or (flying and turn == 2 * len(sends) - 1):
-            work, out, expected = flying.popleft()
-            work.wait()
+            launched, out, expected = flying.popleft()
+            launched.wait()
             assert torch.equal(out, expected)
 
 
@@ -62,11 +67,90 @@ def test_a_barrier_is_complete_once_all_have_entered() -> None:
         barrier.wait()
     for barrier in second:
         assert not barrier.is_completed()
-        with pytest.raises(RuntimeError, match="Not all ranks have entered"):
+        with pytest.raises(RuntimeError, match="Rank 2 has not entered"):
             barrier.wait(soon)
     shared_memory.Barrier(arenas[2], place).wait(soon)
     for barrier in second:
         barrier.wait(soon)
+    for turn in range(600):  # counts are bytes
+        ahead = shared_memory.Barrier(arenas[0], place)
+        assert ahead.absent() == [1, 2], turn
+        for arena in arenas[1:]:
+            shared_memory.Barrier(arena, place)
+        assert ahead.is_completed()
+
+
+def test_a_forked_process_enters_no_barrier() -> None:
+    """It would count as its parent's entry."""
+    arenas = [shared_memory.SharedArena() for _ in range(2)]
+    assert arenas[1].connect(1, [arena.address() for arena in arenas], range(2))
+    waiting = shared_memory.Barrier(arenas[1], shared_memory.FENCES)
+    child = os.fork()
+    if child == 0:
+        try:
+            shared_memory.Barrier(arenas[0], shared_memory.FENCES)
+            os._exit(0)
+        except RuntimeError as error:
+            os._exit(7 if "no rank" in str(error) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert not waiting.is_completed()
+
+
+def _late(seconds: float) -> str:
+    comm = Comm.for_world(torch.device("cpu"), timeout=timedelta(seconds=seconds))
+    if dist.get_rank() == 1:
+        time.sleep(2 * seconds)
+        return ""
+    with pytest.raises(RuntimeError, match="Timed out after . s of waiting for rank 1") as caught:
+        comm.fence()
+    return str(caught.value)
+
+
+def test_a_barrier_has_the_timeout_of_the_group(pool: Pool) -> None:
+    assert pool.run(2, _late, 1.0)[0]
+
+
+def test_hang_detection_sees_where_a_barrier_is_waited_for() -> None:
+    """Of ranks that wait in two engines, neither knows of the other's wait but by the place where its thread is."""
+    arenas = [shared_memory.SharedArena(timedelta(seconds=0.4)) for _ in range(2)]
+    assert arenas[0].connect(0, [arena.address() for arena in arenas], range(2))
+    barrier, watch = shared_memory.Barrier(arenas[0], shared_memory.FENCES), Watch()
+
+    def wait() -> None:
+        with suppress(RuntimeError):
+            watch.wait(barrier, None)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.1)  # the first slice is longer than this, and the samples
+    reporter = object.__new__(hang_detection._Reporter)
+    reporter._thread = thread.ident
+    seen = set()
+    for _ in range(2000):
+        frame = reporter._frame()
+        seen.add((frame.f_code.co_filename, frame.f_code.co_name) if frame else None)
+    thread.join()
+    assert seen == {(work.__file__, "wait")}
+
+
+class _EntersLate(shared_memory.Barrier):
+    """A barrier of which the absent rank enters, and ends, while it is asked whether it has ended."""
+
+    def __init__(self) -> None:
+        self.answers, self.timeout, self.ask_after = [[1], []], timedelta(seconds=60), 0.0
+
+    def absent(self) -> list[int]:
+        return self.answers.pop(0) if self.answers else []
+
+
+def test_a_rank_that_entered_and_ended_is_not_missed() -> None:
+    watch, detector = Watch(), SimpleNamespace(has_ended=lambda rank: True)
+    watch.detector = lambda: detector
+    watch._examine_barrier(_EntersLate(), 1.0)
+    gone = _EntersLate()
+    gone.answers = [[1], [1]]
+    with pytest.raises(RuntimeError, match="closed by rank 1"):
+        watch._examine_barrier(gone, 1.0)
 
 
 def test_memory_of_dropped_windows_is_not_taken_for_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
