@@ -129,7 +129,7 @@ def steps_deepspeed(options: Options) -> Rounds:
 def steps(peers: dict[str, str], options: Options) -> Rounds:
     """Of each peer the median step on the slowest rank, in each round."""
     names = [name for name in peers if options.deepspeed_python or not name.startswith("deepspeed")]
-    words = ["--peers", ",".join(names), "--rounds", str(options.size(8, 2)), "--steps", str(options.size(2, 1))]
+    words = ["--peers", ",".join(names), "--rounds", str(options.size(6, 2)), "--steps", str(options.size(3, 1))]
     words += ["--warmup", str(options.size(2, 1))]
     words += ["--deepspeed-python", options.deepspeed_python] if options.deepspeed_python else []
     words += ["--depth", "1", "--width", "64"] if options.quick else []
