@@ -166,7 +166,7 @@ class Watch:
     def _examine_barrier(self, barrier: Barrier, waited: float) -> None:
         """Raise if a rank that has not entered has ended, or after the timeout."""
         if waited > barrier.ask_after:
-            barrier.ask_after = waited + min(waited, _ASK)
+            barrier.ask_after = waited + min(waited / 10, _ASK)
             detector = self.detector()
             ended = [rank for rank in barrier.absent() if detector is not None and detector.has_ended(rank)]
             if left := set(ended) & set(barrier.absent()):  # whoever entered before the end is not missed
