@@ -57,10 +57,6 @@ class Options:
     def size(self, usual: int, quick: int) -> int:
         return quick if self.quick else usual
 
-    @property
-    def rounds(self) -> int:
-        return self.size(7, 2)
-
 
 @dataclass(frozen=True)
 class Row:

@@ -445,7 +445,7 @@ class Comm(ProcessLocal):
 
     def _share_memory(self, ranks: Sequence[int]) -> SharedArena | None:
         """Windows that ``ranks``, of which this is one, read; None if some cannot, on any host. Collective."""
-        arena = (SharedArena(self._timeout) if self._timeout else SharedArena()) if supported() else None
+        arena = SharedArena(self._timeout) if supported() else None
         addresses = self.host_gather(arena.address() if arena else None, "shared memory")
         connects = arena is not None and arena.connect(self.rank, addresses, ranks)
         return arena if all(self.host_gather(connects, "shared memory")) else None

@@ -38,7 +38,6 @@ _CHUNK = 1 << 17  # elements that are summed at a time, to stay in the cache
 REDUCTIONS, FENCES = 16, 17  # barriers of two orders: where in a rank's file their entries are counted, after the posts
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two polls
 _LATE = 0.05  # how much later than possible a wait may end, relative to its length
-_TIMEOUT = timedelta(minutes=30)  # torch's for gloo
 SEND_BUFFERS = 4
 
 
@@ -112,11 +111,11 @@ class Barrier:
 class SharedArena:
     """This rank's windows, and the peers' files.
 
-    ``timeout``: of a barrier.
+    ``timeout``: of a barrier; None: 30 minutes, as gloo's.
     """
 
-    def __init__(self, timeout: timedelta = _TIMEOUT) -> None:
-        self.timeout, self._process = timeout, os.getpid()
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self.timeout, self._process = timeout or timedelta(minutes=30), os.getpid()
         self._file = os.memfd_create("lt_zero")
         self._size = 0
         # Never unmapped: what was then allocated at the address of a window would be taken for it.

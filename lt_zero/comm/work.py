@@ -169,8 +169,8 @@ class Watch:
             barrier.ask_after = waited + min(waited / 10, _ASK)
             detector = self.detector()
             ended = [rank for rank in barrier.absent() if detector is not None and detector.has_ended(rank)]
-            if left := set(ended) & set(barrier.absent()):  # whoever entered before the end is not missed
-                raise RuntimeError(f"Connection closed by rank {min(left)}.")
+            if missing := set(ended) & set(barrier.absent()):  # ranks may have entered after the first look, then ended
+                raise RuntimeError(f"Connection closed by rank {min(missing)}.")
         if waited > barrier.timeout.total_seconds() and (absent := barrier.absent()):
             raise RuntimeError(f"Timed out after {waited:.0f} s of waiting for rank {', '.join(map(str, absent))}.")
 
