@@ -52,7 +52,7 @@ def test_bytes_between_nodes(measured: Measured) -> None:
     assert sent["DDP, bf16_compress"] == pytest.approx(0.75, rel=0.2)
     assert sent["DDP, PowerSGD of rank 2"] < 0.2
     assert sent["HSDP (FSDP2, replicated over nodes)"] == pytest.approx(1.0, rel=0.2)
-    for peer in QUANTIZED:  # half of the sums in 4 bits, half of the weights in 8; then scales, and flags beside tiny weights
+    for peer in QUANTIZED:  # half of the sums in 4 bits, half of the weights in 8, scales and flags
         assert 0.1875 < sent[peer] < 0.3, peer
     for peer in MODES.keys() - COMPRESSED - QUANTIZED:
         assert sent[peer] > 1.0, peer  # the least: half of the sums in one direction, half of the weights in the other
