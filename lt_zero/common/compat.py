@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import signal
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -132,6 +132,44 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """``version_of`` each tensor."""
     with without_torch_function():
         return [tensor._version for tensor in tensors]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that identifies the storage of ``tensor`` as long as it lives."""
+    return int(torch._C._storage_id(tensor))  # type: ignore[attr-defined]
+
+
+def storage_references(storage: torch.UntypedStorage) -> int:
+    """The number of tensors, views and Python objects that refer to ``storage``."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def saves_under_hooks() -> bool:
+    """Whether saved-tensor hooks may be entered, which transforms of ``torch.func`` forbid."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
+def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The innermost saved-tensor hooks (pack, unpack) that are entered on this thread, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def leave_for_transforms(left: Callable[[], AbstractContextManager[None]]) -> None:
+    """Enter ``left()`` around each transform of ``torch.func`` that runs under no saved-tensor hooks.
+
+    Such a transform disables the hooks by this function of torch's, which raises if there are any. Idempotent.
+    """
+    disable = torch.autograd.graph.disable_saved_tensors_hooks
+    if getattr(disable, "leaves_hooks", False):
+        return
+
+    @contextmanager
+    def leave_and_disable(error_message: str) -> Iterator[None]:
+        with left(), disable(error_message):
+            yield
+
+    leave_and_disable.leaves_hooks = True  # type: ignore[attr-defined]
+    torch.autograd.graph.disable_saved_tensors_hooks = leave_and_disable
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:

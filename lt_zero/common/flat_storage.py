@@ -16,6 +16,8 @@ import sys
 import torch
 from torch import Tensor
 
+from lt_zero.common.compat import storage_references
+
 _PAGES = sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
 
 
@@ -31,19 +33,24 @@ class FlatStorage:
         else:
             self.tensor = torch.zeros(numel, dtype=dtype, device=device)
         self._nbytes = nbytes
+        self._storage = self.tensor.untyped_storage()
+
+    @property
+    def references(self) -> int:
+        """The number of tensors that lie in this storage: ``tensor`` and views of it."""
+        return storage_references(self._storage)
 
     def allocate(self) -> None:
         """Make the memory usable again; its content is undefined."""
-        storage = self.tensor.untyped_storage()
-        if self._pages is None and storage.nbytes() < self._nbytes:
-            storage.resize_(self._nbytes)
+        if self._pages is None and self._storage.nbytes() < self._nbytes:
+            self._storage.resize_(self._nbytes)
 
     def free(self) -> None:
         """Free the memory; only ``allocate`` may follow."""
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_DONTNEED)
-        elif self.tensor.untyped_storage().resizable():  # fails if a numpy array shares the storage
-            self.tensor.untyped_storage().resize_(0)
+        elif self._storage.resizable():  # fails if a numpy array shares the storage
+            self._storage.resize_(0)
 
 
 def anonymous_pages(nbytes: int, *advice: str) -> mmap.mmap:

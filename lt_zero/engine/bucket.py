@@ -105,6 +105,8 @@ class Bucket:
         self.pieces = self.layout.pieces(*self.shard_range)  # that master weights and accumulator of this rank hold
         self._piece_of = {piece.index: [piece] for piece in self.pieces}  # a bucket may have thousands
         self._storage = FlatStorage(self.layout.numel, dtype, comm.device) if sharding.params else None
+        self._references = 0  # of the engine itself to the storage
+        self.lent = False  # released, and its memory is kept: user code holds views of weights
         self.flat = self._storage.tensor if self._storage else comm.allocate(self.layout.numel, dtype)  # 1D
         self.param_views = self.layout.views(self.flat)
         if self._storage is not None:
@@ -201,6 +203,8 @@ class Bucket:
             self.announce(self, False)
         with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
             assert self._storage is not None
+            if not self.lent:
+                self._references = self._storage.references
             self._storage.allocate()
             self._background.wait()
             self._rounded = self.route is not None and not exact and not self.route.exact
@@ -232,8 +236,8 @@ class Bucket:
                 self._guard(False)
                 for parameter, view in zip(self.params, self.param_views, strict=True):
                     parameter.data = view
-            self.state = State.RESIDENT
-            self.edits.note()
+            self.state, self.lent = State.RESIDENT, False
+            self.edits.note(released=True)
         elif self._guarded:
             self._guard(False)
 
@@ -250,15 +254,22 @@ class Bucket:
         self.live.launched -= 1
 
     def release(self) -> None:
-        """To RELEASED, if the parameters are sharded: free the memory and replace parameters by sentinels."""
-        if self._storage is None or self.state is State.RELEASED:
+        """To RELEASED, if the parameters are sharded: free the memory and replace parameters by sentinels.
+
+        Memory that user code holds views of is kept until the views are gone. The state is RELEASED all the same: which
+        objects live on is not the same on all ranks.
+        """
+        if self._storage is None or (self.state is State.RELEASED and not self.lent):
+            return
+        if self.state is State.RELEASED:
+            self._free()
             return
         if self.state is State.GATHERING:
             with phase("gather", self.name):
                 self._land()  # a collective still writes into the memory that is freed below
             self.state = State.RELEASED
         else:
-            self.edits.check()
+            self.edits.check(released=True)
             self.state = State.RELEASED
             with torch.inference_mode(False):
                 if self._guarded:
@@ -267,7 +278,25 @@ class Bucket:
                     parameter.data = value
                 self._guard()
         self.live.elements -= self.layout.numel
-        self._storage.free()
+        self._free()
+
+    def _free(self) -> None:
+        assert self._storage is not None
+        self.lent = self._references > 0 and self._storage.references > self._references
+        if not self.lent:
+            self._storage.free()
+
+    def end_lending(self) -> None:
+        """The weights change: views of them that user code still holds read NaN until the next gather."""
+        self.release()
+        if self.lent:
+            with torch.no_grad():
+                self.flat.fill_(float("nan") if self.dtype.is_floating_point else 0)
+
+    @property
+    def readable(self) -> bool:
+        """Whether the flat tensor has its values, and uses are not intercepted."""
+        return self.state is State.RESIDENT and not self._guarded
 
     @property
     def resident(self) -> bool:
@@ -489,7 +518,8 @@ class InplaceEdits:
     so values are checked, too, before they are stepped or saved: by a digest on a CPU and where master weights are
     offloaded. On a GPU a digest would have to be waited for, so edited elements are found by comparing master weights
     with the compute copy. ``p.data = tensor`` takes a parameter out of its bucket, which changes its address; its
-    values are copied back.
+    values are copied back. Values of sharded parameters are compared at their first two releases, and where user code
+    was given a tensor whose writes no version shows.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -499,12 +529,16 @@ class InplaceEdits:
         self._versions: list[int] = []
         self._digest: Tensor | None = None  # of this rank's shard
         self._paused = False  # master weights are ahead of the compute copy
+        self._watched = 0  # releases
 
-    def note(self) -> None:
-        """Record the current values as unedited."""
+    def note(self, released: bool = False) -> None:
+        """Record the current values as unedited; ``released``: they were, and views of them may have been edited."""
         self._paused = False
         if not self._weights.master_is_view:
-            self._versions = versions_of(self._bucket.params)
+            before, self._versions = self._versions, versions_of(self._bucket.params)
+            if released and before != self._versions and self._weights.has_master:
+                edited = zip(self._bucket.layout.spans, self._versions, before, strict=True)
+                self.lost += [span.name for span, version, old in edited if version != old]
             self._digest = _digest_of(self._bucket.shard) if self._has_digest else None
 
     def pause(self) -> None:
@@ -526,12 +560,15 @@ class InplaceEdits:
         changed = self._has_digest and (digest is None or bool(digest != _digest_of(shard)))
         return changed or versions_of(self._bucket.params) != self._versions
 
-    def check(self, values: bool = False) -> None:
-        """Keep the edits since ``note``, or add them to ``lost``; with ``values`` check values, too."""
+    def check(self, values: bool = False, released: bool = False) -> None:
+        """Keep the edits since ``note``, or add them to ``lost``; with ``values`` check values, too.
+
+        ``released``: the compute copy is about to be released.
+        """
         bucket, weights = self._bucket, self._weights
         if not bucket.resident or self._paused:
             return
-        edited = self._put_back() if not self._sharded else []
+        edited = self._replaced() if self._sharded else self._put_back()
         if not weights.has_master:
             return
         versions = versions_of(bucket.params)
@@ -539,11 +576,11 @@ class InplaceEdits:
             changed = zip(bucket.layout.spans, versions, self._versions, strict=True)
             edited += [span.name for span, version, before in changed if version != before]
         if self._sharded:
-            if self.handed_out and not edited:
+            if (self.handed_out or (released and self._watches())) and not edited:
                 expected = bucket.expected_shard()
                 for piece in bucket.pieces:
                     rows = slice(piece.offset, piece.offset + piece.numel)
-                    if not torch.equal(bucket.shard[rows], expected[rows]):
+                    if not torch.equal(bucket.shard[rows].view(torch.uint8), expected[rows].view(torch.uint8)):
                         edited.append(bucket.layout.spans[piece.index].name)
             self.lost += edited
         elif edited or (values and (not self._has_digest or self.seen())):
@@ -553,6 +590,21 @@ class InplaceEdits:
         self.handed_out = False
         if edited:
             self.note()
+
+    def _watches(self) -> bool:
+        """Whether to compare values at this release, which shows whether the module's forward edits ``p.data``.
+
+        After construction's own release, at the first two.
+        """
+        self._watched += 1
+        return 1 < self._watched <= 3 and not self._bucket.streamed
+
+    def _replaced(self) -> list[str]:
+        """The names of sharded parameters that were assigned other tensors (``p.data = tensor``)."""
+        bucket = self._bucket
+        with without_torch_function():
+            moved = [p.data_ptr() != v.data_ptr() for p, v in zip(bucket.params, bucket.param_views, strict=True)]
+        return [span.name for span, has in zip(bucket.layout.spans, moved, strict=True) if has]
 
     @torch.no_grad()
     def _put_back(self) -> list[str]:

@@ -59,6 +59,7 @@ from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.quantized import refuse_quantized
+from lt_zero.engine.saved_weights import SavedWeights
 from lt_zero.engine.visible_grads import UsedParameters
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -121,9 +122,12 @@ class Engine(ProcessLocal):
         self.after_step: list[Callable[[], None]] = []  # called when the compute copies are up to date
         # Called before weights and states leave the engine, on all ranks: local_steps.py, Note [Ranks that step apart].
         self.before_reading: list[Callable[[], object]] = []
+        self._saved_weights = SavedWeights(units, self._need_saved)
         self.handles = hook_bare_parameters(root, self.owner, self._arm)
         for unit in units:
-            self.handles += hook_forward(unit.module, partial(self.pre_forward, unit), partial(self.post_forward, unit))
+            before, after = partial(self.pre_forward, unit), partial(self.post_forward, unit)
+            # Also after an exception: a caller may catch it and take an output from it.
+            self.handles += hook_forward(unit.module, before, after, always_call=True)
         # Called always, also after a failed forward.
         self.handles += self._hook_scope(root)
         self._of_parts: list[Any] = [] if training else self._hook_parts()  # handles
@@ -187,6 +191,7 @@ class Engine(ProcessLocal):
             hook_nodes(iter_tensors(output), self._arm)
         if self._depth > 0:
             return
+        self._saved_weights.end_pass()
         for unit in reversed(self.units):
             for call in unit.calls:
                 call.range.close()  # an exception ended it
@@ -218,16 +223,24 @@ class Engine(ProcessLocal):
             return None
         self.gatherer.visit(unit)
         unit.calls.append(call)
+        # Without gradients, too: the forward may enable them.
+        call.saves = bool(unit.sharded) and not self._stays_gathered(unit) and self._saved_weights.open()
         if not torch.is_grad_enabled():
             return None
         unit.awaited += 1
         call.inputs = hook_inputs(args, kwargs, lambda: self.unit_done(unit, call))
         return call.inputs.value
 
+    def _stays_gathered(self, unit: Unit) -> bool:
+        """Whether the weights of ``unit`` stay after its forward."""
+        return unit.keep and (unit.backward_needs_weights if torch.is_grad_enabled() else self.gatherer.fits_whole)
+
     def post_forward(self, unit: Unit, output: Any) -> None:
         if self.in_backward or in_running_backward():
             return
         call = unit.calls.pop() if unit.calls else Call()
+        if call.saves:
+            self._saved_weights.close()
         call.range.close()
         given, call.inputs = call.inputs, None
         written = given.write_back() if given is not None else []
@@ -244,7 +257,7 @@ class Engine(ProcessLocal):
                 self.gatherer.pin(bucket, again=True)  # a weight, or a view of one, left the unit
         if unit.calls:
             return  # an outer call of the same module is still running
-        if unit.keep and (unit.backward_needs_weights if torch.is_grad_enabled() else self.gatherer.fits_whole):
+        if self._stays_gathered(unit):
             self.gatherer.guard(unit)
         elif unit.leases == 0:
             self.gatherer.release(unit)
@@ -290,7 +303,6 @@ class Engine(ProcessLocal):
     def _pre_backward(self, unit: Unit, call: Call) -> None:
         self._arm()
         self._ranges.enter(unit.name)
-        self._refuse_ungathered(unit)
         self._create_graph |= torch.is_grad_enabled()
         unit.visited = True
         if not call.held:
@@ -302,6 +314,20 @@ class Engine(ProcessLocal):
                 for bucket in unit.sharded:
                     self.gatherer.pin(bucket, again=True)
             self.gatherer.visit(unit, backward=True)
+
+    def _need_saved(self, unit: Unit, call: Call | None, bucket: Bucket) -> None:
+        """Gather a bucket whose weights autograd is about to read. See saved_weights.py, Note [Saved weights]."""
+        if not in_running_backward():
+            raise RuntimeError(
+                f"A weight of module {unit.name!r} that autograd saved was read outside of backward, and it is sharded "
+                "over the ranks. Read it inside of `with lt_zero.gathered(module):` on every rank."
+            )
+        if call is not None:
+            self._pre_backward(unit, call)
+        else:
+            self._arm()
+        if not bucket.readable:  # saved by another unit than its own
+            self.gatherer.pin(bucket, again=torch.is_grad_enabled())
 
     def unit_done(self, unit: Unit, call: Call) -> None:
         """Called when a call's input gradients are there. See grad_bucket.py, Note [When a bucket is ready]."""
@@ -334,12 +360,10 @@ class Engine(ProcessLocal):
         explicit, self.in_backward, self._explicit = self._explicit, False, False
         again, self._create_graph = self._create_graph, False
         self.backwards += 1
-        if arrived:
-            for unit in self.units:
-                self._refuse_ungathered(unit)
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
         if arrived or explicit:
             self.reducer.finish()
+            self._note_ungathered()
             self.used_parameters.record()
         else:
             self.used_parameters.show_held()
@@ -351,19 +375,14 @@ class Engine(ProcessLocal):
             listener()
         self._span.close()
 
-    def _refuse_ungathered(self, unit: Unit) -> None:
-        """Raise if gradients arrived while the weights of ``unit``, which backward needs, were released."""
-        if unit.visited or not unit.backward_needs_weights:
-            return
-        for bucket in unit.sharded:
-            # Late gradients came in an earlier backward.
-            if bucket.state is State.RELEASED and bucket not in self.used_parameters.late and bucket.has_grads():
-                raise RuntimeError(
-                    f"Module {unit.name!r} ({type(unit.module).__name__}) received gradients through a tensor that no "
-                    "hook saw, so its weights were not gathered for backward. Return such tensors from forward (in "
-                    "tuples, lists, dicts, dataclasses or objects with attributes) or keep them as attributes of the "
-                    "module."
-                )
+    def _note_ungathered(self) -> None:
+        """Find units that got gradients in this backward while their weights, which it needs, were released."""
+        for unit in self.units:
+            arrived = [bucket.grads.arrived() for bucket in unit.sharded]  # of all: it starts to count anew
+            # A resident bucket is pinned: its weights were used outside of the unit.
+            released = all(bucket.state is State.RELEASED for bucket in unit.sharded)
+            if any(arrived) and released and unit.backward_needs_weights and not unit.visited:
+                self.used_parameters.ungathered.append(f"{unit.name!r} ({type(unit.module).__name__})")
 
     # ---- between backward and step -----------------------------------------------------------------------------
 
@@ -406,7 +425,7 @@ class Engine(ProcessLocal):
         first = self.root_unit.buckets  # every forward begins with it
         changed = [bucket for bucket in dict.fromkeys([*first, *self.buckets]) if bucket in buckets]
         for bucket in changed:
-            bucket.release()
+            bucket.end_lending()
             bucket.refresh_after_step()
         for bucket in changed:
             bucket.weights.copy.wait_copied()  # other ranks read it next

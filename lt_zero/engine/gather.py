@@ -44,6 +44,7 @@ class Call:
 
     range: Span = NOTHING  # in a profiler, while it runs
     inputs: ReplacedTensors | None = None  # the arguments with aliases, while it runs
+    saves: bool = False  # it runs under the saved-tensor hooks of saved_weights.py, which it entered
     held: bool = False  # it has a lease
     done: bool = False  # its backward has ended
 

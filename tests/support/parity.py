@@ -49,6 +49,7 @@ class Case:
     sync_every: bool = False  # reduce on each micro-batch instead of the last one only
     rtol: float = 1e-5
     atol: float = 1e-6
+    lends: bool = False  # user code holds views of weights when the run ends
     activation_checkpointing: dict[str, Any] = field(default_factory=dict)
     communication: dict[str, Any] = field(default_factory=dict)
 
@@ -151,6 +152,8 @@ def check(case: Case) -> Engine:
             case.after_step(model, step)
             case.after_step(reference, step)
         _compare_values(case, engine, reference, step)
+    lent = [bucket.name for bucket in engine.buckets if bucket.lent]
+    assert case.lends or not lent, f"memory of released weights is kept, as if user code held views of them: {lent}"
     return engine
 
 
