@@ -134,9 +134,8 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
         return [tensor._version for tensor in tensors]
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """A number that identifies the storage of ``tensor`` as long as it lives."""
-    return int(torch._C._storage_id(tensor))  # type: ignore[attr-defined]
+# A number that identifies the storage of a tensor as long as it lives. Called for each tensor that autograd saves.
+storage_key: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:

@@ -57,20 +57,6 @@ def _left() -> Iterator[None]:
             _entered.append(left.pop())
 
 
-class _SavedTensor:
-    """An activation, with the version at which it was saved."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # Not the tensor itself: an output that its own node saves would form a cycle.
-        self.tensor, self.version = tensor.detach(), tensor._version
-
-    def read(self) -> Tensor:
-        _check_version(self.tensor, self.tensor._version, self.version)
-        return self.tensor
-
-
 class _SavedWeight:
     """The place of a weight, or of a view of one, in its bucket."""
 
@@ -83,7 +69,8 @@ class _SavedWeight:
 
     def read(self) -> Tensor:
         view = self.bucket.flat.as_strided(self.shape, self.stride, self.offset)
-        _check_version(view, self.parameter._version, self.version)
+        if self.parameter._version != self.version:
+            raise modified(view, self.parameter._version, self.version)
         return view.data  # with a version counter of its own: refilling the flat tensor counts as a write
 
 
@@ -155,13 +142,21 @@ class SavedWeights:
             self._around[(pack, unpack)] = saved_tensors_hooks(pass_on, read)
         return self._around[(pack, unpack)]
 
-    def _pack(self, tensor: Tensor) -> _SavedTensor | _SavedWeight:
-        return self._weight(tensor) or _SavedTensor(tensor)
+    def _pack(self, tensor: Tensor) -> _SavedWeight | tuple[Tensor, int]:
+        """The place of a weight; an activation, with the version at which it was saved."""
+        if (weight := self._weight(tensor)) is not None:
+            return weight
+        # Not the tensor itself: an output that its own node saves would form a cycle.
+        return tensor.detach(), tensor._version
 
-    def _unpack(self, saved: _SavedTensor | _SavedWeight) -> Tensor:
+    def _unpack(self, saved: _SavedWeight | tuple[Tensor, int]) -> Tensor:
         if isinstance(saved, _SavedWeight):
             self._gather(saved)
-        return saved.read()
+            return saved.read()
+        tensor, version = saved
+        if tensor._version != version:
+            raise modified(tensor, tensor._version, version)
+        return tensor
 
     def _weight(self, tensor: Tensor) -> _SavedWeight | None:
         """The place of ``tensor`` if it is a weight or a view of one; None for any other tensor."""
@@ -181,12 +176,11 @@ class SavedWeights:
             self._needed(saved.unit, call, bucket)
 
 
-def _check_version(tensor: Tensor, version: int, saved: int) -> None:
-    """Raise torch's error if a saved tensor was modified in place."""
-    if version != saved:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {version}; expected version {saved} instead. Hint: "
-            "the backtrace further above shows the operation that failed to compute its gradient. The variable in "
-            "question was changed in there or anywhere later. Good luck!"
-        )
+def modified(tensor: Tensor, version: int, saved: int) -> RuntimeError:
+    """torch's error for a saved tensor that was modified in place."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {version}; expected version {saved} instead. Hint: "
+        "the backtrace further above shows the operation that failed to compute its gradient. The variable in "
+        "question was changed in there or anywhere later. Good luck!"
+    )
