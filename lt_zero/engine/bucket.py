@@ -568,7 +568,7 @@ class InplaceEdits:
         bucket, weights = self._bucket, self._weights
         if not bucket.resident or self._paused:
             return
-        edited = self._replaced() if self._sharded else self._put_back()
+        edited = [bucket.layout.spans[i].name for i in self.assigned()] if self._sharded else self.put_back()
         if not weights.has_master:
             return
         versions = versions_of(bucket.params)
@@ -599,26 +599,29 @@ class InplaceEdits:
         self._watched += 1
         return 1 < self._watched <= 3 and not self._bucket.streamed
 
-    def _replaced(self) -> list[str]:
-        """The names of sharded parameters that were assigned other tensors (``p.data = tensor``)."""
-        bucket = self._bucket
+    def assigned(self) -> list[int]:
+        """Numbers of parameters that were assigned other tensors (``p.data = tensor``), of a resident bucket."""
+        if not self._bucket.resident:
+            return []
+        pairs = enumerate(zip(self._bucket.params, self._bucket.param_views, strict=True))
         with without_torch_function():
-            moved = [p.data_ptr() != v.data_ptr() for p, v in zip(bucket.params, bucket.param_views, strict=True)]
-        return [span.name for span, has in zip(bucket.layout.spans, moved, strict=True) if has]
+            return [i for i, (p, view) in pairs if p.data_ptr() != view.data_ptr()]
 
     @torch.no_grad()
-    def _put_back(self) -> list[str]:
-        """Copy parameters that were assigned other tensors back to their views; returns their names."""
+    def put_back(self) -> list[str]:
+        """Copy parameters that were assigned other tensors back to their views; returns their names.
+
+        Those of another shape, dtype or device are ``lost``.
+        """
         found, bucket = [], self._bucket
-        for parameter, view, span in zip(bucket.params, bucket.param_views, bucket.layout.spans, strict=True):
-            if parameter.data_ptr() == view.data_ptr():
-                continue
+        for index in self.assigned():
+            parameter, view, name = bucket.params[index], bucket.param_views[index], bucket.layout.spans[index].name
             if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
-                self.lost.append(span.name)
+                self.lost.append(name)
                 continue
             view.copy_(parameter)
             parameter.data = view
-            found.append(span.name)
+            found.append(name)
         return found
 
 

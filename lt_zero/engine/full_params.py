@@ -186,27 +186,37 @@ def owns_all(engine: Engine) -> bool:
     return {id(p) for p in engine.root.parameters()} == engine.owner.keys()
 
 
-def check_identity(engine: Engine) -> None:
-    """Check that the model still has the engine's parameters, in their buckets.
+@torch.no_grad()
+def take_over_assigned(engine: Engine) -> None:
+    """Take over what was assigned to parameters between two runs (``p.data = ...``, ``prune.remove``). Collective.
+
+    As in DDP's construction, all ranks get the values of rank 0.
 
     Raises:
-        RuntimeError: a parameter was replaced or moved (``load_state_dict(assign=True)``, ``.double()``, ...).
+        RuntimeError: on all ranks, with the names of parameters that were cast, moved or reshaped on one.
     """
-    for name, parameter in engine.root.named_parameters():
-        place = engine.owner.get(id(parameter))
-        if place is None:
-            raise RuntimeError(
-                f"Parameter {name!r} was replaced or added after the model was sharded (for example by "
-                "`load_state_dict(assign=True)`). Change the model before training starts, or load by copying."
-            )
-        bucket, index = place
-        moved = bucket.state is State.RESIDENT and parameter.data_ptr() != bucket.param_views[index].data_ptr()
-        if moved or parameter.dtype != bucket.dtype:
-            raise RuntimeError(
-                f"Parameter {name!r} no longer lies in its bucket: it was cast, moved or assigned to after the model "
-                "was sharded. Do this before training starts, or copy values inside "
-                "`lt_zero.gathered(parameter, write=True)`."
-            )
+    names = {id(parameter): name for name, parameter in engine.root.named_parameters()}
+    assigned, changed = set[int](), list[str]()
+    for number, bucket in enumerate(engine.buckets):
+        bucket.wait_background_step()
+        for index in bucket.edits.assigned():
+            parameter, view = bucket.params[index], bucket.param_views[index]
+            if (parameter.shape, parameter.dtype, parameter.device) == (view.shape, view.dtype, view.device):
+                assigned.add(number)
+            elif id(parameter) in names:  # others get the engine's values when the model is whole again
+                what = f"{tuple(view.shape)}, {view.dtype}, {view.device}"
+                changed.append(f"{names[id(parameter)]!r} (it was {what})")
+    told = engine.comm.host_gather((assigned, changed), "assigned parameters")
+    if every := list(dict.fromkeys(name for _, some in told for name in some)):
+        more = f" and {len(every) - 5} more" if len(every) > 5 else ""
+        raise RuntimeError(
+            f"Parameter {', '.join(every[:5])}{more} was cast, moved or reshaped after the model was sharded. Do this "
+            "before training starts, or make a new model, with weights that `trainer.strategy.export(path)` has "
+            "written; to change values, copy them inside `lt_zero.gathered(parameter, write=True)`."
+        )
+    for number in sorted(set[int]().union(*(some for some, _ in told))):
+        engine.buckets[number].edits.put_back()
+        engine.buckets[number].adopt_edits()
 
 
 @torch.no_grad()

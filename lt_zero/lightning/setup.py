@@ -24,7 +24,7 @@ from lt_zero.common.compat import SignalOverride
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import check_identity, owns_all, restore_whole
+from lt_zero.engine.full_params import owns_all, restore_whole, take_over_assigned
 from lt_zero.engine.guard import owner_of
 from lt_zero.lightning.model_report import dtype_table, unit_table
 from lt_zero.lightning.precision import sharded_of
@@ -99,15 +99,20 @@ def find_engine(module: nn.Module, config: ZeroConfig, policy: DtypePolicy, last
     If an error has ended that run while averages were in use, its weights are put back.
 
     ``last`` is the strategy's engine, reusable while the module is the same.
+
+    Raises:
+        RuntimeError: a parameter was cast, moved or reshaped since that run.
     """
     owners = {id(e): e for e in map(owner_of, module.parameters()) if isinstance(e, Engine) and e.attached}
+    if last is not None and last.attached and last.root is module:
+        owners[id(last)] = last  # all of its parameters may have been replaced
     for engine in owners.values():
         if engine.average is not None:
             engine.average.drop()
+        take_over_assigned(engine)
         same = engine.config == config and engine.policy == policy
         mine = engine.root is module and (engine is last or same)
         if mine and len(owners) == 1 and owns_all(engine):
-            check_identity(engine)
             return engine
         restore_whole(engine)  # another module or configuration, or changed layers
     return None

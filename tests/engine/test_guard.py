@@ -15,7 +15,7 @@ from torch import nn
 
 import lt_zero
 from lt_zero.checkpoint.native.plain import plain
-from lt_zero.engine.full_params import check_identity
+from lt_zero.engine.full_params import take_over_assigned
 from lt_zero.engine.lazy_tensor import AbsentTensor
 from tests.support.matrix import cover, only
 from tests.support.models import Net, next_token_loss, tokens
@@ -249,20 +249,29 @@ def test_rank_zero_wins_in_gathered(pool: Pool, stage: int, low: bool) -> None:
     pool.run(2, _write_one_rank, stage, low)
 
 
-def _identity() -> None:
-    engine = _engine(2)
-    check_identity(engine)
-    engine.root.load_state_dict(Net().state_dict(), assign=True)
-    with pytest.raises(RuntimeError, match="replaced"):
-        check_identity(engine)
-    engine = _engine(1)
-    engine.root.double()
-    with pytest.raises(RuntimeError, match="cast, moved"):
-        check_identity(engine)
+def _assigned(stage: int) -> None:
+    engine = _engine(stage)
+    before = full_values(engine)
+    weight, moved = engine.root.blocks[0].up.weight, engine.root.blocks[1].up.bias
+    weight.data = torch.full_like(weight, 0.25 + dist.get_rank())
+    if dist.get_rank() == 1:
+        moved.data = torch.zeros_like(moved)  # on another rank, where rank 0's value wins
+    take_over_assigned(engine)
+    after = full_values(engine)
+    for name, value in after.items():
+        want = torch.full_like(value, 0.25) if name == "blocks.0.up.weight" else before[name]
+        assert torch.equal(value, want), name
+    assert (weight == 0.25).all()
+    assert weight.data_ptr() == engine.owner[id(weight)][0].param_views[engine.owner[id(weight)][1]].data_ptr()
+    if dist.get_rank() == 1:
+        engine.root.scale.data = engine.root.scale.data.double()
+    with pytest.raises(RuntimeError, match=r"'scale' \(it was \(10,\), torch.float32, cpu\) was cast, moved or"):
+        take_over_assigned(engine)
 
 
-def test_replaced_and_cast_parameters_are_found(pool: Pool) -> None:
-    pool.run(2, _identity)
+@pytest.mark.parametrize("stage", only([2], [0, 1, 2]))
+def test_what_is_assigned_to_parameters_is_taken_over_or_named(pool: Pool, stage: int) -> None:
+    pool.run(2, _assigned, stage)
 
 
 def test_gathered_without_an_engine() -> None:
