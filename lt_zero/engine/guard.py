@@ -65,7 +65,7 @@ def _guarded_function(
     cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     kwargs = kwargs or {}
-    if func in PASSING:
+    if func in PASSING or (func is Tensor.type and len(args) == 1 and not kwargs):  # without a dtype it only names one
         with without_torch_function():
             return func(*args, **kwargs)
     parameters = []

@@ -27,6 +27,8 @@ from lt_zero.optim.zero_one import ZeroOneAdam
 # Names of classes, which decide where a trial is inconclusive.
 _FLAT = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Lion"}
 _WHOLE = {"Muon", "Adafactor", "Shampoo", "SOAP", "DistributedShampoo", "Kron", "PSGD", "Lamb", "LAMB", "Lars", "LARS"}
+# Wrappers and optimizers that shard states, or average weights, over the ranks by themselves.
+_DISTRIBUTED = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "OSS", "DistributedFusedAdam", "DistributedFusedLAMB"}
 _CUT = 5000  # of 10,240 elements: 8-bit optimizers keep tensors of less than 4096 in 32 bits
 _STEPS = 8  # rectified optimizers (RAdam) do not move before the sixth
 
@@ -40,10 +42,18 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) ->
         whole: whether shards consist of full parameters.
 
     Raises:
-        TypeError: the optimizer needs full matrices, all parameters, sparse gradients or repeated closures.
+        TypeError: the optimizer needs full matrices, all parameters, sparse gradients or repeated closures, or it
+            works on several ranks by itself.
     """
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     name = type(optimizer).__name__
+    if names & _DISTRIBUTED:
+        inner = getattr(optimizer, "optim", None)
+        instead = type(inner).__name__ if isinstance(inner, Optimizer) else "the optimizer that it wraps, such as AdamW"
+        raise TypeError(
+            f"{name} shards states or averages weights over the ranks by itself, as ZeRO does already. Pass {instead} "
+            "instead, over the same parameters: its states are sharded from stage 1 on."
+        )
     if "LBFGS" in names:
         raise TypeError(f"{name} evaluates its closure several times per step, which ZeRO does not support. Use AdamW.")
     if "SparseAdam" in names:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 import lt_zero
@@ -188,6 +189,8 @@ def _refusals(stage: int) -> None:
     parameters = list(engine.root.parameters())
     with pytest.raises(TypeError, match="LBFGS"):
         lt_zero.ShardedOptimizer(engine, torch.optim.LBFGS(parameters))
+    with pytest.raises(TypeError, match="ZeroRedundancyOptimizer .* over the ranks by itself.* Pass SGD instead"):
+        lt_zero.ShardedOptimizer(engine, ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1))
     if stage:
         with pytest.raises(TypeError, match="Adafactor.*whole matrices"):
             lt_zero.ShardedOptimizer(engine, torch.optim.Adafactor(parameters))
@@ -204,7 +207,7 @@ def _refusals(stage: int) -> None:
     assert bool(stage) == any("not known" in str(w.message) for w in seen)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_optimizers_that_need_whole_matrices_are_refused(pool: Pool, stage: int) -> None:
     pool.run(2, _refusals, stage)
 
