@@ -89,7 +89,7 @@ def shard(
             f"call torch.cuda.set_device({device.index}) first."
         )
     comm = comm or Comm.for_world(device, check=config.zero_optimization.enable_sanity_checks)
-    policy = policy or dtype_policy(config, resolve_mode(config, "32-true", device.type))
+    policy = policy or dtype_policy(config, resolve_mode(config, "32-true"))
     if training:
         refuse_quantized(config)
     elif config.quantize is not None:

@@ -62,7 +62,7 @@ def inference(
     comm = comm or Comm.for_world(device, check=chosen.zero_optimization.enable_sanity_checks)
     check_same(chosen, comm.host_gather)
     tell_ignored(ignored, comm.rank)
-    policy = dtype_policy(chosen, resolve_mode(chosen, "32-true", device.type))
+    policy = dtype_policy(chosen, resolve_mode(chosen, "32-true"))
     saved = None
     if weights is not None:
         with comm.agree("reading the weights", CheckpointError):

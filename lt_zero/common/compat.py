@@ -251,6 +251,22 @@ def announce_compute_dtype(plugin: HalfPrecision, dtype: torch.dtype) -> None:
     plugin._desired_input_dtype = dtype
 
 
+def asked_precision() -> str | None:
+    """The ``precision`` with which a Trainer or Fabric is being made now; None if it has none, or none is being made.
+
+    On a CPU Lightning replaces "16-mixed" by "bf16-mixed", and afterwards nothing tells what was asked for. So this reads
+    the argument in the frame of Lightning's connector.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        known = type(frame.f_locals.get("self")).__name__ in ("_AcceleratorConnector", "_Connector")
+        if known and frame.f_code.co_name == "__init__":
+            asked = frame.f_locals.get("precision")
+            return None if asked is None else {"16": "16-mixed"}.get(str(asked), str(asked))
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
 def override_dtype(module: torch.nn.Module, dtype: torch.dtype) -> list[tuple[torch.nn.Module, torch.dtype]]:
     """Set ``dtype`` of ``module`` and its submodules where they are LightningModules; returns the previous dtypes.
 

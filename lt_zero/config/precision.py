@@ -83,41 +83,40 @@ class DtypePolicy:
         return torch.float32 if low and not (self.low_master and dtype == self.compute) else dtype
 
 
-def resolve_mode(config: Schema, precision: str, device: str) -> str:
-    """Resolve the precision from the Trainer and the configuration.
+def resolve_mode(config: Schema, precision: str, asked: str | None = None) -> str:
+    """Resolve the precision from the Trainer (or Fabric) and the configuration.
 
     Args:
         config: its ``fp16``, ``bf16`` and ``torch_autocast`` blocks are used.
-        precision: "32-true" is the Trainer's default, so it contradicts nothing.
-        device: on "cpu" Lightning has already replaced "16-mixed" by "bf16-mixed".
+        precision: that of Lightning's plugin. "32-true" is the Trainer's default, so it contradicts nothing.
+        asked: what the user passed, if known: on a CPU Lightning replaces "16-mixed" by "bf16-mixed".
 
     Raises:
         ConfigError: they contradict each other; shows both.
     """
-    autocast, asked = config.torch_autocast, precision.partition("-")[0]
+    replaced = (asked, precision) == ("16-mixed", "bf16-mixed")
+    given = "16-mixed" if replaced else precision
+    autocast, bits = config.torch_autocast, given.partition("-")[0]
     if autocast.enabled:
         mode = "16-mixed" if autocast.dtype == torch.float16 else "bf16-mixed"
-        replaced = device == "cpu" and mode == "16-mixed" and precision == "bf16-mixed"
-        if precision not in ("32-true", mode) and not replaced:
-            raise _contradiction(precision, "torch_autocast.dtype", autocast.dtype)
+        if given not in ("32-true", mode):
+            raise _contradiction(given, "torch_autocast.dtype", autocast.dtype)
         return mode
     blocks = {"16": ("fp16", config.fp16.enabled), "bf16": ("bf16", config.bf16.enabled)}
     wanted = next((bits for bits, (_, enabled) in blocks.items() if enabled is True), None)
     if wanted is None:
-        if asked in blocks and blocks[asked][1] is False:
-            raise _contradiction(precision, f"{blocks[asked][0]}.enabled", "false")
+        if bits in blocks and blocks[bits][1] is False:
+            raise _contradiction(given, f"{blocks[bits][0]}.enabled", "false")
         return precision
-    if precision == "32-true":
+    if given == "32-true":
         return f"{wanted}-true"
-    if device == "cpu" and precision == "bf16-mixed":
-        return f"{wanted}-mixed"
-    if asked != wanted:
-        raise _contradiction(precision, f"{blocks[wanted][0]}.enabled", "true")
-    return precision
+    if bits != wanted:
+        raise _contradiction(given, f"{blocks[wanted][0]}.enabled", "true")
+    return given
 
 
 def _contradiction(precision: str, key: str, value: object) -> ConfigError:
-    text = f"Trainer(precision={precision!r}) contradicts {key}={value} in the ZeRO configuration."
+    text = f"Trainer or Fabric(precision={precision!r}) contradicts {key}={value} in the ZeRO configuration."
     return ConfigError.about(key, f"{text} Change or remove one.")
 
 

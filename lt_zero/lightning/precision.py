@@ -19,7 +19,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lt_zero.common.compat import announce_compute_dtype, is_plain_closure, logged_step, override_dtype
+from lt_zero.common.compat import announce_compute_dtype, asked_precision, is_plain_closure, logged_step, override_dtype
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
@@ -109,7 +109,7 @@ class ZeroPrecision(HalfPrecision):
             ValueError: they contradict the precision.
         """
         self.device_type = device_type
-        mode = resolve_mode(config, precision or self.precision, device_type)
+        mode = resolve_mode(config, precision or self.precision, asked_precision())
         self.policy: DtypePolicy = dtype_policy(config, mode, self._rules if MODES[mode][0] == torch.float16 else None)
         self.loss_scale_controller = LossScaleController(self.policy, on_min_scale(config))
         self.precision: str = mode  # type: ignore[assignment]

@@ -135,7 +135,7 @@ class TrainingEngine(nn.Module):
         check_same(config, self.comm.host_gather)
         tell_without_trainer(config, self.global_rank, "checkpoint.format")
         self._micro, self._gas = _batch_sizes(config, self.world_size)
-        policy = dtype_policy(config, resolve_mode(config, "32-true", wanted.type))
+        policy = dtype_policy(config, resolve_mode(config, "32-true"))
         self.engine: Engine = shard(model, config, wanted, policy, self.comm, training=True)
         for child in model.modules():
             for name, buffer in child.named_buffers(recurse=False):

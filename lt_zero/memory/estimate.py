@@ -127,7 +127,7 @@ def _planned(
         config = with_sizes(config, model)
     elif sizes_left := sorted(path[1] for path in config.autos if path[1:] and str(path[1]).endswith(_OF_HIDDEN)):
         raise ValueError(f'{", ".join(map(str, sizes_left))} "auto" needs the model, not its size: write numbers.')
-    policy = dtype_policy(config, resolve_mode(config, precision or "32-true", device))
+    policy = dtype_policy(config, resolve_mode(config, precision or "32-true"))
     if not isinstance(model, nn.Module):
         along = config.zero_optimization.model_copy(update={"shard_along": "element"})
         config = config.model_copy(update={"zero_optimization": along})

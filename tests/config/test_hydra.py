@@ -94,7 +94,7 @@ def test_infinity_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_precision(option: str, mode: str) -> None:
     config = composed("+trainer=default", f"+precision={option}")
-    assert resolve_mode(parsed(config), config["trainer"]["precision"], "cuda") == mode
+    assert resolve_mode(parsed(config), config["trainer"]["precision"]) == mode
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option.split("=")[0] not in NOT_OURS])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision, Precision
 from torch.amp import GradScaler
 
-from lt_zero import ZeroConfig, ZeroPrecision, ZeroStrategy
+from lt_zero import ConfigError, FabricZeroStrategy, ZeroConfig, ZeroPrecision, ZeroStrategy
 from lt_zero.config.precision import MODES, ScalerRules, dtype_policy, on_min_scale, resolve_mode
 from tests.support.lightning_tools import QUIET
 
@@ -21,47 +23,85 @@ def config_with(**keys: Any) -> ZeroConfig:
 
 
 ON, OFF = {"enabled": True}, {"enabled": False}
+AUTO: dict[str, Any] = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
+AUTOCAST = [{"torch_autocast": {"enabled": True, "dtype": dtype}} for dtype in ("fp16", "bf16")]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "auto": AUTO,
+    "fp16": {"fp16": ON},
+    "bf16": {"bf16": ON},
+    "no fp16": {"fp16": OFF},
+    "no bf16": {"bf16": OFF},
+    "autocast fp16": AUTOCAST[0],
+    "autocast bf16": AUTOCAST[1],
+}
+ASKED = [None, "32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
+PLAIN = ["32-true", *ASKED[1:]]
+NO: None = None
+# What a run does, by configuration and the precision that was asked for, in the order of ASKED; NO: an error.
+PAIRS: dict[str, list[str | None]] = {
+    "nothing": [*PLAIN],
+    "auto": [*PLAIN],
+    "fp16": ["16-true", "16-true", NO, "16-true", NO, "16-mixed", NO],
+    "bf16": ["bf16-true", "bf16-true", NO, NO, "bf16-true", NO, "bf16-mixed"],
+    "no fp16": ["32-true", "32-true", "64-true", NO, "bf16-true", NO, "bf16-mixed"],
+    "no bf16": ["32-true", "32-true", "64-true", "16-true", NO, "16-mixed", NO],
+    "autocast fp16": ["16-mixed", "16-mixed", NO, NO, NO, "16-mixed", NO],
+    "autocast bf16": ["bf16-mixed", "bf16-mixed", NO, NO, NO, NO, "bf16-mixed"],
+}
+MADE: dict[str, Callable[..., Any]] = {
+    "Trainer": lambda config, **asked: trainer_with(config, **asked).precision_plugin,
+    "Fabric": lambda config, **asked: (
+        Fabric(accelerator="cpu", devices=1, strategy=FabricZeroStrategy(config=config), **asked).strategy.precision
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU")
+@pytest.mark.parametrize("face", list(MADE))
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_every_pair_agrees_or_is_an_error_that_shows_both(name: str, face: str) -> None:
+    """On a CPU, where Lightning replaces 16-mixed by bf16-mixed."""
+    keys = CONFIGS[name]
+    for asked, want in zip(ASKED, PAIRS[name], strict=True):
+        given = {} if asked is None else {"precision": asked}
+        if want is None:
+            block = next(iter(keys))
+            with pytest.raises(ConfigError, match=rf"precision='{asked}'\) contradicts {block}\."):
+                MADE[face](keys, **given)
+            continue
+        if want == "16-mixed" and not {"fp16", "torch_autocast"} & {k for k, v in keys.items() if v["enabled"] is True}:
+            want = "bf16-mixed"  # with Lightning's warning
+        assert MADE[face](keys, **given).precision == want, (asked, keys)
 
 
 @pytest.mark.parametrize(
-    ("keys", "precision", "device", "want"),
+    ("keys", "precision", "asked", "want"),
     [
-        ({}, "32-true", "cuda", "32-true"),
-        ({}, "16-mixed", "cuda", "16-mixed"),
-        ({"fp16": ON}, "32-true", "cuda", "16-true"),
-        ({"bf16": ON}, "32-true", "cuda", "bf16-true"),
-        ({"bfloat16": ON}, "bf16-mixed", "cuda", "bf16-mixed"),
-        ({"fp16": ON}, "16-mixed", "cuda", "16-mixed"),
-        ({"fp16": ON}, "16-true", "cpu", "16-true"),
-        ({"fp16": ON}, "bf16-mixed", "cpu", "16-mixed"),  # Lightning's replacement on CPU
-        ({"fp16": OFF, "bf16": OFF}, "32-true", "cuda", "32-true"),
-        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, "bf16-true", "cuda", "bf16-true"),
-        ({"fp16": OFF, "bf16": ON}, "bf16-true", "cuda", "bf16-true"),
-        ({"torch_autocast": {"enabled": True, "dtype": "bf16"}}, "32-true", "cuda", "bf16-mixed"),
-        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "16-mixed", "cuda", "16-mixed"),
-        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "bf16-mixed", "cpu", "16-mixed"),
-        ({"torch_autocast": {"enabled": False}}, "16-mixed", "cuda", "16-mixed"),
+        ({"fp16": ON}, "32-true", None, "16-true"),  # without a Trainer
+        ({"fp16": OFF, "bf16": ON}, "bf16-true", None, "bf16-true"),
+        ({"bfloat16": ON}, "bf16-mixed", "bf16-mixed", "bf16-mixed"),
+        ({"fp16": ON}, "16-mixed", "16-mixed", "16-mixed"),  # a GPU
+        ({"fp16": ON}, "bf16-mixed", "16-mixed", "16-mixed"),  # a CPU
+        ({}, "bf16-mixed", "16-mixed", "bf16-mixed"),
     ],
 )
-def test_modes_agree(keys: dict[str, Any], precision: str, device: str, want: str) -> None:
-    assert resolve_mode(config_with(**keys), precision, device) == want
+def test_modes_agree(keys: dict[str, Any], precision: str, asked: str | None, want: str) -> None:
+    assert resolve_mode(config_with(**keys), precision, asked) == want
 
 
 @pytest.mark.parametrize(
-    ("keys", "precision", "shown"),
+    ("keys", "precision", "asked", "shown"),
     [
-        ({"fp16": ON}, "bf16-mixed", "fp16.enabled=true"),
-        ({"bf16": ON}, "16-mixed", "bf16.enabled=true"),
-        ({"bf16": ON}, "16-true", "bf16.enabled=true"),
-        ({"fp16": OFF}, "16-mixed", "fp16.enabled=false"),
-        ({"bf16": OFF}, "bf16-true", "bf16.enabled=false"),
-        ({"torch_autocast": {"enabled": True, "dtype": "bf16"}}, "16-mixed", "torch_autocast.dtype"),
+        ({"bf16": ON}, "16-mixed", "16-mixed", "bf16.enabled=true"),  # a GPU
+        ({"fp16": OFF}, "bf16-mixed", "16-mixed", "fp16.enabled=false"),  # a CPU
+        ({"fp16": ON}, "bf16-mixed", None, "fp16.enabled=true"),  # a plugin
     ],
 )
-def test_contradictions_show_both(keys: dict[str, Any], precision: str, shown: str) -> None:
+def test_contradictions_show_both(keys: dict[str, Any], precision: str, asked: str | None, shown: str) -> None:
     with pytest.raises(ValueError, match=shown) as error:
-        resolve_mode(config_with(**keys), precision, "cuda")
-    assert repr(precision) in str(error.value)
+        resolve_mode(config_with(**keys), precision, asked)
+    assert repr(asked or precision) in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_the_same_stage_in_another_type() -> None:
 
 def test_a_precision_that_contradicts_is_a_problem_of_the_configuration() -> None:
     with pytest.raises(ConfigError, match=r"bf16-true.* contradicts fp16\.enabled=true") as caught:
-        resolve_mode(ZeroConfig.of({"fp16": {"enabled": True}}), "bf16-true", "cpu")
+        resolve_mode(ZeroConfig.of({"fp16": {"enabled": True}}), "bf16-true")
     assert [problem.key for problem in caught.value.problems] == ["fp16.enabled"]
 
 

@@ -180,5 +180,5 @@ def test_what_lightnings_plugins_can_be_asked() -> None:
 def test_other_precisions_contradict_double() -> None:
     for block in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}, {"torch_autocast": {"enabled": True}}):
         with pytest.raises(ConfigError, match="precision='64-true'. contradicts"):
-            resolve_mode(ZeroConfig.of(block), "64-true", "cpu")
-    assert resolve_mode(ZeroConfig.of({"bf16": {"enabled": "auto"}}), "64-true", "cpu") == "64-true"
+            resolve_mode(ZeroConfig.of(block), "64-true")
+    assert resolve_mode(ZeroConfig.of({"bf16": {"enabled": "auto"}}), "64-true") == "64-true"

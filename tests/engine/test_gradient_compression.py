@@ -133,7 +133,7 @@ def _skipped(stage: int, name: str) -> None:
     config = config_of(
         stage, None, torch.float16, gradient_compression=BLOCKS[name], fp16={"initial_scale_power": 8, "hysteresis": 1}
     )
-    policy = dtype_policy(config, resolve_mode(config, "16-true", "cpu"))
+    policy = dtype_policy(config, resolve_mode(config, "16-true"))
     engine = lt_zero.shard(model, config, policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sharded, controller = lt_zero.ShardedOptimizer(engine, optimizer), LossScaleController(policy)
