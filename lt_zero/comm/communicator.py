@@ -35,7 +35,7 @@ from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.compression import Compressor, Residuals, gather_encoded
 from lt_zero.comm.hang_detection import HangDetector, in_collective, user_line
 from lt_zero.comm.hierarchy import Hierarchy
-from lt_zero.comm.process_groups import new_group, one_queue, with_index
+from lt_zero.comm.process_groups import exists, new_group, one_queue, with_index
 from lt_zero.comm.shared_memory import FENCES, Barrier, SharedArena, store, supported
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
 from lt_zero.comm.topology import choose, group_by_node, node_identity, whole_nodes
@@ -146,7 +146,7 @@ class Comm(ProcessLocal):
     def _destroy_unused(self) -> None:
         """Destroy the groups of communicators that are gone on all ranks: those of NCCL hold 100s of MB. Collective."""
         weakref.finalize(self, _unused.append, self._groups).atexit = False
-        _unused[:] = [groups for groups in _unused if _exists(groups[0])]  # others ended with their default group
+        _unused[:] = [groups for groups in _unused if exists(groups[0])]  # others ended with their default group
         named = {tuple(group.group_name for group in groups): groups for groups in list(_unused)}
         everywhere = self.host_gather(list(named), "unused groups")
         for names in everywhere[0]:  # in the same order on all ranks, as NCCL may wait for the others
@@ -743,14 +743,6 @@ class _Pickler(pickle.Pickler):
         # A CUDA tensor arrives on the CPU: by default it would arrive on the sender's device.
         flat = value.detach().resolve_conj().resolve_neg().reshape(-1).cpu()
         return _unpacked, (flat.view(torch.uint8).numpy().tobytes(), value.dtype, value.shape)
-
-
-def _exists(group: dist.ProcessGroup) -> bool:
-    try:
-        dist.get_process_group_ranks(group)
-    except KeyError:
-        return False
-    return True
 
 
 def _packed(value: Any) -> bytes:

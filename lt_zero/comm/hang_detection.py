@@ -25,8 +25,11 @@ Note [Closing connections]
 Note [Life of the thread]
     It answers from ``start`` to ``stop``; a long wait starts it again. The thread refers to the watch and to its own
     store client, not to the ``HangDetector``: when that is collected, or at exit, the thread is ended and joined,
-    because a daemon thread must not be in torch's C++ code when the interpreter ends. A forked child has no such
-    thread, and must not use the store's connection.
+    because a daemon thread must not be in torch's C++ code when the interpreter ends. It ends, too, with its process
+    group. A forked child has no such thread, and must not use the store's connection.
+    In scripts without a Trainer (Fabric, loops) it answers until the script ends. Rank 0 mostly serves the store, and a
+    thread that polls a store that is gone makes torch print its stack. So when rank 0 ends first it asks the others'
+    threads to end, and waits for that, for a few seconds at most.
 
 Note [Ended ranks]
     When a rank ends, the others fail one after the other, each with gloo's message about a neighbour. So each rank that
@@ -38,6 +41,7 @@ Note [Ended ranks]
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -46,6 +50,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import FrameType, TracebackType
@@ -58,7 +63,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 from lt_zero.comm import shared_memory
 from lt_zero.comm import work as work_module
 from lt_zero.comm.agreement import Agreement
-from lt_zero.comm.process_groups import closing_if_unanswered
+from lt_zero.comm.process_groups import closing_if_unanswered, exists
 from lt_zero.comm.work import CALL, FENCE, Launch, Watch
 
 log = logging.getLogger(__name__)
@@ -132,6 +137,8 @@ class HangDetector:
         watch.detector = this
         self._reporter = _Reporter(watch, store, groups, self._patience.poll)
         self._finalizer: weakref.finalize | None = None  # type: ignore[type-arg]
+        self._server = groups[0].get_group_store()  # may serve the store: not before this is gone does that end
+        _detectors.add(self)
         self.start()
 
     def start(self) -> None:
@@ -139,16 +146,22 @@ class HangDetector:
         if self._watch.verdict is not None or os.getpid() != self._pid:
             return
         if self._finalizer is None or not self._finalizer.alive:
-            stop = threading.Event()
-            arguments = (self._reporter, self.agreement, stop)
-            thread = threading.Thread(target=_serve, args=arguments, name="lt_zero-roll-call", daemon=True)
+            thread = RollCall(self._reporter, self.agreement)
             thread.start()
-            self._finalizer = weakref.finalize(self, _end_thread, stop, thread, self._pid)
+            self._finalizer = weakref.finalize(self, thread.stop)
 
     def stop(self) -> None:
         """End the thread. No-op if there is none."""
         if self._finalizer is not None:
             self._finalizer()
+
+    def leave(self, deadline: float) -> None:
+        """At exit of rank 0: let the other ranks' threads end before the store does. See Note [Life of the thread]."""
+        failed = self._watch.verdict is not None or self._end is not None or self._posted
+        if self._ranks[self._rank] != 0 or os.getpid() != self._pid or failed:
+            return
+        with contextlib.suppress(RuntimeError):  # another process serves the store, and has ended
+            self._reporter.ask_to_end(deadline)
 
     def refuse_fork(self, what: str) -> None:
         """Raise in a forked child."""
@@ -432,6 +445,20 @@ class _Reporter:
         self._since = 0.0
         self._last_question = self._idle_polls = 0  # number of the last question; polls since
 
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Context of the thread: it is counted among those that poll the store."""
+        self._store.add("listening", 1)
+        yield
+        self._store.add("listening", -1)
+
+    def ask_to_end(self, deadline: float) -> None:
+        """Ask the other ranks' threads to end, and wait until they have, or until ``deadline``."""
+        self._store.set("closing", "")
+        self._store.add("asks", 1)
+        while self._store.add("listening", 0) > 0 and time.monotonic() < deadline:
+            time.sleep(self.interval / 20)
+
     def read_verdict(self) -> bool:
         """Update the verdict; returns whether there is one."""
         if self._watch.verdict is None and self._store.check(["verdict"]):
@@ -439,7 +466,9 @@ class _Reporter:
         return self._watch.verdict is not None
 
     def poll(self) -> bool:
-        """Answer questions; returns whether there is a verdict, after which the thread ends."""
+        """Answer questions; returns whether the thread ends: after a verdict, and with the group or the store."""
+        if not all(map(exists, self._groups)):
+            return True
         asks = self._store.add("asks", 0)
         self._idle_polls = 0 if asks != self._last_question else self._idle_polls + 1
         if self._idle_polls > 3:
@@ -449,7 +478,7 @@ class _Reporter:
         self._last_question, known = asks, self._watch.verdict is not None
         if not self.read_verdict():
             self._answer(asks)
-            return False
+            return self._store.check(["closing"])
         if not known and self._watch.waiting is None:  # the main thread may not find out by itself
             log.error("%s", self._watch.verdict)
         self._store.add("heard", 1)
@@ -502,20 +531,40 @@ class _Reporter:
         self._store.set(f"doing/{self._rank}", json.dumps(answer))
 
 
-def _serve(reporter: _Reporter, agreement: Agreement, stop: threading.Event) -> None:
-    try:
-        while not stop.wait(reporter.interval):
-            agreement.poll()
-            if reporter.poll():
-                return
-    except RuntimeError as error:  # the process that serves the store has ended
-        log.debug("No more roll calls: %s", error)
+class RollCall(threading.Thread):
+    """Answers other ranks until ``stop``, a verdict, or the end of the process group."""
+
+    def __init__(self, reporter: _Reporter, agreement: Agreement) -> None:
+        super().__init__(name="lt_zero-roll-call", daemon=True)
+        self._reporter, self._agreement = reporter, agreement
+        self._stop_asked, self._pid = threading.Event(), os.getpid()
+
+    def run(self) -> None:
+        try:
+            with self._reporter.listening():
+                while not self._stop_asked.wait(self._reporter.interval):
+                    self._agreement.poll()
+                    if self._reporter.poll():
+                        return
+        except RuntimeError as error:  # the process that serves the store has ended
+            log.debug("No more roll calls: %s", error)
+
+    def stop(self) -> None:
+        """End and join the thread. No-op in a forked child."""
+        self._stop_asked.set()
+        if os.getpid() == self._pid and self is not threading.current_thread():
+            self.join(_STORE_TIMEOUT.total_seconds())
 
 
-def _end_thread(stop: threading.Event, thread: threading.Thread, pid: int) -> None:
-    stop.set()
-    if os.getpid() == pid and thread is not threading.current_thread():
-        thread.join(_STORE_TIMEOUT.total_seconds())
+_detectors: weakref.WeakSet[HangDetector] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    deadline = time.monotonic() + 2.5 * PATIENCE.poll
+    for detector in list(_detectors):
+        detector.stop()
+        detector.leave(deadline)
 
 
 # ---- frames --------------------------------------------------------------------------------------------------------

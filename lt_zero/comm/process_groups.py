@@ -61,6 +61,15 @@ def new_group(
     return group
 
 
+def exists(group: dist.ProcessGroup) -> bool:
+    """Whether a process group of this rank has not been destroyed."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return False
+    return True
+
+
 @contextmanager
 def closing_if_unanswered(probed: bool) -> Iterator[None]:
     """Context: connections that are opened inside close if the peer's kernel does not answer.

@@ -148,8 +148,13 @@ class FabricZeroStrategy(DDPStrategy):
     def comm(self) -> Comm:
         """The collectives of all engines. Raises RuntimeError before ``fabric.launch()``."""
         if self._comm is None:
-            raise RuntimeError("FabricZeroStrategy is not launched yet: call fabric.launch() first.")
+            raise RuntimeError("FabricZeroStrategy is not launched yet: call fabric.launch() before this.")
         return self._comm
+
+    @property
+    def _reading(self) -> Comm:
+        """``comm`` for loading: before ``fabric.launch()`` each process reads for itself, as with DDP."""
+        return self._comm or Comm(None, None, self.root_device)
 
     @override
     def _setup_distributed(self) -> None:
@@ -383,6 +388,7 @@ class FabricZeroStrategy(DDPStrategy):
         Raises:
             CheckpointError: on all ranks; an earlier checkpoint at ``path`` is kept.
         """
+        comm = self.comm
         self.precision.loss_scale_controller.read_skip_flag()
         path = str(self.broadcast(path))
         if not self.config.sharded_checkpoints or type(self.checkpoint_io) is not TorchCheckpointIO:
@@ -390,7 +396,6 @@ class FabricZeroStrategy(DDPStrategy):
             return
         if storage_options is not None:
             raise TypeError("Sharded checkpoints do not support storage_options: set checkpoint.format='full'.")
-        comm = self.comm
         content, names = self._collect(state, filter or {})
         facts = {
             "stage": self.config.zero_optimization.stage,
@@ -487,13 +492,14 @@ class FabricZeroStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         """Restore ``state`` in place from a directory, or from a file as Fabric writes it with other strategies.
 
-        Returns what was not restored; without ``state`` everything, in full tensors. Collective.
+        Returns what was not restored; without ``state`` everything, in full tensors. Collective; before
+        ``fabric.launch()`` each process reads for itself.
 
         Raises:
             KeyError: ``strict``, and a key of ``state`` is not in the checkpoint.
             CheckpointError: on all ranks.
         """
-        comm = self.comm
+        comm = self._reading
         path = str(self.broadcast(path))
         with comm.agree("opening the checkpoint", CheckpointError):
             if is_directory(path):
@@ -521,14 +527,15 @@ class FabricZeroStrategy(DDPStrategy):
         """Load a part of a checkpoint into an object. Collective."""
         sharded = ShardedOptimizer.of(value) if isinstance(value, Optimizer) else None
         what = f"loading {type(value).__name__}"
+        comm = self._reading
         if sharded is not None:
             load_residuals(sharded.engine, self._residuals)
-            with self.comm.agree(what, CheckpointError):
+            with comm.agree(what, CheckpointError):
                 if not isinstance(saved, Mapping) or "param_groups" not in saved:
                     raise CheckpointError(
                         "What the checkpoint has for the optimizer is no state of one: check the keys."
                     )
-                number, first = self._number(sharded), self.comm.rank == 0
+                number, first = self._number(sharded), comm.rank == 0
                 remedy = "leave the optimizer out of what fabric.load gets, to start with a new one."
                 saved = {"state": {}, **saved}  # a filter may have left it out
                 state = fitting_state(saved, sharded.optimizer, sharded.engine, number, first, remedy)
@@ -537,7 +544,7 @@ class FabricZeroStrategy(DDPStrategy):
             controller.load_state_dict(self._scale)
             controller.start_watching(sharded.engine)
         elif isinstance(value, nn.Module):
-            with self.comm.agree(what, CheckpointError):
+            with comm.agree(what, CheckpointError):
                 load_module(value.module if isinstance(value, ShardedModule) else value, saved, strict, left_out)
         else:
             value.load_state_dict(saved)

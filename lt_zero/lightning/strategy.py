@@ -146,7 +146,8 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def _module(self) -> pl.LightningModule:
-        assert isinstance(self.lightning_module, pl.LightningModule)
+        if self.lightning_module is None:
+            raise RuntimeError("ZeroStrategy has no module yet: Trainer.fit, validate, test or predict brings it.")
         return self.lightning_module
 
     # ---- what the user can ask ---------------------------------------------------------------------------------
@@ -259,7 +260,8 @@ class ZeroStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.monitor.attach(self._module.trainer, self.global_rank, self.local_rank)
+        if self.lightning_module is not None:  # else the caller wants the process group before there is a run
+            self.monitor.attach(self._module.trainer, self.global_rank, self.local_rank)
         known, check = self._comm, self.config.zero_optimization.enable_sanity_checks
         self._comm = known or self.monitor.comm_class.for_world(
             self.root_device, check, self._group_timeout, self._node_rank
@@ -283,7 +285,8 @@ class ZeroStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
-        assert self._comm is not None
+        if self._comm is None:
+            raise RuntimeError("ZeroStrategy.setup needs the process group: call setup_environment() first.")
         self.accelerator.setup(trainer)
         set_up.check_callbacks(trainer, self.stage)
         fitting = trainer.state.fn == TrainerFn.FITTING

@@ -28,7 +28,13 @@ from lt_zero.optim.zero_one import ZeroOneAdam
 _FLAT = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Lion"}
 _WHOLE = {"Muon", "Adafactor", "Shampoo", "SOAP", "DistributedShampoo", "Kron", "PSGD", "Lamb", "LAMB", "Lars", "LARS"}
 # Wrappers and optimizers that shard states, or average weights, over the ranks by themselves.
-_DISTRIBUTED = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "OSS", "DistributedFusedAdam", "DistributedFusedLAMB"}
+_DISTRIBUTED = {
+    "ZeroRedundancyOptimizer",
+    "PostLocalSGDOptimizer",
+    "OSS",
+    "DistributedFusedAdam",
+    "DistributedFusedLAMB",
+}
 _CUT = 5000  # of 10,240 elements: 8-bit optimizers keep tensors of less than 4096 in 32 bits
 _STEPS = 8  # rectified optimizers (RAdam) do not move before the sixth
 

@@ -297,6 +297,30 @@ def test_the_thread_lives_as_long_as_its_comm(pool: Pool) -> None:
     pool.run(2, _life)
 
 
+def _ends_with(what: str) -> None:
+    gc.collect()
+    earlier = set(_threads())
+    comm = comm_here()
+    assert comm._hang_detector is not None
+    (thread,) = set(_threads()) - earlier
+    if what == "group":
+        for group in comm._groups:
+            dist.destroy_process_group(group)
+    elif dist.get_rank() == 0:  # as at its exit
+        comm._hang_detector.stop()
+        comm._hang_detector.leave(time.monotonic() + 60)
+    else:
+        thread.join(60)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("what", ["rank 0", "group"])
+def test_the_thread_ends_before_the_store_and_with_its_group(pool: Pool, what: str) -> None:
+    """A script without a Trainer never says that its run is over, and ranks end apart."""
+    pool.run(2, _ends_with, what)
+
+
 def test_one_process_has_nobody_to_call() -> None:
     before = _threads()
     Comm.for_world(torch.device("cpu")).roll_call("export")

@@ -484,6 +484,18 @@ def test_frozen_weights_are_left_out(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _frozen, str(tmp_path / "saved"))
 
 
+def test_before_the_launch(tmp_path: Path) -> None:
+    net, wanted, strategy = _net(), Net(), FabricZeroStrategy(stage=2)
+    fabric = L.Fabric(accelerator="cpu", strategy=strategy, devices=2)
+    with pytest.raises(RuntimeError, match=r"not launched yet: call fabric.launch\(\)"):
+        fabric.save(tmp_path / "saved", {"model": net})
+    assert not (tmp_path / "saved").exists()
+    torch.save(wanted.state_dict(), tmp_path / "raw")
+    fabric.load_raw(tmp_path / "raw", net)  # each process reads the file, as with DDP
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in wanted.state_dict().items())
+    assert fabric.strategy.load_checkpoint(tmp_path / "raw").keys() == wanted.state_dict().keys()
+
+
 def test_strings() -> None:
     for stage in (1, 2, 3):
         fabric = L.Fabric(accelerator="cpu", strategy=f"zero_{stage}_spawn", devices=2)

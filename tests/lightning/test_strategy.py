@@ -321,6 +321,23 @@ def test_refusals(pool: Pool) -> None:
     pool.run(2, _refuses)
 
 
+def _environment_first() -> None:
+    trainer = sharded_trainer(2, max_epochs=1)
+    with pytest.raises(RuntimeError, match=r"call setup_environment\(\) first"):
+        trainer.strategy.setup(trainer)
+    trainer.strategy.setup_environment()  # a script that wants the process group before it makes its module
+    comm = trainer.strategy.comm
+    with pytest.raises(RuntimeError, match="has no module yet"):
+        trainer.strategy.setup(trainer)
+    trainer.fit(GPT(2))
+    assert comm is not None
+    assert trainer.strategy.comm is comm
+
+
+def test_the_process_group_before_the_module(pool: Pool) -> None:
+    pool.run(2, _environment_first)
+
+
 @pytest.mark.parametrize("name", ["zero_1", "zero_2", "zero_3"])
 def test_names_are_registered(name: str) -> None:
     trainer = single_trainer(strategy=name, max_epochs=1)
