@@ -254,8 +254,8 @@ def announce_compute_dtype(plugin: HalfPrecision, dtype: torch.dtype) -> None:
 def asked_precision() -> str | None:
     """The ``precision`` with which a Trainer or Fabric is being made now; None if it has none, or none is being made.
 
-    On a CPU Lightning replaces "16-mixed" by "bf16-mixed", and afterwards nothing tells what was asked for. So this reads
-    the argument in the frame of Lightning's connector.
+    On a CPU Lightning replaces "16-mixed" by "bf16-mixed", and afterwards nothing tells what was asked for. So this
+    reads the argument in the frame of Lightning's connector.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -147,6 +147,11 @@ class FabricZeroStrategy(DDPStrategy):
     @property
     def comm(self) -> Comm:
         """The collectives of all engines. Raises RuntimeError before ``fabric.launch()``."""
+        if self._comm is None and self._start_method != "popen":
+            raise RuntimeError(
+                f"This process is no rank: with start_method={self._start_method!r} the ranks are processes that run "
+                "the function of fabric.launch(function), and end with it. Set up, train, save and load inside of it."
+            )
         if self._comm is None:
             raise RuntimeError("FabricZeroStrategy is not launched yet: call fabric.launch() before this.")
         return self._comm

@@ -56,13 +56,26 @@ class Run:
     built: Engine | None  # None before ``setup``
     module: pl.LightningModule | None  # None before ``connect``
     rank: int
+    start_method: str
 
     @property
     def engine(self) -> Engine:
         """The engine of the current module. Raises RuntimeError before set-up."""
         if self.built is None:
+            self.refuse_parent("the engine")
             raise RuntimeError("The ZeRO engine does not exist before `Trainer.fit/validate/test/predict`.")
         return self.built
+
+    def refuse_parent(self, what: str) -> None:
+        """Raise RuntimeError in the process whose launcher starts the ranks, as in a notebook: it is none of them."""
+        if self.start_method != "popen" and self.comm is None:
+            raise RuntimeError(
+                f"This process is no rank: with start_method={self.start_method!r} the ranks are processes that "
+                f"Trainer.fit starts, and {what} ended with them. After a fit the module here has the trained weights "
+                "(`module.state_dict()`, or `trainer.save_checkpoint(path, weights_only=True)`). Export, and save "
+                "checkpoints to resume from, on the ranks: with ModelCheckpoint, or in a callback's `on_train_end` "
+                "(`trainer.strategy.export(path)`, `trainer.save_checkpoint(path)`)."
+            )
 
     @property
     def trainer(self) -> pl.Trainer | None:

@@ -142,6 +142,7 @@ class ZeroStrategy(DDPStrategy):
             built=self._engine,
             module=self.lightning_module,
             rank=self.global_rank,
+            start_method=self._start_method,
         )
 
     @property
@@ -224,6 +225,7 @@ class ZeroStrategy(DDPStrategy):
         Raises RuntimeError if nothing is recorded.
         """
         if not isinstance(self._comm, LoggedComm):
+            self.run.refuse_parent("the record of collectives")
             raise RuntimeError(
                 "Collectives are only recorded with comms_logger.enabled: true, once Trainer.fit, validate, test or "
                 "predict has begun. Enable it and start a run first."
@@ -476,6 +478,8 @@ class ZeroStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        if "optimizer_states" in checkpoint:
+            self.run.refuse_parent("the optimizer states")
         if self._comm is not None:
             self._comm.roll_call("Strategy.save_checkpoint")
         path = str(self.broadcast(filepath))  # ranks may have computed different paths

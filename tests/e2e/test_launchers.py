@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,21 @@ def test_multiprocessing(expected: float, start_method: str) -> None:
     """The parent process ends up with the whole trained model."""
     results = _results(_run([sys.executable, SCRIPT, start_method], environment()))
     assert [r["sum"] for r in results] == [expected]
+
+
+@pytest.mark.slow
+def test_a_notebook_goes_on_in_the_parent_process(tmp_path: Path) -> None:
+    """It has the weights. The engine is gone, and the errors tell where to export and save; what was saved resumes."""
+    output = _run([sys.executable, str(SUPPORT / "notebook_script.py"), str(tmp_path)], environment())
+    found = json.loads(output.rpartition("RESULT ")[2])
+    assert found["same"]
+    assert len(found["told"]) == 4
+    for text in found["told"]:
+        assert "This process is no rank" in text
+        assert "`trainer.strategy.export(path)`" in text
+    assert "the optimizer states ended with them" in found["told"][-1]
+    assert found["resumed"], "bit for bit"
+    assert found["files"] == ["last.ckpt", "weights.ckpt", "weights.pt"]
 
 
 @pytest.mark.slow

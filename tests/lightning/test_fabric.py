@@ -494,6 +494,9 @@ def test_before_the_launch(tmp_path: Path) -> None:
     fabric.load_raw(tmp_path / "raw", net)  # each process reads the file, as with DDP
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in wanted.state_dict().items())
     assert fabric.strategy.load_checkpoint(tmp_path / "raw").keys() == wanted.state_dict().keys()
+    forked = L.Fabric(accelerator="cpu", strategy=FabricZeroStrategy(stage=2, start_method="fork"), devices=2)
+    with pytest.raises(RuntimeError, match=r"is no rank.*fabric.launch\(function\)"):
+        forked.save(tmp_path / "saved", {"model": net})
 
 
 def test_strings() -> None:

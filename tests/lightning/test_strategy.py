@@ -338,6 +338,22 @@ def test_the_process_group_before_the_module(pool: Pool) -> None:
     pool.run(2, _environment_first)
 
 
+def test_the_process_that_starts_the_ranks_is_none(tmp_path: Path) -> None:
+    """In a notebook; tests/e2e/test_launchers.py has a whole run."""
+    trainer = single_trainer(strategy=lt_zero.ZeroStrategy(start_method="fork"))
+    strategy: Any = trainer.strategy
+    trainer.strategy.connect(GPT())
+    for call in (
+        strategy.full_state_dict,
+        strategy.comms_summary,
+        lambda: trainer.save_checkpoint(tmp_path / "x.ckpt"),
+    ):
+        with pytest.raises(RuntimeError, match="This process is no rank: with start_method='fork'.*on_train_end"):
+            call()
+    assert not (tmp_path / "x.ckpt").exists()
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+
+
 @pytest.mark.parametrize("name", ["zero_1", "zero_2", "zero_3"])
 def test_names_are_registered(name: str) -> None:
     trainer = single_trainer(strategy=name, max_epochs=1)
