@@ -10,8 +10,8 @@ from packaging.requirements import Requirement
 
 from tests.support.paths import ROOT
 
-# GHSA-w37p-236h-pfx3: published with a stolen token, they steal credentials when they are imported. Removed from PyPI, but
-# mirrors and caches may have them.
+# GHSA-w37p-236h-pfx3: published with a stolen token, they steal credentials when they are imported. PyPI has removed
+# them, but mirrors and caches may have them.
 MALICIOUS = {"lightning": ["2.6.2", "2.6.3"], "pytorch-lightning": ["2.6.2", "2.6.3"]}
 
 
