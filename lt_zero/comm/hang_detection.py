@@ -27,9 +27,8 @@ Note [Life of the thread]
     store client, not to the ``HangDetector``: when that is collected, or at exit, the thread is ended and joined,
     because a daemon thread must not be in torch's C++ code when the interpreter ends. It ends, too, with its process
     group. A forked child has no such thread, and must not use the store's connection.
-    In scripts without a Trainer (Fabric, loops) it answers until the script ends. Rank 0 mostly serves the store, and a
-    thread that polls a store that is gone makes torch print its stack. So when rank 0 ends first it asks the others'
-    threads to end, and waits for that, for a few seconds at most.
+    Scripts without a Trainer do not tell that they end. Rank 0 mostly serves the store, and a thread that polls a store
+    that is gone makes torch print its stack. So rank 0 asks the others' threads to end, and waits for that, for seconds.
 
 Note [Ended ranks]
     When a rank ends, the others fail one after the other, each with gloo's message about a neighbour. So each rank that
@@ -161,7 +160,10 @@ class HangDetector:
         if self._ranks[self._rank] != 0 or os.getpid() != self._pid or failed:
             return
         with contextlib.suppress(RuntimeError):  # another process serves the store, and has ended
-            self._reporter.ask_to_end(deadline)
+            self._store.set("closing", "")
+            self._store.add("asks", 1)
+            while self._store.add("listening", 0) > 0 and time.monotonic() < deadline:
+                time.sleep(self._patience.poll / 20)
 
     def refuse_fork(self, what: str) -> None:
         """Raise in a forked child."""
@@ -451,13 +453,6 @@ class _Reporter:
         self._store.add("listening", 1)
         yield
         self._store.add("listening", -1)
-
-    def ask_to_end(self, deadline: float) -> None:
-        """Ask the other ranks' threads to end, and wait until they have, or until ``deadline``."""
-        self._store.set("closing", "")
-        self._store.add("asks", 1)
-        while self._store.add("listening", 0) > 0 and time.monotonic() < deadline:
-            time.sleep(self.interval / 20)
 
     def read_verdict(self) -> bool:
         """Update the verdict; returns whether there is one."""

@@ -259,9 +259,9 @@ def asked_precision() -> str | None:
     """
     frame = sys._getframe(1)
     while frame is not None:
-        known = type(frame.f_locals.get("self")).__name__ in ("_AcceleratorConnector", "_Connector")
-        if known and frame.f_code.co_name == "__init__":
-            asked = frame.f_locals.get("precision")
+        own = frame.f_locals if frame.f_code.co_name == "__init__" else {}
+        if type(own.get("self")).__name__ in ("_AcceleratorConnector", "_Connector"):
+            asked = own.get("precision")
             return None if asked is None else {"16": "16-mixed"}.get(str(asked), str(asked))
         frame = frame.f_back  # type: ignore[assignment]
     return None

@@ -74,6 +74,16 @@ def test_a_notebook_goes_on_in_the_parent_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_nothing_complains_when_rank_0_of_a_fabric_script_ends_first() -> None:
+    """It serves the store, which a thread of every rank looks at."""
+    command = [sys.executable, str(SUPPORT / "fabric_script.py")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 ends" in done.stdout
+    assert "TCPStore" not in done.stderr
+
+
+@pytest.mark.slow
 def test_slurm(expected: float) -> None:
     results = _results("".join(p.communicate(timeout=110)[0] for p in slurm_job([SCRIPT, "popen"])))
     assert [(r["rank"], r["sum"]) for r in results] == [(0, expected), (1, expected)]
