@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_zero.build import shard
-from lt_zero.checkpoint.open import open_source
+from lt_zero.checkpoint.identity import open_same
 from lt_zero.checkpoint.source import Source
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
@@ -65,8 +65,7 @@ def inference(
     policy = dtype_policy(chosen, resolve_mode(chosen, "32-true"))
     saved = None
     if weights is not None:
-        with comm.agree("reading the weights", CheckpointError):
-            saved = _readers(module, open_source(weights), str(weights))
+        saved = open_same(comm, weights, partial(_readers, module, path=str(weights)))
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             if not buffer.is_meta and buffer.device != device:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_zero.checkpoint.export import export
+from lt_zero.checkpoint.identity import Identity, load_same, of_content, opened_source
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place, is_url, remove, whole_file
@@ -61,7 +63,7 @@ from lt_zero.checkpoint.native.plain import plain, put_back
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
 from lt_zero.checkpoint.native.save import KEY, Bundle, bundle, make_place, stage, write
-from lt_zero.checkpoint.open import is_directory, open_source
+from lt_zero.checkpoint.open import is_directory
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.progress_bar import progress_bar
@@ -93,6 +95,7 @@ class CheckpointService:
         self._synchronous = False  # see ``foreground``
         self._deferred: tuple[Mapping[str, Any], bool, list[str]] | None = None  # See Note [Life of a restore]
         self._early: dict[str, tuple[Any, Tensor]] = {}  # loaded value and module's: Note [Callbacks that restore]
+        self._compared = False  # whether the ranks know of each other what they open in this run
 
     # ---- collecting ----------------------------------------------------------------------------------------------
 
@@ -277,8 +280,18 @@ class CheckpointService:
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
-    def open(self, run: Run, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any] | None:
-        """The checkpoint for Lightning to restore from; None if its plugin has to read it. Collective.
+    def begin_run(self) -> None:
+        """A checkpoint may be opened, or none, from here on."""
+        self._compared = False
+
+    def open(
+        self,
+        run: Run,
+        path: str | os.PathLike[str],
+        weights_only: bool | None,
+        plugin: Callable[[], Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        """The checkpoint for Lightning to restore from; ``plugin`` reads what neither we nor torch can. Collective.
 
         A single file is mapped into memory: ranks of a host share its pages, and unused parts are never read.
 
@@ -287,14 +300,31 @@ class CheckpointService:
         """
         self.wait(run)  # it may be the one being written
         self._deferred, self._early = None, {}
-        with run.agree("opening the checkpoint", CheckpointError):
+        self._compared = True
+
+        def read() -> tuple[dict[str, Any], Callable[[], Identity]]:
             if is_directory(path):
                 with progress_bar(f"Opening {path}", rank=run.rank):
-                    return as_lightning(open_source(path, tell=run.rank == 0), weights_only)
-        if type(run.checkpoint_io) is not TorchCheckpointIO or is_url(path) or not zipfile.is_zipfile(path):
-            return None
-        found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
-        return found
+                    return opened_source(path, partial(as_lightning, weights_only=weights_only), run.rank == 0)
+            file = path if type(run.checkpoint_io) is TorchCheckpointIO and not is_url(path) else None
+            if file is not None and zipfile.is_zipfile(file):
+                safe = weights_only is not False
+                found: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=safe)
+            else:
+                found = dict(plugin())
+            return found, partial(of_content, found, file)
+
+        return load_same(run.comm, path, read)
+
+    def open_none(self, run: Run) -> None:
+        """Take part in ``open`` on a rank that has found no checkpoint, if one is to be opened here. Collective.
+
+        Raises:
+            CheckpointError: on all ranks: others have found one.
+        """
+        if not self._compared:
+            self.wait(run)
+            load_same(run.comm, None, lambda: (None, lambda: Identity(None, "")))
 
     def select(self, run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Remove what the ``checkpoint`` block says not to restore."""

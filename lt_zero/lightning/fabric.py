@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lt_zero.build import shard
+from lt_zero.checkpoint.identity import Identity, load_same, of_content, opened_source
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.directory import is_url, whole_file
 from lt_zero.checkpoint.native.load import fitting_state, load_module
@@ -506,17 +507,13 @@ class FabricZeroStrategy(DDPStrategy):
         """
         comm = self._reading
         path = str(self.broadcast(path))
-        with comm.agree("opening the checkpoint", CheckpointError):
-            if is_directory(path):
-                opened = open_directory(path, weights_only, comm.rank == 0)
-            else:
-                opened = Opened(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+        opened, of_items = load_same(comm, path, partial(self._opened, path, weights_only))
         saved, left_out = opened.saved, opened.left_out
         self._scale, self._residuals = opened.loss_scale, opened.residuals
         if not state:
             return saved
         if not isinstance(state, dict):
-            key = opened.only(state, path) if is_directory(path) else None
+            key = opened.only(state, path) if of_items else None
             self._restore(state, saved if key is None else saved[key], strict, left_out.get(key, ()))
             return {}
         if strict and (missing := [key for key in state if key not in saved]):
@@ -527,6 +524,16 @@ class FabricZeroStrategy(DDPStrategy):
             else:
                 state[key] = saved.pop(key)
         return saved
+
+    def _opened(self, path: str, weights_only: bool | None) -> tuple[tuple[Opened, bool], Callable[[], Identity]]:
+        """What a checkpoint has, whether that is by keys of items, and what tells its identity."""
+        if is_directory(path):
+            use = partial(open_directory, weights_only=weights_only)
+            opened, identify = opened_source(path, use, self.comm.rank == 0)
+            return (opened, True), identify
+        found = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        file = path if type(self.checkpoint_io) is TorchCheckpointIO else None
+        return (Opened(found), False), partial(of_content, found, file)
 
     def _restore(self, value: Any, saved: Any, strict: bool, left_out: Sequence[str]) -> None:
         """Load a part of a checkpoint into an object. Collective."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lt_zero.checkpoint.native.load import as_lightning
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.save import KEY
-from lt_zero.checkpoint.open import open_source
+from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
 
 HERE = "fabric"  # key, in a checkpoint, of what is neither weights nor states of optimizers
@@ -47,9 +47,9 @@ class Opened:
         return keys[0]
 
 
-def open_directory(path: str, weights_only: bool | None, tell: bool) -> Opened:
+def open_directory(source: Source, weights_only: bool | None) -> Opened:
     """What a directory has; of one that Fabric did not write, the module is ``model``."""
-    found = as_lightning(open_source(path, tell=tell), weights_only)
+    found = as_lightning(source, weights_only)
     states, frozen = found.get("optimizer_states", []), found.get(KEY, {}).get("frozen_left_out", [])
     names = ["optimizer"] if len(states) == 1 else [f"optimizer_{number}" for number in range(len(states))]
     here = found.get(HERE, {"modules": {"model": ""}, "optimizers": dict.fromkeys(names, ""), "rest": {}})

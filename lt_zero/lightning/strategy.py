@@ -273,6 +273,7 @@ class ZeroStrategy(DDPStrategy):
             check_same(self.config, self._comm.host_gather)
             self._comm.configure(self.config)
         self._comm.begin_run()
+        self.checkpoints.begin_run()
 
     @property
     def _node_rank(self) -> int:
@@ -289,6 +290,7 @@ class ZeroStrategy(DDPStrategy):
         assert self.accelerator is not None
         if self._comm is None:
             raise RuntimeError("ZeroStrategy.setup needs the process group: call setup_environment() first.")
+        self.checkpoints.open_none(self.run)
         self.accelerator.setup(trainer)
         set_up.check_callbacks(trainer, self.stage)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -487,9 +489,9 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        found = self.checkpoints.open(self.run, checkpoint_path, weights_only)
         given = (weights_only,) if _HAS_WEIGHTS_ONLY else ()
-        return self.checkpoints.select(self.run, found or super().load_checkpoint(checkpoint_path, *given))
+        plugin = partial(super().load_checkpoint, checkpoint_path, *given)
+        return self.checkpoints.select(self.run, self.checkpoints.open(self.run, checkpoint_path, weights_only, plugin))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lt_zero.build import shard
+from lt_zero.checkpoint.identity import open_same
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.load import as_lightning, fitting_state, load_module
 from lt_zero.checkpoint.native.pieces import (
@@ -36,7 +37,6 @@ from lt_zero.checkpoint.native.pieces import (
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
 from lt_zero.checkpoint.native.save import bundle, make_place, write
-from lt_zero.checkpoint.open import open_source
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import init_distributed
 from lt_zero.common.compat import without_torch_function
@@ -457,8 +457,7 @@ class TrainingEngine(nn.Module):
         if tag is None:
             return None, {}
         path = str(folder / tag)
-        with comm.agree("opening the checkpoint", CheckpointError):
-            saved = as_lightning(open_source(path, tell=comm.rank == 0))
+        saved = open_same(comm, path, as_lightning, tell=comm.rank == 0)
         own, how = saved.get("loop", {}), self._config.checkpoint
         only_weights = load_module_only or how.load_module_only
         state = None

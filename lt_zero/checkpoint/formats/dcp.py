@@ -43,7 +43,7 @@ class DcpSource(ForeignSource):
 
     def _open(self) -> None:
         self._file = self.path / ".metadata"
-        self._parts.append((self._file, 0, None))
+        self.parts.append((self._file, 0, None))
         with damage(self._file):
             entries = self._entries(load_metadata(self._file))
         meta = self.path / "meta.pt"
@@ -82,7 +82,7 @@ class DcpSource(ForeignSource):
                 raise ValueError(f"{fqn} has the path {keys!r}")
             if entry.kind.endswith(".BytesStorageMetadata"):
                 entries[keys] = places[fqn, None]
-                self._parts.append(places[fqn, None])
+                self.parts.append(places[fqn, None])
                 continue
             spec = Spec(_counts(entry.get("size")), _dtype(entry.get("properties")))
             boxes = [(_counts(box.get("offsets")), _counts(box.get("sizes"))) for box in entry.get("chunks")]
@@ -90,7 +90,7 @@ class DcpSource(ForeignSource):
             parts = [(low, sizes, places[fqn, low]) for low, sizes in boxes]
             if math.prod(spec.shape) * spec.dtype.itemsize > sum(stop - start for *_, (_, start, stop) in parts):
                 raise ValueError(f"{fqn} of shape {spec.shape} has less bytes than that")
-            self._parts += [part for *_, part in parts]
+            self.parts += [part for *_, part in parts]
             entries[keys] = Saved(spec, partial(self._tensor, spec, parts, fqn))
         return entries
 

@@ -40,6 +40,7 @@ class ForeignSource:
 
     Attributes:
         notes: sentences about what cannot be converted.
+        parts: what was or may be read: files, and where the part of each begins and ends (None: all of it).
 
     Raises:
         CheckpointError: a file is missing, damaged, or holds what is refused; names it.
@@ -55,7 +56,7 @@ class ForeignSource:
         self._prefix = ""
         self._tensors: dict[str, Saved] = {}
         self._states: list[Mapping[str, Mapping[str, Any]]] = []
-        self._parts: list[tuple[Path, int, int | None]] = []  # bytes of files that may have checksums
+        self.parts: list[tuple[Path, int, int | None]] = []
         # Containers and their copies, by id: shared containers stay shared, as separate copies could be huge.
         self._copies: dict[int, tuple[Any, Any]] = {}
         with damage(self.path):
@@ -63,7 +64,7 @@ class ForeignSource:
         self._copies.clear()
 
     def _open(self) -> None:
-        """Set ``meta`` and ``_parts``; call ``_set_weights``, then ``_add_optimizer`` for each optimizer."""
+        """Set ``meta`` and ``parts``; call ``_set_weights``, then ``_add_optimizer`` for each optimizer."""
         raise NotImplementedError
 
     def _set_weights(self, tensors: Mapping[str, Saved], ties: Mapping[str, str]) -> None:
@@ -90,7 +91,7 @@ class ForeignSource:
 
     def _load(self, file: Path, what: str) -> dict[Any, Any]:
         """The dictionary ``what`` in a file of ``torch.save``."""
-        self._parts.append((file, 0, None))
+        self.parts.append((file, 0, None))
         return mapping(load(file, inert=self._inert), what, file)
 
     def _plain(self, value: Any, where: object, path: str = "", outer: tuple[int, ...] = ()) -> Any:
@@ -140,7 +141,7 @@ class ForeignSource:
 
     def verify(self) -> list[str]:
         """Read every byte that has a checksum; returns the files without checksums, and raises if one is damaged."""
-        parts = sorted(set(self._parts), key=lambda part: part[:2])
+        parts = sorted(set(self.parts), key=lambda part: part[:2])
         return list(dict.fromkeys(str(part[0]) for part in parts if not has_checksums(*part)))
 
 

@@ -115,7 +115,7 @@ _METADATA = re.compile(  # of DCP
 
 
 @contextlib.contextmanager
-def _opened(path: Path, start: int = 0, stop: int | None = None) -> Iterator[IO[bytes]]:
+def opened(path: Path, start: int = 0, stop: int | None = None) -> Iterator[IO[bytes]]:
     """Context that yields a file, or its bytes ``start`` to ``stop`` as a file."""
     try:
         file = open(path, "rb")  # noqa: SIM115
@@ -168,7 +168,7 @@ def load(path: Path, start: int = 0, stop: int | None = None, inert: Collection[
     Raises:
         CheckpointError: the file is missing or damaged, or holds what is not read; names it.
     """
-    with _opened(path, start, stop) as file:
+    with opened(path, start, stop) as file:
         head = file.read(len(_OLD_FORMAT))
         if not head.startswith(_ZIP) and head != _OLD_FORMAT:
             raise CheckpointError(f"{path} is no file that torch.save wrote (it begins with {head[:8]!r}).")
@@ -235,7 +235,7 @@ def has_checksums(path: Path, start: int = 0, stop: int | None = None) -> bool:
     Raises:
         CheckpointError: a record is not what was written; names it.
     """
-    with _opened(path, start, stop) as file:
+    with opened(path, start, stop) as file:
         if file.read(len(_ZIP)) != _ZIP:
             return False
         try:
@@ -271,7 +271,7 @@ def load_metadata(path: Path) -> Any:
     Raises:
         CheckpointError: the file is damaged, or names what no metadata needs.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         data = file.read()
     try:
         for code, number, _ in pickletools.genops(data):

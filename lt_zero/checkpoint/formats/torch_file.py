@@ -63,7 +63,7 @@ class FileSource(ForeignSource):
     def _read_file(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
         """Tensors by name, mapped, so that their bytes are read when they are used; and the content of a ``.ckpt``."""
         if path.suffix == ".safetensors":
-            self._parts.append((path, 0, None))
+            self.parts.append((path, 0, None))
             try:
                 with safe_open(path, framework="pt") as file:
                     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

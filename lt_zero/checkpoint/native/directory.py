@@ -34,7 +34,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +82,8 @@ class Manifest:
 
     ``tensors``: by full name, ``model.<name>`` and ``optimizer_<i>.state.<name>.<key>``. ``order``: all names of the
     module's state dict. ``aliases``: tied name -> the name in ``tensors``. ``left_out``: frozen parameters that were
-    deliberately not saved. ``run``: stage, ranks and precision, for information.
+    deliberately not saved. ``run``: stage, ranks and precision, for information. ``checksum``: of the text that it was
+    read from, which has the checksums of all files.
     """
 
     tensors: Mapping[str, Entry]
@@ -91,6 +92,7 @@ class Manifest:
     aliases: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     run: Mapping[str, Any] = field(default_factory=dict)
+    checksum: str = field(default="", compare=False)
 
     def dump(self) -> str:
         names = sorted(self.files)
@@ -136,7 +138,7 @@ class Manifest:
                 raise CheckpointError(
                     f"{path} has version {body['version']}, but this lt_zero reads up to {_VERSION}. Update lt_zero."
                 )
-            return cls._of(body)
+            return replace(cls._of(body), checksum=match[1])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{path} is malformed ({type(error).__name__}: {error}), although its checksum is correct: lt_zero did "
