@@ -65,12 +65,16 @@ def import_command(
     inert: Annotated[
         list[str] | None, Option(help="A class, as package.module.Name, whose objects are left out; repeatable.")
     ] = None,
+    add_prefix: Annotated[
+        str,
+        Option(help="Prefix for all names, such as model. (the attribute of your module with what was saved)."),
+    ] = "",
 ) -> None:
     """Convert a checkpoint of another format to a checkpoint directory. One tensor is in memory at a time."""
     from lt_zero.checkpoint.import_ import import_checkpoint  # with the engine: half a second
 
     with _reporting():
-        path = import_checkpoint(src, out, tag, True, inert or ())
+        path = import_checkpoint(src, out, tag, True, inert or (), add_prefix)
         facts = verify(path)
     typer.echo(f"{path} ({in_words(facts['bytes'])})")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from torch import Tensor
 from lt_zero.checkpoint.formats.foreign import ForeignSource, damage
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place, is_url
+from lt_zero.checkpoint.native.keys import put_back
 from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, number_states
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.plain import plain
-from lt_zero.checkpoint.native.save import KEY, Bundle, bundle, write
+from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
+from lt_zero.checkpoint.native.save import HERE, KEY, LOOP, TRAINED, Bundle, bundle, write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space
 from lt_zero.checkpoint.source import Source, Spec
@@ -35,6 +37,8 @@ from lt_zero.engine.lazy_tensor import LazyTensor
 
 _PER_TENSOR = 4096  # maximum bytes that a directory adds to a tensor
 _SHOWN = 3  # files in a warning
+# What else of a checkpoint is kept by the names of parameters: averaged runs' trained weights, what ranks owe.
+_BY_NAME = {TRAINED: ("weights",), RESIDUALS: ("units", "worker", "server", "counts")}
 
 
 def import_checkpoint(
@@ -43,6 +47,7 @@ def import_checkpoint(
     tag: str | None = None,
     progress: bool = False,
     inert: Sequence[str] = (),
+    add_prefix: str = "",
 ) -> str:
     """Convert a checkpoint to a checkpoint directory that any world size, stage and offload resumes from.
 
@@ -54,14 +59,21 @@ def import_checkpoint(
         tag: of a DeepSpeed directory; default: the one in its file ``latest``.
         progress: show the progress on stderr.
         inert: as for ``open_source``.
+        add_prefix: what all names of parameters and buffers get before them, such as ``model.``: the attribute of a
+            LightningModule that holds the model which was saved by itself.
 
     Returns:
         The directory.
 
     Raises:
+        ValueError: ``add_prefix`` does not end with a dot.
         CheckpointError: the source is damaged or of an unknown format, or ``out`` exists already or cannot be written;
             no partial directory is left.
     """
+    if add_prefix and not add_prefix.endswith("."):
+        raise ValueError(
+            f"add_prefix={add_prefix!r} does not end with a dot, as the path of a module does: {add_prefix}."
+        )
     target = _target(source, os.fspath(out))
     opened = open_source(source, tag, inert=inert)
     specs = [spec for name, spec in opened.weights.items() if name not in opened.aliases]
@@ -81,7 +93,7 @@ def import_checkpoint(
     comm = Comm(None, None, torch.device("cpu"))
     with progress_bar(f"Importing {os.path.basename(target)}", rank=0, in_bytes=True, shown=progress) as work:
         work.total = sum(spec.nbytes for spec in specs)
-        content = _content(opened, target, path if is_url(path) else os.path.abspath(path), comm)
+        content = _content(opened, target, path if is_url(path) else os.path.abspath(path), comm, add_prefix)
         place = Place.make(target)
         try:
             write(content, place, comm, None, tick=work.advance)
@@ -105,13 +117,13 @@ def _target(source: str | os.PathLike[str], out: str) -> str:
     return target
 
 
-def _content(source: Source, target: str, path: str, comm: Comm) -> Bundle:
+def _content(source: Source, target: str, path: str, comm: Comm, prefix: str) -> Bundle:
     """The content of the directory ``target``, with tensors that are read from the source at ``path``."""
-    checkpoint = as_lightning(source)
+    checkpoint = _prefixed(as_lightning(source), prefix)
     own = checkpoint.pop(KEY)
     saved = source.meta.get(KEY, {}) if isinstance(source, Archive) else {}
     resumable = bool(source.optimizers) or hasattr(source, "steps")
-    if not isinstance(source, Archive) and "loops" not in checkpoint and resumable:
+    if "loops" not in checkpoint and resumable:
         _begin_epoch(source, checkpoint, target)
     states = checkpoint.get("optimizer_states", [])
     names = [[list(group["params"]) for group in state["param_groups"]] for state in states]
@@ -124,11 +136,33 @@ def _content(source: Source, target: str, path: str, comm: Comm) -> Bundle:
             made[id(value)] = _fragment(value)
         return made.get(id(value), value)
 
-    checkpoint, _ = plain(checkpoint, fragment)  # of all mappings: averaged weights are in an OrderedDict
+    checkpoint, rest = plain(checkpoint, fragment)  # of all mappings: averaged weights are in an OrderedDict
+    put_back(checkpoint, rest)
     checkpoint[KEY] = {"hparams": own["hparams"], "foreign": any(state.get("foreign") for state in states)}
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     run = {"imported_from": path, "ranks": 1, "created": created, "torch": str(torch.__version__)}
     return bundle(checkpoint, names, comm, run, saved.get("config", {}), own["frozen_left_out"])
+
+
+def _prefixed(checkpoint: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """A checkpoint dictionary in which all names of parameters and buffers begin with ``prefix``."""
+
+    def named(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {prefix + name: value for name, value in values.items()}
+
+    made = {**checkpoint, "state_dict": named(checkpoint["state_dict"]), KEY: dict(checkpoint[KEY])}
+    made[KEY]["frozen_left_out"] = [prefix + name for name in made[KEY]["frozen_left_out"]]
+    for number, saved in enumerate(checkpoint.get("optimizer_states", ())):
+        groups = [{**group, "params": [prefix + name for name in group["params"]]} for group in saved["param_groups"]]
+        made["optimizer_states"] = [*made["optimizer_states"]]
+        made["optimizer_states"][number] = {**saved, "state": named(saved["state"]), "param_groups": groups}
+    for key, kinds in _BY_NAME.items():
+        if isinstance(made.get(key), Mapping):
+            made[key] = {**made[key], **{kind: named(made[key][kind]) for kind in kinds if kind in made[key]}}
+    if HERE in made:  # Fabric removes the prefix of a module
+        parts = {kind: {k: prefix + own for k, own in made[HERE][kind].items()} for kind in ("modules", "optimizers")}
+        made[HERE] = {**made[HERE], **parts}
+    return made
 
 
 def _fragment(lazy: LazyTensor) -> Fragment:
@@ -149,11 +183,14 @@ def _fragment(lazy: LazyTensor) -> Fragment:
 
 
 def _begin_epoch(source: Source, checkpoint: dict[str, Any], target: str) -> None:
-    """Add loops at the beginning of an epoch to a state that Lightning did not save."""
+    """Add loops at the beginning of an epoch to a state that Lightning did not save, and the loss scale's key."""
+    scale = checkpoint.get(LOOP, checkpoint.get(HERE, {})).get("loss_scale")
+    if scale:
+        checkpoint.setdefault("ZeroPrecision", scale)
     found: list[Any] = [state.get("step") for saved in source.optimizers for state in saved.state.values()]
     with damage("The optimizers' number of steps"):
         counted = [int(n) for n in found if (n.numel() == 1 if isinstance(n, Tensor) else isinstance(n, (int, float)))]
-    steps: int = getattr(source, "steps", max(counted, default=0))
+    steps: int = getattr(source, "steps", checkpoint.get("global_step") or max(counted, default=0))
     checkpoint.update(beginning_of_epoch(checkpoint, steps))
     schedules = "the saved states of schedulers" if checkpoint.setdefault("lr_schedulers", []) else "new schedulers"
     warnings.warn(

@@ -44,8 +44,10 @@ from lt_zero.checkpoint.identity import Identity, load_same, of_content, opened_
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place, is_url, remove, whole_file
+from lt_zero.checkpoint.native.keys import put_back
 from lt_zero.checkpoint.native.load import (
     as_lightning,
+    check_schedule,
     counted,
     fitting_state,
     load_module,
@@ -59,10 +61,10 @@ from lt_zero.checkpoint.native.pieces import (
     parameter_names,
     weight_fragments,
 )
-from lt_zero.checkpoint.native.plain import plain, put_back
+from lt_zero.checkpoint.native.plain import plain
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
-from lt_zero.checkpoint.native.save import KEY, Bundle, bundle, make_place, stage, write
+from lt_zero.checkpoint.native.save import KEY, TRAINED, Bundle, bundle, make_place, stage, write
 from lt_zero.checkpoint.open import is_directory
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
@@ -77,7 +79,6 @@ from lt_zero.lightning.precision import sharded_of
 from lt_zero.lightning.setup import Run
 
 GRACE = 15.0  # seconds to wait for the pending save after an error; tests replace this
-TRAINED = "lt_zero_trained"  # key of trained weights beside averages
 _HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 _HPARAMS_TYPE = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
 
@@ -387,6 +388,9 @@ class CheckpointService:
     def load_optimizers(self, run: Run, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states and the position in the data. Collective."""
         states, comm, how = checkpoint["optimizer_states"], run.engine.comm, run.config.checkpoint
+        running = run.trainer.lr_scheduler_configs if run.trainer is not None else []
+        for state, config in zip(checkpoint.get("lr_schedulers", ()), running, strict=False):
+            check_schedule(state, config.scheduler, checkpoint.get(KEY, {}).get("path") or "The checkpoint")
         if POSITION in checkpoint:
             with run.agree("restoring random states and the position in the data", CheckpointError):
                 self._data.load(checkpoint[POSITION], comm.rank)

@@ -36,7 +36,7 @@ from lt_zero.checkpoint.native.pieces import (
 )
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
-from lt_zero.checkpoint.native.save import bundle, make_place, write
+from lt_zero.checkpoint.native.save import HERE, bundle, make_place, write
 from lt_zero.checkpoint.open import is_directory
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import begin_restarted
@@ -50,7 +50,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, sync_buffers
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
-from lt_zero.lightning.fabric_items import HERE, Opened, open_directory, prefixes_of
+from lt_zero.lightning.fabric_items import Opened, open_directory, prefixes_of
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.memory.check import check_optimizers
 from lt_zero.step.sharded_optimizer import ShardedOptimizer

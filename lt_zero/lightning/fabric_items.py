@@ -11,11 +11,9 @@ from torch.optim import Optimizer
 
 from lt_zero.checkpoint.native.load import as_lightning
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
-from lt_zero.checkpoint.native.save import KEY
+from lt_zero.checkpoint.native.save import HERE, KEY
 from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
-
-HERE = "fabric"  # key, in a checkpoint, of what is neither weights nor states of optimizers
 
 
 @dataclass

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lt_zero.build import shard
 from lt_zero.checkpoint.identity import open_same
 from lt_zero.checkpoint.live_weights import export_engine
-from lt_zero.checkpoint.native.load import as_lightning, fitting_state, load_module
+from lt_zero.checkpoint.native.load import as_lightning, check_schedule, fitting_state, load_module
 from lt_zero.checkpoint.native.pieces import (
     load_full_optimizer_state,
     optimizer_fragments,
@@ -36,7 +36,7 @@ from lt_zero.checkpoint.native.pieces import (
 )
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
-from lt_zero.checkpoint.native.save import bundle, make_place, write
+from lt_zero.checkpoint.native.save import LOOP, bundle, make_place, write
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import init_distributed
 from lt_zero.common.compat import without_torch_function
@@ -403,7 +403,7 @@ class TrainingEngine(nn.Module):
             "lr_schedulers": schedules,
             "global_step": self.global_steps,
             "epoch": 0,
-            "loop": {
+            LOOP: {
                 "micro_steps": self.micro_steps,
                 "global_samples": self.global_samples,
                 "loss_scale": self.loss_scale_controller.state_dict(),
@@ -458,7 +458,7 @@ class TrainingEngine(nn.Module):
             return None, {}
         path = str(folder / tag)
         saved = open_same(comm, path, as_lightning, tell=comm.rank == 0)
-        own, how = saved.get("loop", {}), self._config.checkpoint
+        own, how = saved.get(LOOP, {}), self._config.checkpoint
         only_weights = load_module_only or how.load_module_only
         state = None
         if load_optimizer_states and how.load_optimizer_states and not only_weights:
@@ -475,11 +475,11 @@ class TrainingEngine(nn.Module):
             load_residuals(self.engine, saved.get(RESIDUALS))
             with comm.agree("loading optimizer states", CheckpointError):
                 load_full_optimizer_state(self._sharded, state)
-            self.loss_scale_controller.load_state_dict(own.get("loss_scale", {}))
+            self.loss_scale_controller.load_state_dict(own.get("loss_scale", saved.get("ZeroPrecision", {})))
             self.loss_scale_controller.start_watching(self.engine)
         if load_lr_scheduler_states and how.load_lr_scheduler_states:
             self._load_schedule(saved.get("lr_schedulers"), path)
-        self.global_steps = int(saved.get("global_step", 0))
+        self.global_steps = int(own.get("global_steps", saved.get("global_step", 0)))
         self.micro_steps = int(own.get("micro_steps", self.global_steps * self._gas))
         self.global_samples = int(own.get("global_samples", 0))
         return path, dict(own.get("client_state", {}))
@@ -495,6 +495,7 @@ class TrainingEngine(nn.Module):
 
     def _load_schedule(self, saved: Sequence[Any] | None, path: str) -> None:
         if self.lr_scheduler is not None and saved:
+            check_schedule(saved[0], self.lr_scheduler, path)
             self.lr_scheduler.load_state_dict(saved[0])
         elif (self.lr_scheduler is not None or saved) and self.comm.rank == 0:
             has = "a schedule, and the engine has none" if saved else "no schedule, and the engine's begins anew"

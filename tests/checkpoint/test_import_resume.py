@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typer.testing import CliRunner
 
-from lt_zero import ZeroPrecision
+import lt_zero
+from lt_zero import CheckpointError, ZeroPrecision
+from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
+from lt_zero.cli import app
 from lt_zero.lightning.precision import sharded_of
+from lt_zero.optim.schedules import WarmupLR
 from tests.support.import_tools import CASES, expected_of, imported, makers, module_for, source_of
 from tests.support.lightning_tools import sharded_trainer
 from tests.support.matrix import only
@@ -222,3 +228,99 @@ def test_the_loss_scale_goes_on(tmp_path: Path, pool: Pool) -> None:
     assert scaler["steps"] == wanted["cur_iter"] == 14
     assert scaler["last_overflow"] == wanted["last_overflow_iter"]
     assert skipped == 8
+
+
+# ---- schedules of DeepSpeed, its engine's counters, models saved by themselves -----------------------------------
+
+WARMUP = {"warmup_max_lr": 0.01, "warmup_num_steps": 8, "warmup_type": "linear"}
+
+
+def with_schedule(folder: Path, stage: str) -> Path:
+    """A checkpoint of 4 steps under DeepSpeed's WarmupLR, as 0.19.8 writes it."""
+    copy = Path(shutil.copytree(source_of(f"deepspeed/{stage}"), folder / stage))
+    for file in copy.glob("*/*mp_rank_00_model_states.pt"):
+        torch.save({**torch.load(file, weights_only=False), "lr_scheduler": {"last_batch_iteration": 3}}, file)
+    return copy
+
+
+def in_a_loop(path: str, out: str) -> dict[str, Any]:
+    model = makers("deepspeed").Tiny()
+    optimizer = torch.optim.AdamW(makers("deepspeed").groups(model), lr=0.5)
+    config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 4}
+    engine, _, _, schedule = lt_zero.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=lambda o: WarmupLR(o, **WARMUP), config=config
+    )
+    found, client = engine.load_checkpoint(path)
+    assert found == f"{path}/global_step4"
+    counts = [engine.global_steps, engine.micro_steps, engine.global_samples]
+    rates = []
+    for _ in range(3):
+        engine.backward(engine(tokens(dist.get_rank())))
+        engine.step()
+        rates.append(engine.get_lr()[0])
+    engine.save_checkpoint(out, "ours")
+    plain = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    engine.lr_scheduler = plain
+    with pytest.raises(CheckpointError, match="iteration 3, which StepLR cannot take"):
+        engine.load_checkpoint(path)
+    return {"client": client, "counts": counts, "rates": rates, "last": schedule.last_epoch}
+
+
+def test_a_loop_goes_on_from_a_checkpoint_of_deepspeed(tmp_path: Path, pool: Pool) -> None:
+    path = with_schedule(tmp_path, "stage1")
+    for found in pool.run(2, in_a_loop, str(path), str(tmp_path / "out")):
+        assert found["client"] == {"epoch": 2, "note": "client state"}
+        assert found["counts"] == [4, 4, 32]
+        assert found["rates"] == pytest.approx([0.005, 0.00625, 0.0075])  # DeepSpeed's iterations 4, 5, 6 of 8
+        assert found["last"] == 7
+
+
+def under_an_attribute(path: str, steps: int, **options: Any) -> dict[str, Any]:
+    """A LightningModule whose ``model`` is what was saved by itself."""
+    make = makers("deepspeed")
+
+    class Outer(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make.Tiny()
+            self.rates: list[float] = []
+
+        def training_step(self, batch: Tensor, _: int) -> Tensor:
+            self.rates.append(self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+            loss: Tensor = self.model(batch)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(make.groups(self.model), lr=0.5)
+            return [optimizer], [{"scheduler": WarmupLR(optimizer, **WARMUP), "interval": "step"}]  # type: ignore[arg-type]
+
+    module = Outer()
+    trainer = sharded_trainer(2, None, {}, max_steps=steps, max_epochs=9, **OPTIONS)
+    loader = torch.utils.data.DataLoader([tokens(dist.get_rank())] * 2, batch_size=None)
+    trainer.fit(module, loader, ckpt_path=path)
+    weights = trainer.strategy.full_state_dict()
+    (state,) = [states_of(optimizer, module) for optimizer in trainer.optimizers]
+    first = next(iter(state.values()), {"step": np.array(0)})
+    return {"rates": module.rates, "weights": {n: w.numpy() for n, w in weights.items()}, "step": float(first["step"])}
+
+
+def test_a_model_saved_by_itself_resumes_under_a_lightning_module(tmp_path: Path, pool: Pool) -> None:
+    path = with_schedule(tmp_path, "stage1")
+    with pytest.raises(ValueError, match="'model' does not end with a dot"):
+        import_checkpoint(path, tmp_path / "no", add_prefix="model")
+    command = ["import", str(path), str(tmp_path / "a"), "--add-prefix", "model."]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    found = pool.run(2, under_an_attribute, str(tmp_path / "a"), 6)[0]
+    assert found["rates"] == pytest.approx([0.01, 0.005])  # the saved group's, then that of DeepSpeed's iteration 4
+    assert found["step"] == 6
+    assert all(name.startswith("model.") for name in found["weights"])
+    # A loop's own checkpoint, too; and what has no prefix says what to do.
+    pool.run(2, in_a_loop, str(path), str(tmp_path / "out"))
+    with pytest.warns(UserWarning, match="continues at step 7"):
+        import_checkpoint(tmp_path / "out" / "ours", tmp_path / "b", add_prefix="model.")
+    assert pool.run(2, under_an_attribute, str(tmp_path / "b"), 8)[0]["rates"] == pytest.approx([0.0075])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import_checkpoint(path, tmp_path / "bare")
+    with pytest.raises(WorkerError, match=r"lack 'model\.', which `lt-zero import SRC OUT --add-prefix model\.` adds"):
+        pool.run(2, under_an_attribute, str(tmp_path / "bare"), 6)

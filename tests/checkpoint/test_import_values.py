@@ -14,12 +14,19 @@ from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place
-from lt_zero.checkpoint.native.load import as_lightning, number_states, require_training_state, settings_here
+from lt_zero.checkpoint.native.load import (
+    as_lightning,
+    check_schedule,
+    number_states,
+    require_training_state,
+    settings_here,
+)
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.save import bundle, write
 from lt_zero.checkpoint.open import open_source, verify
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
+from lt_zero.optim.schedules import WarmupLR
 from tests.support.import_tools import CASES, expected_of, imported, source_of
 from tests.support.paths import DATA
 
@@ -88,12 +95,16 @@ def test_schedules_of_deepspeed_itself(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(source_of("deepspeed/stage1"), copy)
     (file,) = copy.glob("*/mp_rank_00_model_states.pt")
-    for state, kept in (({"last_batch_iteration": 4}, []), ({"last_epoch": 4}, [{"last_epoch": 4}])):
+    for number, state in enumerate(({"last_batch_iteration": 4}, {"last_epoch": 4})):
         torch.save({**torch.load(file, weights_only=False), "lr_scheduler": state}, file)
-        with pytest.warns(UserWarning, match="saved states of schedulers" if kept else "new schedulers") as told:
-            out = import_checkpoint(copy, tmp_path / f"out{len(kept)}")
-        assert Archive(out).meta["lr_schedulers"] == kept
-        assert any("own schedules" in str(warning.message) for warning in told) != bool(kept)
+        with pytest.warns(UserWarning, match="saved states of schedulers"):
+            out = import_checkpoint(copy, tmp_path / f"out{number}")
+        assert Archive(out).meta["lr_schedulers"] == [state]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    check_schedule({"last_batch_iteration": 4}, WarmupLR(optimizer), "x")
+    check_schedule({"last_epoch": 4}, torch.optim.lr_scheduler.StepLR(optimizer, 1), "x")
+    with pytest.raises(CheckpointError, match="iteration 4, which StepLR cannot take.*load_lr_scheduler_states=false"):
+        check_schedule({"last_batch_iteration": 4}, torch.optim.lr_scheduler.StepLR(optimizer, 1), "x")
 
 
 def test_what_users_of_deepspeed_saved_is_not_taken_for_lightnings(tmp_path: Path) -> None:

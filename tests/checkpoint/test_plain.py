@@ -22,7 +22,12 @@ from omegaconf import MISSING as NOT_GIVEN
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lt_zero.checkpoint.native.plain import MISSING, plain, put_back
+from lt_zero.checkpoint.export import export
+from lt_zero.checkpoint.import_ import import_checkpoint
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.keys import Key, described, put_back, restored, unknown
+from lt_zero.checkpoint.native.plain import MISSING, plain
+from tests.support.checkpoint_tools import error_of
 from tests.support.lightning_tools import GPT, HAS_WEIGHTS_ONLY, sharded_trainer, trust
 from tests.support.pool import Pool
 
@@ -123,7 +128,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 def test_plain_forms(name: str) -> None:
     value, expected = CASES[name]
     got, rest = plain(value)
-    assert not rest
+    assert all(isinstance(path[-1], Key) for path in rest)
     assert got == expected
     types = {type(item) for item in _walk(got)}
     assert types <= {
@@ -157,7 +162,10 @@ def test_order_arrays_and_tensors() -> None:
     assert not rest
     assert [item.tolist() for item in odd] == [[1.5, 2.5], [], 3]
     assert plain({"x": np.longdouble(1)})[1].keys() == {("x",)}
-    assert plain({"x": np.zeros(2, dtype=np.longdouble), "y": {Path("a"): 1, "a": 2}})[1].keys() == {("x",), ("y",)}
+    assert plain({"x": np.zeros(2, dtype=np.longdouble), "y": {Path("a"): 1, "a": 2}})[1].keys() == {
+        ("x",),
+        ("y", Key("a'")),
+    }
     swapped, _ = plain({"a": [torch.ones(2)]}, lambda path, tensor: seen.append(path))
     assert swapped == {"a": [None]}
     assert seen == [("a", 0)]
@@ -187,6 +195,39 @@ def test_what_is_not_plain_is_put_aside_and_back() -> None:
     assert got["k", 1] == Custom(6)
     assert got["f"][0] == "x"
     assert value["t"] == (1, (2, Custom(3))), "the caller's containers are as they were"
+
+
+KEYS: list[Any] = [
+    *("a", 1, 0.5, None, b"b", ("a", None), torch.float16),  # plain ones
+    *(
+        Color.RED,
+        Text,
+        Custom,
+        Inner,
+        Path("a"),
+        (1, Color.PATH),
+        frozenset({1, "a"}),
+        (frozenset({Color.RED}), ("b",)),
+    ),
+]
+
+
+def test_keys_are_kept_exactly() -> None:
+    """Also beside one that looks alike, and in what has such a key itself; without the modules that are not loaded."""
+    value = {key: {"inner": {key: number}, "red": 0} for number, key in enumerate(KEYS)} | {"red": 1, "a'": 2}
+    got, rest = plain([value])
+    assert all(isinstance(path[-1], Key) for path in rest)
+    records = [described(path, key) for path, key in rest.items()]
+    got, records = through_torch((got, records))
+    assert not unknown(records)
+    put_back(got, restored(records))
+    assert got == [value]
+    assert [*got[0]] == [*value]
+    records[0][2][1] = "tests.not_imported"
+    assert unknown(records) == ["0.Color.RED"]
+    assert not restored(records[:1])
+    assert described((Key("x"),), Custom(1)) is None
+    assert described((Key("x"),), type("Local", (), {})) is None
 
 
 def test_containers_that_contain_themselves() -> None:
@@ -270,6 +311,100 @@ def test_every_file_of_a_checkpoint_loads_anywhere(pool: Pool, tmp_path: Path) -
     meta = torch.load(tmp_path / "sharded.ckpt" / "meta.pt", weights_only=True)
     assert meta["hyper_parameters"]["cfg"]["world"] == 2
     assert meta["hyper_parameters"]["stage"] == "red"
+
+
+class Counting(pl.Callback):
+    """Its state is under a key of any kind, and has the key inside."""
+
+    def __init__(self, key: Any) -> None:
+        self.key, self.count = key, 0
+
+    @property
+    def state_key(self) -> Any:
+        return self.key
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": {self.key: self.count, "w": torch.ones(2)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["counts"][self.key]
+
+
+def _counted(folder: str, form: str) -> list[str]:
+    keys = [*KEYS, Custom(1)]
+    path = f"{folder}/{form}.ckpt"
+    config = {"checkpoint": {"format": form}}
+    trainer = sharded_trainer(2, config=config, max_steps=2, callbacks=[Counting(key) for key in keys])
+    trainer.fit(GPT(1, "adamw"))
+    trainer.save_checkpoint(path)
+    callbacks = [Counting(key) for key in keys]
+    again = sharded_trainer(2, config=config, max_steps=3, callbacks=callbacks)
+    again.fit(GPT(1, "adamw"), ckpt_path=path, **trust(False))
+    assert [callback.count for callback in callbacks] == [3] * len(keys)
+    if form == "full":
+        return []
+    moved = Archive(import_checkpoint(path, f"{folder}/imported")).meta["callbacks"]
+    (exported,) = export(path, f"{folder}/exported.ckpt", "fp32", training_state=True)
+    for found in (moved, torch.load(exported, weights_only=False)["callbacks"]):
+        assert all(found[key]["counts"] == {key: 2} for key in KEYS)
+    callbacks = [Counting(key) for key in keys]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again = sharded_trainer(2, config=config, max_steps=3, callbacks=callbacks)
+        warnings.simplefilter("always")
+        again.fit(GPT(1, "adamw"), ckpt_path=path)
+    assert [callback.count for callback in callbacks] == [3] * len(KEYS) + [1], "an object is only unpickled on request"
+    trainer.callbacks.append(Counting(type("Local", (), {})))  # type: ignore[attr-defined]
+    return [str(w.message) for w in caught] + [error_of(trainer.save_checkpoint, path)]
+
+
+@pytest.mark.skipif(not HAS_WEIGHTS_ONLY, reason="Lightning 2.5 cannot be told to trust a file")
+@pytest.mark.parametrize("form", ["sharded", "full"])
+def test_states_of_callbacks_are_found_under_any_key(pool: Pool, tmp_path: Path, form: str) -> None:
+    *warned, error = pool.run(1, _counted, str(tmp_path), form)[0] or ["", ""]
+    if form == "sharded":
+        assert any("callbacks.<tests.checkpoint.test_plain.Custom object" in text for text in warned)
+        assert "callbacks.<class" in error
+        assert "cannot be saved" in error
+
+
+class Optioned(GPT):
+    """Its optimizer has an option without a plain form, and may have a state under a number."""
+
+    def __init__(self, key: Any = "s") -> None:
+        super().__init__(1, "adamw")
+        self.key = key
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD([{"params": list(self.parameters()), "made": Custom(1), Color.RED: 2}], lr=0.1)
+        for p in self.parameters():
+            optimizer.state[p][self.key] = torch.zeros_like(p)
+        return optimizer
+
+
+def _options(folder: str) -> str:
+    def trainer(steps: int) -> pl.Trainer:
+        return sharded_trainer(2, config={"checkpoint": {"format": "sharded"}}, max_steps=steps)
+
+    first = trainer(1)
+    first.fit(Optioned())
+    first.save_checkpoint(f"{folder}/a.ckpt")
+    again = trainer(2)
+    again.fit(Optioned(), ckpt_path=f"{folder}/a.ckpt")
+    (group,) = again.optimizers[0].param_groups
+    assert (group["made"], group[Color.RED]) == (Custom(1), 2), "what was left out is the running optimizer's"
+    first = trainer(1)
+    first.fit(Optioned(key=5))
+    return error_of(first.save_checkpoint, f"{folder}/b.ckpt")
+
+
+def test_options_and_states_of_optimizers(pool: Pool, tmp_path: Path) -> None:
+    error = pool.run(1, _options, str(tmp_path))[0]
+    assert "under the key 5 (int)" in error
+    assert not (tmp_path / "b.ckpt").exists()
 
 
 class Plain(pl.LightningModule):

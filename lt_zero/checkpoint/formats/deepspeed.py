@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, mapping, ties
-from lt_zero.checkpoint.formats.reading import Stub
+from lt_zero.checkpoint.formats.reading import VERSION, Stub
 from lt_zero.checkpoint.source import Spec
 from lt_zero.common.errors import CheckpointError
 
@@ -72,6 +72,7 @@ class DeepSpeedSource(ForeignSource):
     Attributes:
         left_out: names of frozen parameters that were not saved.
         steps: that DeepSpeed has counted, skipped ones included.
+        loop: what its engine restores beside weights and optimizer, as ours saves it (loop/engine.py).
     """
 
     def __init__(self, path: str | os.PathLike[str], tag: str | None = None, inert: Collection[str] = ()) -> None:
@@ -101,6 +102,13 @@ class DeepSpeedSource(ForeignSource):
             )
         self.steps = int(model.get("global_steps") or 0)
         self.meta = self._meta(model, file)
+        given = {key: value for key, value in self.meta.items() if key in model and key not in _OWN_KEYS}
+        self.loop = {
+            "global_steps": self.steps,
+            "global_samples": int(model.get("global_samples") or 0),
+            "loss_scale": self.meta.get("ZeroPrecision", {}),
+            "client_state": {} if VERSION in given else given,  # else it is Lightning's checkpoint
+        }
         self._open_weights(models)
         if shapes:
             self._open_states([[self._named(raw) for raw in group] for group in shapes])
@@ -160,10 +168,9 @@ class DeepSpeedSource(ForeignSource):
         meta: dict[str, Any] = self._plain({key: model[key] for key in model if key not in _OWN_KEYS}, file)
         if model.get("lr_scheduler") is not None and "lr_schedulers" not in meta:
             meta["lr_schedulers"] = [self._plain(model["lr_scheduler"], file, "lr_scheduler")]
-        schedules = meta.get("lr_schedulers")
-        if isinstance(schedules, list) and any(isinstance(s, dict) and "last_batch_iteration" in s for s in schedules):
-            meta["lr_schedulers"] = []
-            self.notes.append(f"{file} has states of DeepSpeed's own schedules, which torch's cannot take.")
+        for key in ("data_sampler", "random_ltd"):
+            if model.get(key):
+                self.notes.append(f"{key} of {file} (data efficiency) was left out.")
         scaler = next(iter(self._inner.values()), {}).get("loss_scaler")
         config = model.get("ds_config")
         fp16 = config.get("fp16") if isinstance(config, dict) else None

@@ -116,9 +116,10 @@ class ForeignSource:
         if id(value) not in self._copies:
             inner = (*outer, id(value))
             if isinstance(value, dict):
-                keys = [k for k in value if all(isinstance(p, _KEYS) for p in (k if isinstance(k, tuple) else (k,)))]
-                if len(keys) < len(value):
-                    self.notes.append(f"{path} of {where} has keys that are objects; they were left out.")
+                keys = [key for key in value if _is_plain(key)]
+                if gone := [key for key in value if not _is_plain(key)]:
+                    names = ", ".join(str(getattr(key, "kind", "") or key) for key in gone[:3])
+                    self.notes.append(f"{path} of {where} has keys that are objects ({names}); they were left out.")
                 made: Any = {key: self._plain(value[key], where, f"{path}.{key}".lstrip("."), inner) for key in keys}
             else:
                 items = [self._plain(item, where, f"{path}[{n}]", inner) for n, item in enumerate(value)]
@@ -143,6 +144,10 @@ class ForeignSource:
         """Read every byte that has a checksum; returns the files without checksums, and raises if one is damaged."""
         parts = sorted(set(self.parts), key=lambda part: part[:2])
         return list(dict.fromkeys(str(part[0]) for part in parts if not has_checksums(*part)))
+
+
+def _is_plain(key: Any) -> bool:
+    return all(map(_is_plain, key)) if isinstance(key, (tuple, frozenset)) else isinstance(key, _PLAIN)
 
 
 def _prefix_of(names: list[str], meta: Mapping[str, Any]) -> str:

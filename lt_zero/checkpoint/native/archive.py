@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.native.directory import MANIFEST, Manifest, is_url
+from lt_zero.checkpoint.native.keys import put_back, restored
 from lt_zero.checkpoint.native.plan import boxes, common, flat_index
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
@@ -78,12 +79,16 @@ class Archive:
 
     @cached_property
     def meta(self) -> Mapping[str, Any]:
-        """The Lightning checkpoint without weights and optimizer states; plain containers."""
+        """The Lightning checkpoint without weights and optimizer states; plain containers. See Note [Keys]."""
         data = io.BytesIO(self.bytes_of("meta.pt"))
         try:
             found: dict[str, Any] = torch.load(data, map_location="cpu", weights_only=True)
         except (RuntimeError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.path}/meta.pt cannot be read: {error}") from None
+        try:
+            put_back(found, restored(found.get("lt_zero", {}).get("keys", [])))
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.path}/meta.pt has keys that do not fit its content: {error!r}") from None
         return found
 
     @cached_property

@@ -20,13 +20,15 @@ from torch.optim import Optimizer
 
 from lt_zero.checkpoint.formats.reading import VERSION
 from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.keys import put_back, restored, unknown, where
 from lt_zero.checkpoint.native.pieces import parameter_names
-from lt_zero.checkpoint.native.plain import put_back, where
-from lt_zero.checkpoint.native.save import KEY, REFERENCE
+from lt_zero.checkpoint.native.plain import MISSING
+from lt_zero.checkpoint.native.save import KEY, LOOP, REFERENCE
 from lt_zero.checkpoint.source import Source, Spec
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.lazy_tensor import LazyTensor
+from lt_zero.optim.schedules import Schedule
 
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
 _NEW = "set checkpoint.load_optimizer_states=false to start with a new optimizer."
@@ -42,6 +44,9 @@ def lightning_meta(source: Source) -> dict[str, Any]:
     if VERSION not in meta:  # a client_state that a user of DeepSpeed passed to save_checkpoint
         for key in ("loops", "callbacks"):
             meta.pop(key, None)
+    meta.pop(LOOP, None)
+    if (loop := getattr(source, LOOP, None)) is not None:
+        meta[LOOP] = loop
     scalers = [meta.pop(key, None) for key in _SCALERS]
     for state in scalers:
         if isinstance(state, dict) and "scale" in state:
@@ -165,11 +170,14 @@ def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
         return type(value)(resolve(v) for v in value) if type(value) in (list, tuple) else value
 
     meta = dict(archive.meta)
-    left: list[Any] = meta.get(KEY, {}).get("left_out", [])
+    own = meta.get(KEY, {})
+    keys, left = own.get("keys", []), [where(path) for path in own.get("left_out", [])]
+    left += unknown(keys)
     if weights_only is False:
+        put_back(meta, restored(keys, trusted=True))
         put_back(meta, archive.objects())
     elif left:
-        places = ", ".join(repr(where(path)) for path in left[:5])
+        places = ", ".join(map(repr, left[:5]))
         warnings.warn(
             f"{archive.path} has entries without a plain form, which are left out: {places}. If you trust the "
             "checkpoint and need them, pass weights_only=False.",
@@ -246,8 +254,33 @@ def fitting_state(
                 f"out: {', '.join(dropped)}.",
                 stacklevel=2,
             )
+    groups = [dict(group) for group in saved["param_groups"]]
+    for group, own in zip(groups, optimizer.param_groups, strict=False):
+        group |= {key: own[key] for key, value in group.items() if _is_missing(value) and key in own}
+    saved = {**saved, "param_groups": groups}
     frozen = [name for name, p in engine.root.named_parameters() if not p.requires_grad]
     return number_states(saved, parameter_names(optimizer, engine), number, frozen, remedy)
+
+
+def check_schedule(saved: Any, running: Any, path: str) -> None:
+    """Check that a schedule can take a saved state: torch's accept any, and go on from where they are.
+
+    Raises:
+        CheckpointError: the state is of DeepSpeed's own schedules, and the running one is none of ours.
+    """
+    of_deepspeed = isinstance(saved, Mapping) and "last_batch_iteration" in saved and "last_epoch" not in saved
+    if of_deepspeed and not isinstance(running, Schedule) and not hasattr(running, "last_batch_iteration"):
+        raise CheckpointError(
+            f"{path} has a schedule of DeepSpeed at iteration {saved['last_batch_iteration']}, which "
+            f"{type(running).__name__} cannot take. Use DeepSpeed's schedule (the block `scheduler` of its "
+            "configuration, or lt_zero's class of that name), or set checkpoint.load_lr_scheduler_states=false to "
+            "begin a new one."
+        )
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value had no plain form, and was not unpickled."""
+    return isinstance(value, str) and value == MISSING
 
 
 def rounded_weights(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,6 +319,24 @@ def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, left_
     Raises:
         RuntimeError: names or shapes do not match, as in torch.
     """
+    try:
+        _load_module(module, state, strict, left_out)
+    except RuntimeError as error:
+        if prefix := _lacking_prefix(module, state):
+            hint = f"The checkpoint's names lack {prefix!r}, which `lt-zero import SRC OUT --add-prefix {prefix}` adds."
+            raise RuntimeError(f"{error} {hint}") from error
+        raise
+
+
+def _lacking_prefix(module: nn.Module, state: Mapping[str, Any]) -> str:
+    """The prefix with which all names of a state dict would be the module's; "" if there is none."""
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    saved = [name for name, value in state.items() if isinstance(value, Tensor)]
+    found = {name.removesuffix(saved[0]) for name in names if name.endswith(f".{saved[0]}")} if saved else set()
+    return next((p for p in sorted(found) if names <= {p + name for name in saved}), "")
+
+
+def _load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, left_out: Sequence[str]) -> None:
     if not left_out or not strict:
         module.load_state_dict(state, strict=strict)
         return

@@ -5,7 +5,7 @@ Note [Plain values]
     Everything else would make a checkpoint unreadable without the code that wrote it. So OmegaConf containers become
     dicts and lists, paths strings, numpy's numbers and arrays Python's numbers and tensors, enums their values. Values
     without a plain form are named in a warning and go to a separate file, which is only unpickled on request
-    (``weights_only=False``).
+    (``weights_only=False``). Keys stay what they are: see Note [Keys].
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import torch
 from omegaconf import Container, OmegaConf
 from torch import Tensor
 
+from lt_zero.checkpoint.native.keys import ATOMS, TORCH, Key, Path
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.engine.lazy_tensor import AbsentTensor, LazyTensor
 
-Path = tuple[Any, ...]  # keys from the outermost container to a value
-
-_ATOMS: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes)
-_TORCH = (torch.dtype, torch.Size, torch.device)
 MISSING = "<left out: not a plain value>"
 
 
 def plain(value: Any, swap: Callable[[Path, Tensor], Any] = lambda _, tensor: tensor) -> tuple[Any, dict[Path, Any]]:
     """``value`` in plain containers, and the values without a plain form by their path.
+
+    A key without a plain form is one of these, at the path that ends with ``Key(name)``; ``name`` has its place. Parts
+    of paths are the keys themselves.
 
     Args:
         value: any nesting of containers.
@@ -59,12 +59,12 @@ class _Converter:
     def convert(self, value: Any, path: Path) -> Any:
         if isinstance(value, Tensor) and _is_dense(value):
             return self.swap(path, value)
-        if type(value) in _ATOMS or isinstance(value, _TORCH):
+        if type(value) in ATOMS or isinstance(value, TORCH):
             return value
         if isinstance(value, enum.Enum):
             return self.convert(value.value, path)
-        if isinstance(value, _ATOMS):  # a number or string of a subclass
-            return next(kind(value) for kind in _ATOMS[2:] if isinstance(value, kind))
+        if isinstance(value, ATOMS):  # a number or string of a subclass
+            return next(kind(value) for kind in ATOMS[2:] if isinstance(value, kind))
         if isinstance(value, Container):  # it may contain enums, paths and objects
             return self.convert(OmegaConf.to_container(value, resolve=not _has_missing(value)), path)
         if isinstance(value, os.PathLike):
@@ -88,12 +88,24 @@ class _Converter:
         self.rest[path] = value
         return MISSING
 
+    def _entries(self, value: Mapping[Any, Any], path: Path) -> dict[Any, Any]:
+        names = {key: _key(key) for key in value}
+        exact = {key for key, name in names.items() if _is_equal(name, key)}
+        taken = {names[key] for key in exact}
+        inner = {}
+        for key, item in value.items():
+            name = names[key]
+            if key not in exact:
+                while name in taken:  # a path and its text
+                    name = f"{name}'"
+                taken.add(name)
+                self.rest[(*path, Key(name))] = key
+            inner[name] = self.convert(item, (*path, name if key in exact else key))
+        return inner
+
     def _container(self, value: Any, path: Path) -> Any:
         if isinstance(value, Mapping):
-            keys = [_key(key) for key in value]
-            if len(set(keys)) < len(keys):  # such as 1.5 and numpy's 1.5, or a path and its text
-                return self._aside(value, path)
-            inner = {key: self.convert(v, (*path, key)) for key, v in zip(keys, value.values(), strict=True)}
+            inner = self._entries(value, path)
             return collections.OrderedDict(inner) if type(value) is collections.OrderedDict else inner
         if isinstance(value, tuple | list):
             items = [self.convert(v, (*path, i)) for i, v in enumerate(value)]
@@ -119,6 +131,11 @@ def _key(key: Any) -> Any:
     return made if not rest and not isinstance(made, Tensor) and _is_hashable(made) else str(key)
 
 
+def _is_equal(name: Any, key: Any) -> bool:
+    """Whether a plain form of a key finds the same entries."""
+    return name is key or (hash(name) == hash(key) and bool(name == key))
+
+
 def _is_hashable(value: Any) -> bool:
     try:
         hash(value)
@@ -133,19 +150,3 @@ def _has_missing(value: Container) -> bool:
     except Exception:  # an interpolation without its root or a missing value, which are kept as text
         return True
     return False
-
-
-def where(path: Path) -> str:
-    """The path of a value as text."""
-    return ".".join(str(part) for part in path)
-
-
-def put_back(value: Any, rest: Mapping[Path, Any]) -> None:
-    """Put values without a plain form back into the containers; tuples on their paths become lists."""
-    for path, item in rest.items():
-        inner = value
-        for part in path[:-1]:
-            if isinstance(inner[part], tuple):
-                inner[part] = list(inner[part])
-            inner = inner[part]
-        inner[path[-1]] = item

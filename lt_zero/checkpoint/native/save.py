@@ -36,8 +36,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from lt_zero.checkpoint.native.directory import Chunk, Entry, Manifest, Place
+from lt_zero.checkpoint.native.keys import Key, Path, described, where
 from lt_zero.checkpoint.native.pieces import Fragment, parameter_numbers
-from lt_zero.checkpoint.native.plain import Path, plain, where
+from lt_zero.checkpoint.native.plain import plain
 from lt_zero.checkpoint.native.plan import Part, Plan, divide, flat_index, part_of
 from lt_zero.checkpoint.native.torchfile import Stored, TorchFile
 from lt_zero.comm.communicator import Comm
@@ -49,6 +50,9 @@ from lt_zero.io.direct_file import in_words
 from lt_zero.io.pinned import host_buffer
 
 KEY = "lt_zero"  # key of this package's entries in a Lightning checkpoint
+TRAINED = "lt_zero_trained"  # key of trained weights beside averages
+HERE = "fabric"  # key of what is neither weights nor states of optimizers in a checkpoint of Fabric
+LOOP = "loop"  # key of what only the engine of a loop restores
 REFERENCE = "lt_zero.tensor"  # key of a reference to a sharded tensor
 _OVERHEAD = 4096  # maximum bytes per tensor beside its values: in its file, in ``.metadata`` and in the manifest
 _Place = tuple[int, int, int]  # in a file: where a box's values begin; offset and length of what torch reads
@@ -105,6 +109,8 @@ def bundle(
         if not isinstance(value, Fragment):
             return value.detach()
         name = f"extra.{where(path)}"
+        while name in made.tensors:  # of the keys 1 and "1"
+            name += "'"
         made.tensors[name] = value
         return {REFERENCE: name}
 
@@ -112,16 +118,20 @@ def bundle(
         for name, is_sharded in order.items():
             if isinstance(weights[name], Tensor) and name not in aliases and (is_sharded or comm.rank == 0):
                 made.tensors[f"model.{name}"] = weights[name]
-        packed = [_take_optimizer(made, i, state, names[i], comm.rank) for i, state in enumerate(optimizers)]
-        made.meta, left = plain(rest, swap)
+        left: dict[Path, Any] = {}
+        packed = [_take_optimizer(made, i, state, names[i], comm.rank, left) for i, state in enumerate(optimizers)]
+        made.meta, of_rest = plain(rest, swap)
         if comm.rank == 0:
-            extra, left_state = plain({name: weights[name] for name in order if not isinstance(weights[name], Tensor)})
-            left |= {(KEY, "extra_state", *path): value for path, value in left_state.items()}
+            extra, of_state = plain({name: weights[name] for name in order if not isinstance(weights[name], Tensor)})
+            left |= {**of_rest, **{(KEY, "extra_state", *path): value for path, value in of_state.items()}}
+            keys = [record for path, value in left.items() if (record := _described(path, value)) is not None]
+            left = {path: value for path, value in left.items() if _described(path, value) is None}
             made.meta[KEY] = {
                 **made.meta.get(KEY, {}),
                 "optimizers": packed,
                 "extra_state": extra,
-                "left_out": [list(path) for path in left],
+                "keys": keys,
+                "left_out": [[where((part,)) for part in path] for path in left],
                 "frozen_left_out": list(left_out),
                 "config": plain(config)[0],
                 **({"has_optimizers": True} if "optimizer_states" in checkpoint else {}),
@@ -157,14 +167,28 @@ def _agreed(weights: Mapping[str, Any], comm: Comm) -> tuple[dict[str, bool], di
     return order, aliases
 
 
-def _take_optimizer(made: Bundle, number: int, state: Any, groups: Sequence[Sequence[str]], rank: int) -> Any:
-    """Move the fragments of an optimizer's state dict to the tensors; returns the rest on rank 0, keyed by name."""
+def _described(path: Path, value: Any) -> list[Any] | None:
+    return described(path, value) if isinstance(path[-1], Key) else None
+
+
+def _take_optimizer(
+    made: Bundle, number: int, state: Any, groups: Sequence[Sequence[str]], rank: int, left: dict[Path, Any]
+) -> Any:
+    """Move the fragments of an optimizer's state dict to the tensors; returns the rest on rank 0, keyed by name.
+
+    What of it has no plain form is added to ``left``.
+    """
     state = {"state": {}, "param_groups": [], **state}  # Lightning's mock optimizer has an empty state
     by_number = dict(zip(parameter_numbers(state), chain.from_iterable(groups), strict=True))
     kept: dict[str, dict[str, Any]] = {}
     for parameter, entries in state["state"].items():
         name = by_number[parameter]
         for key, value in entries.items():
+            if not isinstance(key, str):
+                raise CheckpointError(
+                    f"Optimizer {number} has a state of {name!r} under the key {key!r} ({type(key).__name__}), and a "
+                    'sharded checkpoint names states by text. Use a str, or set checkpoint.format="full".'
+                )
             if isinstance(value, Fragment):
                 made.tensors[f"optimizer_{number}.state.{name}.{key}"] = value
             elif rank == 0:
@@ -172,17 +196,30 @@ def _take_optimizer(made: Bundle, number: int, state: Any, groups: Sequence[Sequ
                 copied = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
                 kept.setdefault(name, {})[key] = copied
     named = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
-    return plain({"param_groups": named, "state": kept})[0] if rank == 0 else {}
+    if rank > 0:
+        return {}
+    packed, rest = plain({"param_groups": named, "state": kept})
+    left |= {(KEY, "optimizers", number, *path): value for path, value in rest.items()}
+    return packed
 
 
 def _pickled(left: Mapping[Path, Any]) -> bytes | None:
-    """The values without a plain form, as far as they can be pickled; warns of them."""
+    """The keys and values without a plain form, as far as values can be pickled; warns of them.
+
+    Raises:
+        CheckpointError: a key cannot be pickled; names it.
+    """
     kept, failed = {}, []
     for path, value in left.items():
         try:
-            pickle.dumps(value)
+            pickle.dumps((path, value))
             kept[path] = value
         except Exception as error:  # any class may fail in any way here
+            if isinstance(path[-1], Key):
+                raise CheckpointError(
+                    f"{where(path)!r} in the checkpoint is a key of {type(value).__qualname__} that cannot be saved "
+                    f"({error}). Use a str, a number or a tuple of them, or a class or enumeration of a module."
+                ) from error
             failed.append(f"{where(path)!r} ({error})")
     places = ", ".join(repr(where(path)) for path in list(left)[:5])
     text = f"The checkpoint has entries without a plain form: {places}. They are in objects.pkl, which is only read "

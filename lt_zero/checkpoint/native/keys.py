@@ -1,0 +1,125 @@
+"""Keys of dictionaries that have no plain form, such as a class or a member of an enumeration; paths to what has none.
+
+Note [Keys]
+    A key is looked up by those who put it there: its text would not be found. ``plain`` puts a plain name in its place
+    and tells the key. A directory has its description: the name of a class or member, a path's text, a tuple or frozen
+    set of such. Read again, the name is looked up among the classes that are loaded, so nothing of the file is imported
+    or executed; if it is not among them, nobody can ask for the key, and the plain name stays. Other objects are
+    pickled, like values without a plain form, and their keys come back with them. A single file has the keys as they
+    are.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import torch
+
+ATOMS: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes)
+Path = tuple[Any, ...]  # keys from the outermost container to a value
+TORCH = (torch.dtype, torch.Size, torch.device)
+
+
+class Key(NamedTuple):
+    """The last part of the path to a key: its plain name in the container."""
+
+    name: Any
+
+
+def where(path: Path) -> str:
+    """The path of a value as text."""
+    return ".".join(str(part.name if isinstance(part, Key) else part) for part in path)
+
+
+def put_back(value: Any, rest: Mapping[Path, Any]) -> None:
+    """Put keys and values without a plain form back into the containers; tuples around values become lists."""
+    for path, item in rest.items():  # a key before what lies below it
+        inner = value
+        for part in path[:-1]:
+            if isinstance(inner[part], tuple) and not isinstance(path[-1], Key):
+                inner[part] = list(inner[part])
+            inner = inner[part]
+        if isinstance(path[-1], Key):
+            _rename(inner, path[-1].name, item)
+        else:
+            inner[path[-1]] = item
+
+
+def _rename(container: dict[Any, Any], name: Any, key: Any) -> None:
+    """Give the entry ``name`` the key ``key``, in its place in the order; nothing if there is no such entry."""
+    if name in container:
+        items = [(key if k == name else k, value) for k, value in container.items()]
+        container.clear()
+        container.update(items)
+
+
+def described(path: Path, key: Any) -> list[Any] | None:
+    """A plain description of a key: the path of its container, its plain name, what it is, and its path as text.
+
+    None: it has none. ``path``: with ``Key(name)`` at its end.
+    """
+    parts = [_describe(part) for part in (*path[:-1], key)]
+    return [parts[:-1], path[-1].name, parts[-1], where((*path[:-1], key))] if None not in parts else None
+
+
+def unknown(records: Iterable[Any]) -> list[str]:
+    """The paths of described keys whose classes are not loaded."""
+    return [record[-1] for record in records if not restored([record])]
+
+
+def restored(records: Iterable[Any], trusted: bool = False) -> dict[Path, Any]:
+    """The keys of descriptions, by their paths; those of classes that are not loaded are left out.
+
+    ``trusted``: import the modules of these.
+    """
+    found: dict[Path, Any] = {}
+    for parts, name, last, _ in records:
+        try:
+            *path, key = (_find(part, trusted) for part in (*parts, last))
+        except (LookupError, TypeError, ValueError, AttributeError, ImportError):
+            continue
+        found[(*path, Key(name))] = key
+    return found
+
+
+def _describe(key: Any) -> list[Any] | None:
+    made: list[Any] | None = None
+    if type(key) in ATOMS or isinstance(key, TORCH):
+        return ["is", key]
+    if isinstance(key, enum.Enum):
+        made = ["member", type(key).__module__, type(key).__qualname__, key.name]
+    elif isinstance(key, type):
+        made = ["class", key.__module__, key.__qualname__]
+    elif isinstance(key, PurePath):
+        made = ["path", str(key)]
+    elif type(key) in (tuple, frozenset):
+        parts = [_describe(part) for part in (sorted(key, key=repr) if isinstance(key, frozenset) else key)]
+        made = [type(key).__name__, parts] if None not in parts else None
+    try:
+        return made if made is not None and _find(made, trusted=False) == key else None
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None  # of a class in a function, or without a name of its own
+
+
+def _find(description: list[Any], trusted: bool) -> Any:
+    kind, *rest = description
+    if kind == "is":
+        return rest[0]
+    if kind == "path":
+        return PurePath(rest[0])
+    if kind in ("tuple", "frozenset"):
+        return {"tuple": tuple, "frozenset": frozenset}[kind](_find(part, trusted) for part in rest[0])
+    module, name, *member = rest
+    if trusted:
+        importlib.import_module(module)
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = vars(found)[part]  # without ``__getattr__``, which may do anything
+    if not isinstance(found, type) or (kind == "member") != bool(member):
+        raise TypeError(f"{name} is no class")
+    return found.__members__[member[0]] if issubclass(found, enum.Enum) and member else found
