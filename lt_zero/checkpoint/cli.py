@@ -48,10 +48,12 @@ def export_command(
     strip_prefix: Annotated[
         str | None, Option(help="Prefix to remove from names, such as net. (the attribute of your module).")
     ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace weights that are in the folder OUT.")] = False,
 ) -> None:
     """Export a checkpoint's weights to files that need no lt_zero. One tensor is in memory at a time."""
     with _reporting():
-        files = export(ckpt, out, dtype, format, shard_size, training_state, keep_fp32 or (), True, strip_prefix)
+        how = (dtype, format, shard_size, training_state, keep_fp32 or (), True, strip_prefix, overwrite)
+        files = export(ckpt, out, *how)
     for file in files:
         typer.echo(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")
 

@@ -53,7 +53,7 @@ class _Target(NamedTuple):
     path: Path
     format: str
     shard_size: int | None  # None: one file
-    earlier: list[str]  # files of an earlier export in a folder, its index first
+    earlier: list[str]  # weights in a folder that are to be replaced, their index first
 
 
 def export(
@@ -66,6 +66,7 @@ def export(
     keep_fp32: Sequence[str] = (),
     progress: bool = False,
     strip_prefix: str | None = None,
+    overwrite: bool = False,
 ) -> list[Path]:
     """Write the weights of a checkpoint to one file, or to several of limited size. Never leaves partial files.
 
@@ -79,8 +80,8 @@ def export(
             ``load_from_checkpoint``, ``safetensors``; ``auto`` decides by the suffix of ``out``. A folder gets
             safetensors.
         shard_size: maximum bytes of a file, such as 5GB or 500MiB: writes Hugging Face's layout with an index into the
-            folder ``out``, replaces an earlier export there and keeps files that are not weights (config.json). A
-            larger tensor gets a file of its own.
+            folder ``out`` and keeps files there that are not weights (config.json). A larger tensor gets a file of its
+            own.
         training_state: include what a plain ``Trainer`` resumes from: optimizers, schedulers, loops. For ``ckpt`` in
             fp32.
         keep_fp32: patterns for names of tensors that are exported in fp32.
@@ -88,18 +89,21 @@ def export(
         strip_prefix: prefix to remove from names, such as ``net.``; a warning lists names without it, which are kept.
             Default: none, with a warning if all names of safetensors files or of a folder have a common prefix, as
             others load these into the inner module. ``""``: none, without the warning.
+        overwrite: replace weights of this format in a folder, whose names may be others than those that are written. A
+            file that is named itself is always replaced.
 
     Returns:
         The files, the index last.
 
     Raises:
         ValueError: arguments contradict each other.
-        CheckpointError: the checkpoint cannot be read, or the files cannot be written; existing files are unchanged.
+        CheckpointError: the checkpoint cannot be read, or the files cannot be written, or the folder has weights;
+            existing files are unchanged.
     """
     kind = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if kind is None or kind not in _DTYPES.values():
         raise ValueError(f"dtype must be fp16, bf16, fp32 or fp64, not {dtype}.")
-    target = _target(checkpoint, out, format, shard_size)
+    target = _target(checkpoint, out, format, shard_size, overwrite)
     if training_state and (target.format != "ckpt" or kind != torch.float32):
         raise ValueError(f"training_state requires format ckpt and dtype fp32, not {target.format} and {dtype}.")
     if training_state and strip_prefix:
@@ -178,8 +182,9 @@ def _target(
     place: str | os.PathLike[str],
     format: str,
     shard_size: int | str | None,
+    overwrite: bool,
 ) -> _Target:
-    """Decide what to write, and check that it replaces nothing but an earlier export."""
+    """Decide what to write, and check that it replaces nothing that was not asked for."""
     if format not in get_args(Format):
         raise ValueError(f"format must be one of {', '.join(get_args(Format))}, not {format!r}.")
     out = Path(os.path.realpath(place))
@@ -212,11 +217,15 @@ def _target(
         return _Target(out, format, None, [])
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} is a file, but an export with shard_size is a folder. Name a folder.")
-    return _Target(out, format, limit or SHARD_SIZE, _earlier(out, format) if out.exists() else [])
+    return _Target(out, format, limit or SHARD_SIZE, _earlier(out, format, overwrite) if out.exists() else [])
 
 
-def _earlier(folder: Path, format: str) -> list[str]:
-    """Files of an earlier export in the folder, its index first; raises if the folder contains other weights."""
+def _earlier(folder: Path, format: str, overwrite: bool) -> list[str]:
+    """The files of this layout in the folder, its index first, which are to be replaced.
+
+    Raises:
+        CheckpointError: there are some, and not ``overwrite``; or the folder contains other weights.
+    """
     stem, suffix = _STEMS[format]
     pattern = re.compile(rf"{stem}(-\d{{5,}}-of-\d{{5,}})?\.{suffix}(\.index\.json)?")
     found = sorted(os.listdir(folder), key=lambda name: (not name.endswith(".json"), name))
@@ -224,8 +233,13 @@ def _earlier(folder: Path, format: str) -> list[str]:
     others = [name for name in found if name not in earlier and name.lower().endswith(_WEIGHTS)]
     if others:
         raise CheckpointError(
-            f"{folder} contains {some(others)}, which no earlier export to {format} wrote: a loader could take them "
-            "for this model's. Remove them, or name another folder. Files that are not weights (config.json) may stay."
+            f"{folder} contains {some(others)}, which no export to {format} writes: a loader could take them for this "
+            "model's. Remove them, or name another folder. Files that are not weights (config.json) may stay."
+        )
+    if earlier and not overwrite:
+        raise CheckpointError(
+            f"{folder} contains weights, which an export there deletes: {some(earlier)}. Name another folder, or "
+            "replace them with --overwrite (overwrite=True)."
         )
     return earlier
 

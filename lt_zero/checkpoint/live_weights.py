@@ -88,13 +88,14 @@ def export_engine(
     format: Format = "auto",
     shard_size: int | str | None = None,
     strip_prefix: str | None = "",
+    overwrite: bool = False,
 ) -> None:
     """Write all weights, bucket by bucket, on rank 0. Collective.
 
     Args:
         engine: of the module.
-        path, dtype, format, shard_size, strip_prefix: as for ``export``. Parameters that ``fp16_override_modules``
-            keeps in fp32 are exported in fp32.
+        path, dtype, format, shard_size, strip_prefix, overwrite: as for ``export``. Parameters that
+            ``fp16_override_modules`` keeps in fp32 are exported in fp32.
 
     Raises:
         CheckpointError, ValueError: on all ranks; an existing file at ``path`` is unchanged.
@@ -107,7 +108,7 @@ def export_engine(
             source = EngineSource(engine)
             names = [name for name, p in engine.root.named_parameters() if id(p) in kept]
             try:
-                export(source, path, dtype, format, shard_size, False, names, True, strip_prefix)
+                export(source, path, dtype, format, shard_size, False, names, True, strip_prefix, overwrite)
             finally:
                 engine.comm.host_broadcast(_END, "export")
         else:

@@ -209,6 +209,7 @@ class ZeroStrategy(DDPStrategy):
         format: Format = "auto",
         shard_size: int | str | None = None,
         strip_prefix: str | None = None,
+        overwrite: bool = False,
     ) -> None:
         """Write all weights to files that are readable without lt_zero. Collective: call it on every rank.
 
@@ -216,7 +217,7 @@ class ZeroStrategy(DDPStrategy):
         """
         self.engine.comm.roll_call("export")
         with self._averaged():
-            export_engine(self.engine, self.broadcast(path), dtype, format, shard_size, strip_prefix)
+            export_engine(self.engine, self.broadcast(path), dtype, format, shard_size, strip_prefix, overwrite)
         self.barrier("export")
 
     def comms_summary(self) -> list[CommRecord]:

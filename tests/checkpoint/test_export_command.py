@@ -70,7 +70,8 @@ def test_a_prefix_is_stripped_or_told(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "last.ckpt").write_text("")
 
     def run(*options: str, out: str = "hf") -> Any:
-        return CliRunner().invoke(app, ["export", str(tmp_path / "last.ckpt"), str(tmp_path / out), *options])
+        paths = [str(tmp_path / "last.ckpt"), str(tmp_path / out)]
+        return CliRunner().invoke(app, ["export", *paths, "--overwrite", *options])
 
     told = "All names begin with 'net.'"
     assert told in run().stderr

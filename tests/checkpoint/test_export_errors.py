@@ -25,7 +25,7 @@ def test_an_error_half_way_leaves_the_old_file(tmp_path: Path, name: str, error:
             raise error
 
     source, out = layers(), tmp_path / name
-    options: dict[str, Any] = {"shard_size": 450} if name == "folder" else {}
+    options: dict[str, Any] = {"shard_size": 450, "overwrite": True} if name == "folder" else {}
     source.on_read = fail
     with pytest.raises(type(error)):
         export(source, out, **options)

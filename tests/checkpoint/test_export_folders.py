@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
-from lt_zero.checkpoint.export import Cast, export, plan_shards
+from lt_zero.checkpoint.export import Cast, Format, export, plan_shards
+from lt_zero.cli import app
 from lt_zero.common.errors import CheckpointError
 from tests.support.export_tools import Memory, check_equal, layers, listing
 
@@ -63,15 +65,35 @@ def test_an_earlier_export_is_replaced(tmp_path: Path, monkeypatch: pytest.Monke
     out.mkdir()
     monkeypatch.chdir(out)
     export(layers(7), ".", shard_size=450)
-    export(layers(3), ".", shard_size=450)
+    export(layers(3), ".", shard_size=450, overwrite=True)
     assert listing(out) == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
     ]
     assert listing(Path()) == listing(out), "the folder is the same one"
-    export(layers(3), ".")
+    export(layers(3), ".", overwrite=True)
     assert listing(out) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("format", ["safetensors", "pt"])
+def test_weights_in_the_folder_are_only_replaced_on_request(tmp_path: Path, format: Format) -> None:
+    """Those of ``save_pretrained`` have the same names."""
+    out, options = tmp_path / "hf", {"format": format, "shard_size": 450}
+    export(layers(7), out, **options)  # type: ignore[arg-type]
+    before = {name: (out / name).read_bytes() for name in listing(out)}
+    assert len(before) == 5
+    for of_one_file in ({}, options):
+        with pytest.raises(CheckpointError, match="deletes: .*index.json, .*--overwrite"):
+            export(layers(3), out, **{"format": format, **of_one_file})  # type: ignore[arg-type]
+    torch.save(layers(3).tensors, tmp_path / "small.pt")
+    command = ["export", str(tmp_path / "small.pt"), str(out), "--format", format, "--dtype", "fp32"]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 1
+    assert "--overwrite" in refused.output
+    assert {name: (out / name).read_bytes() for name in listing(out)} == before
+    assert CliRunner().invoke(app, [*command, "--overwrite"]).exit_code == 0
+    assert listing(out) == ["model.safetensors" if format == "safetensors" else "pytorch_model.bin"]
 
 
 def test_other_content_is_left_alone(tmp_path: Path) -> None:
@@ -79,19 +101,19 @@ def test_other_content_is_left_alone(tmp_path: Path) -> None:
     export(layers(), out)
     for name in ("config.json", "tokenizer.model", ".gitattributes"):
         (out / name).write_text(name)
-    export(layers(), out)  # what others put beside the weights may be there before them, too
+    export(layers(), out, overwrite=True)  # what others put beside the weights may be there before them, too
     assert listing(out) == [".gitattributes", "config.json", "model.safetensors", "tokenizer.model"]
     assert (out / "config.json").read_text() == "config.json"
     for name in ("config.json", "tokenizer.model", ".gitattributes"):
         (out / name).unlink()
     for name in ("adapter.safetensors", "tf_model.h5", "model-00001-of-00002.bin"):
         (out / name).write_text("{}")
-        with pytest.raises(CheckpointError, match=f"{name}, which no earlier"):
+        with pytest.raises(CheckpointError, match=f"{name}, which no export"):
             export(layers(), out, shard_size=450)
         assert listing(out) == sorted(["model.safetensors", name])
         (out / name).unlink()
     (out / "model.safetensors.index.json").mkdir()
-    with pytest.raises(CheckpointError, match="index.json, which no earlier"):
+    with pytest.raises(CheckpointError, match="index.json, which no export"):
         export(layers(), out)
 
 
@@ -111,10 +133,10 @@ def test_a_replacement_that_fails_half_way_is_undone(tmp_path: Path, monkeypatch
     for step in range(1, 4 + 5 + 1):
         calls[0], limit = 0, step
         with pytest.raises(CheckpointError, match="No space left"):
-            export(layers(7), out, shard_size=450)
+            export(layers(7), out, shard_size=450, overwrite=True)
         assert {name: (out / name).read_bytes() for name in listing(out)} == before
     calls[0], limit = 0, 100
-    export(layers(7), out, shard_size=450)
+    export(layers(7), out, shard_size=450, overwrite=True)
     assert calls[0] == 4 + 5
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import pathlib
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
@@ -96,7 +97,7 @@ def _describe(key: Any) -> list[Any] | None:
     elif isinstance(key, type):
         made = ["class", key.__module__, key.__qualname__]
     elif isinstance(key, PurePath):
-        made = ["path", str(key)]
+        made = ["path", isinstance(key, pathlib.Path), str(key)]
     elif type(key) in (tuple, frozenset):
         parts = [_describe(part) for part in (sorted(key, key=repr) if isinstance(key, frozenset) else key)]
         made = [type(key).__name__, parts] if None not in parts else None
@@ -111,7 +112,7 @@ def _find(description: list[Any], trusted: bool) -> Any:
     if kind == "is":
         return rest[0]
     if kind == "path":
-        return PurePath(rest[0])
+        return (pathlib.Path if rest[0] else PurePath)(rest[1])
     if kind in ("tuple", "frozenset"):
         return {"tuple": tuple, "frozenset": frozenset}[kind](_find(part, trusted) for part in rest[0])
     module, name, *member = rest
