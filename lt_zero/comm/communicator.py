@@ -35,6 +35,7 @@ from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.compression import Compressor, Residuals, gather_encoded
 from lt_zero.comm.hang_detection import HangDetector, in_collective, user_line
 from lt_zero.comm.hierarchy import Hierarchy
+from lt_zero.comm.launchers import refuse_alone
 from lt_zero.comm.process_groups import exists, new_group, one_queue, with_index
 from lt_zero.comm.shared_memory import FENCES, Barrier, SharedArena, store, supported
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
@@ -120,10 +121,15 @@ class Comm(ProcessLocal):
         ``check``, ``timeout``: as for the class; ``LT_ZERO_DEBUG=1`` sets ``check``, too. ``node``: the number of this
         rank's node, as the launcher knows it; ``LT_ZERO_NODE_RANK`` takes precedence.
 
+        Raises:
+            RuntimeError: the launcher has started more tasks than the group has ranks, see launchers.py.
+
         Lightning issues collectives on the default group between batches and swallows their errors; this package's
         collectives on the same group could then be matched with them.
         """
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        grouped = dist.is_available() and dist.is_initialized()
+        refuse_alone(dist.get_world_size() if grouped else 1)
+        if not grouped or dist.get_world_size() == 1:
             return cls(None, None, device)
         check = check or os.environ.get("LT_ZERO_DEBUG", "0").lower() not in ("", "0", "false", "no", "off")
         number = 1 if one_queue() else 2

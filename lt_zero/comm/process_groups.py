@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from lt_zero.comm.launchers import Tasks, launched_tasks, refuse_alone
+
 # Seconds after which a peer is given up whose kernel does not answer: on the connections by which hang detection probes
 # peers, and on others, so that the probes can tell which peer it is.
 PROBED_S, OTHERS_S = 20, 45
@@ -148,20 +150,91 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def init_distributed(dist_backend: str | None = None, timeout: timedelta | None = None, **_: object) -> None:
-    """Make the default process group if a launcher (torchrun) has set ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR``.
+def own_gpu(local_rank: int) -> int:
+    """The index of the GPU of a rank. A launcher that gives each task one GPU makes it the only one that is seen."""
+    return 0 if torch.cuda.device_count() == 1 else local_rank
 
-    No-op if there is one, or if a single process runs without a launcher.
+
+def init_distributed(
+    dist_backend: str | None = None,
+    timeout: timedelta | None = None,
+    *,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    dist_init_required: bool | None = None,
+    verbose: bool = True,
+    config: object = None,
+) -> None:
+    """Make the default process group of all tasks that a launcher has started.
+
+    The launcher is torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``), Open MPI, MPICH, Intel MPI or MVAPICH
+    (``mpirun``), or ``srun``; their numbers are written to torchrun's variables. No-op if there is a group, and for a
+    single process.
 
     Args:
         dist_backend: default: "nccl" for GPUs, else "gloo".
         timeout: of its collectives; None: torch's default.
+        init_method: as for ``torch.distributed.init_process_group``; default: ``MASTER_ADDR`` and ``MASTER_PORT``.
+        rank, world_size: instead of the launcher's.
+        auto_mpi_discovery: whether the variables of ``mpirun`` count.
+        distributed_port: of rank 0's host, if ``MASTER_PORT`` is not set.
+        dist_init_required: False: make no group.
+        verbose, config: arguments of DeepSpeed's, without effect.
+
+    Raises:
+        ValueError: arguments or variables contradict each other, or it is not known where rank 0 is.
+        RuntimeError: the group that there is has fewer ranks than the launcher has started tasks; see launchers.py.
     """
-    if dist.is_initialized() or "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if (rank < 0) != (world_size < 0):
+        raise ValueError(f"init_distributed(rank={rank}, world_size={world_size}): pass both, or none.")
+    if dist.is_initialized():
+        refuse_alone(dist.get_world_size())
+        if world_size >= 0 and (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+            has = f"this is rank {dist.get_rank()} of {dist.get_world_size()}"
+            raise ValueError(
+                f"init_distributed(rank={rank}, world_size={world_size}), but there is a process group already, in "
+                f"which {has}. Remove one of the two calls."
+            )
+        return
+    tasks = launched_tasks(mpi=auto_mpi_discovery)
+    if world_size >= 0:
+        tasks = (tasks or Tasks("", 0, 1))._replace(rank=rank, world=world_size)
+    if dist_init_required is False or tasks is None or (tasks.world == 1 and init_method is None):
+        if init_method is not None and dist_init_required is not False:
+            raise ValueError(f"init_distributed(init_method={init_method!r}) needs rank=... and world_size=..., too.")
+        if world_size < 0:
+            refuse_alone(1)
         return
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    _export(tasks, init_method, distributed_port)
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(own_gpu(int(os.environ["LOCAL_RANK"])))
     begin_restarted(backend, timeout, None)
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, init_method, timeout, rank=tasks.rank, world_size=tasks.world)
+    if world_size < 0:
+        refuse_alone(dist.get_world_size())
+
+
+def _export(tasks: Tasks, init_method: str | None, port: int | None) -> None:
+    """Write torchrun's variables, which scripts and other packages read."""
+    made = {"RANK": tasks.rank, "WORLD_SIZE": tasks.world}
+    if tasks.local_rank is not None:
+        made["LOCAL_RANK"] = tasks.local_rank
+    elif torch.cuda.is_available():  # hosts are filled one after the other by default
+        made["LOCAL_RANK"] = tasks.rank % torch.cuda.device_count()
+    if init_method in (None, "env://"):
+        address = os.environ.get("MASTER_ADDR", tasks.address)
+        if address is None:
+            who = tasks.launcher or "init_distributed"
+            raise ValueError(
+                f"{who} tells of {tasks.world} ranks, and not on which host rank 0 is. Set MASTER_ADDR (and "
+                "MASTER_PORT) to the same on all of them: mpirun -x MASTER_ADDR=HOST, or mpiexec -genv MASTER_ADDR "
+                "HOST; or pass init_method."
+            )
+        os.environ["MASTER_ADDR"] = address
+        os.environ.setdefault("MASTER_PORT", str(tasks.port if port is None else port))
+    os.environ.update({name: str(value) for name, value in made.items()})

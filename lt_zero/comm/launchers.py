@@ -1,0 +1,172 @@
+"""Which task of how many a launcher has started this process as: torchrun, ``mpirun``, ``srun``.
+
+Note [Ranks that train alone]
+    A process that does not see its launcher trains by itself, and so do all of its peers: each is rank 0 of one, and
+    they write the same files. So the variables of every common launcher are read, and a group with fewer ranks than
+    its launcher has started tasks is an error (``refuse_alone``). ``LT_ZERO_ALONE=1`` says that each task is a run.
+    A shell in an allocation of SLURM has the allocation's variables although only one process runs: only ``srun``
+    gives a process a number of its step, shells (``--pty``, job names ``bash`` and ``interactive``) do not count.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+_MPI = (  # variables of rank, size, local rank, local size
+    (
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    (
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI (MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), "MPI_LOCALNRANKS"),
+)
+_MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PBS_JOBID")  # tell jobs of one host apart
+_SPECIAL_STEP = 0xFFFFFFF0  # steps of SLURM from here on are shells, batch scripts and others
+_SHELLS = ("bash", "interactive")  # job names
+_PORT = 29500  # torch's
+
+
+class Tasks(NamedTuple):
+    """A launcher's tasks, and which of them this process is.
+
+    ``local_rank``: on its host; None: unknown. ``address``: of rank 0's host; None: unknown.
+    """
+
+    launcher: str
+    rank: int
+    world: int
+    local_rank: int | None = None
+    address: str | None = None
+    port: int = _PORT
+
+
+def launched_tasks(variables: Mapping[str, str] | None = None, mpi: bool = True) -> Tasks | None:
+    """The tasks of the launcher that has started this process; None if none has.
+
+    Args:
+        variables: of the environment; default: of this process.
+        mpi: whether the launchers of MPI count.
+
+    Raises:
+        ValueError: a variable is no number, or there is a rank without a number of ranks.
+    """
+    found = os.environ if variables is None else variables
+    if "RANK" in found:
+        if "WORLD_SIZE" not in found:
+            raise ValueError(f"RANK={found['RANK']} is set, and WORLD_SIZE is not. Set both, or none (see torchrun).")
+        local = _number(found, "LOCAL_RANK") if "LOCAL_RANK" in found else None
+        port = _number(found, "MASTER_PORT") if "MASTER_PORT" in found else _PORT
+        return Tasks(
+            "RANK", _number(found, "RANK"), _number(found, "WORLD_SIZE"), local, found.get("MASTER_ADDR"), port
+        )
+    return started_tasks(found, mpi)
+
+
+def started_tasks(variables: Mapping[str, str] | None = None, mpi: bool = True) -> Tasks | None:
+    """``launched_tasks``, as ``mpirun`` or ``srun`` tell it, whatever ``RANK`` says."""
+    found = os.environ if variables is None else variables
+    tasks = (_of_mpi(found) if mpi else None) or _of_slurm(found)
+    if tasks is None:
+        return None
+    address, port = found.get("MASTER_ADDR", tasks.address), tasks.port
+    return tasks._replace(address=address, port=_number(found, "MASTER_PORT") if "MASTER_PORT" in found else port)
+
+
+def refuse_alone(world: int) -> None:
+    """Raise if this process is of a group of ``world`` ranks, and its launcher has started more tasks.
+
+    See Note [Ranks that train alone].
+
+    Raises:
+        RuntimeError: it has.
+    """
+    tasks = started_tasks()
+    if tasks is None or tasks.world <= world or _may_be_alone():
+        return
+    raise RuntimeError(
+        f"{tasks.launcher} has started {tasks.world} tasks, of which this is number {tasks.rank}, but its process "
+        f"group has {world} rank{'' if world == 1 else 's'}: they would train apart from each other and write the same "
+        "files. Call lt_zero.init_distributed() first, or make the group of all tasks; LT_ZERO_ALONE=1 lets each task "
+        "be a run of its own."
+    )
+
+
+def refuse_own_launcher() -> None:
+    """Raise if this process is about to start the ranks of a run, and a launcher has started several tasks.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    tasks = started_tasks()
+    if tasks is None or tasks.world == 1 or _may_be_alone():
+        return
+    remedy = "Install mpi4py, by which Lightning sees them, or start with torchrun"
+    if tasks.launcher == "SLURM":
+        remedy = "Remove plugins=[LightningEnvironment()], so that Lightning sees them"
+    raise RuntimeError(
+        f"{tasks.launcher} has started {tasks.world} tasks, of which this is number {tasks.rank}, and Lightning does "
+        "not know: each would start all ranks of a run of its own, and write the same files. "
+        f"{remedy}; LT_ZERO_ALONE=1 lets each task be a run of its own."
+    )
+
+
+def _may_be_alone() -> bool:
+    return os.environ.get("LT_ZERO_ALONE", "0").lower() not in ("", "0", "false", "no", "off")
+
+
+def _number(found: Mapping[str, str], name: str) -> int:
+    try:
+        return int(found[name])
+    except ValueError:
+        raise ValueError(
+            f"{name}={found[name]!r}: a launcher writes a number there. Unset it, or correct it."
+        ) from None
+
+
+def _of_mpi(found: Mapping[str, str]) -> Tasks | None:
+    for launcher, rank, size, locals_, local_size in _MPI:
+        if rank in found and size in found:
+            world = _number(found, size)
+            local = next((_number(found, name) for name in locals_ if name in found), None)
+            one_host = local_size in found and _number(found, local_size) == world
+            job = next((found[name] for name in _MPI_JOBS if name in found), None)
+            port = _PORT if job is None else 15000 + zlib.crc32(job.encode()) % 10000
+            return Tasks(launcher, _number(found, rank), world, local, "127.0.0.1" if one_host else None, port)
+    return None
+
+
+def _of_slurm(found: Mapping[str, str]) -> Tasks | None:
+    step = found.get("SLURM_STEP_ID", found.get("SLURM_STEPID"))
+    if step is None or "SLURM_PROCID" not in found or "SLURM_PTY_PORT" in found:
+        return None
+    if found.get("SLURM_JOB_NAME") in _SHELLS or not step.isdecimal() or int(step) >= _SPECIAL_STEP:
+        return None
+    size = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in found), None)
+    if size is None:
+        return None
+    nodes = next(
+        (found[n] for n in ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST") if n in found), None
+    )
+    job = found.get("SLURM_JOB_ID", "0")
+    port = 15000 + (int(job) + 7 * int(step)) % 10000 if job.isdecimal() else _PORT
+    local = _number(found, "SLURM_LOCALID") if "SLURM_LOCALID" in found else None
+    address = first_node(nodes) if nodes is not None else None
+    return Tasks("SLURM", _number(found, "SLURM_PROCID"), _number(found, size), local, address, port)
+
+
+def first_node(nodes: str) -> str:
+    """The first host of a list of SLURM: ``gpu[07-09,12],cpu1`` -> ``gpu07``."""
+    return re.split(r"[,\s]", re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodes.strip()), maxsplit=1)[0]

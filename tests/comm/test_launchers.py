@@ -1,0 +1,207 @@
+"""Which tasks a launcher has started, a group of all of them, and no rank that trains alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from torch import nn
+
+import lt_zero
+from lt_zero import FabricZeroStrategy, ZeroStrategy
+from lt_zero.comm.launchers import first_node, launched_tasks
+from tests.support.launchers import environment, free_port
+from tests.support.paths import SUPPORT
+from tests.support.pool import Pool
+
+SLURM = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_STEP_ID": "2",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODELIST": "gpu[07-09,12],cpu1",
+}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(("RANK", "SIZE", "LOCAL_RANK"), "121", strict=True)}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({}, None),
+        (TORCHRUN, ("RANK", 3, 4, 1, "a", 7)),
+        ({**SLURM, **TORCHRUN}, ("RANK", 3, 4, 1, "a", 7)),
+        (SLURM, ("SLURM", 1, 2, 1, "gpu07", 15000 + (1234567 + 14) % 10000)),
+        ({**SLURM, "MASTER_ADDR": "b", "MASTER_PORT": "9"}, ("SLURM", 1, 2, 1, "b", 9)),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "n1"}, ("SLURM", 1, 8, 1, "n1", 19581)),
+        ({**SLURM, "SLURM_JOB_NAME": "bash"}, None),
+        ({**SLURM, "SLURM_JOB_NAME": "interactive"}, None),
+        ({**SLURM, "SLURM_PTY_PORT": "40000"}, None),
+        ({**SLURM, "SLURM_STEP_ID": "4294967290"}, None),  # the shell of salloc
+        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}, None),  # a batch script, or the shell of salloc
+        (OPEN_MPI, ("Open MPI", 1, 2, 1, None, 29500)),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, ("Open MPI", 1, 2, 1, "127.0.0.1", 29500)),
+        ({**SLURM, **OPEN_MPI, "MASTER_ADDR": "b"}, ("Open MPI", 1, 2, 1, "b", 29500)),
+        (MPICH, ("PMI (MPICH, Intel MPI)", 1, 2, 0, None, 29500)),
+    ],
+)
+def test_tasks(variables: dict[str, str], wanted: tuple[Any, ...] | None) -> None:
+    assert launched_tasks(variables) == wanted
+
+
+def test_one_job_has_one_port_and_jobs_differ() -> None:
+    ports = {job: launched_tasks({**OPEN_MPI, "PMIX_NAMESPACE": job}).port for job in ("a@1", "b@1")}  # type: ignore[union-attr]
+    assert len(set(ports.values())) == 2
+    assert all(15000 <= port < 25000 for port in ports.values())
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("a", "a"), ("a,b", "a"), ("n[5-9]", "n5"), ("n[05,7-9]x[1-2],y", "n05x1"), ("h0 h1", "h0"), ("n[3]", "n3")],
+)
+def test_first_node(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("variables", "match"),
+    [({"RANK": "1"}, "WORLD_SIZE is not"), ({**SLURM, "SLURM_PROCID": "x"}, "SLURM_PROCID='x'")],
+)
+def test_variables_that_cannot_be(variables: dict[str, str], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        launched_tasks(variables)
+
+
+# ---- a group of all tasks --------------------------------------------------------------------------------------------
+
+
+def _joins(kind: str, port: int, file: str) -> tuple[int, int, str]:
+    """The rank, the ranks and LOCAL_RANK in the group that ``init_distributed`` makes."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    numbers = (rank, world, rank, world)
+    options: dict[str, Any] = {}
+    if kind == "SLURM":
+        here = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODELIST": "localhost"}
+        os.environ.update({**SLURM, **here, "MASTER_PORT": str(port)})
+    elif kind == "Open MPI":
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        os.environ.update({f"OMPI_COMM_WORLD_{n}": str(v) for n, v in zip(names, numbers, strict=True)})
+        options = {"distributed_port": port}
+    elif kind == "MPICH":
+        names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        os.environ.update({n: str(v) for n, v in zip(names, numbers, strict=True)})
+        options = {"distributed_port": port}
+    elif kind == "file":
+        options = {"init_method": f"file://{file}", "rank": rank, "world_size": world}
+    else:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        options = {"rank": rank, "world_size": world}
+    lt_zero.init_distributed("gloo", **options)
+    lt_zero.init_distributed("gloo")  # there is one
+    dist.barrier()
+    engine, *_ = lt_zero.initialize(model=nn.Linear(2, 2), config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    return engine.global_rank, engine.world_size, os.environ.get("LOCAL_RANK", "")
+
+
+@pytest.mark.parametrize("kind", ["SLURM", "Open MPI", "MPICH", "file", "numbers"])
+def test_init_distributed_makes_a_group_of_all(pool: Pool, tmp_path: Path, kind: str) -> None:
+    found = pool.run(2, _joins, kind, free_port(), str(tmp_path / "store"))
+    known = kind not in ("file", "numbers")
+    assert found == [(0, 2, "0" if known else ""), (1, 2, "1" if known else "")]
+
+
+# ---- nobody trains alone ---------------------------------------------------------------------------------------------
+
+
+def _loop() -> None:
+    lt_zero.initialize(model=nn.Linear(2, 2), config={}, dist_init_required=False)
+
+
+def _user_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        lt_zero.shard(nn.Linear(2, 2), {})
+    finally:
+        dist.destroy_process_group()
+
+
+def _user_group_first() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        lt_zero.init_distributed()
+    finally:
+        dist.destroy_process_group()
+
+
+def _trainer() -> None:
+    strategy = ZeroStrategy(cluster_environment=LightningEnvironment())
+    pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False)
+
+
+def _fabric() -> None:
+    L.Fabric(accelerator="cpu", devices=1, strategy=FabricZeroStrategy(), plugins=[LightningEnvironment()])
+
+
+@pytest.mark.parametrize("variables", [SLURM, OPEN_MPI, MPICH], ids=["SLURM", "Open MPI", "MPICH"])
+@pytest.mark.parametrize("start", [_loop, _user_group, _user_group_first, _trainer, _fabric])
+def test_a_task_of_several_does_not_train_alone(
+    monkeypatch: pytest.MonkeyPatch, start: Any, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=r"has started 2 tasks, of which this is number 1.*LT_ZERO_ALONE=1"):
+        start()
+    monkeypatch.setenv("LT_ZERO_ALONE", "1")
+    start()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"rank": 0}, "pass both"),
+        ({"init_method": "file:///tmp/never"}, "needs rank=... and world_size"),
+        ({"rank": 0, "world_size": 2}, "not on which host rank 0 is"),
+    ],
+)
+def test_arguments_that_cannot_be(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        lt_zero.init_distributed("gloo", **options)
+    with pytest.raises(TypeError):
+        lt_zero.init_distributed(backend="gloo")  # type: ignore[call-arg]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SLURM", "Open MPI"])
+def test_a_script_of_two_tasks_is_one_run(kind: str, tmp_path: Path) -> None:
+    """``srun -n 2 python train.py`` and ``mpirun -n 2 python train.py``, whose script knows nothing of launchers."""
+    port, processes = str(free_port()), []
+    for rank in range(2):
+        numbers = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODELIST": "localhost"}
+        variables = {**SLURM, **numbers}
+        if kind == "Open MPI":
+            names = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
+            variables = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
+        env = environment(**variables, MASTER_PORT=port)
+        command = [sys.executable, str(SUPPORT / "loop_script.py"), str(tmp_path)]
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    printed = [process.communicate(timeout=110)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    assert sorted(line for text in printed for line in text.splitlines() if line.startswith("RESULT")) == [
+        "RESULT 0 of 2",
+        "RESULT 1 of 2",
+    ]
