@@ -43,6 +43,7 @@ from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
 from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding, with_sizes
 from lt_zero.engine.quantized import refuse_quantized, rest_quantized
+from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.engine.zero_plus_plus import use_zero_plus_plus
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.memory.check import check_build
@@ -79,6 +80,7 @@ def shard(
         ConfigError: activation checkpointing is on, and no module can be checkpointed; or ``ops`` is "required", and
             native kernels are missing on a rank; or ``training`` with ``quantize``.
         NotEnoughMemory: a machine has too little memory; the module is unchanged.
+        RuntimeError: on all ranks, if their models differ.
     """
     config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module)
     placed = (t.device for t in chain(module.parameters(), module.buffers()) if t.device.type != "meta")
@@ -95,6 +97,7 @@ def shard(
     elif config.quantize is not None:
         policy = replace(policy, low_master=True)  # no wider values are kept beside the codes
     zero = config.zero_optimization
+    compare_models(comm, module, policy)
     _check_kernels(config, device, comm)
     _check_late_gradients(config, policy)
     comm.configure(config)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Path = tuple[str | int, ...]  # of a value: keys of mappings, positions in lists
 
@@ -64,6 +64,40 @@ def path_of(place: str) -> Path:
 def dotted(path: Path) -> str:
     """``("a", 0, "b")`` -> ``a.0.b``, as overrides and OmegaConf write it."""
     return ".".join(str(part) for part in path)
+
+
+def differences(ranks: Sequence[Mapping[str, Any]], shown: int = 3) -> str:
+    """In words: the values in which ranks differ, of what each of them has, at most ``shown``.
+
+    A value may be a tuple of names, of which the number and the first that not all have are told.
+    """
+    keys = [key for key in dict.fromkeys(k for has in ranks for k in has) if len({_of(has, key) for has in ranks}) > 1]
+    told = [f"{key} {_by_rank(key, ranks)}" for key in keys[:shown]]
+    return "; ".join(told) + (f"; and {len(keys) - shown} more" if len(keys) > shown else "")
+
+
+_MISSING = object()
+
+
+def _of(has: Mapping[str, Any], key: str) -> Any:
+    return has.get(key, _MISSING)
+
+
+def _by_rank(key: str, ranks: Sequence[Mapping[str, Any]]) -> str:
+    """``is 0.1 on rank 0 and 0.2 on ranks 1, 2``."""
+    by_value: dict[Any, list[int]] = {}
+    for rank, has in enumerate(ranks):
+        by_value.setdefault(_of(has, key), []).append(rank)
+    parts, names = [], [set(value) if isinstance(value, tuple) else set() for value in by_value]
+    common = set.intersection(*names)
+    for value, found in list(by_value.items())[:3]:
+        text = "missing" if value is _MISSING else repr(value) if not isinstance(value, str) else value
+        if isinstance(value, tuple):
+            own = next((name for name in value if name not in common), None)
+            text = f"{len(value)}{f' (with {own})' if own is not None else ''}"
+        some = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
+        parts.append(f"{text} on rank{'s' if len(found) > 1 else ''} {some}")
+    return f"is {' and '.join(parts)}"
 
 
 class CheckpointError(RuntimeError):

@@ -59,6 +59,7 @@ from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.quantized import refuse_quantized
+from lt_zero.engine.same_on_ranks import SameOnRanks
 from lt_zero.engine.saved_weights import SavedWeights
 from lt_zero.engine.visible_grads import UsedParameters
 
@@ -113,7 +114,9 @@ class Engine(ProcessLocal):
         self._entered = 0  # the depth of the outermost module that is called; 0: none is
         self._span: Span = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
-        self.used_parameters = UsedParameters(comm, self.reducer, self.buckets, offload_manager.find_problem)
+        self.same_on_ranks = SameOnRanks(comm, root, self.owner)
+        problem = offload_manager.find_problem
+        self.used_parameters = UsedParameters(comm, self.reducer, self.buckets, problem, self.same_on_ranks)
         self.finish_reductions = self.used_parameters.finish_reductions
         self.sharded_optim = any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
@@ -408,8 +411,13 @@ class Engine(ProcessLocal):
         return self._awaits_steps and any([bucket.wait_background_step() for bucket in self.buckets])
 
     def prepare_reading(self) -> None:
-        """Make weights and states what a checkpoint can hold: complete, and the same on all ranks. Collective."""
+        """Make weights and states what a checkpoint can hold: complete, and the same on all ranks. Collective.
+
+        Raises:
+            RuntimeError: on all ranks, if they have stepped with different options.
+        """
         self.finish_steps()
+        self.same_on_ranks.check_now()
         for prepare in self.before_reading:
             prepare()
 

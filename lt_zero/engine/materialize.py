@@ -32,6 +32,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.common.flat_storage import FlatStorage
 from lt_zero.engine.guard import guard, guarded_parameters, is_guarded, own, owner_of, sentinel, unguard
 from lt_zero.engine.layout import plan_bucket, split_by_size
+from lt_zero.engine.same_on_ranks import Snapshot, compare, described
 from lt_zero.io.pinned import return_freed_memory
 
 _LARGE = 1 << 20  # bytes
@@ -85,6 +86,7 @@ class ConstructionSharder:
         self._slices: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> this rank's 1D slice
         # Registered, or gathered for initialisation code: to be sharded, small ones together.
         self._open: dict[Parameter, None] = {}
+        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its name, for messages
         self._nbytes = 0  # of them
         self._handle: Any = None
         # A strong reference: parameters keep this object, which has their values, until the engine takes them over.
@@ -100,7 +102,8 @@ class ConstructionSharder:
             self._shard_open(0)
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        for parameter in module.parameters() if module is not None else ():
+        for place, parameter in module.named_parameters() if module is not None else ():
+            self._names[parameter] = f"{type(parent).__name__}.{name}.{place}"
             if parameter.is_meta or is_lazy(parameter) or is_guarded(parameter) or parameter.numel() < self._threshold:
                 continue
             self._shard_open(_LARGE)
@@ -125,12 +128,14 @@ class ConstructionSharder:
     def _cut(self, parameters: list[Parameter]) -> None:
         if not parameters:
             return
+        facts = {f"parameter {self._names[p]!r}": described(p) for p in parameters}
+        compare(self._comm, Snapshot.of(facts), "parameters at construction")
         flat = _zeros(sum(p.nbytes for p in parameters), torch.uint8, self._comm.device)  # bytes: of any dtypes
         rows = flat.split([p.nbytes for p in parameters])
         for parameter, row in zip(parameters, rows, strict=True):
             plain = parameter.resolve_conj().resolve_neg().contiguous()  # only then its bytes are its values
             row.copy_(plain.view(-1).view(torch.uint8))
-        self._comm.broadcast(flat, _name(parameters))  # ranks may have drawn different numbers
+        self._comm.broadcast(flat, self._name(parameters))  # ranks may have drawn different numbers
         for parameter, row in zip(parameters, rows, strict=True):
             lo, hi = plan_bucket([("", parameter.shape)], self._comm.mesh.shards).shard(self._comm.mesh.shard_rank)
             mine = _zeros(hi - lo, parameter.dtype, parameter.device)
@@ -160,12 +165,19 @@ class ConstructionSharder:
         for column, piece in zip(columns, pieces, strict=True):
             column[self._comm.mesh.shard_rank].copy_(piece.view(torch.uint8))
         if parameters:
-            self._comm.all_gather(flat, _name(parameters)).wait()
+            self._comm.all_gather(flat, self._name(parameters)).wait()
         values = {}
         for parameter, column, piece in zip(parameters, columns, pieces, strict=True):
             value = column.reshape(-1).view(piece.dtype)[: parameter.numel()]
             values[parameter] = value.view(parameter.shape).to(piece.device)
         return values
+
+    def _name(self, parameters: Sequence[Parameter]) -> str:
+        """The name of a collective, which differs if ranks build other parameters."""
+        told = [f"{self._names[p]} {tuple(p.shape)}" for p in parameters]
+        rest = f" and {len(told) - 1} more" if len(told) > 1 else ""
+        shapes = zlib.crc32(repr([(name, p.dtype) for name, p in zip(told, parameters, strict=True)]).encode())
+        return f"{told[0]}{rest}, parameters at construction (shapes {shapes:08x})"
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Gather parameters that initialisation code uses, and call it."""
@@ -194,12 +206,6 @@ class ConstructionSharder:
             unguard(parameter)
             parameter.data = value
         return sharded
-
-
-def _name(parameters: Iterable[Parameter]) -> str:
-    """The name of a collective, which differs if ranks build other parameters."""
-    shapes = zlib.crc32(repr([(p.shape, p.dtype) for p in parameters]).encode())
-    return f"parameters at construction (shapes {shapes:08x})"
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,9 +7,10 @@ Elsewhere it is a ``ShardedGrad``, which supports what needs no gather: norms ov
 parameters), and element-wise changes in place, of the rank's own piece. All else raises and names a remedy.
 
 One exchange of flags, launched when backward ends and waited for at the step, tells all ranks which parameters any of
-them used (reduced_grads.py, Note [Unused parameters]) and which buckets need a second reduction (grad_bucket.py,
-Note [When a bucket is ready]). Where ranks do not wait for late ones (``communication.slow_node_tolerance``, stage 0) a
-step waits for the flags of the step before, every parameter counts as used, and there are no second reductions.
+them used (reduced_grads.py, Note [Unused parameters]), which buckets need a second reduction (grad_bucket.py,
+Note [When a bucket is ready]), and whether all step with the same options (same_on_ranks.py). Where ranks do not wait
+for late ones (``communication.slow_node_tolerance``, stage 0) a step waits for the flags of the step before, every
+parameter counts as used, and there are no second reductions.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.engine.guard import PASSING
+from lt_zero.engine.same_on_ranks import FLAGS, SameOnRanks
 from lt_zero.io.thread_pool import SwapError
 
 Place = tuple[Bucket, int]
@@ -142,9 +144,14 @@ class UsedParameters:
     """The gradients of one engine, for the optimizer and for user code."""
 
     def __init__(
-        self, comm: Comm, reducer: Reducer, buckets: list[Bucket], problem: Callable[[], SwapError | None]
+        self,
+        comm: Comm,
+        reducer: Reducer,
+        buckets: list[Bucket],
+        problem: Callable[[], SwapError | None],
+        same_on_ranks: SameOnRanks,
     ) -> None:
-        self._comm, self._reducer, self._buckets = comm, reducer, buckets
+        self._comm, self._reducer, self._buckets, self._same_on_ranks = comm, reducer, buckets, same_on_ranks
         self._problem = problem  # returns the error of files on this rank
         self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
         self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank
@@ -177,7 +184,7 @@ class UsedParameters:
             bucket.grads.clear(bucket.grads.held)
 
     def _launch(self) -> tuple[Work, Tensor]:
-        """Launch the exchange of flags: used parameters, buckets with late gradients, errors."""
+        """Launch the exchange of flags: what is the same on all ranks, used parameters, late buckets, errors."""
         for bucket in self._buckets:
             bucket.edits.check()
         used = [i in b.grads.used or p.grad is not None for b in self._buckets for i, p in enumerate(b.params)]
@@ -185,7 +192,7 @@ class UsedParameters:
         lost = any(b.edits.lost for b in self._buckets)
         lost = lost or bool(self.ungathered)
         news = [*(b in self.late for b in self._buckets), self.nonfinite, self._problem() is not None, lost]
-        flags = torch.tensor([*used, *news], dtype=torch.uint8)
+        flags = torch.tensor([*self._same_on_ranks.flags(), *used, *news], dtype=torch.uint8)
         self._flags = self._comm.host_max(flags, "used parameters"), flags
         return self._flags
 
@@ -193,8 +200,8 @@ class UsedParameters:
         """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective.
 
         Raises:
-            RuntimeError: on all ranks, if an in-place edit of a sharded parameter was lost, or a module's gradients
-                were computed without its weights.
+            RuntimeError: on all ranks, if an in-place edit of a sharded parameter was lost, a module's gradients were
+                computed without its weights, or they step with different options.
             SwapError: on all ranks, if files failed on one.
         """
         if not self._hold:
@@ -207,6 +214,7 @@ class UsedParameters:
         with phase("reduce", "used parameters"):
             pending.wait()
         row, count = flags.tolist(), len(self._buckets)
+        self._same_on_ranks.check(row[:FLAGS])
         self.nonfinite = bool(row[-3])
         if row[-2] or row[-1]:
             self._flags = None
@@ -216,7 +224,7 @@ class UsedParameters:
             self._reducer.reduce_again(late)
             flags[-count - 3 :] = 0
             self.late = set()
-        used, flagged = set[Place](), iter(row)
+        used, flagged = set[Place](), iter(row[FLAGS:])
         for bucket in self._buckets:
             valid, mine = bucket.grads.valid, islice(flagged, len(bucket.params))
             used |= {(bucket, index) for index, flag in enumerate(mine) if flag and index in valid}
@@ -238,10 +246,11 @@ class UsedParameters:
                 "backward hook."
             )
         nothing = Done(), torch.zeros_like(flags)
+        nothing[1][FLAGS // 2 : FLAGS] = 255
         (pending, flags), self._earlier = self._earlier or nothing, (pending, flags)
         pending.wait()
         flags = flags.clone()
-        flags[: -len(self._buckets) - 3] = 1
+        flags[FLAGS : -len(self._buckets) - 3] = 1
         flags[-len(self._buckets) - 3 : -3] = 0
         return Done(), flags
 

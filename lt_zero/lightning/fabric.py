@@ -39,6 +39,7 @@ from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
 from lt_zero.checkpoint.native.save import HERE, bundle, make_place, write
 from lt_zero.checkpoint.open import is_directory
 from lt_zero.comm.communicator import Comm
+from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import without_gc
@@ -55,6 +56,7 @@ from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.memory.check import check_optimizers
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
+from lt_zero.step.step_options import compare_optimizers
 from lt_zero.tuning.trial import Trial
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -163,6 +165,12 @@ class FabricZeroStrategy(DDPStrategy):
         return self._comm or Comm(None, None, self.root_device)
 
     @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
+            refuse_own_launcher()
+        super()._configure_launcher()
+
+    @override
     def _setup_distributed(self) -> None:
         device = self.root_device if self.root_device.type != "cpu" else None
         begin_restarted(self._get_process_group_backend(), self._timeout, device)
@@ -204,6 +212,7 @@ class FabricZeroStrategy(DDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: LRScheduler | None = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         sharded = self._set_up(module, training=True)
+        compare_optimizers(sharded.engine, optimizers)
         found = [self.setup_optimizer(optimizer) for optimizer in optimizers]
         controller = self.precision.loss_scale_controller
         if scheduler is not None and controller.checks and self.config.on_skipped_step != "advance":
@@ -324,6 +333,9 @@ class FabricZeroStrategy(DDPStrategy):
             controller.unscale(sharded)
             found = None
             if not controller.skip:
+                sharded.engine.same_on_ranks.note_value(
+                    f"the norm ({norm_type:g}) to which gradients are clipped", max_norm
+                )
                 found = sharded.grads.norm(float(norm_type))
                 sharded.grads.rescale(min(1.0, float(max_norm) / (float(found) + 1e-6)))
         if controller.skip:

@@ -32,6 +32,7 @@ from lt_zero.memory.check import check_optimizers
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
+from lt_zero.step.step_options import compare_optimizers
 from lt_zero.step.supported_optimizers import states_per_element
 
 log = logging.getLogger("lt_zero")
@@ -150,8 +151,10 @@ def shard_optimizers(run: Run, trainer: pl.Trainer, schedules: Iterable[LRSchedu
 
     Raises:
         NotEnoughMemory: the host has no memory for the states.
+        RuntimeError: on all ranks, if their optimizers differ, or have parameters that the engine does not own.
     """
     engine, checks = run.engine, run.loss_scale.checks
+    compare_optimizers(engine, run.optimizers)
     for optimizer in run.optimizers:
         known = sharded_of(optimizer)
         owned = any(id(p) in engine.owner for group in optimizer.param_groups for p in group["params"])

@@ -29,6 +29,7 @@ from lt_zero.checkpoint.export import Format
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.comm.comm_log import CommRecord, LoggedComm
 from lt_zero.comm.communicator import Comm
+from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
@@ -38,6 +39,7 @@ from lt_zero.config.uses import check_same, ignored_keys, tell_ignored
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, restore_whole, sync_buffers
 from lt_zero.engine.materialize import ConstructionSharder
+from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.lightning import setup as set_up
 from lt_zero.lightning.checkpoint_service import CheckpointService
 from lt_zero.lightning.data_position.position import DataPosition
@@ -255,6 +257,12 @@ class ZeroStrategy(DDPStrategy):
     # ---- set-up ------------------------------------------------------------------------------------------------
 
     @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
+            refuse_own_launcher()
+        super()._configure_launcher()
+
+    @override
     def setup_distributed(self) -> None:
         device = self.root_device if self.root_device.type != "cpu" else None
         begin_restarted(self._get_process_group_backend(), self._timeout, device)
@@ -295,6 +303,7 @@ class ZeroStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         set_up.check_callbacks(trainer, self.stage)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        compare_models(self._comm, self._module)  # "auto" depends on it, and whether an engine is used again
         if fitting:
             self._reconciler.agree(trainer, self._module, self._comm, self.is_global_zero)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:

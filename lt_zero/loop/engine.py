@@ -38,7 +38,7 @@ from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
 from lt_zero.checkpoint.native.save import LOOP, bundle, make_place, write
 from lt_zero.comm.communicator import Comm
-from lt_zero.comm.process_groups import init_distributed
+from lt_zero.comm.process_groups import init_distributed, own_gpu
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import without_gc
@@ -50,11 +50,13 @@ from lt_zero.config.uses import check_same, tell_without_trainer
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, sync_buffers
 from lt_zero.engine.partition import with_sizes
+from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.memory.check import check_optimizers
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
+from lt_zero.step.step_options import compare_optimizers
 from lt_zero.tuning.trial import Trial
 
 LATEST = "latest"  # the file that names the last checkpoint of a folder
@@ -122,7 +124,7 @@ class TrainingEngine(nn.Module):
         super().__init__()
         local = int(os.environ.get("LOCAL_RANK", getattr(args, "local_rank", None) or 0))
         placed = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-        wanted = torch.device("cuda", local) if torch.cuda.is_available() else placed
+        wanted = torch.device("cuda", own_gpu(local)) if torch.cuda.is_available() else placed
         if wanted.type == "cuda":
             torch.cuda.set_device(wanted)
         self.device, self.local_rank = wanted, local
@@ -132,6 +134,7 @@ class TrainingEngine(nn.Module):
         zero = config.zero_optimization
         self.comm = Comm.for_world(wanted, check=zero.enable_sanity_checks)
         self.global_rank, self.world_size = self.comm.rank, self.comm.world
+        compare_models(self.comm, model)  # "auto" depends on it
         check_same(config, self.comm.host_gather)
         tell_without_trainer(config, self.global_rank, "checkpoint.format")
         self._micro, self._gas = _batch_sizes(config, self.world_size)
@@ -170,6 +173,7 @@ class TrainingEngine(nn.Module):
             optimizer = optimizer(trained)
         elif optimizer is None and block is not None:
             optimizer = configured_optimizer(block, self.module, wanted)
+        compare_optimizers(self.engine, [optimizer] if optimizer is not None else [])
         if optimizer is None:
             return
         self.optimizer, self._sharded = optimizer, ShardedOptimizer(self.engine, optimizer)

@@ -162,6 +162,7 @@ class ReducedGrads:
         Raises:
             RuntimeError: a 1-bit optimizer has exchanged its momenta already.
         """
+        self._engine.same_on_ranks.note_value("the norm to which gradients are clipped", max_norm)
         compression = self._engine.compression
         if isinstance(compression, CompressedMomentum) and compression.compresses:
             return self._clip_exchanged(compression, max_norm)
@@ -179,6 +180,7 @@ class ReducedGrads:
                 "Clipping by value cannot be combined with this 1-bit optimizer: after freeze_step no rank has the "
                 "mean gradient. Clip by norm."
             )
+        self._engine.same_on_ranks.note_value("the value to which gradients are clipped", limit)
         for rows in self.by_bucket(write=True):
             for grad in rows:
                 grad.clamp_(-limit, limit)

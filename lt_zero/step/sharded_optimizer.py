@@ -42,6 +42,7 @@ from lt_zero.step.kernels import FullNorms
 from lt_zero.step.momentum_states import connect_local_steps, connect_momenta
 from lt_zero.step.overlap import Overlap
 from lt_zero.step.reduced_grads import ReducedGrads
+from lt_zero.step.step_options import StepOptions
 from lt_zero.step.supported_optimizers import check_supported, states_per_element
 
 log = logging.getLogger("lt_zero")
@@ -121,15 +122,19 @@ class ShardedOptimizer(ProcessLocal):
     """Hooks around one optimizer's ``step``, state dicts and ``train`` and ``eval``.
 
     Args:
-        engine: owns the parameters; other parameters are stepped as usual.
+        engine: owns the parameters; in a single process other parameters are stepped as usual.
         optimizer: any ``torch.optim.Optimizer`` whose update is element-wise, or, with
             ``zero_optimization.shard_along=parameter``, treats parameters one by one.
 
     Raises:
         TypeError: the optimizer needs full matrices, sparse gradients or repeated closures.
+        RuntimeError: on all ranks, if their optimizers differ, or have parameters that the engine does not own.
     """
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        self.fragments = Fragments(engine, optimizer)
+        self.options = StepOptions(self.fragments)
+        engine.same_on_ranks.begin(self.options)
         manager = engine.offload_manager
         whole = engine.config.zero_optimization.shard_along == "parameter" or not engine.sharded_optim
         check_supported(optimizer, engine.sharded_optim or manager.optim is not None, whole)
@@ -137,7 +142,6 @@ class ShardedOptimizer(ProcessLocal):
             manager.require(engine.comm, states_per_element(optimizer))
         engine.begin_training()
         self.engine, self.optimizer = engine, optimizer
-        self.fragments = Fragments(engine, optimizer)
         self.found_inf: Tensor | None = None  # 0D fp32: the kernel skips the step if it is not zero
         self.before_state_dict: Callable[[], object] = lambda: None  # waits for the outcome of the last step
         self.by_bucket = False  # the caller of ``state_dict`` reads stored states bucket by bucket
@@ -420,7 +424,9 @@ class ShardedOptimizer(ProcessLocal):
                 args = (args[0], closure, *args[2:])
         self._closure = closure if isinstance(closure, RanClosure) else None
         self._arguments = args[1:], kwargs
-        plan = self._plan_step(self.grads.used())
+        used = self.grads.used()
+        self.engine.same_on_ranks.note(self.options)
+        plan = self._plan_step(used)
         self.fragments.narrow()
         self._depth, self._entered = 1, self.engine.backwards
         self.engine.comm.before_write()

@@ -1,0 +1,273 @@
+"""What has to be the same on all ranks: the model when it is set up, and in training what optimizers step with.
+
+Note [Compared without a message]
+    Ranks that step with different learning rates, or clip to different norms, move the parts of a weight differently,
+    and nothing else would tell. A step exchanges flags of used parameters in any case (visible_grads.py), so a digest
+    travels with them: 16 bytes, whose element-wise maximum over the ranks tells whether all are equal. It covers what
+    the steps since the last exchange were taken with, what the optimizers of these steps have now, and trainable
+    parameters that the engine does not know. So a change is found before its step, or if it came between backward and
+    step, in the next exchange; and before weights leave the engine (``Engine.prepare_reading``). Digests are computed
+    again only when values have changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.compat import without_torch_function
+from lt_zero.common.errors import differences
+from lt_zero.config.precision import DtypePolicy
+
+_DIGEST = 8  # bytes
+FLAGS = 2 * _DIGEST  # elements of the flags
+_KEPT = 3  # exchanges whose facts are kept: with slow_node_tolerance a step waits for the one before
+_REMEDY = "Every rank has to compute the same: look for values that depend on the rank, its data or its environment."
+
+Facts = Mapping[str, Any]  # what -> its value on this rank
+
+
+def digest_of(value: object) -> bytes:
+    """Of a value of plain types, or of anything whose ``repr`` is the same on all ranks."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=_DIGEST).digest()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank has.
+
+    Attributes:
+        digest: equal on ranks that have the same.
+        facts: for the error, if ranks differ.
+        problem: why no rank can go on with it, even if all have the same; "": all can.
+    """
+
+    digest: bytes
+    facts: Callable[[], Facts]
+    problem: str = ""
+
+    @classmethod
+    def of(cls, facts: Facts) -> Snapshot:
+        return cls(digest_of(sorted(facts.items())), lambda: facts)
+
+
+class Source(Protocol):
+    """What has values that change in training."""
+
+    def snapshot(self) -> Snapshot: ...
+
+
+class SameOnRanks:
+    """What an engine's ranks compare in training. See Note [Compared without a message].
+
+    Args:
+        owned: the engine's parameters, by id.
+    """
+
+    def __init__(self, comm: Comm, root: nn.Module, owned: Mapping[int, Any]) -> None:
+        self._comm, self._root, self._owned = comm, root, owned
+        self._noted: list[Snapshot] = []  # of steps since the last exchange
+        # Of these steps. References are strong, and dropped at the exchange: were they weak, the garbage collector,
+        # which runs at other times on other ranks, would decide what is compared.
+        self._sources: dict[Source, None] = {}
+        self._told: deque[tuple[int, list[Snapshot]]] = deque(maxlen=_KEPT)  # number of an exchange, what it covered
+        self._error = ""  # that was raised: what follows, such as a save after it, fails as well
+        self._seen = _registered()
+        self._unknown: list[tuple[str, Parameter]] = []
+
+    def note(self, source: Source) -> None:
+        """A step is taken with what ``source`` has now.
+
+        Raises:
+            RuntimeError: it has a problem.
+        """
+        if self._comm.alone:
+            return
+        snapshot = source.snapshot()
+        self._noted.append(snapshot)
+        self._sources[source] = None
+        if snapshot.problem:
+            self._error = snapshot.problem
+            raise RuntimeError(self._error)
+
+    def note_value(self, what: str, value: float) -> None:
+        """The next step is taken with this value."""
+        if not self._comm.alone:
+            self._noted.append(Snapshot.of({what: float(value)}))
+
+    def begin(self, source: Source) -> None:
+        """Compare at once what a new source has. Collective.
+
+        Raises:
+            RuntimeError: on all ranks, if they differ, or have a problem.
+        """
+        if not self._comm.alone:
+            compare(self._comm, source.snapshot(), "optimizers")
+            self._sources[source] = None
+
+    def check_now(self) -> None:
+        """Compare what steps were taken with, unless the last exchange has. Collective. Raises as ``compare``."""
+        if self._error:
+            raise RuntimeError(self._error)
+        if self._noted:
+            flags = torch.tensor(self.flags(), dtype=torch.uint8)
+            self._comm.host_max(flags, "what was stepped with").wait()
+            self.check(flags.tolist())
+
+    def flags(self) -> list[int]:
+        """This rank's bytes of an exchange, whose maximum over the ranks ``check`` gets."""
+        if self._comm.alone:
+            return [*_NOTHING]
+        covered = [*self._noted, *(source.snapshot() for source in self._sources), *self._find_unknown()]
+        self._noted, self._sources = [], {}
+        number = self._told[-1][0] + 1 if self._told else 0
+        self._told.append((number, covered))
+        return _flags(b"".join(snapshot.digest for snapshot in covered))
+
+    def check(self, flags: Sequence[int]) -> None:
+        """Check the outcome of an exchange.
+
+        Raises:
+            RuntimeError: on all ranks, if they differ, or have a problem.
+        """
+        if not self._error and not _equal(flags):
+            self._error = self._difference()
+        elif not self._error:
+            told = self._told[-1][1] if self._told else []
+            self._error = next((snapshot.problem for snapshot in told if snapshot.problem), "")
+        if self._error:
+            raise RuntimeError(self._error)
+
+    def _difference(self) -> str:
+        """The first difference between what the ranks had. Collective."""
+        mine = {number: [(s.digest, dict(s.facts()), s.problem) for s in some] for number, some in self._told}
+        every = self._comm.host_gather(mine, "what the ranks step with")
+        for number in sorted(set.intersection(*map(set, every))):
+            rows = [ran[number] for ran in every]
+            for place in range(max(map(len, rows))):
+                found = [row[place] if place < len(row) else (b"", {}, "") for row in rows]
+                if len({digest for digest, _, _ in found}) > 1:
+                    return _sentence([facts for _, facts, _ in found], [text for _, _, text in found])
+        return f"The ranks step with different options. {_REMEDY}"
+
+    def _find_unknown(self) -> list[Snapshot]:
+        """Trainable parameters of the model that the engine does not know, because they were added later."""
+        seen = _registered()
+        if seen != self._seen:
+            self._seen = seen
+            with without_torch_function():
+                named = self._root.named_parameters()
+                self._unknown = [(name, p) for name, p in named if id(p) not in self._owned]
+        names = [name for name, parameter in self._unknown if parameter.requires_grad]
+        if not names:
+            return []
+        shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        text = (
+            f"Parameter {shown} of {type(self._root).__name__} was added or replaced after the model was sharded: no "
+            "rank would get the others' gradients for it. Make it before training starts (in __init__, or "
+            "configure_model of a LightningModule), or freeze it with requires_grad_(False) if it is not trained."
+        )
+        facts = dict.fromkeys((f"trainable parameter {name!r}, which was added after set-up," for name in names), True)
+        return [Snapshot(digest_of(names), lambda: facts, text)]
+
+
+def compare(comm: Comm, snapshot: Snapshot, what: str) -> None:
+    """Compare what all ranks have. Collective.
+
+    Raises:
+        RuntimeError: on all ranks, if they differ, or have a problem.
+    """
+    flags = torch.tensor(_flags(snapshot.digest), dtype=torch.uint8)
+    comm.host_max(flags, what).wait()
+    if not _equal(flags.tolist()):
+        found = comm.host_gather((dict(snapshot.facts()), snapshot.problem), what)
+        raise RuntimeError(_sentence([facts for facts, _ in found], [text for _, text in found]))
+    if snapshot.problem:
+        raise RuntimeError(snapshot.problem)
+
+
+def _sentence(ranks: Sequence[Facts], problems: Sequence[str]) -> str:
+    told = [f"Rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+    return " ".join(told) if told else f"The ranks differ: {differences(ranks)}. {_REMEDY}"
+
+
+def _flags(data: bytes) -> list[int]:
+    digest = hashlib.blake2b(data, digest_size=_DIGEST).digest()
+    return [*digest, *(255 - byte for byte in digest)]
+
+
+_NOTHING = [0] * _DIGEST + [255] * _DIGEST  # the flags where nothing is compared
+
+
+def _equal(flags: Sequence[int]) -> bool:
+    """Whether all ranks had the same digest: the maximum of a byte, and that of its complement, are complements."""
+    return all(one + other == 255 for one, other in zip(flags[:_DIGEST], flags[_DIGEST:], strict=True))
+
+
+def compare_models(comm: Comm, root: nn.Module, policy: DtypePolicy | None = None) -> None:
+    """Compare the parameters of all ranks: before the first collective that depends on them. Collective.
+
+    ``policy``: of a model that is about to be sharded: it is compared, too, and buffers, which are then broadcast.
+
+    Raises:
+        RuntimeError: on all ranks, if they differ; names parameters, ranks and values.
+    """
+    if not comm.alone:
+        compare(comm, model_snapshot(root, policy), "the model's parameters")
+
+
+def model_snapshot(root: nn.Module, policy: DtypePolicy | None) -> Snapshot:
+    """The names, classes of modules, shapes, dtypes, ties and frozen parameters of a model, and its buffers."""
+    facts: dict[str, Any] = {}
+    if policy is not None:
+        facts |= {"precision": policy.mode, "the dtype of computation": str(policy.compute)}
+    first: dict[int, str] = {}
+    with without_torch_function():  # of parameters that are sharded already
+        for path, module in root.named_modules(remove_duplicate=False):
+            prefix, kind = f"{path}." if path else "", type(module).__name__
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                name = prefix + name
+                tied = first.setdefault(id(parameter), name)
+                more = ("" if parameter.requires_grad else ", frozen") + (f", tied to {tied!r}" if tied != name else "")
+                facts[f"parameter {name!r} (of {kind})"] = described(parameter) + more
+            buffers = module.named_buffers(recurse=False, remove_duplicate=False) if policy is not None else ()
+            for name, buffer in buffers:
+                facts[f"buffer {prefix + name!r} (of {kind})"] = described(buffer)
+    return Snapshot.of(facts)
+
+
+def described(tensor: torch.Tensor) -> str:
+    """Shape and dtype."""
+    shape = "of unknown shape" if is_lazy(tensor) else f"{tuple(tensor.shape)}"
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+# ---- parameters that are registered while a model trains -------------------------------------------------------------
+
+_counts: list[int] = []  # registrations of parameters and modules in this process, once they are counted
+
+
+def _registered() -> int:
+    """How many parameters and modules were registered in modules of this process since the first call."""
+    if not _counts:
+        _counts.append(0)
+        register_module_parameter_registration_hook(_count)
+        register_module_module_registration_hook(_count)
+    return _counts[0]
+
+
+def _count(module: nn.Module, name: str, registered: Any) -> None:
+    _counts[0] += 1
