@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Real
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -27,9 +28,12 @@ class StepOptions:
 
     def __init__(self, fragments: Fragments) -> None:
         self._fragments, self._engine, self._optimizer = fragments, fragments.engine, fragments.optimizer
-        self._values: list[dict[str, Any]] = []
-        self._members: list[list[int]] = []  # ids of the parameters
+        self._members: list[list[int]] = []  # ids of the parameters, by group
+        self._member_names: list[tuple[str, ...]] = []
+        self._members_digest = b""
         self._foreign: list[Any] = []  # parameters that the engine does not own
+        self._raw: list[tuple[Any, ...] | None] = []  # the values of each group; None: some may change in place
+        self._values: list[dict[str, Any]] = []
         self._last: Snapshot | None = None
         self._read: dict[int, tuple[Tensor, int, Any]] = {}  # tensors on a GPU, at the version that was read
 
@@ -37,27 +41,34 @@ class StepOptions:
         """What the optimizer's groups have now."""
         groups, params = self._optimizer.param_groups, self._fragments.groups()
         members = [list(map(id, some)) for some in params]
-        values = [{k: self._plain(v) for k, v in group.items() if k not in _MEMBERS} for group in groups]
-        if changed := members != self._members:
-            self._foreign = [p for some in params for p in some if id(p) not in self._engine.owner]
+        if members != self._members:
+            self._see_members(members, params)
         unfrozen = any(p.requires_grad for p in self._foreign)
-        if self._last is None or changed or values != self._values or unfrozen != bool(self._last.problem):
-            self._members, self._values = members, values
-            self._last = self._make(unfrozen)
+        if self._last is not None and unfrozen == bool(self._last.problem) and self._has_same(groups):
+            return self._last
+        values = [{k: self._plain(v) for k, v in group.items() if k not in _MEMBERS} for group in groups]
+        if self._last is None or unfrozen != bool(self._last.problem) or values != self._values:
+            digest = digest_of((self._members_digest, [sorted(some.items()) for some in values]))
+            names, kind = self._member_names, type(self._optimizer).__name__
+            self._last = Snapshot(digest, lambda: _facts(kind, values, names), self._problem() if unfrozen else "")
+            self._values = values
+        fixed = [all(_is_fixed(v) for k, v in group.items() if k not in _MEMBERS) for group in groups]
+        self._raw = [tuple(group.values()) if kept else None for group, kept in zip(groups, fixed, strict=True)]
         return self._last
 
-    def _make(self, unfrozen: bool) -> Snapshot:
-        kind, facts = type(self._optimizer).__name__, dict[str, Any]()
-        facts["the optimizer"] = kind
-        facts["the number of parameter groups"] = len(self._values)
-        known = self._names()
-        for number, (values, ids) in enumerate(zip(self._values, self._members, strict=True)):
-            named = f" ({values['name']})" if values.get("name") else ""
-            for key, value in values.items():
-                facts[f"{kind}, group {number}{named}, {key}"] = value
-            names = tuple(repr(known.get(key, f"#{place}")) for place, key in enumerate(ids))
-            facts[f"{kind}, group {number}{named}, the number of parameters"] = names
-        return Snapshot(digest_of(sorted(facts.items())), lambda: facts, self._problem(known) if unfrozen else "")
+    def _has_same(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the groups have the very objects of the last snapshot, none of which can change in place."""
+        if len(groups) != len(self._raw):
+            return False
+        pairs = zip(groups, self._raw, strict=True)
+        return all(raw is not None and len(raw) == len(g) and all(map(is_, g.values(), raw)) for g, raw in pairs)
+
+    def _see_members(self, members: list[list[int]], params: Sequence[Sequence[Any]]) -> None:
+        self._foreign = [p for some in params for p in some if id(p) not in self._engine.owner]
+        known, kind = self._names(), type(self._optimizer).__name__
+        self._members, self._last = members, None
+        self._member_names = [tuple(repr(known.get(key, f"#{n}")) for n, key in enumerate(ids)) for ids in members]
+        self._members_digest = digest_of((kind, self._member_names))
 
     def _names(self) -> dict[int, str]:
         owned = {key: bucket.layout.spans[index].name for key, (bucket, index) in self._engine.owner.items()}
@@ -65,7 +76,8 @@ class StepOptions:
             return owned
         return {id(p): name for name, p in self._engine.root.named_parameters()} | owned
 
-    def _problem(self, known: Mapping[int, str]) -> str:
+    def _problem(self) -> str:
+        known = self._names()
         parameter = next(p for p in self._foreign if p.requires_grad)
         group, place = next(
             (number, ids.index(id(parameter))) for number, ids in enumerate(self._members) if id(parameter) in ids
@@ -103,6 +115,20 @@ class StepOptions:
             read = value.item()
             self._read[id(value)] = value, version_of(value), read
         return read
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a value cannot change in place."""
+    return type(value) in _PLAIN or type(value) is int or (type(value) is tuple and all(map(_is_fixed, value)))
+
+
+def _facts(kind: str, values: Sequence[Mapping[str, Any]], members: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"the optimizer": kind, "the number of parameter groups": len(values)}
+    for number, (group, names) in enumerate(zip(values, members, strict=True)):
+        place = f"{kind}, group {number}" + (f" ({group['name']})" if group.get("name") else "")
+        facts |= {f"{place}, {key}": value for key, value in group.items()}
+        facts[f"{place}, the number of parameters"] = names
+    return facts
 
 
 def compare_optimizers(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
