@@ -20,6 +20,8 @@ from tests.support.models import WIDTH, Block, Net
 from tests.support.parity import config_of
 from tests.support.pool import Pool
 
+WHOLE = {"stage3_param_persistence_threshold": 0}
+
 
 def other() -> bool:
     """Whether this is the last rank, which has another model."""
@@ -157,7 +159,7 @@ def _at_construction(face: str) -> str:
 
 
 def _built(width: int) -> Any:
-    with lt_zero.zero.Init():
+    with lt_zero.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3, **WHOLE}}):
         return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, width))
 
 
