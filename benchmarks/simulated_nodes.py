@@ -245,8 +245,12 @@ class SimulatedNodes:
         """
         self._sent_by_deleted[node] = sent_by(self._spaces[node].process.pid)
         if silent:
-            self._spaces[node].run("ip", "link", "set", INTERFACE, "down")
+            self.cut(node)
         self._spaces[node].kill()
+
+    def cut(self, node: int) -> None:
+        """Cut the link of a node, whose processes go on."""
+        self._spaces[node].run("ip", "link", "set", INTERFACE, "down")
 
     # ---- processes -------------------------------------------------------------------------------------------------
 

@@ -726,7 +726,8 @@ class Comm(ProcessLocal):
             return value
         self._announce("object", name, 0, compare=True)  # torch's collective blocks: make sure that all ranks enter it
         box = [_packed(value) if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=self._peer(0), group=self._host)
+        with self.explaining():
+            dist.broadcast_object_list(box, src=self._peer(0), group=self._host)
         assert box[0] is not None
         return pickle.loads(box[0])
 
@@ -736,7 +737,8 @@ class Comm(ProcessLocal):
             return [value]
         self._announce("objects", name, 0, compare=True)
         box: list[Any] = [None] * self.world
-        dist.all_gather_object(box, _packed(value), group=self._host)
+        with self.explaining():
+            dist.all_gather_object(box, _packed(value), group=self._host)
         return [pickle.loads(packed) for packed in box]
 
 

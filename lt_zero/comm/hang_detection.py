@@ -35,7 +35,7 @@ Note [Ended ranks]
     ends with an error posts it to the store: its own error, or the first cause that it follows from. A rank that finds
     a closed connection reads these, and adds the first cause to its error. A rank that was killed posts nothing, and
     the store ends with the process that serves it; then only the closed connections are known. The kernel closes those
-    to a machine that does not answer (process_groups.py).
+    to a machine that does not answer (process_groups.py), and says so: then the link is named, not the process.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -69,6 +70,8 @@ log = logging.getLogger(__name__)
 
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # do not need this rank
 _PACKAGES = {"lt_zero", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics", "contextlib"}
+# What the kernel says of a connection whose peer does not answer; that of a process that has ended is closed, or reset.
+_UNREACHABLE = re.compile("(Connection|Operation) timed out|No route to host|(Network|Host) is (unreachable|down)")
 _PROBE_TAG = 0x5AB0  # of a message that is never received
 _SILENT_TAG = 0x5AB1  # of a message that is never sent
 _STORE_TIMEOUT = timedelta(seconds=20)
@@ -122,6 +125,7 @@ class HangDetector:
         self._ended = PrefixStore("ended", store)  # rank -> [whether it ended by itself, the cause]
         self._posted = False  # whether this rank posted to it
         self._end: str | None = None  # why another rank has ended
+        self._lost: dict[int, str] = {}  # ranks to which the connection was lost -> the kernel's word for it
         this = weakref.ref(self)
 
         def check(ranks: list[int]) -> None:
@@ -210,7 +214,8 @@ class HangDetector:
         since = now if answer["asks"] != last else since
         self._last_answers[rank] = answer["asks"], since
         if now - since > 2.5 * self._patience.poll and self.has_ended(rank):
-            return _RankState(None, "", f"{_GONE}{self._on_hosts([rank])}", never=True)
+            lost = f", or its link is cut ({self._lost[rank]})" if rank in self._lost else ""
+            return _RankState(None, "", f"{_GONE}{self._on_hosts([rank])}{lost}", never=True)
         if answer["asks"] < self._first_question:
             return _RankState(None, "", "does not answer")
         theirs = Launch(*answer["launch"]) if answer["launch"] is not None else None
@@ -260,7 +265,9 @@ class HangDetector:
         """Whether the connection to a rank is closed."""
         try:
             dist.isend(torch.zeros(1), self._ranks[rank], self._host, tag=_PROBE_TAG)
-        except RuntimeError:
+        except RuntimeError as error:
+            if (lost := _UNREACHABLE.search(str(error))) is not None:
+                self._lost[rank] = lost[0]
             return True
         return False
 
@@ -306,6 +313,14 @@ class HangDetector:
             return str(causes[0])
         silent = self._of_gone_hosts(silent) or silent
         one, hosts = len(silent) == 1, self._on_hosts(silent)
+        if lost := [rank for rank in silent if rank in self._lost]:
+            one, hosts = len(lost) == 1, self._on_hosts(lost)
+            return (
+                f"The connection to rank{'' if one else 's'} {', '.join(map(str, lost))}{hosts} was lost"
+                f" ({self._lost[lost[0]]}): the link is cut, or the host is down; a process that ends closes its"
+                " connections, and this was not closed. See whether the host runs and can be reached (ping, the"
+                f" scheduler), and the last that {'it' if one else 'they'} printed{_WHERE}."
+            )
         return (
             f"Rank{'' if one else 's'} {', '.join(map(str, silent))}{hosts} ended without an error message:"
             f" killed (for want of memory, by the scheduler{', with the host' if hosts else ''}), or by an error"

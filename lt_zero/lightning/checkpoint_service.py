@@ -438,7 +438,7 @@ def writes_directories(run: Run) -> bool:
 
 def _write(run: Run, made: Bundle, place: Place, group: Any, tick: Callable[[int], object] = lambda _: None) -> None:
     """Write and publish a checkpoint, and export its weights beside it. In any thread. Collective over ``group``."""
-    comm, engine = run.engine.comm, run.engine
+    engine = run.engine
 
     def export_beside() -> None:
         """On rank 0: write the weights of the saved directory to one file, without gathering."""
@@ -447,13 +447,7 @@ def _write(run: Run, made: Bundle, place: Place, group: Any, tick: Callable[[int
             names = [name for name, p in engine.root.named_parameters() if id(p) in kept]
             export(Archive(place.name), *beside, keep_fp32=names, strip_prefix="")
 
-    try:
-        with comm.explaining():
-            write(made, place, comm, group, export_beside, tick)
-    except BaseException:
-        if comm.rank == 0:
-            place.discard()
-        raise
+    write(made, place, engine.comm, group, export_beside, tick)
 
 
 def _file_beside(run: Run, path: str) -> tuple[Path, torch.dtype] | None:

@@ -352,6 +352,18 @@ class FabricZeroStrategy(DDPStrategy):
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         self.precision.loss_scale_controller.clip_value(self._sharded(optimizer), float(clip_val))
 
+    # Errors of Lightning's collectives tell which rank has ended.
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._comm.explaining() if self._comm is not None else nullcontext():
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        with self._comm.explaining() if self._comm is not None else nullcontext():
+            return super().broadcast(obj, src)
+
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     @override
@@ -425,12 +437,7 @@ class FabricZeroStrategy(DDPStrategy):
         prefixes = content[HERE]["modules"]
         frozen = [prefixes[key] + name for key in prefixes for name in sorted(self._frozen(state[key]))]
         made, place = bundle(content, names, comm, facts, resolved(self.config), frozen), make_place(comm, path)
-        try:
-            write(made, place, comm, comm.saving_group(background=False))
-        except BaseException:
-            if comm.rank == 0:
-                place.discard()
-            raise
+        write(made, place, comm, comm.saving_group(background=False))
 
     def _save_file(
         self, path: str, state: Mapping[str, Any], options: Any, kept: Mapping[str, Callable[[str, Any], bool]]

@@ -424,12 +424,7 @@ class TrainingEngine(nn.Module):
             content, names, comm, {k: str(v) if k == "torch" else v for k, v in facts.items()}, self.config, left_out
         )
         place = make_place(comm, str(Path(save_dir, tag)))
-        try:
-            write(made, place, comm, comm.saving_group(background=False))
-        except BaseException:
-            if comm.rank == 0:
-                place.discard()
-            raise
+        write(made, place, comm, comm.saving_group(background=False))
         with comm.agree("naming the latest checkpoint", CheckpointError):
             if save_latest and comm.rank == 0:
                 _write_atomically(Path(save_dir, LATEST), tag)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lt_zero.checkpoint.native import directory
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Manifest, Place
+from lt_zero.checkpoint.native.save import DirectoryWriter
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io import direct_file
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, train
@@ -58,6 +59,8 @@ def _failed_save(trainer: Any, folder: str, how: str) -> str:
         patch.setattr(directory.Path, "is_dir", lambda path: False)
     elif how == "write" and rank == 1:
         patch.setattr(direct_file, "write_some", _full)
+    elif how == "unforeseen" and rank == 1:
+        patch.setattr(DirectoryWriter, "_write", _unforeseen)
     elif how == "manifest" and rank == 0:
         patch.setattr(directory.Place, "seal", _full)
     elif how == "rename" and rank == 0:
@@ -82,10 +85,15 @@ def _full(*args: Any, **kwargs: Any) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def _unforeseen(*args: Any, **kwargs: Any) -> int:
+    raise KeyError("nobody expects this")
+
+
 FAILURES: dict[str, list[str]] = {  # and words of their errors
     "space": ["one", "free", "save_top_k"],
     "unseen": ["rank 1", "one", "disk of one node", 'format="full"'],
     "write": ["rank 1", "-00001.pt", "ENOSPC", "Free space"],
+    "unforeseen": ["rank 1: KeyError: 'nobody expects this' (", "test_disk.py:", ", in _unforeseen)"],
     "manifest": ["rank 0", "No space left"],
     "rename": ["Cannot name", "one", "ENOSPC"],
     "folder": ["meta.pt"],
@@ -100,6 +108,7 @@ def test_saves_that_fail(pool: Pool, tmp_path: Path) -> None:
     results = pool.run(2, _broken, str(tmp_path))
     for how, words in FAILURES.items():
         raised([texts[how] for texts in results], *words)
+    assert all("FrameSummary" not in texts["unforeseen"] for texts in results)
 
 
 @pytest.mark.parametrize("name", ["complete", "x[1]*.ckpt", "a-b-c.tmp-d", "ä b"])

@@ -13,15 +13,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 import lt_zero
+from lt_zero import FabricZeroStrategy
+from lt_zero.checkpoint.native.save import DirectoryWriter
 from lt_zero.comm.communicator import Comm
 from lt_zero.lightning import checkpoint_service
-from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.lightning_tools import GPT, sharded_trainer, torchrun_env
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of
 from tests.support.paths import ROOT, SUPPORT
@@ -51,9 +54,26 @@ def _killed(*args: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _save_in(face: str, folder: str) -> None:
+    """Save in a loop or in Fabric; one rank is killed while it writes."""
+    if dist.get_rank() == 1:
+        DirectoryWriter._write = _killed  # type: ignore[method-assign]
+    if face == "loop":
+        settings = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        engine, *_ = lt_zero.initialize(model=Net(), config=settings)
+        engine.save_checkpoint(folder)
+        return
+    os.environ.update(torchrun_env())
+    fabric = L.Fabric(accelerator="cpu", strategy=FabricZeroStrategy(stage=3), devices=dist.get_world_size())
+    fabric.launch()
+    fabric.save(f"{folder}/one", {"model": fabric.setup_module(Net())})
+
+
 def _train(how: str, folder: str) -> None:
-    """Without a Trainer: "plain", "backward"; a save of which one rank is killed: "save"; or a step."""
-    if how == "plain":
+    """Without a Trainer: "plain", "backward"; a save in which a rank is killed: "save", "loop", "Fabric"; or a step."""
+    if how in ("loop", "Fabric"):
+        _save_in(how, folder)
+    elif how == "plain":
         engine = lt_zero.shard(Net(), config_of(3, {"stage3_max_reuse_distance": 0}))
         for step in range(2):
             next_token_loss(engine.root, step, 0, 0).backward()
@@ -114,9 +134,11 @@ def _last_lines(world: int, folder: Path, how: str, env: dict[str, str]) -> dict
         ("backward", {}),
         pytest.param("plain", SOCKETS, marks=pytest.mark.slow),
         pytest.param("save", {}, marks=pytest.mark.slow),
+        ("loop", {}),
+        pytest.param("Fabric", {}, marks=pytest.mark.slow),
         pytest.param("killed", SOCKETS, marks=pytest.mark.slow),
     ],
-    ids=["fence", "reduction", "gather", "save", "sockets"],
+    ids=["fence", "reduction", "gather", "save", "save in a loop", "save in Fabric", "sockets"],
 )
 def test_a_rank_that_is_killed_is_named(pool: Pool, tmp_path: Path, how: str, env: dict[str, str]) -> None:
     told = _last_lines(2, tmp_path, how, env)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -69,6 +70,35 @@ def test_the_host_of_ended_ranks_is_named(pool: Pool) -> None:
     assert third.startswith("Rank 0 (on host a) ended")
     alone, *_ = pool.run(3, causes, ["a", "a", "a"])
     assert alone.startswith("Ranks 1, 2 ended without")
+
+
+def causes_of_a_lost_link(words: str) -> str:
+    """What rank 0 and 1 say of rank 2, whose connection ends with ``words`` of the kernel."""
+    detector = Comm.for_world(torch.device("cpu"))._hang_detector
+    assert detector is not None
+    detector.hosts = ["a", "a", "b"]
+    send = dist.isend
+
+    def lost(tensor: torch.Tensor, rank: int, *args: Any, **kwargs: Any) -> Any:
+        if rank == 2:
+            raise RuntimeError(f"[pair.cc:537] Read error [10.77.0.1]:9624: {words}. This is typically caused by")
+        return send(tensor, rank, *args, **kwargs)
+
+    with mock.patch.object(dist, "isend", lost):
+        told = detector.explain_end()
+    dist.barrier()
+    return told or ""
+
+
+def test_a_lost_connection_is_not_told_as_a_kill(pool: Pool) -> None:
+    for words in ("Connection timed out", "No route to host", "Network is unreachable"):
+        for told in pool.run(3, causes_of_a_lost_link, words)[:2]:
+            assert told.startswith(f"The connection to rank 2 (on host b) was lost ({words}): the link is cut, or"), (
+                told
+            )
+            assert "memory" not in told
+    for told in pool.run(3, causes_of_a_lost_link, "Connection reset by peer")[:2]:
+        assert told.startswith("Rank 2 (on host b) ended without an error message: killed (for want of memory"), told
 
 
 def pauses_after_an_end() -> list[bool]:
@@ -132,3 +162,32 @@ def errors_of_others(folder: Path, stage: int, gone: int, silent: bool, patience
 def test_others_end_and_name_the_host(stage: int, gone: int, silent: bool, tmp_path: Path) -> None:
     for text in errors_of_others(tmp_path, stage, gone, silent):
         assert f"on host node{gone}" in text
+
+
+@pytest.mark.slow
+@pytest.mark.nodes
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_cut_link_is_told_as_such(stage: int, tmp_path: Path) -> None:
+    """Both nodes go on, and each says of the other that it cannot be reached."""
+    call = f"from tests.comm.test_gone_nodes import train; train({stage}, {str(tmp_path / 'started')!r}, 2)"
+    with SimulatedNodes(nodes=2) as nodes:
+        path = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+        with ExitStack() as stack:
+            logs = [stack.enter_context((tmp_path / f"{rank}.log").open("w")) for rank in range(2)]
+            ranks = [
+                nodes.start(rank, [sys.executable, "-c", call], stderr=log, stdout=log, cwd=ROOT, env=path)
+                for rank, log in enumerate(logs)
+            ]
+            while not all((tmp_path / f"started{rank}").exists() for rank in range(2)):
+                assert all(rank.poll() is None for rank in ranks)
+                time.sleep(0.05)
+            nodes.cut(1)
+            assert all(rank.wait() != 0 for rank in ranks)
+    for rank in range(2):
+        text = (tmp_path / f"{rank}.log").read_text()
+        told = (
+            f"The connection to rank {1 - rank} (on host node{1 - rank}) was lost (",
+            f"(on host node{1 - rank}), or its",
+        )
+        assert any(words in text for words in told), text
+        assert "for want of memory" not in text

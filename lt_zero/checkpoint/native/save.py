@@ -17,6 +17,7 @@ import functools
 import io
 import math
 import pickle
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -317,25 +318,36 @@ def write(
 ) -> None:
     """Write and publish a bundle, then call ``then`` on rank 0. Collective over ``group`` (None: one process).
 
-    ``tick`` is called with the bytes of each tensor that this rank has written.
+    After an error ``place`` is discarded. ``tick`` is called with the bytes of each tensor that this rank has written.
 
     Raises:
         CheckpointError: on all ranks; names the failed ranks.
+        RuntimeError: a rank has ended meanwhile; names it.
     """
     writer = DirectoryWriter(place, made, comm.rank, then, tick)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), comm.explaining():
             warnings.simplefilter("ignore")  # torch warns if there is no process group
             state_dict_saver.save(
                 {}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
             )
-    except CheckpointException as error:
-        reasons = []
-        for rank, (cause, trace) in sorted(error.failures.items()):
-            text = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause} ({trace})"
-            reasons.append(f"rank {rank}: {text}" if comm.world > 1 else text)
-        raise CheckpointError(" ".join(reasons)) from None
+    except BaseException as error:
+        if comm.rank == 0:
+            place.discard()
+        if not isinstance(error, CheckpointException):
+            raise
+        told = [(rank, _reason(*failure)) for rank, failure in sorted(error.failures.items())]
+        text = " ".join(f"rank {rank}: {reason}" if comm.world > 1 else reason for rank, reason in told)
+        raise CheckpointError(text) from None
+
+
+def _reason(cause: BaseException, trace: Sequence[traceback.FrameSummary]) -> str:
+    """An error that a rank had, with its place unless it is one of ours."""
+    if isinstance(cause, CheckpointError):
+        return str(cause)
+    place = f" ({trace[-1].filename}:{trace[-1].lineno}, in {trace[-1].name})" if trace else ""
+    return f"{type(cause).__name__}: {cause}{place}"
 
 
 @dataclass(eq=False)
