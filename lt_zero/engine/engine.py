@@ -114,7 +114,7 @@ class Engine(ProcessLocal):
         self._entered = 0  # the depth of the outermost module that is called; 0: none is
         self._span: Span = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
-        self.same_on_ranks = SameOnRanks(comm, root, self.owner)
+        self.same_on_ranks = SameOnRanks(comm, root, [p for b in self.buckets for p in b.params])
         problem = offload_manager.find_problem
         self.used_parameters = UsedParameters(comm, self.reducer, self.buckets, problem, self.same_on_ranks)
         self.finish_reductions = self.used_parameters.finish_reductions

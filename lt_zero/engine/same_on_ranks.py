@@ -4,17 +4,17 @@ Note [Compared without a message]
     Ranks that step with different learning rates, or clip to different norms, move the parts of a weight differently,
     and nothing else would tell. A step exchanges flags of used parameters in any case (visible_grads.py), so a digest
     travels with them: 16 bytes, whose element-wise maximum over the ranks tells whether all are equal. It covers what
-    the steps since the last exchange were taken with, what the optimizers of these steps have now, and trainable
-    parameters that the engine does not know. So a change is found before its step, or if it came between backward and
-    step, in the next exchange; and before weights leave the engine (``Engine.prepare_reading``). Digests are computed
-    again only when values have changed.
+    the steps since the last exchange were taken with, what the optimizers of these steps have now, which parameters
+    are frozen, and trainable parameters that the engine does not know. So a change is found before its step, or if it
+    came between backward and step, in the next exchange; and before weights leave the engine
+    (``Engine.prepare_reading``). Digests are computed again only when values have changed.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,17 +74,20 @@ class SameOnRanks:
     """What an engine's ranks compare in training. See Note [Compared without a message].
 
     Args:
-        owned: the engine's parameters, by id.
+        parameters: that the engine owns.
     """
 
-    def __init__(self, comm: Comm, root: nn.Module, owned: Mapping[int, Any]) -> None:
-        self._comm, self._root, self._owned = comm, root, owned
+    def __init__(self, comm: Comm, root: nn.Module, parameters: Iterable[Parameter]) -> None:
+        self._comm, self._root = comm, root
+        self._owned = {id(p): p for p in parameters}
         self._noted: list[Snapshot] = []  # of steps since the last exchange
         # Of these steps. References are strong, and dropped at the exchange: were they weak, the garbage collector,
         # which runs at other times on other ranks, would decide what is compared.
         self._sources: dict[Source, None] = {}
         self._told: deque[tuple[int, list[Snapshot]]] = deque(maxlen=_KEPT)  # number of an exchange, what it covered
         self._error = ""  # that was raised: what follows, such as a save after it, fails as well
+        self._trains: bytes | None = None  # of the owned parameters, in ``_frozen``
+        self._frozen = Snapshot.of({})
         self._seen = _registered()
         self._unknown: list[tuple[str, Parameter]] = []
 
@@ -131,7 +134,8 @@ class SameOnRanks:
         """This rank's bytes of an exchange, whose maximum over the ranks ``check`` gets."""
         if self._comm.alone:
             return [*_NOTHING]
-        covered = [*self._noted, *(source.snapshot() for source in self._sources), *self._find_unknown()]
+        now = [source.snapshot() for source in self._sources]
+        covered = [*self._noted, *now, self._frozen_parameters(), *self._find_unknown()]
         self._noted, self._sources = [], {}
         number = self._told[-1][0] + 1 if self._told else 0
         self._told.append((number, covered))
@@ -162,6 +166,21 @@ class SameOnRanks:
                 if len({digest for digest, _, _ in found}) > 1:
                     return _sentence([facts for _, facts, _ in found], [text for _, _, text in found])
         return f"The ranks step with different options. {_REMEDY}"
+
+    def _frozen_parameters(self) -> Snapshot:
+        """Which of the engine's parameters are frozen: a rank that froze others would count as one that uses none."""
+        with without_torch_function():
+            trains = bytes([p.requires_grad for p in self._owned.values()])
+        if trains != self._trains:
+            frozen = frozenset(key for key, one in zip(self._owned, trains, strict=True) if not one)
+            self._trains = trains
+            self._frozen = Snapshot(digest_of(trains), lambda: self._named(frozen))
+        return self._frozen
+
+    def _named(self, frozen: Collection[int]) -> Facts:
+        """Whether each parameter is ``frozen``, by name."""
+        named = {f"parameter {name!r}": id(p) for name, p in self._root.named_parameters()}
+        return {name: "frozen" if key in frozen else "trainable" for name, key in named.items() if key in self._owned}
 
     def _find_unknown(self) -> list[Snapshot]:
         """Trainable parameters of the model that the engine does not know, because they were added later."""

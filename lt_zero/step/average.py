@@ -59,6 +59,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, decay: float) -> None:
         """Average the weights of the last step. Not collective."""
+        self._engine.same_on_ranks.note_value("the decay of the average of weights", decay)
         for bucket in self._buckets():
             weights = bucket.weights.values()
             if bucket.average is None:  # the first update, or its parameters were unfrozen since

@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
+from lt_zero.step.average import WeightAverage
 from tests.support.lightning_tools import GPT, quick, sharded_trainer, torchrun_env
 from tests.support.matrix import only_rows
 from tests.support.models import Net, next_token_loss
@@ -101,7 +102,7 @@ def _set_up(face: str, make: Callable[[nn.Module], list[Optimizer]]) -> str:
 @pytest.mark.parametrize("face", ["Trainer", "Fabric", "loop", "shard"])
 def test_optimizers_differ_at_set_up(pool: Pool, face: str) -> None:
     for make, match in AT_SETUP:
-        if (make is counts and face in ("loop", "shard")) or (make in (kinds, sizes) and face == "Trainer"):
+        if (make is counts and face in ("loop", "shard")) or (make not in (rates, counts) and face == "Trainer"):
             continue  # they have one optimizer; a Trainer takes a while
         for told in pool.run(2, _set_up, face, make):
             assert re.search(match, told), f"{make.__name__}: {told}"
@@ -151,6 +152,10 @@ def clipping(run: Run) -> None:
     run.limit = 0.25 if other() else 0.5
 
 
+def freezing(run: Run) -> None:
+    run.net.blocks[1].norm.bias.requires_grad_(not other())  # of all of a bucket it would be other collectives
+
+
 def unknown(run: Run) -> None:
     run.net.late = nn.Linear(2, 2)
     run.optimizer.add_param_group({"params": list(run.net.late.parameters())})
@@ -171,6 +176,7 @@ IN_TRAINING: list[tuple[Callable[[Run], None], str]] = [
     (tensor_rate, "SGD, group 0, lr is 0.1"),
     (group, "the number of parameter groups is 1 on rank"),
     (clipping, "the norm to which gradients are clipped is 0.5 on rank"),
+    (freezing, r"parameter 'blocks.1.norm.bias' is trainable on rank\S* 0.* and frozen on rank"),
     (unknown, f"{LATE}|{HEAD}"),
     (head, HEAD),
     (one_head, f"Rank [12]: {HEAD}"),
@@ -215,6 +221,21 @@ def _last_step(stage: int) -> str:
 def test_the_last_step_is_checked_before_weights_are_saved(pool: Pool) -> None:
     for told in pool.run(2, _last_step, 1):
         assert re.search("lr is 0.1 on rank 0 and 0.2 on rank 1", told), told
+
+
+def _averages() -> str:
+    run = Run(3, "before", lambda _: None)
+    run.step(0)
+    average = WeightAverage(run.engine)
+    average.update(0.5 if other() else 0.9)
+    with pytest.raises(RuntimeError) as caught:
+        average.swap()
+    return str(caught.value)
+
+
+def test_averages_decay_alike(pool: Pool) -> None:
+    for told in pool.run(2, _averages):
+        assert "the decay of the average of weights is 0.9 on rank 0 and 0.5 on rank 1" in told, told
 
 
 class AddsHead(pl.Callback):
