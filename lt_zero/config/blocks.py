@@ -733,6 +733,9 @@ class Schema(Block):
     prescale_gradients: bool = key(False, "divide gradients by the number of ranks before the reduction, not after")
     gradient_predivide_factor: Real = key(1.0, "divide gradients by this before the reduction", gt=0)
     gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "reduction of gradients over ranks")
+    broadcast_buffers: bool = key(
+        True, "send rank 0's buffers that change before each training forward; false: each rank keeps its own"
+    )
     fp16_override_modules: Names = key((), "class names, module or parameter patterns to keep in fp32")
     fused_step: bool = key(True, "step Adam, AdamW, SGD, Adagrad, Lion and Lamb with one fused native kernel each")
     ops: Literal["auto", "required"] = key(

@@ -140,22 +140,26 @@ def examine(
     default_stage: int | None = None,
     activations: Activations = None,
     for_run: bool = False,
+    broadcast_buffers: bool | None = None,
 ) -> Loaded:
     """``ZeroConfig.of`` whose warnings, and problems with keys and values, are returned.
 
-    ``for_run``: of a run, so that the overrides in the environment (``LT_ZERO_OVERRIDES``) are applied last.
+    Args:
+        for_run: of a run, so that the overrides in the environment (``LT_ZERO_OVERRIDES``) are applied last.
+        broadcast_buffers: sets that key.
+        config, stage, overrides, default_stage, activations: as for ``ZeroConfig.of``.
 
     Raises:
         ConfigError: the configuration cannot be read at all.
     """
     last = shlex.split(os.environ.get(OVERRIDES, "")) if for_run else []
     if isinstance(config, ZeroConfig):
-        if stage is None and not overrides and activations is None and not last:
+        if stage is None and not overrides and activations is None and broadcast_buffers is None and not last:
             return Loaded({}, config=config)
         config = plain(config)
     document = resolve(apply(read(config), overrides))
     written, mask = document.values, masking(document)
-    document = _with_arguments(document, stage, default_stage, activations)
+    document = _with_arguments(document, stage, default_stage, activations, broadcast_buffers)
     document = rename(document)
     if last:
         document = rename(apply(document, last))
@@ -209,7 +213,11 @@ def _written(block: Block) -> dict[str, Any]:
 
 
 def _with_arguments(
-    document: Document, stage: int | None, default_stage: int | None, activations: Activations
+    document: Document,
+    stage: int | None,
+    default_stage: int | None,
+    activations: Activations,
+    broadcast_buffers: bool | None,
 ) -> Document:
     """Add the keys that are arguments of ``ZeroStrategy``; a contradiction is a problem."""
     document = document.copy()
@@ -219,7 +227,10 @@ def _with_arguments(
     path: Path = ("zero_optimization", "stage")
     if not isinstance(zero, bool) and stage is None and document.get(path) is MISSING:
         stage = default_stage
-    wanted = [] if stage is None else [(path, stage, f"stage={stage}", f"stage={stage}")]
+    wanted: list[tuple[Path, Any, str, str]] = []
+    for where, argument in ((path, stage), (("broadcast_buffers",), broadcast_buffers)):
+        if argument is not None:
+            wanted.append((where, argument, f"{where[-1]}={argument}", f"{where[-1]}={argument}"))
     given: Any = {True: "full", False: "none"}[activations] if isinstance(activations, bool) else activations
     given = {"mode": given} if isinstance(given, str) else _written(given) if isinstance(given, Block) else given
     if given is not None and not isinstance(given, Mapping):

@@ -348,6 +348,8 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
     group = "there is no tensor- or sequence-parallel group to split saved inputs over"
     prescaled = "prescale_gradients divides by the number of ranks instead, as in DeepSpeed"
     in_files = "saved inputs are in files"
+    late = bool(config.communication.slow_node_tolerance) and config.broadcast_buffers
+    waits = "with communication.slow_node_tolerance ranks do not wait for rank 0's buffers"
     buffers = "buffers keep their dtype without data_types.buffer_dtype"
     return (
         (not config.bf16.immediate_grad_update, "bf16", "immediate_grad_update", adds),
@@ -376,4 +378,10 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
             "parameters are sharded at stage 3 only",
         ),
         (config.data_types.buffer_dtype is None, "data_types", "keep_in_fp32_modules", buffers),
+        (
+            late,
+            "",
+            "broadcast_buffers",
+            waits,
+        ),
     )

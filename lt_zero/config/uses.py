@@ -23,6 +23,7 @@ _TRAINING = (  # keys of optimizers, gradients and steps
     *("train_batch_size", "train_micro_batch_size_per_gpu", "activation_checkpointing", "communication_data_type"),
     *("prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op", "fused_step", "checkpoint"),
     *("on_skipped_step", "on_min_scale", "on_nonfinite", "flops_profiler", "data_types.grad_accum_dtype"),
+    "broadcast_buffers",
     *("steps_per_print", "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"),
     *("fp16.fp16_master_weights_and_grads", *(f"zero_optimization.{key}" for key in _ZERO)),
 )

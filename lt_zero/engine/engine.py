@@ -21,6 +21,32 @@ Note [Recomputation]
     Activation checkpointing runs a unit's forward inside backward, and stops it in the middle by an exception. So
     there the pre-forward hook only gathers, the post-forward hook does nothing, and the original call has the lease.
 
+Note [Aliases])
+    post-forward  release, or keep and guard (gather.py, ``Residency``); hook the autograd nodes of the outputs
+    backward      output node: take a lease, gather. Inputs' hook: all gradients are there, mark the bucket as ready,
+                  drop the lease; released at zero leases
+    end           reduce what is left in fixed order, release everything (Note [End of backward])
+
+Note [Leases]
+    A unit's weights are needed from the first of its output nodes to the last of its input gradients, once per call
+    of the module, as frozen layers and modules that are called twice show. A unit whose inputs need no gradient keeps
+    its lease until the end of backward.
+
+Note [End of backward]
+    Hooks queue an autograd callback for the end of the running backward. A caller that knows the bounds of a backward
+    (the strategy) uses ``backward_pass`` instead, which also covers models without a single unit.
+
+Note [Recomputation]
+    Activation checkpointing runs a unit's forward inside backward, and stops it in the middle by an exception. So
+    there the pre-forward hook only gathers, the post-forward hook does nothing, and the original call has the lease.
+
+Note [Transforms]
+    Inside of torch.func's transforms (grad, vmap, jvp, ...) nothing can be gathered: what the transform was given may
+    hold the sentinels of released parameters, and it runs backward by itself. What torch.jit.trace records is run later
+    without hooks. So units that are called there have to be gathered by ``lt_zero.gathered`` around it. The hooks then
+    only pin them, as gradients of a loss outside of the transform may flow back through it; these are reduced at the
+    end of that backward.
+
 Note [Aliases]
     The hook that ends a unit's backward is on a view of each input, not on the input: a tensor that feeds every block
     (a conditioning vector) gets its full gradient only at the very end, its alias when this block is done.
@@ -52,6 +78,7 @@ from lt_zero.common.timing import NOTHING, Span, UnitRanges, phase, phased, unit
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.gather import Call, Gatherer, Residency, Unit
 from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.engine.gradient_compression import GradientCompression
@@ -114,14 +141,16 @@ class Engine(ProcessLocal):
         self._entered = 0  # the depth of the outermost module that is called; 0: none is
         self._span: Span = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
+        self.buffers = BufferSync(root, comm, config.broadcast_buffers and comm.tolerance is None)
         self.same_on_ranks = SameOnRanks(comm, root, [p for b in self.buckets for p in b.params])
-        problem = offload_manager.find_problem
-        self.used_parameters = UsedParameters(comm, self.reducer, self.buckets, problem, self.same_on_ranks)
+        problem, travel = offload_manager.find_problem, (self.same_on_ranks, self.buffers)
+        self.used_parameters = UsedParameters(comm, self.reducer, self.buckets, problem, *travel)
         self.finish_reductions = self.used_parameters.finish_reductions
         self.sharded_optim = any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
         self.average: Any = None  # a WeightAverage of its parameters
-        self.after_backward: list[Callable[[], None]] = []  # called at the end of a backward, also of a failed one
+        # Called at the end of a backward, also of a failed one.
+        self.after_backward: list[Callable[[], None]] = [self.buffers.end_backward]
         self.after_step: list[Callable[[], None]] = []  # called when the compute copies are up to date
         # Called before weights and states leave the engine, on all ranks: local_steps.py, Note [Ranks that step apart].
         self.before_reading: list[Callable[[], object]] = []
@@ -162,15 +191,15 @@ class Engine(ProcessLocal):
     # ---- forward -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def forward_scope(self) -> Iterator[None]:
-        """Context for code that runs the model (a training step): root parameters are readable inside."""
-        self.enter_forward()
+    def forward_scope(self, trains: bool = True) -> Iterator[None]:
+        """Context for code that runs the model: root parameters are readable inside. ``trains``: a training step."""
+        self.enter_forward(trains=trains)
         try:
             yield
         finally:
             self.leave_forward(None)
 
-    def enter_forward(self, entry: nn.Module | None = None) -> None:
+    def enter_forward(self, entry: nn.Module | None = None, trains: bool = True) -> None:
         """``entry``: the module that is called."""
         if self.in_backward and not in_running_backward() and not self._explicit:
             self.abort_backward()  # an exception ended it, and the caller caught that
@@ -179,6 +208,10 @@ class Engine(ProcessLocal):
         self._entered = self._depth if begins else self._entered
         if self._depth == 1 and not self.in_backward:
             self.used_parameters.drop_cleared()
+            if self.training and trains and torch.is_grad_enabled() and (entry is None or entry.training):
+                self.buffers.before_forward(self.reducer.sync)
+            else:
+                self.buffers.evaluated = True
             self.gatherer.begin_forward(entry)
         elif begins and not self.training:  # generation calls a model many times in one step of the user's
             self.gatherer.begin_order(entry)

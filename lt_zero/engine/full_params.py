@@ -219,14 +219,9 @@ def take_over_assigned(engine: Engine) -> None:
         engine.buckets[number].adopt_edits()
 
 
-@torch.no_grad()
 def sync_buffers(engine: Engine) -> None:
     """Give all ranks rank 0's buffers (running statistics), as DDP does. Collective."""
-    for name, buffer in engine.root.named_buffers():
-        # As bytes: gloo does not know every dtype.
-        row = buffer.contiguous().view(-1).view(torch.uint8)
-        engine.comm.broadcast(row, f"buffer {name}")
-        buffer.copy_(row.view(buffer.dtype).view(buffer.shape))
+    engine.buffers.sync()
 
 
 # ---- functions that are called on guarded parameters outside of their unit's forward: guard.py -----------------------

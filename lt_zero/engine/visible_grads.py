@@ -33,6 +33,7 @@ from lt_zero.common.compat import TRACED, without_torch_function
 from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.engine.guard import PASSING
 from lt_zero.engine.same_on_ranks import FLAGS, SameOnRanks
@@ -150,8 +151,10 @@ class UsedParameters:
         buckets: list[Bucket],
         problem: Callable[[], SwapError | None],
         same_on_ranks: SameOnRanks,
+        buffers: BufferSync,
     ) -> None:
-        self._comm, self._reducer, self._buckets, self._same_on_ranks = comm, reducer, buckets, same_on_ranks
+        self._same_on_ranks, self._buffers = same_on_ranks, buffers  # whose news travel with the flags
+        self._comm, self._reducer, self._buckets = comm, reducer, buckets
         self._problem = problem  # returns the error of files on this rank
         self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
         self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank
@@ -192,8 +195,11 @@ class UsedParameters:
         lost = any(b.edits.lost for b in self._buckets)
         lost = lost or bool(self.ungathered)
         news = [*(b in self.late for b in self._buckets), self.nonfinite, self._problem() is not None, lost]
-        flags = torch.tensor([*self._same_on_ranks.flags(), *used, *news], dtype=torch.uint8)
-        self._flags = self._comm.host_max(flags, "used parameters"), flags
+        seen = self._buffers.report()
+        every = torch.tensor([*seen, *self._same_on_ranks.flags(), *used, *news], dtype=torch.uint8)
+        work, flags = self._comm.host_max(every, "used parameters"), every[len(seen) :]
+        self._buffers.exchanged(work, every[: len(seen)])
+        self._flags = work, flags
         return self._flags
 
     def finish_reductions(self) -> Callable[[Bucket, int], bool]:

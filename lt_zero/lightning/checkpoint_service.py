@@ -62,6 +62,8 @@ from lt_zero.checkpoint.native.pieces import (
     weight_fragments,
 )
 from lt_zero.checkpoint.native.plain import plain
+from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
+from lt_zero.checkpoint.native.rank_buffers import load_rank_buffers, rank_buffers
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
 from lt_zero.checkpoint.native.save import KEY, TRAINED, Bundle, bundle, make_place, stage, write
@@ -190,6 +192,8 @@ class CheckpointService:
             sharded = run.built is not None and writes_directories(run)
             if run.built is not None and (found := residual_state(run.built, sharded)) is not None:
                 content[RESIDUALS] = found
+            if run.built is not None and (own := rank_buffers(run.built)) is not None:
+                content[RANK_BUFFERS] = own
         self.wait(run)
         _file_beside(run, path)  # refuses a URL before anything is written
         return content
@@ -398,6 +402,7 @@ class CheckpointService:
             return
         with run.agree("restoring what ranks owe to the weights", CheckpointError):
             load_residuals(run.engine, checkpoint.get(RESIDUALS))
+            load_rank_buffers(run.engine, checkpoint.get(RANK_BUFFERS))
         if run.engine.average is not None and TRAINED in checkpoint:
             with run.agree("restoring averages", CheckpointError):
                 run.engine.average.load(checkpoint["state_dict"], checkpoint[TRAINED]["updates"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -34,6 +35,8 @@ from lt_zero.checkpoint.native.pieces import (
     parameter_names,
     weight_fragments,
 )
+from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
+from lt_zero.checkpoint.native.rank_buffers import load_rank_buffers, rank_buffers
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
 from lt_zero.checkpoint.native.save import HERE, bundle, make_place, write
@@ -59,6 +62,8 @@ from lt_zero.step.skipped_steps import hold_schedule
 from lt_zero.step.step_options import compare_optimizers
 from lt_zero.tuning.trial import Trial
 
+log = logging.getLogger("lt_zero")
+
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
@@ -77,8 +82,8 @@ class FabricZeroStrategy(DDPStrategy):
     """Fabric with optimizer states, gradients and parameters sharded over the ranks (ZeRO, arXiv:1910.02054).
 
     Args:
-        stage, config, overrides, activation_checkpointing: as for ``ZeroStrategy``. Optimizers and schedules are made
-            by the script.
+        stage, config, overrides, activation_checkpointing, broadcast_buffers: as for ``ZeroStrategy``. Optimizers and
+            schedules are made by the script.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy.
         process_group_backend: ``gloo`` on CPU and ``nccl`` on CUDA by default.
         timeout: of collectives.
@@ -102,9 +107,10 @@ class FabricZeroStrategy(DDPStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         activation_checkpointing: Mapping[str, Any] | ActivationCheckpointing | str | bool | None = None,
+        broadcast_buffers: bool | None = None,
     ) -> None:
         default = 3 if config is None else None
-        loaded = examine(config, stage, overrides, default, activation_checkpointing, for_run=True)
+        loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
         self.config: ZeroConfig = loaded.usable()
         loaded.announce()
         _refuse_what_the_script_does(self.config)
@@ -445,6 +451,9 @@ class FabricZeroStrategy(DDPStrategy):
         """Rank 0 writes one file. Collective."""
         own = {key: self.get_module_state_dict(m) for key, m in state.items() if isinstance(m, ShardedModule)}
         own |= {key: self.get_optimizer_state(o) for key, o in state.items() if isinstance(o, Optimizer)}
+        for module in (value for value in state.values() if isinstance(value, ShardedModule)):
+            if rank_buffers(module.engine) is not None and self.comm.rank == 0:
+                log.warning("checkpoint.format: full keeps rank 0's buffers only, and other ranks have others.")
         parts, plugin = self._parts(state, kept, own), self.checkpoint_io
         with self.comm.agree(f"saving {path}", CheckpointError):
             if self.comm.rank > 0:
@@ -500,6 +509,12 @@ class FabricZeroStrategy(DDPStrategy):
         for module in modules.values():  # there is one if there are residuals
             if (owed := residual_state(module.engine, sharded=True)) is not None:
                 content[RESIDUALS] = owed
+        kept_buffers: dict[str, Any] = {}
+        for key, module in modules.items():
+            if (different := rank_buffers(module.engine, prefixes[key])) is not None:
+                kept_buffers |= different["buffers"]
+        if kept_buffers:
+            content[RANK_BUFFERS] = {"ranks": self.comm.world, "buffers": kept_buffers}
         return content, names
 
     def _frozen(self, module: ShardedModule) -> set[str]:
@@ -534,12 +549,14 @@ class FabricZeroStrategy(DDPStrategy):
         if not isinstance(state, dict):
             key = opened.only(state, path) if of_items else None
             self._restore(state, saved if key is None else saved[key], strict, left_out.get(key, ()))
+            self._restore_buffers(state, opened, key)
             return {}
         if strict and (missing := [key for key in state if key not in saved]):
             raise KeyError(f"{path} has no {missing[0]!r}; it has {', '.join(saved)}. Pass strict=False to go on.")
         for key, value in [(key, value) for key, value in state.items() if key in saved]:
             if hasattr(value, "load_state_dict"):
                 self._restore(value, saved.pop(key), strict, left_out.get(key, ()))
+                self._restore_buffers(value, opened, key)
             else:
                 state[key] = saved.pop(key)
         return saved
@@ -579,6 +596,11 @@ class FabricZeroStrategy(DDPStrategy):
                 load_module(value.module if isinstance(value, ShardedModule) else value, saved, strict, left_out)
         else:
             value.load_state_dict(saved)
+
+    def _restore_buffers(self, value: Any, opened: Opened, key: str | None) -> None:
+        """Load this rank's buffers of a module, where ranks had different ones."""
+        if isinstance(value, ShardedModule) and key is not None:
+            load_rank_buffers(value.engine, opened.rank_buffers, opened.prefixes.get(key, ""))
 
     @override
     def teardown(self) -> None:

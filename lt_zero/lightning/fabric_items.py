@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_zero.checkpoint.native.load import as_lightning
+from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.save import HERE, KEY
 from lt_zero.checkpoint.source import Source
@@ -29,6 +30,8 @@ class Opened:
     left_out: Mapping[str | None, Sequence[str]] = field(default_factory=dict)
     loss_scale: dict[str, Any] = field(default_factory=dict)
     residuals: Any = None
+    rank_buffers: Any = None
+    prefixes: Mapping[str, str] = field(default_factory=dict)  # of names of parameters, by module
 
     def only(self, value: nn.Module | Optimizer, path: str) -> str:
         """The key of the only module, or optimizer.
@@ -59,7 +62,9 @@ def open_directory(source: Source, weights_only: bool | None) -> Opened:
     for (key, prefix), state in zip(here["optimizers"].items(), states, strict=True):
         saved[key] = _without_prefix(state, prefix)
     modules, optimizers = list(here["modules"]), list(here["optimizers"])
-    return Opened(saved, modules, optimizers, left_out, here.get("loss_scale", {}), found.get(RESIDUALS))
+    scale, prefixes = here.get("loss_scale", {}), here["modules"]
+    owed, buffers = found.get(RESIDUALS), found.get(RANK_BUFFERS)
+    return Opened(saved, modules, optimizers, left_out, scale, owed, buffers, prefixes)
 
 
 def prefixes_of(keys: Sequence[str]) -> dict[str, str]:

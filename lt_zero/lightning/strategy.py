@@ -67,6 +67,8 @@ class ZeroStrategy(DDPStrategy):
         start_method: ``popen``, or ``spawn``, ``fork``, ``forkserver`` for multiprocessing and notebooks.
         activation_checkpointing: what backward recomputes: "full" or True for everything inside the model's repeated
             blocks, "selective", "none", or keys of that block of the configuration, which must not contradict it.
+        broadcast_buffers: whether buffers that change are rank 0's in each training forward, as for ``DDPStrategy``
+            (default: the config's, or True).
 
     Attributes:
         checkpoints, monitor, data: own saving and loading, what is shown of a run, and the position in the data.
@@ -96,9 +98,10 @@ class ZeroStrategy(DDPStrategy):
         | Literal["none", "full", "selective"]
         | bool
         | None = None,
+        broadcast_buffers: bool | None = None,
     ) -> None:
         default = 3 if config is None else None
-        loaded = examine(config, stage, overrides, default, activation_checkpointing, for_run=True)
+        loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
         self._reconciler = Reconciler(loaded.usable(), loaded.marks)
         loaded.announce()
         self._group_timeout = timeout
@@ -431,7 +434,7 @@ class ZeroStrategy(DDPStrategy):
         """Handle signals, and make parameters of the LightningModule itself readable inside a step."""
         if self._signals is not None:
             self._signals.begin_batch(False, self.checkpoints.foreground)
-        return self._engine.forward_scope() if self._engine is not None else nullcontext()
+        return self._engine.forward_scope(trains=False) if self._engine is not None else nullcontext()
 
     @contextmanager
     @override
@@ -444,7 +447,8 @@ class ZeroStrategy(DDPStrategy):
         self.monitor.before_validation()
         self.data.before_validation()
         self.engine.prepare_reading()  # all ranks validate the same weights
-        sync_buffers(self.engine)
+        if self.config.broadcast_buffers and self.engine.buffers.due:  # not inside of an accumulation window
+            sync_buffers(self.engine)
 
     @override
     def on_validation_end(self) -> None:

@@ -34,6 +34,8 @@ from lt_zero.checkpoint.native.pieces import (
     parameter_names,
     weight_fragments,
 )
+from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
+from lt_zero.checkpoint.native.rank_buffers import load_rank_buffers, rank_buffers
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
 from lt_zero.checkpoint.native.save import LOOP, bundle, make_place, write
@@ -211,7 +213,7 @@ class TrainingEngine(nn.Module):
         if self._trial is not None:
             self._trial.see_batch([args, kwargs])
         autocast = torch.autocast(self.device.type, policy.compute) if policy.autocast else nullcontext()
-        with autocast, self.engine.forward_scope():
+        with autocast, self.engine.forward_scope(trains):
             return self.module(*args, **kwargs)
 
     def _cast(self, value: Tensor) -> Tensor:
@@ -416,6 +418,8 @@ class TrainingEngine(nn.Module):
         }
         if (owed := residual_state(engine, sharded=True)) is not None:
             content[RESIDUALS] = owed
+        if (own := rank_buffers(engine)) is not None:
+            content[RANK_BUFFERS] = own
         names = [parameter_names(self.optimizer, engine)] if self.optimizer is not None else []
         zero = self._config.zero_optimization
         facts = {"stage": zero.stage, "ranks": comm.world, "precision": engine.policy.mode, "torch": torch.__version__}
@@ -472,6 +476,7 @@ class TrainingEngine(nn.Module):
             return path, dict(own.get("client_state", {}))
         if state is not None and self._sharded is not None:
             load_residuals(self.engine, saved.get(RESIDUALS))
+            load_rank_buffers(self.engine, saved.get(RANK_BUFFERS))
             with comm.agree("loading optimizer states", CheckpointError):
                 load_full_optimizer_state(self._sharded, state)
             self.loss_scale_controller.load_state_dict(own.get("loss_scale", saved.get("ZeroPrecision", {})))

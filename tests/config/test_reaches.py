@@ -199,6 +199,7 @@ PROBES: dict[str, Probe] = {
     "prescale_gradients": Probe(t.sent("sent", "got"), True, [3.0, 2.0], [1.5, 2.0], {"gradient_predivide_factor": 1}),
     "gradient_predivide_factor": Probe(t.sent("sent", "got"), 4, [3.0, 2.0], [0.75, 2.0]),
     "gradient_allreduce_op": Probe(t.sent("sent", "got"), "sum", [3.0, 2.0], [3.0, 4.0]),
+    "broadcast_buffers": Probe(e.counts, False, [[2.0], [3.0]], [[2.0], [4.0]]),
     # host memory and files
     OPTIM + "device": Probe(f.files, "nvme", [], ["master"], {OPTIM + "nvme_path": "{folder}"}),
     OPTIM + "nvme_path": Probe(f.folder, "{folder}/b", {"a"}, {"b"}, NVME),

@@ -182,6 +182,24 @@ def _compresses(config: Config) -> bool | None:
     return made.compresses if made is not None else None
 
 
+def _counts(config: Config) -> list[float]:
+    """A buffer that counts a rank's forwards by its rank, after two steps."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    engine = lt_zero.shard(model, ZeroConfig.of(nested(config, Path())))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+        model[1].num_batches_tracked += engine.comm.rank
+        optimizer.step()
+    return [float(model[1].num_batches_tracked)]
+
+
+def counts(lab: Lab, config: Config) -> Any:
+    """Of two ranks."""
+    return lab.pool.run(2, _counts, config)
+
+
 def compresses(lab: Lab, config: Config) -> Any:
     """Of two ranks in one node."""
     return lab.pool.run(2, _compresses, config)[0]
