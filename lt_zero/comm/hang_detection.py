@@ -28,7 +28,8 @@ Note [Life of the thread]
     because a daemon thread must not be in torch's C++ code when the interpreter ends. It ends, too, with its process
     group. A forked child has no such thread, and must not use the store's connection.
     Scripts without a Trainer do not tell that they end. Rank 0 mostly serves the store, and a thread that polls a store
-    that is gone makes torch print its stack. So rank 0 asks the others' threads to end, and waits for that, for seconds.
+    that is gone makes torch print its stack. So rank 0 asks the others' threads to end, and waits for that for
+    seconds.
 
 Note [Ended ranks]
     When a rank ends, the others fail one after the other, each with gloo's message about a neighbour. So each rank that

@@ -31,11 +31,12 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
         write: keep changes made inside. The values of rank 0 win; master weights and compute copies of all ranks
             follow. Without it, changes of sharded parameters are an error.
 
-    Parameters that no engine owns are left as they are, so the code also runs without ZeRO. Of those that were built in
-    ``lt_zero.Init`` and are not yet an engine's, changes by rank 0 are always kept.
+    Parameters that no engine owns are left as they are, so the code also runs without ZeRO. Those that were built in
+    ``lt_zero.Init`` may be an engine's or not yet.
 
     Raises:
-        RuntimeError: on all ranks, if some do not enter and something is to be gathered or written.
+        RuntimeError: on all ranks, if some do not enter and something is to be gathered or written; or at the end, if
+            parameters that are not an engine's yet were changed without ``write``.
     """
     if isinstance(target, nn.Module):
         target = target.parameters()
@@ -61,7 +62,7 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
     try:
         with ExitStack() as stack:
             for sharder, parameters in built.items():
-                stack.enter_context(sharder.gathered(parameters))
+                stack.enter_context(sharder.gathered(parameters, write))
             yield
         if write:
             for bucket in found:

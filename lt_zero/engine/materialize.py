@@ -4,13 +4,15 @@ Inside ``ConstructionSharder`` a module's parameters are sharded as soon as the 
 rank keeps 1/world of each, and the parameter gets a sentinel and a guard (guard.py). Later initialisation code
 (``self.apply(init)``, ``module.weight.data.normal_()``) triggers the guard, which gathers the parameter, runs the code
 on its values, and shards it again when others are used. All random numbers are drawn for full shapes in the
-original order, so the result is bitwise that of construction in one process.
+original order, so the result is bitwise that of construction in one process. The own parameters of a module that no
+other registers, the outermost one, are sharded when the context ends.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import weakref
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.comm.communicator import Comm
+from lt_zero.common.compat import versions_of
 from lt_zero.common.flat_storage import FlatStorage
 from lt_zero.engine.guard import guard, guarded_parameters, is_guarded, own, owner_of, sentinel, unguard
 from lt_zero.engine.layout import plan_bucket, split_by_size
@@ -88,23 +91,57 @@ class ConstructionSharder:
         self._open: dict[Parameter, None] = {}
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its name, for messages
         self._nbytes = 0  # of them
-        self._handle: Any = None
+        self._handles: list[Any] = []
+        # Registered parameters: those of the outermost module are sharded last, as no other registers that.
+        self._named: list[tuple[weakref.ref[nn.Module], str]] = []
         # A strong reference: parameters keep this object, which has their values, until the engine takes them over.
         self._owner: Callable[[], ConstructionSharder | None] = lambda: self
 
     def __enter__(self) -> ConstructionSharder:
-        self._handle = register_module_module_registration_hook(self._registered)
+        note: Any = self._note  # torch's annotation leaves out None
+        self._handles = [
+            register_module_module_registration_hook(self._registered),
+            register_module_parameter_registration_hook(note),
+        ]
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        named, self._named = self._named, []
         if exc[0] is None:
+            gc.collect(0)  # all ranks have the same modules left
+            modules = [(module, name) for ref, name in named if (module := ref()) is not None]
+            found = [module._parameters.get(name) for module, name in modules]
+            self._take(parameter for parameter in found if parameter is not None)
             self._shard_open(0)
+
+    def _note(self, module: nn.Module, name: str, parameter: Parameter | None) -> None:
+        self._named.append((weakref.ref(module), name))
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         for place, parameter in module.named_parameters() if module is not None else ():
             self._names[parameter] = f"{type(parent).__name__}.{name}.{place}"
+        self._take(module.parameters() if module is not None else ())
+
+    def shard(self, module: nn.Module) -> None:
+        """Shard the parameters of a module that is built already. Collective; rank 0's values are kept.
+
+        Raises:
+            ValueError: an engine has them.
+        """
+        for name, parameter in module.named_parameters():
+            if (owner := owner_of(parameter)) is not None and not isinstance(owner, ConstructionSharder):
+                raise ValueError(f"Parameter {name!r} of {type(module).__name__} is sharded already. Use it as it is.")
+        self._take(module.parameters())
+        self._shard_open(0)
+
+    def _take(self, parameters: Iterable[Parameter]) -> None:
+        """Shard those of ``parameters`` that are nobody's yet, as soon as there are many bytes."""
+        for parameter in parameters:
             if parameter.is_meta or is_lazy(parameter) or is_guarded(parameter) or parameter.numel() < self._threshold:
+                continue
+            if owner_of(parameter) not in (None, self):
                 continue
             self._shard_open(_LARGE)
             self._keep_open(parameter)
@@ -141,9 +178,7 @@ class ConstructionSharder:
             mine = _zeros(hi - lo, parameter.dtype, parameter.device)
             kept = row[lo * mine.itemsize : hi * mine.itemsize]
             mine.view(torch.uint8)[: kept.numel()].copy_(kept)
-            self._slices[parameter] = mine
-            parameter.data = sentinel(parameter, tuple(parameter.shape))
-            guard(parameter)
+            self._put_back(parameter, mine)
         if flat.nbytes >= _LARGE:
             return_freed_memory()  # small tensors would be put into the gap, and the next parameter beyond it
 
@@ -187,17 +222,54 @@ class ConstructionSharder:
         return func(*args, **kwargs)
 
     @contextmanager
-    def gathered(self, parameters: Iterable[Parameter]) -> Iterator[None]:
-        """Context in which ranks may do different things with ``parameters``. Collective; rank 0's values are kept."""
+    def gathered(self, parameters: Iterable[Parameter], write: bool) -> Iterator[None]:
+        """Context in which ranks may do different things with ``parameters``. Collective.
+
+        ``write``: rank 0's values are kept.
+
+        Raises:
+            RuntimeError: on all ranks, if one has changed them without ``write``. They have their old values.
+        """
         self._shard_open(0)
-        unguarded = self._unguarded(parameters)
+        before = {parameter: self._slices[parameter] for parameter in parameters if parameter in self._slices}
+        unguarded = self._unguarded(before)
+        versions, changed = versions_of(unguarded), False
+        places = [parameter.data_ptr() for parameter in unguarded]
         try:
             yield
+            if not write:
+                changed = versions != versions_of(unguarded) or places != [p.data_ptr() for p in unguarded]
         finally:
             for parameter in unguarded:
-                if owner_of(parameter) is self:
+                if owner_of(parameter) is not self:
+                    continue
+                if write:
                     self._keep_open(parameter)
-        self._shard_open(0)  # not after an error, which other ranks may not have
+                else:
+                    changed |= not self._has(parameter, before[parameter])
+                    self._put_back(parameter, before[parameter])
+        if write:
+            self._shard_open(0)  # not after an error, which other ranks may not have
+            return
+        if self._comm.problems("changed" if changed else None, "changes of gathered parameters"):
+            raise RuntimeError(
+                f"A parameter of shape {tuple(unguarded[0].shape)} and {len(unguarded) - 1} others were gathered to be "
+                "read, and were changed: the changes are dropped. To keep those of rank 0 pass write=True to "
+                "lt_zero.gathered, or modifier_rank=0 to GatheredParameters."
+            )
+
+    @torch.no_grad()
+    def _has(self, parameter: Parameter, mine: Tensor) -> bool:
+        """Whether this rank's elements of a whole parameter are those of ``mine``."""
+        lo = self._comm.mesh.shard_rank * mine.numel()
+        row = parameter.detach().reshape(-1)[lo : lo + mine.numel()]
+        return torch.equal(row.contiguous().view(torch.uint8), mine[: row.numel()].view(torch.uint8))
+
+    def _put_back(self, parameter: Parameter, mine: Tensor) -> None:
+        """Shard a parameter again, whose elements of this rank are ``mine``."""
+        self._slices[parameter] = mine
+        parameter.data = sentinel(parameter, tuple(parameter.shape))
+        guard(parameter)
 
     def _unguarded(self, parameters: Iterable[Any]) -> list[Parameter]:
         """Those of ``parameters`` that are sharded, which get their full values."""

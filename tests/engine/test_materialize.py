@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -465,3 +466,118 @@ def test_many_modules_take_no_time() -> None:
     Materializer(model, Comm.for_world(torch.device("cpu"))).fill(model.parameters())
     assert time.process_time() - start < 4, "looking for an initializer among all modules takes ten seconds"
     assert not any(p.isnan().any() for p in model.parameters())
+
+
+class Outermost(nn.Module):
+    """Has parameters of its own, made before, between and after its children, and replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(13, 5))
+        self.layer = nn.Linear(5, 7)
+        self.table = nn.Parameter(torch.empty(11, 3))
+        nn.init.normal_(self.table)
+        self.first = nn.Parameter(torch.randn(13, 5) * 2)
+
+
+def _own_parameters() -> None:
+    torch.manual_seed(1)
+    whole = Outermost()
+    torch.manual_seed(1 + dist.get_rank())  # rank 0's are kept
+    with lt_zero.Init(config=config_of(3)):
+        model = Outermost()
+        gone = Outermost()
+        del gone
+        assert not is_guarded(model.first)
+    assert [name for name, p in model.named_parameters() if not is_guarded(p)] == []
+    values = full_values(lt_zero.shard(model, config_of(3)))
+    for name, value in whole.named_parameters():
+        assert torch.equal(values[name], value), name
+
+
+def test_parameters_of_the_outermost_module_are_sharded(pool: Pool) -> None:
+    pool.run(2, _own_parameters)
+    pool.run(3, _own_parameters)
+
+
+def _only_read() -> None:
+    rank = dist.get_rank()
+    with lt_zero.Init(config=config_of(3)):
+        model = nn.Linear(5, 7)
+    with lt_zero.gathered(model):
+        wanted = model.weight.detach().clone()
+
+    def add(on: int) -> None:
+        if rank == on:
+            with torch.no_grad():
+                model.weight.add_(1)
+
+    def write_data(on: int) -> None:
+        if rank == on:
+            model.weight.data.fill_(3.0)
+
+    def assign(on: int) -> None:
+        if rank == on:
+            model.weight.data = torch.ones(7, 5)
+
+    for change, on in itertools.product((add, write_data, assign), (0, 1)):
+        with pytest.raises(RuntimeError, match=r"modifier_rank=0"), lt_zero.GatheredParameters(model.parameters()):
+            change(on)
+        assert is_guarded(model.weight)
+    with lt_zero.GatheredParameters(model.weight):
+        assert torch.equal(model.weight, wanted)
+    assert torch.equal(full_values(lt_zero.shard(model, config_of(3)))["weight"], wanted)
+
+
+def test_changes_without_a_modifier_are_errors_on_all_ranks(pool: Pool) -> None:
+    pool.run(2, _only_read)
+
+
+class _Mpu:
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+
+def _arguments_of_init() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    every = dist.new_group([0, 1])
+    taken = lt_zero.zero.Init(
+        module=model,
+        data_parallel_group=every,
+        mem_efficient_linear=False,
+        remote_device="cpu",
+        pin_memory=True,
+        config=config_of(3),
+    )
+    assert taken is model
+    assert all(is_guarded(p) for p in model.parameters())
+    torch.manual_seed(0)
+    wanted = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    values = full_values(lt_zero.shard(model, config_of(3)))
+    for name, value in wanted.named_parameters():
+        assert torch.equal(values[name], value), name
+    with pytest.raises(ValueError, match=r"'0.weight' of Sequential is sharded already"):
+        lt_zero.zero.Init(model, config=config_of(3))
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    refused: dict[str, Any] = {
+        "data_parallel_group": alone,
+        "sequence_data_parallel_group": alone,
+        "remote_device": "nvme",
+        "mpu": _Mpu(),
+        "zero_param_parallel_group": every,
+        "zero_quantized_weights": True,
+        "zero_quantized_nontrainable_weights": True,
+        "param_swapper": object(),
+        "tensor_overrides": object(),
+    }
+    for name, value in refused.items():
+        with pytest.raises(ValueError, match=rf"zero\.Init\({name}="):
+            lt_zero.zero.Init(**{name: value})
+    lt_zero.zero.Init(
+        zero_quantized_weights=True, config={"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
+    )
+
+
+def test_deepspeeds_arguments_of_init_work_or_are_named(pool: Pool) -> None:
+    pool.run(2, _arguments_of_init)
