@@ -26,6 +26,7 @@ from lt_zero.comm.process_groups import with_index
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.garbage import without_gc
+from lt_zero.common.module_hooks import no_hook
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
@@ -104,6 +105,7 @@ def shard(
     with without_torch_function():  # guards of parameters that are sharded already would intercept each access
         plan = plan_engine(module, config, policy, comm.mesh.shards)
         _check_whole(plan)
+        _check_hooks(plan)
         if training and config.activation_checkpointing.mode != "none":
             find_modules(module, config.activation_checkpointing)  # raises before the module is changed
         if comm.rank == 0:
@@ -165,6 +167,19 @@ def _check_whole(plan: EnginePlan) -> None:
                 f"Parameter {name!r} of {type(plan.root).__name__} is sharded already, over {engine.comm.world} ranks. "
                 "Use the module as it is, or make a new one, with weights that lt_zero.export has written."
             )
+
+
+def _check_hooks(plan: EnginePlan) -> None:
+    """Raise TypeError if a module that the engine calls takes no hooks."""
+    for unit in (unit for unit in plan.units if isinstance(unit.module, torch.jit.ScriptModule)):
+        try:
+            unit.module.register_forward_pre_hook(no_hook).remove()
+        except RuntimeError as error:
+            name = f"Module {unit.name!r}" if unit.name else "The model"
+            raise TypeError(
+                f"{name} is compiled by torch.jit.script, and takes no hooks. Shard the module that it was made from; "
+                "use torch.compile if it has to be compiled."
+            ) from error
 
 
 def _move_in(

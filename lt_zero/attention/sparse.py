@@ -2,7 +2,8 @@
 
 On a CPU a kernel of our own computes it, forward and backward (ops/attention.py); on a GPU torch's FlexAttention does
 (flex.py). ``dense`` computes the same with full matrices: it is the reference, and serves what the kernels do not:
-float64, masks and biases of single elements, and queries that are the last ones of a longer sequence.
+float64, masks and biases of single elements, queries that are the last ones of a longer sequence, and derivatives in
+forward mode and by transforms of torch.func.
 
 Sequences that are cut over ranks (DeepSpeed-Ulysses, arXiv:2309.14509) are exchanged for heads before, and back after.
 """
@@ -22,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from lt_zero.attention.flex import flex
 from lt_zero.attention.patterns import Pattern, distinct_layouts, pattern_from_text
 from lt_zero.comm.sequence import ProcessGroup, exchange, gather_tokens, place_in
+from lt_zero.common.compat import asks_for_tangents
 from lt_zero.ops import attention as ops
 
 log = logging.getLogger("lt_zero")
@@ -82,7 +84,8 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     """Attention of ``query``'s heads, which are number ``first`` and following of the ``heads``."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if query.shape[2] != key.shape[2] or query.dtype == torch.float64 or query.shape[0] == 0:
+    dense_only = query.shape[2] != key.shape[2] or query.dtype == torch.float64 or query.shape[0] == 0
+    if dense_only or asks_for_tangents():  # the kernels have no derivatives in forward mode
         allowed = allowed_elements(pattern, heads, query.shape[2], key.shape[2], query.device, first, query.shape[1])
         return dense(query, key, value, allowed, bias, dropout, scale)
     if query.device.type != "cpu":

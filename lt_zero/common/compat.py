@@ -83,6 +83,35 @@ def without_torch_function() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def in_transform() -> bool:
+    """Whether a function that torch.func transforms (grad, vmap, jvp, jacrev, ...) is running."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def asks_for_tangents() -> bool:
+    """Whether forward-mode derivatives or transforms of torch.func may be asked for here."""
+    return in_transform() or torch.autograd.forward_ad._current_level >= 0
+
+
+# Dynamo evaluates it while it traces, and recompiles for other levels. ``torch.compiler.assume_constant_result`` sets
+# this, too, but imports Dynamo, which takes a second.
+asks_for_tangents._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def running_transform() -> str:
+    """The name of what runs a function otherwise than it is written: torch.func, or torch.jit.trace; "" if nothing."""
+    if in_transform():
+        return "a transform of torch.func (grad, vmap, jvp, jacrev, ...)"
+    return "torch.jit.trace" if torch._C._is_tracing() else ""
+
+
+def outside_of_transforms() -> Any:
+    """Context in which torch.func's transforms are suspended."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
 def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor that ``tensor`` is a differentiable view of, or None."""
     return tensor._base

@@ -24,6 +24,14 @@ class Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "__name__":  # torch.jit.script is the only one that needs it
+            raise AttributeError(
+                "torch.jit.script cannot compile a module that lt_zero has sharded, as it has hooks. Script a new "
+                "module with the weights that `lt_zero.export` writes, or use torch.compile."
+            )
+        raise AttributeError(name)
+
     def __reduce__(self) -> Any:
         return operator.getitem, ((no_hook,), 0)
 

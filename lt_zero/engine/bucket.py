@@ -302,6 +302,11 @@ class Bucket:
     def resident(self) -> bool:
         return self.state is State.RESIDENT
 
+    @property
+    def readable(self) -> bool:
+        """Whether code outside of the owning unit's forward may read the values."""
+        return self.resident and not self._guarded
+
     def guard(self) -> None:
         """Keep the values, but intercept uses outside of the owning unit's forward. See guard.py."""
         if self.sharding.params and self.resident and not self._guarded:

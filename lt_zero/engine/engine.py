@@ -21,25 +21,6 @@ Note [Recomputation]
     Activation checkpointing runs a unit's forward inside backward, and stops it in the middle by an exception. So
     there the pre-forward hook only gathers, the post-forward hook does nothing, and the original call has the lease.
 
-Note [Aliases])
-    post-forward  release, or keep and guard (gather.py, ``Residency``); hook the autograd nodes of the outputs
-    backward      output node: take a lease, gather. Inputs' hook: all gradients are there, mark the bucket as ready,
-                  drop the lease; released at zero leases
-    end           reduce what is left in fixed order, release everything (Note [End of backward])
-
-Note [Leases]
-    A unit's weights are needed from the first of its output nodes to the last of its input gradients, once per call
-    of the module, as frozen layers and modules that are called twice show. A unit whose inputs need no gradient keeps
-    its lease until the end of backward.
-
-Note [End of backward]
-    Hooks queue an autograd callback for the end of the running backward. A caller that knows the bounds of a backward
-    (the strategy) uses ``backward_pass`` instead, which also covers models without a single unit.
-
-Note [Recomputation]
-    Activation checkpointing runs a unit's forward inside backward, and stops it in the middle by an exception. So
-    there the pre-forward hook only gathers, the post-forward hook does nothing, and the original call has the lease.
-
 Note [Transforms]
     Inside of torch.func's transforms (grad, vmap, jvp, ...) nothing can be gathered: what the transform was given may
     hold the sentinels of released parameters, and it runs backward by itself. What torch.jit.trace records is run later
@@ -71,7 +52,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
 
 from lt_zero.comm.communicator import Comm
-from lt_zero.common.compat import in_running_backward, queue_backward_callback, view_base
+from lt_zero.common.compat import in_running_backward, queue_backward_callback, running_transform, view_base
 from lt_zero.common.module_hooks import Hook, ProcessLocal
 from lt_zero.common.tensor_tree import ReplacedTensors, iter_tensors
 from lt_zero.common.timing import NOTHING, Span, UnitRanges, phase, phased, unit_range
@@ -201,6 +182,10 @@ class Engine(ProcessLocal):
 
     def enter_forward(self, entry: nn.Module | None = None, trains: bool = True) -> None:
         """``entry``: the module that is called."""
+        if transform := running_transform():
+            self._depth += 1
+            self.gatherer.use_in_transform(self.root_unit, transform)
+            return
         if self.in_backward and not in_running_backward() and not self._explicit:
             self.abort_backward()  # an exception ended it, and the caller caught that
         self._depth += 1
@@ -221,7 +206,7 @@ class Engine(ProcessLocal):
             return  # always-called hook after an error before enter_forward
         self._entered = 0 if self._depth == self._entered else self._entered
         self._depth -= 1
-        if self.in_backward:
+        if self.in_backward or running_transform():
             return
         if torch.is_grad_enabled():
             hook_nodes(iter_tensors(output), self._arm)
@@ -251,6 +236,9 @@ class Engine(ProcessLocal):
             self.gatherer.gather(self.root_unit)
 
     def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if transform := running_transform():
+            self.gatherer.use_in_transform(unit, transform)
+            return None
         recomputes = self.in_backward or in_running_backward()
         call = Call(NOTHING if recomputes else unit_range("forward", unit.name))
         self.gatherer.gather(unit)
@@ -272,7 +260,7 @@ class Engine(ProcessLocal):
         return unit.keep and (unit.backward_needs_weights if torch.is_grad_enabled() else self.gatherer.fits_whole)
 
     def post_forward(self, unit: Unit, output: Any) -> None:
-        if self.in_backward or in_running_backward():
+        if running_transform() or self.in_backward or in_running_backward():
             return
         call = unit.calls.pop() if unit.calls else Call()
         if call.saves:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lt_zero.common.compat import without_torch_function
+from lt_zero.common.compat import in_transform, without_torch_function
 from lt_zero.common.module_hooks import Hook
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.guard import HANDS_OUT, is_guarded, owner_of
+from lt_zero.engine.guard import HANDS_OUT, owner_of
 from lt_zero.engine.lazy_tensor import AbsentTensor
 from lt_zero.engine.materialize import ConstructionSharder
 
@@ -53,8 +53,13 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
         bucket.wait_background_step()
         if bucket not in found:
             found[bucket] = engine
-            if not bucket.resident or not bucket.exact or is_guarded(parameter):
+            if not bucket.readable or not bucket.exact or engine.gatherer.is_only_pinned(bucket):
                 held[bucket] = bucket.resident
+    if held and in_transform():
+        raise RuntimeError(
+            "lt_zero.gathered was entered inside of a transform of torch.func (grad, vmap, jvp, jacrev, ...), where "
+            "nothing can be gathered. Enter it around the call of the transform."
+        )
     for engine in dict.fromkeys(e for b, e in found.items() if write or b.state is State.RELEASED):
         engine.comm.roll_call("lt_zero.gathered")
     for bucket in held:
@@ -238,6 +243,12 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
     if engine.finish_steps() and not any(bucket.sharding.params for bucket in buckets):
         return func(*args, **kwargs)
     bucket, index = engine.owner[id(parameters[0])]
+    if in_transform():
+        raise RuntimeError(
+            f"The values of parameter {bucket.layout.spans[index].name!r} are read inside of a transform of torch.func "
+            f"(grad, vmap, jvp, jacrev, ...). They are sharded over {engine.comm.world} ranks and cannot be gathered "
+            "there: wrap the whole call in `with lt_zero.gathered(parameter):` on every rank."
+        )
     if func is Tensor.copy_ and args[0] is parameters[0] and len(parameters) == 1:
         with without_torch_function():
             value, shape = args[1], torch.Size(bucket.shapes[index])

@@ -14,9 +14,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from lt_zero.comm.communicator import Comm
+from lt_zero.common.compat import outside_of_transforms
 from lt_zero.common.tensor_tree import ReplacedTensors
 from lt_zero.common.timing import NOTHING, Span
 from lt_zero.engine.bucket import Bucket, Live, State
@@ -242,9 +244,33 @@ class Gatherer:
         if again:
             self._outside[bucket] = None
 
+    def use_in_transform(self, unit: Unit, transform: str) -> None:
+        """Keep ``unit``, which a transform calls, gathered. See engine.py, Note [Transforms].
+
+        Raises:
+            RuntimeError: its weights are not gathered by user code.
+        """
+        if not all(bucket.readable for bucket in unit.sharded):
+            name = f"Module {unit.name!r} ({type(unit.module).__name__})" if unit.name else type(unit.module).__name__
+            raise RuntimeError(
+                f"{name} is called inside of {transform}, where its weights, which are sharded over "
+                f"{self._comm.world} ranks, cannot be gathered. Wrap the whole call of the transform in "
+                "`with lt_zero.gathered(module):` on every rank."
+            )
+        if self._awaits_steps:
+            with outside_of_transforms():
+                for bucket in unit.buckets:
+                    bucket.wait_background_step()
+        for bucket in unit.sharded:
+            self.pin(bucket, again=torch.is_grad_enabled())
+
     def is_pinned(self, bucket: Bucket) -> bool:
         """Whether the running forward and backward use ``bucket`` outside of its unit."""
         return bucket in self._pinned or bucket in self._outside
+
+    def is_only_pinned(self, bucket: Bucket) -> bool:
+        """Whether the end of a pass would release ``bucket``, although code outside of its unit may read it."""
+        return bucket in self._pinned and bucket not in self._held
 
     def hold(self, bucket: Bucket) -> None:
         """Gather ``bucket``, not rounded, and keep it until ``let_go``."""
@@ -254,7 +280,9 @@ class Gatherer:
     def let_go(self, bucket: Bucket, keep: bool) -> None:
         """End ``hold``; ``keep``: the bucket was gathered before it."""
         self._held.discard(bucket)
+        if bucket in self._pinned:
+            return
         if keep:
             bucket.guard()
-        elif bucket not in self._pinned:
+        else:
             bucket.release()

@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lt_zero.attention import BigBird, Dense, Fixed, Pattern, SparseSelfAttention, sparse_attention
 from lt_zero.attention.sparse import allowed_elements, dense
+from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.ops import library
 from tests.support.pool import Pool
 
@@ -273,3 +275,35 @@ def test_modules_that_cannot_be() -> None:
         SparseSelfAttention()(*_inputs(16))
     with pytest.raises(ValueError, match="max_seq_length=32, but the sequence has 64 tokens"):
         SparseSelfAttention(CAUSAL, max_seq_length=32)(*_inputs(64))
+
+
+def test_derivatives_in_forward_mode_and_by_transforms_are_those_of_full_matrices() -> None:
+    pattern = Fixed(block=16, num_local_blocks=2)
+    q, k, v, t = (torch.randn(2, 2, 40, 8, generator=torch.Generator().manual_seed(n)) for n in range(4))
+    allowed = allowed_elements(pattern, 2, 40, 40)
+
+    def sparse(q: Tensor, k: Tensor = k, v: Tensor = v) -> Tensor:
+        return sparse_attention(q, k, v, pattern)
+
+    def full(q: Tensor, k: Tensor = k, v: Tensor = v) -> Tensor:
+        return dense(q, k, v, allowed, None, 0.0, 8**-0.5)
+
+    def per_sample(attend: Any) -> Any:
+        one = torch.func.grad(lambda *x: attend(*(y[None] for y in x)).square().sum(), argnums=(0, 1, 2))
+        return torch.func.vmap(one)(q, k, v)
+
+    def in_forward_mode(attend: Any) -> Any:
+        with forward_ad.dual_level():
+            return tuple(forward_ad.unpack_dual(attend(q, forward_ad.make_dual(k, t))))
+
+    derivatives: list[Any] = [
+        lambda attend: torch.func.jvp(attend, (q, k, v), (t, t, t)),
+        in_forward_mode,
+        per_sample,
+        lambda attend: torch.func.jvp(torch.func.grad(lambda x: attend(x).square().sum()), (q,), (t,)),
+        lambda attend: torch.func.vmap(lambda x: torch.func.jvp(attend, (x,), (t,))[1])(torch.stack([q, k])),
+    ]
+    for derive in derivatives:
+        for found, wanted in zip(iter_tensors(derive(sparse)), iter_tensors(derive(full)), strict=True):
+            assert wanted.abs().max() > 0
+            torch.testing.assert_close(found, wanted)
