@@ -294,11 +294,6 @@ class Bucket:
                 self.flat.fill_(float("nan") if self.dtype.is_floating_point else 0)
 
     @property
-    def readable(self) -> bool:
-        """Whether the flat tensor has its values, and uses are not intercepted."""
-        return self.state is State.RESIDENT and not self._guarded
-
-    @property
     def resident(self) -> bool:
         return self.state is State.RESIDENT
 

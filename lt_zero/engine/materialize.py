@@ -112,17 +112,15 @@ class ConstructionSharder:
         if exc[0] is None:
             gc.collect(0)  # all ranks have the same modules left
             modules = [(module, name) for ref, name in named if (module := ref()) is not None]
-            found = [module._parameters.get(name) for module, name in modules]
-            self._take(parameter for parameter in found if parameter is not None)
+            self._take_named((f"{type(m).__name__}.{name}", m._parameters.get(name)) for m, name in modules)
             self._shard_open(0)
 
     def _note(self, module: nn.Module, name: str, parameter: Parameter | None) -> None:
         self._named.append((weakref.ref(module), name))
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        for place, parameter in module.named_parameters() if module is not None else ():
-            self._names[parameter] = f"{type(parent).__name__}.{name}.{place}"
-        self._take(module.parameters() if module is not None else ())
+        named = module.named_parameters(f"{type(parent).__name__}.{name}") if module is not None else ()
+        self._take_named(named)
 
     def shard(self, module: nn.Module) -> None:
         """Shard the parameters of a module that is built already. Collective; rank 0's values are kept.
@@ -133,12 +131,15 @@ class ConstructionSharder:
         for name, parameter in module.named_parameters():
             if (owner := owner_of(parameter)) is not None and not isinstance(owner, ConstructionSharder):
                 raise ValueError(f"Parameter {name!r} of {type(module).__name__} is sharded already. Use it as it is.")
-        self._take(module.parameters())
+        self._take_named(module.named_parameters())
         self._shard_open(0)
 
-    def _take(self, parameters: Iterable[Parameter]) -> None:
+    def _take_named(self, parameters: Iterable[tuple[str, Parameter | None]]) -> None:
         """Shard those of ``parameters`` that are nobody's yet, as soon as there are many bytes."""
-        for parameter in parameters:
+        for name, parameter in parameters:
+            if parameter is None:
+                continue
+            self._names[parameter] = name
             if parameter.is_meta or is_lazy(parameter) or is_guarded(parameter) or parameter.numel() < self._threshold:
                 continue
             if owner_of(parameter) not in (None, self):
