@@ -28,8 +28,7 @@ Note [Life of the thread]
     because a daemon thread must not be in torch's C++ code when the interpreter ends. It ends, too, with its process
     group. A forked child has no such thread, and must not use the store's connection.
     Scripts without a Trainer do not tell that they end. Rank 0 mostly serves the store, and a thread that polls a store
-    that is gone makes torch print its stack. So rank 0 asks the others' threads to end, and waits for that for
-    seconds.
+    that is gone makes torch print its stack. So rank 0 asks the others' threads to end, and waits some seconds for it.
 
 Note [Ended ranks]
     When a rank ends, the others fail one after the other, each with gloo's message about a neighbour. So each rank that
@@ -572,7 +571,7 @@ _detectors: weakref.WeakSet[HangDetector] = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-    deadline = time.monotonic() + 2.5 * PATIENCE.poll
+    deadline = time.monotonic() + 5.0 * PATIENCE.poll
     for detector in list(_detectors):
         detector.stop()
         detector.leave(deadline)
