@@ -130,6 +130,7 @@ class Engine(ProcessLocal):
         self.sharded_optim = any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
         self.average: Any = None  # a WeightAverage of its parameters
+        self.before_backward: list[Callable[[], None]] = []  # called when a backward begins
         # Called at the end of a backward, also of a failed one.
         self.after_backward: list[Callable[[], None]] = [self.buffers.end_backward]
         self.after_step: list[Callable[[], None]] = []  # called when the compute copies are up to date
@@ -320,6 +321,8 @@ class Engine(ProcessLocal):
             self.in_backward = True
             if not self._explicit:
                 self._span = phase("backward").open()
+            for listener in self.before_backward:
+                listener()
             self.gatherer.begin_backward()
             if not self._explicit:
                 queue_backward_callback(self.end_backward)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lt_zero import ops
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.compression import Residuals
+from lt_zero.comm.shared_memory import wide
 from lt_zero.comm.work import Done
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.layout import BucketLayout, Piece
@@ -225,12 +226,18 @@ class Feedback(Protocol):
         """Start averaging ``send`` (1D, all elements) over the ranks into ``out``, or add it there."""
 
 
+# (id of a deferred factor, device) -> that factor, and its product with another one. Buckets with equal factors keep
+# sharing one tensor, and with it a call of the kernel.
+Products = dict[tuple[int, torch.device], tuple[Tensor | None, Tensor]]
+
+
 class Accumulator:
     """The gradients of one bucket on this rank.
 
     The reduced ones, of the same elements as the master weights, are in a store of the place of optimizer states. They
-    are valid for the parameters in ``valid``, zero in the gaps, and have yet to be multiplied by ``factor`` if there is
-    one. Those of an accumulation window that were not reduced yet are in ``local`` (all elements).
+    are valid for the parameters in ``valid``, and zero in the gaps. What is stored may have yet to be multiplied by a
+    deferred factor (fused_step.py, Note [Deferred factor]): ``stored`` returns both, everything else the products.
+    Those of an accumulation window that were not reduced yet are in ``local`` (all elements).
     """
 
     def __init__(
@@ -252,7 +259,7 @@ class Accumulator:
         self.values = self._none  # ``_store``, or what replaces it in this step; ``_none``: nothing is accumulated
         self.changes = 0  # counts changes of the gradients
         self._dropping = False  # ``_drop`` is queued
-        self.factor: Tensor | None = None  # 0D fp32; see fused_step.py, Note [Deferred factor]
+        self._factor: Tensor | None = None  # deferred; 0D
         self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
         self.used: set[int] = set()  # parameters that had a gradient on this rank
         self.feedback: Feedback | None = None  # its gradients are sent compressed
@@ -345,23 +352,32 @@ class Accumulator:
     def accumulated(self) -> bool:
         return self.values is not self._none
 
-    def read(self) -> Tensor:
-        """The accumulator (1D, elements [shard_range)), read-only."""
+    def stored(self) -> tuple[Tensor, Tensor | None]:
+        """What is stored (1D, elements [shard_range)), read-only, and the factor (0D) that it lacks; None: 1."""
         self._background.wait()
-        return self.values.read()
+        return self.values.read(), self._factor
+
+    def read(self) -> Tensor:
+        """The gradients (1D, elements [shard_range)), read-only; a copy if a factor is deferred."""
+        return self._product(slice(None))
 
     def write(self) -> Tensor:
-        """The accumulator (1D, elements [shard_range)), for writing."""
-        self._background.wait()
+        """The gradients (1D, elements [shard_range)), for writing."""
+        self.apply_deferred_scale()
         self.changes += 1
         return self.values.write()
 
     def of(self, piece: Piece, write: bool = True) -> Tensor:
-        """The accumulated gradient (1D) of one of this rank's pieces; read-only without ``write``."""
-        if self.factor is not None:
-            self.apply_deferred_scale()
-        grad = self.write() if write else self.read()
-        return grad[piece.offset : piece.offset + piece.numel]
+        """The gradient (1D) of one of this rank's pieces; without ``write`` as in ``read``."""
+        rows = slice(piece.offset, piece.offset + piece.numel)
+        return self.write()[rows] if write else self._product(rows)
+
+    def _product(self, rows: slice) -> Tensor:
+        # The stored values are left alone: reading on one rank must not round what the step multiplies unrounded.
+        values, factor = self.stored()
+        if factor is None:
+            return values[rows]
+        return values[rows].to(wide(values.dtype)) * factor.to(values.device)
 
     @property
     def held(self) -> set[int]:
@@ -391,7 +407,7 @@ class Accumulator:
     def _drop(self) -> None:
         self._dropping = False
         if not self.valid and not self.used:
-            self.local = self.factor = None
+            self.local = self._factor = None
             self.values.discard()
             self.values = self._none
 
@@ -418,21 +434,31 @@ class Accumulator:
         """Bytes of memory that the accumulator takes now."""
         return sum(store.nbytes for store in self.stores())
 
-    def defer(self, factor: Tensor) -> None:
-        """Multiply the accumulated gradients by ``factor`` (0D fp32) later, when they are read."""
+    def defer(self, factor_on: Callable[..., Tensor], products: Products) -> None:
+        """Multiply the gradients by a number later.
+
+        Args:
+            factor_on: ``factor_on(device=...)`` is the number (0D) there.
+            products: the same object for all buckets, {} at first.
+        """
+        self._background.wait()
         self.changes += 1
-        if self._place.offloads:
-            factor = factor.cpu()  # in the background step this would wait for all work queued on the device by then
-        self.factor = factor if self.factor is None else self.factor * factor
+        # On the host where the background step reads it: it would wait for all work queued on the device by then.
+        place, before = torch.device("cpu") if self._place.offloads else self._comm.device, self._factor
+        if (key := (id(before), place)) not in products:
+            factor = factor_on(device=place)
+            products[key] = before, factor if before is None else before * factor
+        self._factor = products[key][1]
 
     def apply_deferred_scale(self) -> None:
         """Multiply by the deferred factor."""
         self._background.wait()
-        factor, self.factor = self.factor, None
+        factor, self._factor = self._factor, None
         if factor is not None and self.accumulated:
             self.widen_fp16()
             with torch.no_grad():
-                grad = self.write()
+                self.changes += 1
+                grad = self.values.write()
                 grad.mul_(factor.to(grad.device))
 
     def widen_fp16(self) -> None:

@@ -50,10 +50,10 @@ _REMEDY = (
 )
 
 
-def _local(bucket: Bucket, index: int) -> list[Tensor]:
+def _local(bucket: Bucket, index: int, write: bool = True) -> list[Tensor]:
     """This rank's rows (1D) of a gradient: all elements of the unreduced one, and the piece of the reduced one."""
     grads, span = bucket.grads, bucket.layout.spans[index]
-    reduced = [grads.of(piece) for piece in bucket.pieces_of(index)] if grads.accumulated else []
+    reduced = [grads.of(piece, write) for piece in bucket.pieces_of(index)] if grads.accumulated else []
     return reduced if grads.local is None else [grads.local[span.lo : span.hi], *reduced]
 
 
@@ -382,6 +382,11 @@ class UsedParameters:
             # Unused parameters were not shown; they are cleared with the last of the others.
             bucket.grads.clear(indices if bucket in left else bucket.grads.held)
 
+    def unreduced(self, places: list[tuple[Bucket, int, Parameter]]) -> list[Tensor]:
+        """Those of these parameters' gradients that are in no accumulator yet."""
+        with without_torch_function():
+            return [p.grad for b, i, p in places if p.grad is not None and self._shown.get((b, i)) is None]
+
     # ---- norms of shown gradients ----------------------------------------------------------------------------------
 
     def norm(self, place: Place, norm_type: float) -> Tensor:
@@ -404,7 +409,7 @@ class UsedParameters:
                 continue  # not reduced: ``norm`` refuses it
             if bucket.shard_range == (0, bucket.layout.numel) and self._comm.rank > 0:
                 continue  # every rank has all elements: count them once
-            for grad in _local(bucket, index):
+            for grad in _local(bucket, index, write=False):
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
                 row[number] = norm if infinite else norm**norm_type
             if number + 1 == len(self._places) or self._places[number + 1][0] is not bucket:

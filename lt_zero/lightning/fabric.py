@@ -333,17 +333,7 @@ class FabricZeroStrategy(DDPStrategy):
             RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
         """
         controller, sharded = self.precision.loss_scale_controller, self._sharded(optimizer)
-        if norm_type == 2.0:
-            found = controller.clip_norm(sharded, float(max_norm))
-        else:
-            controller.unscale(sharded)
-            found = None
-            if not controller.skip:
-                sharded.engine.same_on_ranks.note_value(
-                    f"the norm ({norm_type:g}) to which gradients are clipped", max_norm
-                )
-                found = sharded.grads.norm(float(norm_type))
-                sharded.grads.rescale(min(1.0, float(max_norm) / (float(found) + 1e-6)))
+        found = controller.clip_norm(sharded, float(max_norm), float(norm_type))
         if controller.skip:
             return torch.tensor(float("inf")) if controller.norm is None else controller.norm
         assert found is not None

@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lt_zero.checkpoint.native.pieces import Fragment, states_of
+from lt_zero.comm.shared_memory import wide
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.compressed_momentum import CompressedMomentum
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_flat, gather_own
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.layout import Piece
+from lt_zero.engine.local_steps import LocalSteps
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 _GRADS = "call it between backward and the step, on all ranks"
@@ -55,18 +58,21 @@ def set_full_master(parameter: Parameter, value: Tensor) -> None:
 
 
 def full_grad(parameter: Parameter) -> Tensor | None:
-    """A copy of the gradient, averaged over ranks and micro-batches, without the loss scale; None if no rank has one.
+    """A copy of the gradient as the step takes it (in fp32, or fp64); None if no rank has one.
+
+    Averaged over ranks and micro-batches, without the loss scale, clipped if it was clipped.
 
     Raises:
         ValueError: no engine has the parameter.
         RuntimeError: on all ranks, if some do not call it.
     """
     engine, bucket, index = _place(parameter, "lt_zero.full_grad")
+    _check_mean(engine)
     if not engine.finish_reductions()(bucket, index):
         return None
-    span = bucket.layout.spans[index]
+    scale, span = _scale_of(engine, parameter), bucket.layout.spans[index]
     flat = gather_own(bucket, bucket.grads.read())
-    value = flat[span.lo : span.hi].view(span.shape) / _scale_of(engine, parameter)
+    value = _unscaled(flat[span.lo : span.hi].view(span.shape), scale)
     bucket.put_away()
     return value
 
@@ -80,6 +86,7 @@ def set_full_grad(parameter: Parameter, value: Tensor) -> None:
         RuntimeError: on all ranks, if some do not call it.
     """
     engine, bucket, index = _place(parameter, "lt_zero.set_full_grad")
+    _check_mean(engine)
     _check_shape(bucket, index, value)
     if not engine.finish_reductions()(bucket, index):
         raise ValueError(f"{_name(bucket, index)!r} has no gradient to be replaced: {_GRADS}.")
@@ -158,12 +165,17 @@ def local_master(parameter: Parameter) -> Tensor | None:
 
 
 def local_grad(parameter: Parameter) -> Tensor | None:
-    """This rank's part of the averaged gradient, without the loss scale: a copy (1D); None if it has none."""
+    """This rank's part of the gradient, otherwise as ``full_grad``: a copy (1D); None if it has none.
+
+    Raises:
+        RuntimeError: it is not reduced yet.
+    """
     engine, bucket, piece = _piece(parameter)
     index = engine.owner[id(parameter)][1]
-    if piece is None or not bucket.grads.accumulated or index not in bucket.grads.valid:
+    _check_reduced(engine, bucket, index)
+    if piece is None or index not in bucket.grads.valid:
         return None
-    rows = _rows(bucket.grads.read(), piece) / _scale_of(engine, parameter)
+    rows = _unscaled(bucket.grads.of(piece, write=False), _scale_of(engine, parameter))
     bucket.grads.put_away()
     return rows
 
@@ -192,10 +204,18 @@ def set_local_master(parameter: Parameter, value: Tensor | None) -> None:
 
 @torch.no_grad()
 def set_local_grad(parameter: Parameter, value: Tensor | None) -> None:
-    """Set this rank's part of the averaged gradient (1D, without the loss scale; None where it has none)."""
+    """Set this rank's part of the averaged gradient (1D, without the loss scale; None where it has none).
+
+    Raises:
+        ValueError: it has no gradient, or the number of elements differs.
+        RuntimeError: it is not reduced yet.
+    """
     engine, bucket, piece = _piece(parameter)
+    index = engine.owner[id(parameter)][1]
+    _check_reduced(engine, bucket, index)
     if piece is not None:
-        index = engine.owner[id(parameter)][1]
+        if index not in bucket.grads.valid:
+            raise ValueError(f"{_name(bucket, index)!r} has no gradient to be replaced: {_GRADS}.")
         row = _checked(bucket, index, piece, value) * _scale_of(engine, parameter)
         bucket.grads.of(piece).copy_(row)
         bucket.grads.put_away()
@@ -234,6 +254,34 @@ def _is_elementwise(bucket: Bucket, piece: Piece, value: Any) -> bool:
     """Whether a state has an element for each of the piece; a step counter (0D) has not, though both may count one."""
     known = isinstance(value, Tensor) and value.numel() == piece.numel
     return known and (value.dim() > 0 or not bucket.shapes[piece.index])
+
+
+def _check_reduced(engine: Engine, bucket: Bucket, index: int) -> None:
+    """Raise RuntimeError if this rank's part of a gradient lacks what is in no sum over the ranks yet."""
+    _check_mean(engine)
+    engine.used_parameters.drop_cleared()  # by zero_grad
+    unreduced = engine.used_parameters.unreduced([(bucket, index, bucket.params[index])])
+    if unreduced or (bucket.grads.local is not None and index in bucket.grads.used):
+        raise RuntimeError(
+            f"The gradient of {_name(bucket, index)!r} is not reduced yet: ask after the last micro-batch, or call "
+            "lt_zero.full_grad on all ranks, which reduces it."
+        )
+
+
+def _check_mean(engine: Engine) -> None:
+    """Raise RuntimeError if the ranks do not average the gradients of this step."""
+    exchange = engine.compression
+    momenta = isinstance(exchange, CompressedMomentum) and exchange.compresses
+    if momenta or (isinstance(exchange, LocalSteps) and exchange.local):
+        instead = "exchange momenta" if momenta else "step with their own"
+        raise RuntimeError(
+            f"The ranks do not average the gradients of this step, they {instead}: a 1-bit optimizer does so after its "
+            'freeze. Read lt_zero.full_state(parameter, "exp_avg") after the step.'
+        )
+
+
+def _unscaled(value: Tensor, scale: float) -> Tensor:
+    return value.to(wide(value.dtype)) / scale  # small ones would vanish in fp16
 
 
 def _rows(values: Tensor, piece: Piece) -> Tensor:

@@ -4,8 +4,9 @@ Names and meanings are DeepSpeed's, so that a training script only changes its i
 
 Note [Accumulation in a loop]
     Micro-batches are averaged: each backward adds the gradients of its loss as it is, and they carry the number of
-    micro-batches as a part of their scale (loss_scale.py), which the step divides by. So ``engine.backward(loss)`` and
-    a plain ``loss.backward()`` are the same. ``engine.step()`` counts micro-batches, and steps after the last one.
+    micro-batches as a part of their scale (loss_scale.py). So ``engine.backward(loss)`` and a plain ``loss.backward()``
+    are the same. After the backward of the last micro-batch they are divided by that scale: what user code reads and
+    changes until ``engine.step()``, which counts micro-batches, is what the step takes.
 """
 
 from __future__ import annotations
@@ -179,6 +180,8 @@ class TrainingEngine(nn.Module):
         if optimizer is None:
             return
         self.optimizer, self._sharded = optimizer, ShardedOptimizer(self.engine, optimizer)
+        self.engine.before_backward.append(self._begin_backward)
+        self.engine.after_backward.append(self._end_backward)
         check_optimizers(self.engine, [optimizer], self._gas > 1, saves=False)
         if schedule is not None and not isinstance(schedule, LRScheduler) and not hasattr(schedule, "step"):
             schedule = schedule(optimizer)
@@ -208,7 +211,7 @@ class TrainingEngine(nn.Module):
         if policy.cast_inputs and policy.compute is not None:
             args, kwargs = (map_tensors(given, self._cast) for given in (args, kwargs))
         if trains and self._sharded is not None:
-            self.loss_scale_controller.before_backward([self._sharded], factor=self._gas)
+            self.loss_scale_controller.read_skip_flag()
             self.engine.reducer.sync = self.is_gradient_accumulation_boundary() and not self._quiet
         if self._trial is not None:
             self._trial.see_batch([args, kwargs])
@@ -237,6 +240,15 @@ class TrainingEngine(nn.Module):
         with self.engine.backward_pass():
             (scaled if scale_wrt_gas else scaled * self._gas).backward(retain_graph=retain_graph)
         return loss.detach() / self._gas if scale_wrt_gas else loss.detach()
+
+    def _begin_backward(self) -> None:
+        assert self._sharded is not None
+        self.loss_scale_controller.before_backward([self._sharded], factor=self._gas)
+
+    def _end_backward(self) -> None:
+        """See Note [Accumulation in a loop]."""
+        if self._sharded is not None and self.is_gradient_accumulation_boundary() and not self._quiet:
+            self._sharded.grads.carry(1.0)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count a micro-batch; after the last one of a step clip, step the optimizer and the schedule, clear gradients.

@@ -4,9 +4,9 @@ The optimizer stays the user's: its groups are read at every step, its state has
 agree with the optimizers' arithmetic to the last bits (``lt_zero.ops``).
 
 Note [Deferred factor]
-    Unscaling and clipping multiply all gradients by one number. Where the kernel takes all gradients of a bucket,
-    the number is recorded (``Accumulator.defer``) and multiplied in by the kernel. Any other reader of the gradients
-    multiplies them first (``Accumulator.apply_deferred_scale``).
+    Unscaling and clipping multiply all gradients by one number. It is recorded (``Accumulator.defer``), and the kernel
+    multiplies it in. ``Accumulator.stored``, which the kernel and norms read, returns it beside what is stored; for all
+    other readers the accumulator returns products, and multiplies before it is written to.
 """
 
 from __future__ import annotations
@@ -285,8 +285,8 @@ class FusedStep:
         calls: dict[tuple[Any, ...], Rows] = {}
         for part in parts:
             bucket = part.run.bucket
-            factor, out = bucket.grads.factor, targets[bucket]
-            key = (*part.options.values(), bucket.grads.read().dtype, out is None or out.dtype, id(factor))
+            (grads, factor), out = bucket.grads.stored(), targets[bucket]
+            key = (*part.options.values(), grads.dtype, out is None or out.dtype, id(factor))
             if key not in calls:
                 calls[key] = Rows(self._kernel, factor, part.options)
             states = [state[part.lo : part.hi] for state in part.run.states]

@@ -150,7 +150,7 @@ class Rows:
         """Add elements [lo, hi) of this rank's shard; ``out`` (1D, as the shard) takes their compute copy."""
         self.places.append((bucket, index))
         self.params.append(bucket.weights.master_rows[lo:hi])
-        self.grads.append(bucket.grads.read()[lo:hi])
+        self.grads.append(bucket.grads.stored()[0][lo:hi])
         for rows, state in zip(self.states, states, strict=False):  # a group may have none
             rows.append(state)
         if out is not None:

@@ -207,13 +207,8 @@ class LossScaleController:
         """
         self.read_skip_flag()
         self._forget()
-        scale = self.scale * factor
         for sharded in optimizers:
-            if sharded.engine.compression is not None:
-                sharded.engine.compression.scale = scale
-            if sharded.grads.loss_scale != scale:
-                sharded.grads.rescale(scale / sharded.grads.loss_scale)
-                sharded.grads.loss_scale = scale
+            sharded.grads.carry(self.scale * factor)
 
     # ---- step --------------------------------------------------------------------------------------------------
 
@@ -273,16 +268,18 @@ class LossScaleController:
         if not self.skip:
             sharded.grads.unscale()
 
-    def clip_norm(self, sharded: ShardedOptimizer, limit: float) -> Tensor | None:
+    def clip_norm(self, sharded: ShardedOptimizer, limit: float, norm_type: float = 2.0) -> Tensor | None:
         """Unscale and clip in one pass; returns the norm before clipping, None if the step is skipped. Collective."""
-        sharded.grads.expect_clipping(limit)
+        if norm_type == 2.0:
+            sharded.grads.expect_clipping(limit)
         self.examine(sharded)
         if self.skip:
             return None
         if not self._told:
             self.norm = sharded.grads.norm() / sharded.grads.loss_scale if self.norm is None else self.norm
             self._notice(sharded.engine, not self.norm.is_cuda and not bool(torch.isfinite(self.norm)))
-        norm, self.norm = sharded.grads.clip_norm(limit, self.norm), None
+        norm = sharded.grads.clip_norm(limit, self.norm if norm_type == 2.0 else None, norm_type)
+        self.norm = None
         return norm
 
     def clip_value(self, sharded: ShardedOptimizer, limit: float) -> None:
@@ -291,6 +288,7 @@ class LossScaleController:
         if not self.skip:
             sharded.grads.unscale()
             sharded.grads.clip_value(limit)
+            self.norm = None
 
     def step(
         self, sharded: ShardedOptimizer, number: int, limit: float, call: Callable[[], object]

@@ -7,7 +7,8 @@ Note [Unused parameters]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,22 +19,23 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.compressed_momentum import CompressedMomentum
 from lt_zero.engine.layout import ALIGN
 from lt_zero.engine.local_steps import LocalSteps
+from lt_zero.engine.shard import Products
 from lt_zero.engine.visible_grads import is_view
 from lt_zero.step.fragments import Fragments
-from lt_zero.step.fused_step import FusedStep
+
+_NO_MEAN = "not with a 1-bit optimizer: after freeze_step no rank has the mean gradient."
 
 
 class ReducedGrads:
     """The accumulated gradients of one optimizer's parameters, including parameters in no bucket.
 
-    Args:
-        fragments: of the optimizer.
-        fused: its kernel, which can multiply the gradients by a number; None if it has none.
+    Attributes:
+        loss_scale: that the gradients carry; see loss_scale.py.
     """
 
-    def __init__(self, fragments: Fragments, fused: FusedStep | None) -> None:
-        self._fragments, self._fused, self._engine = fragments, fused, fragments.engine
-        self.loss_scale = 1.0  # that the gradients carry; see loss_scale.py
+    def __init__(self, fragments: Fragments) -> None:
+        self._fragments, self._engine = fragments, fragments.engine
+        self.loss_scale = 1.0
 
     # ---- which there are ---------------------------------------------------------------------------------------
 
@@ -59,56 +61,67 @@ class ReducedGrads:
 
     # ---- their values ------------------------------------------------------------------------------------------
 
-    def by_bucket(self, write: bool = False) -> Iterator[list[Tensor]]:
-        """This rank's gradients (1D rows) of the parameters that any rank used. Collective.
+    def _by_factor(self) -> Iterator[tuple[list[Tensor], Tensor | None]]:
+        """This rank's gradients (1D rows), read-only, and the deferred factor (0D) that these lack. Collective.
 
-        First those in files, bucket by bucket: each accumulator is in memory until the next is asked for, and written
-        back with ``write``. Then all others. Neighbours in a bucket share a row, with the zeros between them.
+        First those in files, bucket by bucket: each accumulator is in memory until the next is asked for. Then all
+        others. Neighbours in a bucket share a row, with the zeros between them.
         """
-        together: list[Tensor] = []
+        together: dict[int, tuple[list[Tensor], Tensor | None]] = {}
         for bucket, indices in self.used().items():
-            rows = _rows(bucket, indices, write)
+            stored, factor = bucket.grads.stored()
+            rows = [stored[lo:hi] for lo, hi in _edges(bucket, indices)]
             if bucket.grads.streamed:
-                yield rows
+                yield rows, factor
                 bucket.grads.put_away()
             else:
-                together += rows
-        yield together + self._foreign()
+                together.setdefault(id(factor), ([], factor))[0].extend(rows)
+        together.setdefault(id(None), ([], None))[0].extend(self._foreign())
+        yield from together.values()
 
     @torch.no_grad()
     def multiply(self, factor: Tensor) -> None:
-        """Multiply the reduced gradients by ``factor`` (0D fp32), now or later in the kernel. Collective."""
-        used, places = self.used(), self._fragments.places()
-        self._engine.used_parameters.scaled(places, factor)
-        mine, taken = self._fragments.indices(), self._fused.takes(used) if self._fused is not None else ()
-        for bucket, indices in used.items():
-            # fused_step.py, Note [Deferred factor]; not those with views in ``p.grad``
-            if bucket in taken and bucket.grads.valid <= mine[bucket] and not is_view(bucket):
-                bucket.grads.defer(factor)
-                continue
-            bucket.grads.widen_fp16()
-            rows = _rows(bucket, indices)
-            here = factor.to(rows[0].device) if rows else factor
-            for row in rows:
-                row.mul_(here)
-            bucket.grads.put_away()
-        for grad in self._foreign():
-            grad.mul_(factor.to(grad.device))
+        """Multiply the gradients by ``factor`` (0D, not negative), now or later in the kernel. Collective."""
+        self.used()
+        self._multiply(factor.to)
 
     @torch.no_grad()
-    def rescale(self, factor: float) -> None:
-        """Multiply all accumulated gradients, reduced or not. Not collective."""
-        places = self._fragments.places()
-        self._engine.used_parameters.scaled(places, factor)
-        for bucket, index, _ in places:
-            span, grads = bucket.layout.spans[index], bucket.grads
-            if grads.local is not None:
-                grads.local[span.lo : span.hi].mul_(factor)
-            for piece in bucket.pieces_of(index) if index in grads.valid else ():
-                grads.of(piece).mul_(factor)
-            grads.put_away()
+    def carry(self, scale: float) -> None:
+        """Let all gradients, reduced or not, carry this loss scale. Not collective."""
+        if self._engine.compression is not None:
+            self._engine.compression.scale = scale
+        if scale != self.loss_scale:
+            factor, self.loss_scale = scale / self.loss_scale, scale
+            self._multiply(partial(torch.full, (), factor, dtype=self._dtype))
+
+    def _multiply(self, factor_on: Callable[..., Tensor]) -> None:
+        """``factor_on(device=...)`` is the factor (0D) there."""
+        used_parameters, places = self._engine.used_parameters, self._fragments.places()
+        used_parameters.scaled(places, factor_on(device=self._engine.comm.device))
+        for grad in [*used_parameters.unreduced(places), *self._foreign()]:
+            grad.mul_(factor_on(device=grad.device))
+        products: Products = {}
+        for bucket, mine in self._fragments.indices().items():
+            grads = bucket.grads
+            # fused_step.py, Note [Deferred factor]; not those with views in ``p.grad``
+            if grads.valid and grads.valid <= mine and not is_view(bucket):
+                grads.defer(factor_on, products)
+            elif found := grads.valid & mine:
+                grads.widen_fp16()
+                for grad in _rows(bucket, found):
+                    grad.mul_(factor_on(device=grad.device))
+                grads.put_away()
+            if (local := grads.local) is not None:
+                for span in (bucket.layout.spans[index] for index in mine):
+                    local[span.lo : span.hi].mul_(factor_on(device=local.device))
 
     # ---- norm, clipping, unscaling -----------------------------------------------------------------------------
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Dtype of norms and factors: the kernels take fp32 factors, and step no fp64 bucket."""
+        accumulators = {bucket.grads.dtype for bucket in self._engine.buckets if bucket.wants_grad}
+        return torch.float64 if accumulators == {torch.float64} else torch.float32
 
     @phased("clip")
     @torch.no_grad()
@@ -120,17 +133,19 @@ class ReducedGrads:
         """
         engine, comm = self._engine, self._engine.comm
         apart = isinstance(engine.compression, LocalSteps) and engine.compression.local
-        # The kernels take fp32 factors, and step no fp64 bucket.
-        accumulators = {b.grads.dtype for b in engine.buckets if b.wants_grad}
-        dtype = torch.float64 if accumulators == {torch.float64} else torch.float32
+        dtype = self._dtype
         if norm_type == 2.0:
             total = torch.zeros((), dtype=torch.float64, device=comm.device)
-            for rows in self.by_bucket():
-                total = total + _squares(rows, comm.device)
+            for rows, factor in self._by_factor():
+                squares = _squares(rows, comm.device)
+                total = total + (squares if factor is None else squares * factor.to(comm.device, torch.float64) ** 2)
             if engine.sharded_optim or apart:
                 total = comm.sum_scalar(total, "gradient norm") / (comm.world if apart else 1)
             return total.sqrt().to(dtype)
-        parts = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for rows in self.by_bucket() for grad in rows]
+        parts = []
+        for rows, factor in self._by_factor():
+            norms = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in rows]
+            parts += norms if factor is None else [norm * factor.to(norm.device) for norm in norms]
         none = torch.zeros((), dtype=dtype, device=comm.device)
         local = torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else none
         if not (engine.sharded_optim or apart):
@@ -147,26 +162,30 @@ class ReducedGrads:
 
     @phased("clip")
     @torch.no_grad()
-    def clip_norm(self, max_norm: float, norm: Tensor | None = None) -> Tensor:
-        """Unscale the gradients and scale them down to a global 2-norm of ``max_norm``, in one pass.
+    def clip_norm(self, max_norm: float, norm: Tensor | None = None, norm_type: float = 2.0) -> Tensor:
+        """Unscale the gradients and scale them down to a global norm of ``max_norm``, in one pass.
 
         The same formula as ``torch.nn.utils.clip_grad_norm_``. Collective.
 
         Args:
             max_norm: the limit.
             norm: the norm of the unscaled gradients; None: it is computed.
+            norm_type: of the norm.
 
         Returns:
             The norm (0D) of the unscaled gradients before clipping.
 
         Raises:
-            RuntimeError: a 1-bit optimizer has exchanged its momenta already.
+            RuntimeError: a 1-bit optimizer has exchanged its momenta already, or clips by its 2-norm only.
         """
-        self._engine.same_on_ranks.note_value("the norm to which gradients are clipped", max_norm)
+        self._engine.same_on_ranks.note_value(f"the {norm_type:g}-norm to which gradients are clipped", max_norm)
         compression = self._engine.compression
-        if isinstance(compression, CompressedMomentum) and compression.compresses:
-            return self._clip_exchanged(compression, max_norm)
-        norm = self.norm() / self.loss_scale if norm is None else norm
+        if isinstance(compression, CompressedMomentum):
+            if norm_type != 2.0:
+                raise RuntimeError(f"norm_type={norm_type:g}: {_NO_MEAN} Clip by the 2-norm.")
+            if compression.compresses:
+                return self._clip_exchanged(compression, max_norm)
+        norm = self.norm(norm_type) / self.loss_scale if norm is None else norm
         self.multiply(torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self.loss_scale)
         self.loss_scale = 1.0
         return norm
@@ -176,14 +195,14 @@ class ReducedGrads:
     def clip_value(self, limit: float) -> None:
         """Clamp each element of the averaged gradients to [-limit, limit]. Collective."""
         if isinstance(self._engine.compression, CompressedMomentum):
-            raise RuntimeError(
-                "Clipping by value cannot be combined with this 1-bit optimizer: after freeze_step no rank has the "
-                "mean gradient. Clip by norm."
-            )
+            raise RuntimeError(f"Clipping by value: {_NO_MEAN} Clip by norm.")
         self._engine.same_on_ranks.note_value("the value to which gradients are clipped", limit)
-        for rows in self.by_bucket(write=True):
-            for grad in rows:
+        for bucket, indices in self.used().items():
+            for grad in _rows(bucket, indices):
                 grad.clamp_(-limit, limit)
+            bucket.grads.put_away()
+        for grad in self._foreign():
+            grad.clamp_(-limit, limit)
         self._engine.used_parameters.changed()
 
     def _clip_exchanged(self, compression: CompressedMomentum, max_norm: float) -> Tensor:
@@ -205,30 +224,28 @@ class ReducedGrads:
     def unscale(self) -> None:
         """Divide the accumulated gradients by the loss scale that they carry. Collective."""
         if self.loss_scale != 1.0:
-            device = self._engine.comm.device
-            self.multiply(torch.full((), 1.0 / self.loss_scale, dtype=torch.float32, device=device))
-            self.loss_scale = 1.0
+            self.used()
+            self.carry(1.0)
 
 
-def _rows(bucket: Bucket, indices: list[int], write: bool = True) -> list[Tensor]:
-    """The accumulated gradients of these parameters; pieces with only alignment between them share a row.
-
-    Read-only without ``write``.
-    """
-    edges: list[list[int]] = []
-    wanted = set(indices)
-    for piece in bucket.pieces:
-        if piece.index not in wanted:
-            continue
-        if edges and piece.offset - edges[-1][1] < ALIGN:  # a parameter in between would take at least ALIGN
-            edges[-1][1] = piece.offset + piece.numel
-        else:
-            edges.append([piece.offset, piece.offset + piece.numel])
-    bucket.grads.apply_deferred_scale()
-    if not edges:
+def _rows(bucket: Bucket, indices: Collection[int]) -> list[Tensor]:
+    """The accumulated gradients of these parameters, for writing."""
+    if not (edges := _edges(bucket, indices)):
         return []
-    grad = bucket.grads.write() if write else bucket.grads.read()
+    grad = bucket.grads.write()
     return [grad[lo:hi] for lo, hi in edges]
+
+
+def _edges(bucket: Bucket, indices: Collection[int]) -> list[tuple[int, int]]:
+    """The elements [lo, hi) of this rank's pieces of some parameters, joined if only alignment is between them."""
+    edges: list[tuple[int, int]] = []
+    wanted = set(indices)
+    for lo, hi in ((p.offset, p.offset + p.numel) for p in bucket.pieces if p.index in wanted):
+        if edges and lo - edges[-1][1] < ALIGN:  # a parameter in between would take at least ALIGN
+            edges[-1] = edges[-1][0], hi
+        else:
+            edges.append((lo, hi))
+    return edges
 
 
 def _squares(grads: list[Tensor], device: torch.device) -> Tensor:

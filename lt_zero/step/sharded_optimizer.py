@@ -164,7 +164,7 @@ class ShardedOptimizer(ProcessLocal):
             engine.before_reading.append(self._end_interval)
         fused = engine.config.fused_step and FusedStep.fits(optimizer)
         self.fused = FusedStep(self.fragments, self._norms) if fused else None
-        self.grads = ReducedGrads(self.fragments, self.fused)
+        self.grads = ReducedGrads(self.fragments)
         self.overlap = Overlap(self.fragments, self.fused, self.grads)
         if manager.partially_stepped:
             warnings.warn(
@@ -343,8 +343,6 @@ class ShardedOptimizer(ProcessLocal):
             if step.kernel and method is None:
                 self._step_kernel([step])
             else:
-                if bucket.grads.streamed:
-                    bucket.grads.write()  # torch's step may change gradients in place
                 self._step_staged(bucket, step.members, method)
             self._store_states(bucket, holders)
             bucket.weights.refresh()
@@ -534,8 +532,11 @@ def _row_of(bucket: Bucket, member: Member) -> Tensor:
 
 
 def _grad_of(bucket: Bucket, member: Member) -> Tensor | None:
-    """The gradient of a fragment, in its shape; None: no rank used it (reduced_grads.py, Note [Unused parameters])."""
-    return bucket.grads.of(member.piece, write=False).view(member.fragment.shape) if member.used else None
+    """The gradient of a fragment, in its shape, which torch's step may change in place.
+
+    None: no rank used it (reduced_grads.py, Note [Unused parameters]).
+    """
+    return bucket.grads.of(member.piece).view(member.fragment.shape) if member.used else None
 
 
 def _narrow_in(cls: type[Optimizer], name: str) -> None:

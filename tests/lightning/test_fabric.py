@@ -121,6 +121,24 @@ def test_weights_are_those_of_plain_torch(
     pool.run(ranks, _trains, stage, kind, clip, joint)
 
 
+def _clips_twice(clip: dict[str, float]) -> None:
+    """By the script, and then to the norm of the configuration: that of what the first has left."""
+    fabric = _fabric(2, gradient_clipping=0.2, on_nonfinite="skip")
+    plain = _net()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(net := copy.deepcopy(plain), torch.optim.SGD(net.parameters(), lr=0.1))
+    _step(fabric, model, optimizer, 0, clip)
+    call = reference.step
+    reference.step = lambda *_: (nn.utils.clip_grad_norm_(plain.parameters(), 0.2), call())[1]  # type: ignore
+    _plain_step(plain, reference, 0, clip)
+    _same(net, plain)
+
+
+@pytest.mark.parametrize("clip", [{"clip_val": 0.02}, {"max_norm": 0.05, "norm_type": float("inf")}])
+def test_a_norm_is_that_of_gradients_that_were_clipped_before(pool: Pool, clip: dict[str, float]) -> None:
+    pool.run(2, _clips_twice, clip)
+
+
 # ---- several modules -------------------------------------------------------------------------------------------------
 
 

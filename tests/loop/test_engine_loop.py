@@ -133,6 +133,53 @@ def test_losses_need_not_be_divided(pool: Pool) -> None:
         _same(found, p.grad, "")
 
 
+def _two_losses(stage: int) -> None:
+    """Each micro-batch has two backwards, also the last one, after which gradients are those of the step."""
+    reference = Plain("SGD")
+    model = copy.deepcopy(reference.model)
+    engine, *_ = lt_zero.initialize(model=model, config=_config(stage))
+    reference.backward(0)
+    for micro in range(GAS):
+        loss = next_token_loss(engine, 0, micro, dist.get_rank())
+        engine.backward(0.3 * loss, retain_graph=True)
+        (0.7 * loss).backward()
+        if micro < GAS - 1:
+            engine.step()
+    for (name, p), q in zip(model.named_parameters(), reference.model.parameters(), strict=True):
+        assert q.grad is not None
+        _same(lt_zero.full_grad(p), q.grad, name)
+        assert p.grad is not None
+        _same(p.grad.norm(), q.grad.norm(), name)
+    engine.step()
+    reference.step()
+    for (name, p), q in zip(model.named_parameters(), reference.model.parameters(), strict=True):
+        _same(lt_zero.full_master(p), q, name)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_micro_batch_may_have_several_backwards(pool: Pool, stage: int) -> None:
+    pool.run(2, _two_losses, stage)
+
+
+def _unreduced() -> None:
+    engine, *_ = lt_zero.initialize(model=Net(), config=_config(1))
+    p = engine.module.head.weight
+    engine.backward(next_token_loss(engine, 0, 0, dist.get_rank()))
+    for call in (lt_zero.safe_get_local_grad, lambda p: lt_zero.safe_set_local_grad(p, torch.zeros(p.numel()))):
+        with pytest.raises(RuntimeError, match="'embedding.weight' is not reduced yet: ask after the last micro-batch"):
+            call(p)
+    assert lt_zero.full_grad(p) is not None  # it reduces
+    lt_zero.safe_get_local_grad(p)
+    engine.zero_grad()
+    if (mine := lt_zero.safe_get_local_fp32_param(p)) is not None:
+        with pytest.raises(ValueError, match="'embedding.weight' has no gradient to be replaced"):
+            lt_zero.safe_set_local_grad(p, torch.zeros_like(mine))
+
+
+def test_gradients_that_are_not_reduced(pool: Pool) -> None:
+    pool.run(2, _unreduced)
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 

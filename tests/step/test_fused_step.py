@@ -133,8 +133,9 @@ def _calls(stage: int, dtype: Any) -> None:
     with mock.patch.object(ops, "norm_squared", side_effect=ops.norm_squared) as norms:
         raw = sharded.grads.norm()
     assert norms.call_count == 1
+    sharded.grads.carry(4.0)  # a second factor: the products are shared, too
     sharded.grads.clip_norm(0.1)
-    assert any(bucket.grads.factor is not None for bucket in engine.buckets)
+    assert any(bucket.grads.stored()[1] is not None for bucket in engine.buckets)
     calls, original = [], ops.adam_step
 
     def counted(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
@@ -152,7 +153,10 @@ def _calls(stage: int, dtype: Any) -> None:
     # Somebody who reads the gradients afterwards finds them clipped.
     assert raw > 0.2
     torch.testing.assert_close(sharded.grads.norm(), torch.tensor(0.1), rtol=1e-3, atol=0)
-    assert all(bucket.grads.factor is None for bucket in engine.buckets)
+    assert any(bucket.grads.stored()[1] is not None for bucket in engine.buckets)
+    sharded.grads.clip_value(1.0)  # writes
+    assert all(bucket.grads.stored()[1] is None for bucket in engine.buckets if bucket.pieces)
+    torch.testing.assert_close(sharded.grads.norm(), torch.tensor(0.1), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)

@@ -1,0 +1,252 @@
+"""The three ways into lt_zero behind one interface: a Trainer, Fabric, and a loop of one's own.
+
+``run(face, settings, contract)`` calls the contract with a model that is set up, inside of the face's loop. Losses are
+those of ``models.next_token_loss``, with ``GAS`` micro-batches a step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lt_zero
+from lt_zero import FabricZeroStrategy
+from tests.support.lightning_tools import sharded_trainer, torchrun_env
+from tests.support.models import Net, next_token_loss
+
+FACES = ["trainer", "fabric", "loop"]
+GAS = 3  # not a power of two: a factor that is forgotten, or rounded, is seen
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@dataclass
+class Settings:
+    """Of a run. ``zero``: keys of the zero_optimization block; ``config``: of the top level."""
+
+    stage: int
+    precision: str = "32-true"
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+
+    def whole(self, **keys: Any) -> dict[str, Any]:
+        block = {"stage": self.stage, "stage3_param_persistence_threshold": 0, **self.zero}
+        return {"zero_optimization": block, **self.config, **keys}
+
+
+class Face:
+    """What a contract sees.
+
+    Attributes:
+        net: the module, whose parameters are sharded.
+        optimizer: torch's.
+        scaled: by what ``p.grad`` is too large before it is clipped or stepped.
+        loss_scale: now.
+    """
+
+    net: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaled: float = 1.0
+    loss_scale: float = 1.0
+
+    def backward(self, step: int, micro: int, factor: float = 1.0) -> None:
+        """The backward of one micro-batch, and what comes between two."""
+        raise NotImplementedError
+
+    def clip(self, max_norm: float | None = None, clip_val: float | None = None) -> None:
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """With ``zero_grad``."""
+        raise NotImplementedError
+
+    def save(self, path: str) -> None:
+        raise NotImplementedError
+
+    def load(self, path: str) -> None:
+        """Load what ``save`` wrote, if the face has not done so already."""
+
+
+Contract = Callable[[Face], Any]
+
+
+def run(face: str, settings: Settings, contract: Contract, resume: str | None = None) -> Any:
+    """What the contract returns, with the model of seed 0.
+
+    ``resume``: a checkpoint that the contract loads; under a Trainer, which loads itself, it is loaded then.
+    """
+    torch.manual_seed(0)
+    if face == "trainer":
+        return _run_trainer(settings, contract, Net(), resume)
+    return {"fabric": _run_fabric, "loop": _run_loop}[face](settings, contract, Net())
+
+
+# ---- a loop of one's own ---------------------------------------------------------------------------------------------
+
+
+class LoopFace(Face):
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.net, self.optimizer = engine, engine.module, engine.optimizer
+
+    @property
+    def loss_scale(self) -> float:  # type: ignore[override]
+        return float(self.engine.loss_scale())
+
+    def backward(self, step: int, micro: int, factor: float = 1.0) -> None:
+        self.engine.backward(next_token_loss(self.engine, step, micro, dist.get_rank()) * factor)
+        if micro < GAS - 1:
+            self.engine.step()
+
+    def clip(self, max_norm: float | None = None, clip_val: float | None = None) -> None:
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(self.net.parameters(), max_norm)
+        else:
+            assert clip_val is not None
+            nn.utils.clip_grad_value_(self.net.parameters(), clip_val)
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def save(self, path: str) -> None:
+        self.engine.save_checkpoint(path, "saved")
+
+    def load(self, path: str) -> None:
+        self.engine.load_checkpoint(path, "saved")
+
+
+def _run_loop(settings: Settings, contract: Contract, net: nn.Module) -> Any:
+    kind = {"16": "fp16", "bf16": "bf16"}.get(settings.precision.split("-")[0])
+    keys = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": GAS}
+    config = settings.whole(**keys)
+    if kind is not None:
+        config[kind] = {"enabled": True, **config.get(kind, {})}
+    engine = lt_zero.initialize(model=net, optimizer=settings.optimizer(net), config=config)[0]
+    try:
+        return contract(LoopFace(engine))
+    finally:
+        engine.destroy()
+
+
+# ---- Fabric ----------------------------------------------------------------------------------------------------------
+
+
+class FabricFace(Face):
+    def __init__(self, fabric: Any, model: Any, optimizer: Any) -> None:
+        self.fabric, self.model, self.wrapped = fabric, model, optimizer
+        self.net, self.optimizer = model.module, optimizer.optimizer
+        self._controller = fabric.strategy.precision.loss_scale_controller
+
+    @property
+    def scaled(self) -> float:  # type: ignore[override]
+        return float(self._controller.scale)
+
+    loss_scale = scaled  # type: ignore[assignment]
+
+    def backward(self, step: int, micro: int, factor: float = 1.0) -> None:
+        with self.fabric.no_backward_sync(self.model, enabled=micro < GAS - 1):
+            self.fabric.backward(next_token_loss(self.model, step, micro, dist.get_rank()) * factor / GAS)
+
+    def clip(self, max_norm: float | None = None, clip_val: float | None = None) -> None:
+        given = {"clip_val": clip_val} if max_norm is None else {"max_norm": max_norm}
+        self.fabric.clip_gradients(self.model, self.wrapped, **given)
+
+    def step(self) -> None:
+        self.wrapped.step()
+        self.wrapped.zero_grad()
+
+    def save(self, path: str) -> None:
+        self.fabric.save(path, {"model": self.model, "optimizer": self.wrapped})
+
+    def load(self, path: str) -> None:
+        self.fabric.load(path, {"model": self.model, "optimizer": self.wrapped})
+
+
+def _run_fabric(settings: Settings, contract: Contract, net: nn.Module) -> Any:
+    os.environ.update(torchrun_env())
+    strategy = FabricZeroStrategy(config=settings.whole())
+    fabric: Any = L.Fabric(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=dist.get_world_size(),
+        precision=settings.precision,  # type: ignore[arg-type]
+    )
+    fabric.launch()
+    return contract(FabricFace(fabric, *fabric.setup(net, settings.optimizer(net))))
+
+
+# ---- a Trainer -------------------------------------------------------------------------------------------------------
+
+
+class TrainerFace(Face):
+    def __init__(self, module: ContractModule) -> None:
+        self.module, self.net = module, module.net
+        self.optimizer = module.trainer.optimizers[0]
+        self._controller = module.trainer.precision_plugin.loss_scale_controller  # type: ignore[attr-defined]
+
+    @property
+    def scaled(self) -> float:  # type: ignore[override]
+        return float(self._controller.scale)
+
+    loss_scale = scaled  # type: ignore[assignment]
+
+    def backward(self, step: int, micro: int, factor: float = 1.0) -> None:
+        trainer = self.module.trainer
+        waits: AbstractContextManager[Any] = nullcontext()
+        if micro < GAS - 1:
+            waits = trainer.strategy.block_backward_sync()  # type: ignore[attr-defined]
+        with waits:
+            self.module.manual_backward(next_token_loss(self.net, step, micro, dist.get_rank()) * factor / GAS)
+
+    def clip(self, max_norm: float | None = None, clip_val: float | None = None) -> None:
+        optimizer: Any = self.module.optimizers()
+        limit, how = (clip_val, "value") if max_norm is None else (max_norm, "norm")
+        self.module.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=how)
+
+    def step(self) -> None:
+        optimizer: Any = self.module.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def save(self, path: str) -> None:
+        self.module.trainer.save_checkpoint(path)
+
+
+class ContractModule(pl.LightningModule):
+    """Runs a contract in its only training step."""
+
+    def __init__(self, net: nn.Module, settings: Settings, contract: Contract) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net, self.settings, self.contract = net, settings, contract
+        self.result: Any = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.result = self.contract(TrainerFace(self))
+
+    def configure_optimizers(self) -> Any:
+        return self.settings.optimizer(self.net)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.zeros(dist.get_world_size(), 1))  # type: ignore[arg-type]
+
+
+def _run_trainer(settings: Settings, contract: Contract, net: nn.Module, resume: str | None) -> Any:
+    module = ContractModule(net, settings, contract)
+    keys = settings.whole()
+    zero = keys.pop("zero_optimization")
+    trainer = sharded_trainer(settings.stage, zero, keys, precision=settings.precision, max_epochs=1)
+    trainer.fit(module, ckpt_path=resume)
+    return module.result
