@@ -116,6 +116,7 @@ class Engine(ProcessLocal):
         self.compression: GradientCompression | None = None
         self.in_backward = False
         self.backwards = 0  # backwards that have ended
+        self.stepped = False  # a step has published the weights that there are
         self._explicit = False  # a backward_pass context is open
         self._create_graph = False  # the running backward builds a graph for another backward
         self._depth = 0  # nested forward scopes
@@ -472,6 +473,7 @@ class Engine(ProcessLocal):
         for bucket, gather in gathers:
             if gather is None or not self._publishes_later:
                 bucket.edits.note()
+        self.stepped |= stepped
         for listener in self.after_step if stepped else ():
             listener()
 

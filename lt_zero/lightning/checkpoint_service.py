@@ -48,15 +48,11 @@ from lt_zero.checkpoint.native.keys import put_back
 from lt_zero.checkpoint.native.load import (
     as_lightning,
     check_schedule,
-    counted,
-    fitting_state,
     load_module,
     require_training_state,
-    rounded_weights,
 )
 from lt_zero.checkpoint.native.pieces import (
     full_optimizer_state,
-    load_full_optimizer_state,
     optimizer_fragments,
     parameter_names,
     weight_fragments,
@@ -65,7 +61,13 @@ from lt_zero.checkpoint.native.plain import plain
 from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
 from lt_zero.checkpoint.native.rank_buffers import load_rank_buffers, rank_buffers
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
-from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
+from lt_zero.checkpoint.native.residuals import residual_state
+from lt_zero.checkpoint.native.restore import (
+    restore_optimizer,
+    restore_training,
+    restore_weights,
+    trained_weights,
+)
 from lt_zero.checkpoint.native.save import KEY, TRAINED, Bundle, bundle, make_place, stage, write
 from lt_zero.checkpoint.open import is_directory
 from lt_zero.common.errors import CheckpointError
@@ -352,17 +354,15 @@ class CheckpointService:
         assert module is not None
         with run.agree("reading what a hook has taken from the checkpoint", CheckpointError):
             read_now(module)
-        state: Mapping[str, Any] = checkpoint["state_dict"]
         fits = run.trainer is not None and run.trainer.state.fn == TrainerFn.FITTING
-        if fits and TRAINED in checkpoint:  # the state dict has averages
-            state = {**state, **checkpoint[TRAINED]["weights"]}
+        state: Mapping[str, Any] = trained_weights(checkpoint) if fits else checkpoint["state_dict"]
         left_out = list(checkpoint.get(KEY, {}).get("frozen_left_out", []))
-        owned = any(owner_of(p) is not None for p in module.parameters())
+        owners = {id(owner): owner for owner in map(owner_of, module.parameters()) if owner is not None}
         lazy = any(isinstance(value, LazyTensor) for value in state.values())
         rounds = not run.config.zero_optimization.load_from_fp32_weights
         meta = any(p.is_meta for p in module.parameters())
         self._deferred = (state, strict, left_out)
-        if owned or not (lazy or rounds or meta):
+        if owners or not (lazy or rounds or meta):
             self.load_deferred(run)
             return
         callbacks = run.trainer.callbacks if run.trainer is not None else []  # type: ignore[attr-defined]
@@ -384,10 +384,7 @@ class CheckpointService:
         state |= {name: held for name, (loaded, held) in early.items() if state.get(name) is loaded}
         agreed = run.agree("loading weights", CheckpointError)
         with agreed, progress_bar("Loading weights", len(state), rank=run.rank) as work:
-            if run.built is not None and not run.config.zero_optimization.load_from_fp32_weights:
-                state = rounded_weights(run.built, state)
-            load_module(run.module, counted(state, work.reach), strict, left_out)
-            read_now(run.module)  # the module may hold the tensors themselves (assign=True)
+            restore_weights(run.module, run.config, state, strict, left_out, work.reach)
 
     def load_optimizers(self, run: Run, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states and the position in the data. Collective."""
@@ -400,14 +397,12 @@ class CheckpointService:
                 self._data.load(checkpoint[POSITION], comm.rank)
         if not states and (how.load_module_only or not how.load_optimizer_states):
             return
-        with run.agree("restoring what ranks owe to the weights", CheckpointError):
-            load_residuals(run.engine, checkpoint.get(RESIDUALS))
+        restore_training(run.engine, checkpoint.get(RESIDUALS), bool(checkpoint.get("global_step")))
+        with run.agree("restoring buffers of each rank", CheckpointError):
             load_rank_buffers(run.engine, checkpoint.get(RANK_BUFFERS))
         if run.engine.average is not None and TRAINED in checkpoint:
             with run.agree("restoring averages", CheckpointError):
                 run.engine.average.load(checkpoint["state_dict"], checkpoint[TRAINED]["updates"])
-        for bucket in run.engine.buckets if checkpoint.get("global_step") else ():
-            bucket.round_as_steps_do()
         total = sum(len(group["params"]) for state in states for group in state.get("param_groups", []))
         agreed = run.agree("loading optimizer states", CheckpointError)
         with agreed, progress_bar("Loading optimizer states", total, rank=comm.rank) as work:
@@ -418,12 +413,7 @@ class CheckpointService:
                     "checkpoint.load_optimizer_states=false to start with fresh ones."
                 )
             for number, (optimizer, state) in enumerate(zip(run.optimizers, states, strict=True)):
-                if state:
-                    state = fitting_state(state, optimizer, run.engine, number, comm.rank == 0)
-                if (sharded := sharded_of(optimizer)) is None:
-                    optimizer.load_state_dict(state)
-                else:
-                    load_full_optimizer_state(sharded, state, work.advance)
+                restore_optimizer(optimizer, run.engine, state, number, tick=work.advance)
 
 
 def writes_directories(run: Run) -> bool:

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -27,10 +27,8 @@ from lt_zero.build import shard
 from lt_zero.checkpoint.identity import Identity, load_same, of_content, opened_source
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.directory import is_url, whole_file
-from lt_zero.checkpoint.native.load import fitting_state, load_module
 from lt_zero.checkpoint.native.pieces import (
     full_optimizer_state,
-    load_full_optimizer_state,
     optimizer_fragments,
     parameter_names,
     weight_fragments,
@@ -38,7 +36,8 @@ from lt_zero.checkpoint.native.pieces import (
 from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
 from lt_zero.checkpoint.native.rank_buffers import load_rank_buffers, rank_buffers
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
-from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
+from lt_zero.checkpoint.native.residuals import residual_state
+from lt_zero.checkpoint.native.restore import restore_optimizer, restore_training, restore_weights
 from lt_zero.checkpoint.native.save import HERE, bundle, make_place, write
 from lt_zero.checkpoint.open import is_directory
 from lt_zero.comm.communicator import Comm
@@ -54,7 +53,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, sync_buffers
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
-from lt_zero.lightning.fabric_items import Opened, open_directory, prefixes_of
+from lt_zero.lightning.fabric_items import BESIDE, Opened, open_directory, opened_file, prefixes_of
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.memory.check import check_optimizers
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
@@ -117,8 +116,6 @@ class FabricZeroStrategy(DDPStrategy):
         self._comm: Comm | None = None
         self._engines: list[weakref.ref[Engine]] = []
         self._known: list[weakref.ref[ShardedOptimizer]] = []
-        self._scale: dict[str, Any] = {}  # of the checkpoint that is being loaded
-        self._residuals: Any = None
         self._trial = Trial.of_environment()
         super().__init__(
             accelerator=accelerator,
@@ -378,7 +375,7 @@ class FabricZeroStrategy(DDPStrategy):
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        load_module(module.module if isinstance(module, ShardedModule) else module, state_dict, strict)
+        restore_weights(_whole(module), self.config, state_dict, strict)
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The state dict of a module that is set up, with full tensors on rank 0, {} on the others. Collective."""
@@ -445,6 +442,8 @@ class FabricZeroStrategy(DDPStrategy):
             if rank_buffers(module.engine) is not None and self.comm.rank == 0:
                 log.warning("checkpoint.format: full keeps rank 0's buffers only, and other ranks have others.")
         parts, plugin = self._parts(state, kept, own), self.checkpoint_io
+        modules = [value for value in state.values() if isinstance(value, ShardedModule)]
+        parts[BESIDE] = self._beside(modules, {k: v for k, v in state.items() if isinstance(v, Optimizer)}, False)
         with self.comm.agree(f"saving {path}", CheckpointError):
             if self.comm.rank > 0:
                 return
@@ -492,20 +491,30 @@ class FabricZeroStrategy(DDPStrategy):
                 [[prefix + name for name in group] for group in parameter_names(found.optimizer, found.engine)]
             )
         states = [parts.pop(key) for key in sharded]
-        here = {"modules": prefixes, "rest": parts}
+        here: dict[str, Any] = {"modules": prefixes, "rest": parts}
         here["optimizers"] = {key: of_engine.get(id(found.engine), "") for key, found in sharded.items()}
-        here["loss_scale"] = self.precision.loss_scale_controller.state_dict()
+        here |= self._beside(modules.values(), {k: v for k, v in state.items() if isinstance(v, Optimizer)}, True)
+        owed = here.pop(RESIDUALS)
         content = {"state_dict": weights, "optimizer_states": states, "global_step": 0, "epoch": 0, HERE: here}
-        for module in modules.values():  # there is one if there are residuals
-            if (owed := residual_state(module.engine, sharded=True)) is not None:
-                content[RESIDUALS] = owed
         kept_buffers: dict[str, Any] = {}
         for key, module in modules.items():
             if (different := rank_buffers(module.engine, prefixes[key])) is not None:
                 kept_buffers |= different["buffers"]
         if kept_buffers:
             content[RANK_BUFFERS] = {"ranks": self.comm.world, "buffers": kept_buffers}
-        return content, names
+        return {**content, **({RESIDUALS: owed} if owed is not None else {})}, names
+
+    def _beside(
+        self, modules: Iterable[ShardedModule], optimizers: Mapping[str, Optimizer], sharded: bool
+    ) -> dict[str, Any]:
+        """What ``Opened`` has beside the items. Collective. ``sharded``: in fragments."""
+        found = {key: ShardedOptimizer.of(optimizer) for key, optimizer in optimizers.items()}
+        owed = [residual_state(module.engine, sharded) for module in modules]  # there is one if there are residuals
+        return {
+            "stepped": [key for key, known in found.items() if known is not None and known.engine.stepped],
+            "loss_scale": self.precision.loss_scale_controller.state_dict(),
+            RESIDUALS: next((state for state in owed if state is not None), None),
+        }
 
     def _frozen(self, module: ShardedModule) -> set[str]:
         """Names of weights that are left out (``checkpoint.save_frozen: false``)."""
@@ -532,60 +541,63 @@ class FabricZeroStrategy(DDPStrategy):
         comm = self._reading
         path = str(self.broadcast(path))
         opened, of_items = load_same(comm, path, partial(self._opened, path, weights_only))
-        saved, left_out = opened.saved, opened.left_out
-        self._scale, self._residuals = opened.loss_scale, opened.residuals
+        saved = opened.saved
         if not state:
             return saved
+        self.precision.loss_scale_controller.read_skip_flag()  # of a step before
         if not isinstance(state, dict):
             key = opened.only(state, path) if of_items else None
-            self._restore(state, saved if key is None else saved[key], strict, left_out.get(key, ()))
-            self._restore_buffers(state, opened, key)
+            self._restore(opened, {key: state}, {key: saved if key is None else saved[key]}, strict)
             return {}
         if strict and (missing := [key for key in state if key not in saved]):
             raise KeyError(f"{path} has no {missing[0]!r}; it has {', '.join(saved)}. Pass strict=False to go on.")
-        for key, value in [(key, value) for key, value in state.items() if key in saved]:
-            if hasattr(value, "load_state_dict"):
-                self._restore(value, saved.pop(key), strict, left_out.get(key, ()))
-                self._restore_buffers(value, opened, key)
-            else:
-                state[key] = saved.pop(key)
+        objects = {key: value for key, value in state.items() if key in saved and hasattr(value, "load_state_dict")}
+        self._restore(opened, objects, {key: saved.pop(key) for key in objects}, strict)
+        for key in state.keys() & saved.keys():
+            state[key] = saved.pop(key)
         return saved
 
     def _opened(self, path: str, weights_only: bool | None) -> tuple[tuple[Opened, bool], Callable[[], Identity]]:
         """What a checkpoint has, whether that is by keys of items, and what tells its identity."""
         if is_directory(path):
             use = partial(open_directory, weights_only=weights_only)
-            opened, identify = opened_source(path, use, self.comm.rank == 0)
+            opened, identify = opened_source(path, use, self._reading.rank == 0)
             return (opened, True), identify
         found = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         file = path if type(self.checkpoint_io) is TorchCheckpointIO else None
-        return (Opened(found), False), partial(of_content, found, file)
+        return (opened_file(found), False), partial(of_content, found, file)
 
-    def _restore(self, value: Any, saved: Any, strict: bool, left_out: Sequence[str]) -> None:
-        """Load a part of a checkpoint into an object. Collective."""
-        sharded = ShardedOptimizer.of(value) if isinstance(value, Optimizer) else None
-        what = f"loading {type(value).__name__}"
-        comm = self._reading
-        if sharded is not None:
-            load_residuals(sharded.engine, self._residuals)
-            with comm.agree(what, CheckpointError):
-                if not isinstance(saved, Mapping) or "param_groups" not in saved:
-                    raise CheckpointError(
-                        "What the checkpoint has for the optimizer is no state of one: check the keys."
-                    )
-                number, first = self._number(sharded), comm.rank == 0
-                remedy = "leave the optimizer out of what fabric.load gets, to start with a new one."
-                saved = {"state": {}, **saved}  # a filter may have left it out
-                state = fitting_state(saved, sharded.optimizer, sharded.engine, number, first, remedy)
-                load_full_optimizer_state(sharded, state)
-            controller = self.precision.loss_scale_controller
-            controller.load_state_dict(self._scale)
-            controller.start_watching(sharded.engine)
-        elif isinstance(value, nn.Module):
-            with comm.agree(what, CheckpointError):
-                load_module(value.module if isinstance(value, ShardedModule) else value, saved, strict, left_out)
-        else:
-            value.load_state_dict(saved)
+    def _restore(self, opened: Opened, objects: Mapping[Any, Any], saved: Mapping[Any, Any], strict: bool) -> None:
+        """Load parts of a checkpoint into objects. Collective."""
+        optimizers = {k: ShardedOptimizer.of(value) for k, value in objects.items() if isinstance(value, Optimizer)}
+        stepped_next = [sharded.engine for sharded in optimizers.values() if sharded is not None]
+        # checkpoint/native/restore.py, Note [Order of a restore]
+        for key, value in objects.items():
+            if isinstance(value, nn.Module):
+                goes_on = isinstance(value, ShardedModule) and value.engine in stepped_next
+                weights, left_out = opened.trained.get(key, {}) if goes_on else {}, opened.left_out.get(key, ())
+                with self._reading.agree(f"loading {type(value).__name__}", CheckpointError):
+                    restore_weights(_whole(value), self.config, {**saved[key], **weights}, strict, left_out)
+                self._restore_buffers(value, opened, key)
+        for key, value in objects.items():
+            if (sharded := optimizers.get(key)) is not None:
+                states = saved[key].get("state") if isinstance(saved[key], Mapping) else None
+                stepped = bool(states) if opened.stepped is None else key in opened.stepped
+                self._restore_optimizer(opened, sharded, saved[key], stepped)
+            elif not isinstance(value, nn.Module):
+                value.load_state_dict(saved[key])
+
+    def _restore_optimizer(self, opened: Opened, sharded: ShardedOptimizer, saved: Any, stepped: bool) -> None:
+        restore_training(sharded.engine, opened.residuals, stepped)
+        with self.comm.agree(f"loading {type(sharded.optimizer).__name__}", CheckpointError):
+            if not isinstance(saved, Mapping) or "param_groups" not in saved:
+                raise CheckpointError("What the checkpoint has for the optimizer is no state of one: check the keys.")
+            remedy = "leave the optimizer out of what fabric.load gets, to start with a new one."
+            whole = {"state": {}, **saved}  # a filter may have left it out
+            restore_optimizer(sharded.optimizer, sharded.engine, whole, self._number(sharded), remedy)
+        controller = self.precision.loss_scale_controller
+        controller.load_state_dict(opened.loss_scale)
+        controller.start_watching(sharded.engine)
 
     def _restore_buffers(self, value: Any, opened: Opened, key: str | None) -> None:
         """Load this rank's buffers of a module, where ranks had different ones."""
@@ -598,6 +610,11 @@ class FabricZeroStrategy(DDPStrategy):
         super().teardown()
         if self._comm is not None:
             self._comm.end_run()
+
+
+def _whole(module: nn.Module) -> nn.Module:
+    """The user's module."""
+    return module.module if isinstance(module, ShardedModule) else module
 
 
 class _NoSync:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,22 +12,28 @@ from torch.optim import Optimizer
 from lt_zero.checkpoint.native.load import as_lightning
 from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
-from lt_zero.checkpoint.native.save import HERE, KEY
+from lt_zero.checkpoint.native.save import HERE, KEY, TRAINED
 from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
+
+BESIDE = "lt_zero_fabric"  # key, in a single file, of what is in no item
 
 
 @dataclass
 class Opened:
     """What a checkpoint has, by the keys of ``fabric.save``; tensors of a directory are read on demand.
 
-    ``modules``, ``optimizers``: keys; ``left_out``: names of frozen weights that were not saved, by module.
+    ``modules``, ``optimizers``: keys; ``left_out``: names of frozen weights that were not saved, by module;
+    ``trained``: weights that training goes on with, by module, where they are not those in ``saved``; ``stepped``: keys
+    of optimizers whose weights are those of a step, None: of those with states.
     """
 
     saved: dict[str, Any]
     modules: Sequence[str] = ()
     optimizers: Sequence[str] = ()
     left_out: Mapping[str | None, Sequence[str]] = field(default_factory=dict)
+    trained: Mapping[str | None, Mapping[str, Any]] = field(default_factory=dict)
+    stepped: Collection[str] | None = None
     loss_scale: dict[str, Any] = field(default_factory=dict)
     residuals: Any = None
     rank_buffers: Any = None
@@ -53,7 +59,10 @@ def open_directory(source: Source, weights_only: bool | None) -> Opened:
     found = as_lightning(source, weights_only)
     states, frozen = found.get("optimizer_states", []), found.get(KEY, {}).get("frozen_left_out", [])
     names = ["optimizer"] if len(states) == 1 else [f"optimizer_{number}" for number in range(len(states))]
-    here = found.get(HERE, {"modules": {"model": ""}, "optimizers": dict.fromkeys(names, ""), "rest": {}})
+    here: dict[str, Any] | None = found.get(HERE)
+    if here is None:
+        here = {"modules": {"model": ""}, "optimizers": dict.fromkeys(names, ""), "rest": {}}
+        here["stepped"] = names if found.get("global_step") else []
     saved, left_out = dict(here["rest"]), {}
     for key, prefix in here["modules"].items():
         whole = found["state_dict"].items()
@@ -62,9 +71,27 @@ def open_directory(source: Source, weights_only: bool | None) -> Opened:
     for (key, prefix), state in zip(here["optimizers"].items(), states, strict=True):
         saved[key] = _without_prefix(state, prefix)
     modules, optimizers = list(here["modules"]), list(here["optimizers"])
-    scale, prefixes = here.get("loss_scale", {}), here["modules"]
-    owed, buffers = found.get(RESIDUALS), found.get(RANK_BUFFERS)
-    return Opened(saved, modules, optimizers, left_out, scale, owed, buffers, prefixes)
+    trained: dict[str | None, Mapping[str, Any]] = {}
+    if TRAINED in found and HERE not in found:
+        trained["model"] = found[TRAINED]["weights"]
+    return Opened(
+        saved,
+        modules,
+        optimizers,
+        left_out,
+        trained,
+        stepped=here.get("stepped"),  # earlier versions did not save it
+        loss_scale=here.get("loss_scale", {}),
+        residuals=found.get(RESIDUALS),
+        rank_buffers=found.get(RANK_BUFFERS),
+        prefixes=here["modules"],
+    )
+
+
+def opened_file(saved: dict[str, Any]) -> Opened:
+    """What a single file has, of this strategy or of another of Fabric's."""
+    own = saved.pop(BESIDE, {})
+    return Opened(saved, stepped=own.get("stepped"), loss_scale=own.get("loss_scale", {}), residuals=own.get(RESIDUALS))
 
 
 def prefixes_of(keys: Sequence[str]) -> dict[str, str]:

@@ -28,17 +28,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lt_zero.build import shard
 from lt_zero.checkpoint.identity import open_same
 from lt_zero.checkpoint.live_weights import export_engine
-from lt_zero.checkpoint.native.load import as_lightning, check_schedule, fitting_state, load_module
-from lt_zero.checkpoint.native.pieces import (
-    load_full_optimizer_state,
-    optimizer_fragments,
-    parameter_names,
-    weight_fragments,
-)
+from lt_zero.checkpoint.native.load import as_lightning, check_schedule, fitting_state
+from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
 from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
 from lt_zero.checkpoint.native.rank_buffers import load_rank_buffers, rank_buffers
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
-from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
+from lt_zero.checkpoint.native.residuals import residual_state
+from lt_zero.checkpoint.native.restore import restore_optimizer, restore_training, restore_weights, trained_weights
 from lt_zero.checkpoint.native.save import LOOP, bundle, make_place, write
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import init_distributed, own_gpu
@@ -480,17 +476,19 @@ class TrainingEngine(nn.Module):
             with comm.agree("checking optimizer states", CheckpointError):
                 state = self._fitting_state(saved.get("optimizer_states", []), path)
         left_out = list(saved.get("lt_zero", {}).get("frozen_left_out", []))
+        self.loss_scale_controller.read_skip_flag()  # of a step before
+        weights = saved["state_dict"] if only_weights else trained_weights(saved)
         with comm.agree("loading weights", CheckpointError):
-            load_module(self.module, saved["state_dict"], load_module_strict, left_out)
+            restore_weights(self.module, self._config, weights, load_module_strict, left_out)
         self.zero_grad()  # of other weights
         self._pending, self._scaled = 0, False
         if only_weights:
             return path, dict(own.get("client_state", {}))
         if state is not None and self._sharded is not None:
-            load_residuals(self.engine, saved.get(RESIDUALS))
+            restore_training(self.engine, saved.get(RESIDUALS), bool(saved.get("global_step")))
             load_rank_buffers(self.engine, saved.get(RANK_BUFFERS))
             with comm.agree("loading optimizer states", CheckpointError):
-                load_full_optimizer_state(self._sharded, state)
+                restore_optimizer(self._sharded.optimizer, self.engine, state, 0)
             self.loss_scale_controller.load_state_dict(own.get("loss_scale", saved.get("ZeroPrecision", {})))
             self.loss_scale_controller.start_watching(self.engine)
         if load_lr_scheduler_states and how.load_lr_scheduler_states:

@@ -174,3 +174,67 @@ def test_gradients_are_read_as_the_step_takes_them(
     pool: Pool, tmp_path: Path, face: str, settings: int, ranks: int
 ) -> None:
     pool.run(ranks, _run_gradients, face, SETTINGS[settings], str(tmp_path))
+
+
+# ---- a run that is resumed -------------------------------------------------------------------------------------------
+
+
+def _step(face: Face, step: int) -> list[Tensor]:
+    for micro in range(GAS):
+        face.backward(step, micro)
+    face.step()
+    return [lt_zero.full_master(p) for p in face.net.parameters()]
+
+
+def _goes_on(path: str, face: Face) -> list[list[Tensor]]:
+    for step in (0, 2, 3):
+        _step(face, step)
+    saved = _step(face, 1)
+    face.save(path)
+    return [saved, _step(face, 2), _step(face, 3), [torch.tensor(face.loss_scale)]]
+
+
+def _loads(path: str, face: Face) -> list[list[Tensor]]:
+    face.load(path)
+    loaded = [lt_zero.full_master(p) for p in face.net.parameters()]
+    return [loaded, _step(face, 2), _step(face, 3), [torch.tensor(face.loss_scale)]]
+
+
+def _resumed(face: str, settings: Settings, folder: str) -> None:
+    whole = run(face, settings, partial(_goes_on, f"{folder}/saved"))
+    again = run(face, settings, partial(_loads, f"{folder}/saved"), resume=f"{folder}/saved")
+    rounds = not settings.zero.get("load_from_fp32_weights", True)
+    for name, wanted, found in zip(["loaded", "next", "last", "loss scale"], whole, again, strict=True):
+        for value, same in zip(wanted, found, strict=True):
+            if not rounds:
+                assert torch.equal(value, same), name
+            elif name == "loaded":
+                assert torch.equal(value.bfloat16().float(), same)
+                assert not torch.equal(value, same)
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Without states, which would tell that steps were taken."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+RESUMES = [
+    Settings(2, zero={"zero_quantized_weights": True}, optimizer=plain_sgd),
+    Settings(1, "bf16-true", zero={"load_from_fp32_weights": False, "stage3_param_persistence_threshold": 0}),
+    Settings(3, "bf16-mixed", optimizer=adamw),
+    Settings(2, config={"gradient_compression": {"algorithm": "1bit"}}),
+    Settings(0, "16-true", config={"fp16": {"initial_scale_power": 10, "loss_scale_window": 1}}),
+    Settings(0, config={"gradient_compression": {"algorithm": "2bit"}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("face", "settings"),
+    only_rows([(f, n) for f in FACES for n in (0, 1)], itertools.product(FACES, range(len(RESUMES)))),
+)
+def test_a_resumed_run_goes_on_exactly(pool: Pool, tmp_path: Path, face: str, settings: int) -> None:
+    pool.run(2, _resumed, face, RESUMES[settings], str(tmp_path))

@@ -175,7 +175,7 @@ IN_TRAINING: list[tuple[Callable[[Run], None], str]] = [
     (rate, "SGD, group 0, lr is 0.1 on rank"),
     (tensor_rate, "SGD, group 0, lr is 0.1"),
     (group, "the number of parameter groups is 1 on rank"),
-    (clipping, "the norm to which gradients are clipped is 0.5 on rank"),
+    (clipping, "the 2-norm to which gradients are clipped is 0.5 on rank"),
     (freezing, r"parameter 'blocks.1.norm.bias' is trainable on rank\S* 0.* and frozen on rank"),
     (unknown, f"{LATE}|{HEAD}"),
     (head, HEAD),

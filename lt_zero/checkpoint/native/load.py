@@ -31,7 +31,7 @@ from lt_zero.engine.lazy_tensor import LazyTensor
 from lt_zero.optim.schedules import Schedule
 
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
-_NEW = "set checkpoint.load_optimizer_states=false to start with a new optimizer."
+NEW = "set checkpoint.load_optimizer_states=false to start with a new optimizer."
 _SCALERS = ("FSDPPrecision", "FSDPMixedPrecision")  # Lightning's plugins, which save the scaler under their names
 
 
@@ -192,7 +192,7 @@ def number_states(
     names: Sequence[Sequence[str]],
     number: int,
     frozen: Collection[str] = (),
-    remedy: str = _NEW,
+    remedy: str = NEW,
 ) -> dict[str, Any]:
     """Convert an optimizer's saved state from parameter names to torch's numbers.
 
@@ -231,7 +231,7 @@ def number_states(
 
 
 def fitting_state(
-    saved: Mapping[str, Any], optimizer: Optimizer, engine: Engine, number: int, tell: bool, remedy: str = _NEW
+    saved: Mapping[str, Any], optimizer: Optimizer, engine: Engine, number: int, tell: bool, remedy: str = NEW
 ) -> Mapping[str, Any]:
     """Convert a saved state of ``as_lightning`` (by name; by number it is returned unchanged) to torch's form.
 

@@ -149,10 +149,13 @@ def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
     compression.steps = int(state["steps"])
     for bucket, feedback in compression.of_bucket.items():
         feedback.reset()  # residuals of the run so far are not owed to the weights of the checkpoint
-        for index, span in enumerate(bucket.layout.spans):
-            if span.name in worker:
-                factor = state["units"][span.name] / _unit(bucket, feedback)
-                _load(bucket, feedback, index, worker[span.name], state["server"].get(span.name), factor)
+        found = [(index, span.name) for index, span in enumerate(bucket.layout.spans) if span.name in worker]
+        unit = state["units"][found[0][1]] if found else 1.0
+        for index, name in found:
+            factor = state["units"][name] / unit
+            _load(bucket, feedback, index, worker[name], state["server"].get(name), factor)
+        if found:  # in the units in which they were saved: converted to others and back they would be rounded
+            feedback.scale = _late_unit(bucket) / unit
 
 
 def _owed_in(engine: Engine, tolerance: TolerantSum, state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
