@@ -539,7 +539,7 @@ class InplaceEdits:
             if released and before != self._versions and self._weights.has_master:
                 edited = zip(self._bucket.layout.spans, self._versions, before, strict=True)
                 self.lost += [span.name for span, version, old in edited if version != old]
-            self._digest = _digest_of(self._bucket.shard) if self._has_digest else None
+            self._digest = digest_of(self._bucket.shard) if self._has_digest else None
 
     def pause(self) -> None:
         """Stop checking until ``note``: the master weights are stepped before the compute copy is updated."""
@@ -557,7 +557,7 @@ class InplaceEdits:
         if self._paused:  # the compute copy is of another step, or is being written
             return False
         digest, shard = self._digest, self._bucket.shard
-        changed = self._has_digest and (digest is None or bool(digest != _digest_of(shard)))
+        changed = self._has_digest and (digest is None or bool(digest != digest_of(shard)))
         return changed or versions_of(self._bucket.params) != self._versions
 
     def check(self, values: bool = False, released: bool = False) -> None:
@@ -625,7 +625,7 @@ class InplaceEdits:
         return found
 
 
-def _digest_of(shard: Tensor) -> Tensor:
+def digest_of(shard: Tensor) -> Tensor:
     """A checksum (0D int64) of the bits of ``shard``, which is a multiple of 16 bytes long."""
     words = shard.view(torch.int64)
     whole = words.numel() // _ROW * _ROW

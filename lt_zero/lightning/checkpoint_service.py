@@ -74,6 +74,7 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config.load import resolved
+from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.lazy_tensor import LazyTensor, read_now
@@ -108,6 +109,8 @@ class CheckpointService:
         """The module's state dict: fragments on all ranks, or full tensors on rank 0 and {} elsewhere. Collective."""
         engine = run.engine
         run.loss_scale.read_skip_flag()  # schedules are saved next
+        if engine.average is not None:
+            engine.average.drop_if_outdated()
         state = self._weights(run, averaged=True)
         self._frozen = []
         if not run.config.checkpoint.save_frozen:
@@ -358,6 +361,9 @@ class CheckpointService:
         state: Mapping[str, Any] = trained_weights(checkpoint) if fits else checkpoint["state_dict"]
         left_out = list(checkpoint.get(KEY, {}).get("frozen_left_out", []))
         owners = {id(owner): owner for owner in map(owner_of, module.parameters()) if owner is not None}
+        for owner in owners.values():
+            if isinstance(owner, Engine) and owner.attached and owner.average is not None:
+                owner.average.end()  # of the weights that there were
         lazy = any(isinstance(value, LazyTensor) for value in state.values())
         rounds = not run.config.zero_optimization.load_from_fp32_weights
         meta = any(p.is_meta for p in module.parameters())

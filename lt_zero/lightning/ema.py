@@ -16,8 +16,8 @@ class EMA(pl.Callback):
     """Keeps an exponential moving average of the weights, sharded as the master weights and kept where they are.
 
     It is what validation sees, what is left in the model after training, and what is saved as weights and exported;
-    checkpoints of training have the trained weights, too, and go on with both. In 16 bits the fp32 master weights
-    are averaged. The average begins as the weights of the first update.
+    checkpoints, also those that are saved after training, have the trained weights, too, and go on with both. In 16
+    bits the fp32 master weights are averaged. The average begins as the weights of the first update.
 
     Args:
         decay: average = decay * average + (1 - decay) * weights.
@@ -92,13 +92,13 @@ class EMA(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._average is not None:
-            self._average.swap()  # and keep the trained weights: ModelCheckpoint may save now
+            self._average.finish()  # and keep the trained weights: checkpoints may be saved from now on, too
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._average is not None:
+        if self._average is not None and not (self._average.finished and self._average.updates):
             self._average.close()
-            self._average = None
+        self._average = None
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -107,12 +107,17 @@ def check_callbacks(trainer: pl.Trainer, stage: int) -> None:
                 )
 
 
-def find_engine(module: nn.Module, config: ZeroConfig, policy: DtypePolicy, last: Engine | None) -> Engine | None:
+def find_engine(
+    module: nn.Module, config: ZeroConfig, policy: DtypePolicy, last: Engine | None, fits: bool
+) -> Engine | None:
     """The engine of an earlier run if it can be reused; else its module is unsharded. Collective.
 
-    If an error has ended that run while averages were in use, its weights are put back.
+    If an error has ended that run while averages were in use, its weights are put back. After training, averages are
+    the model's weights (step/average.py), and the trained weights are kept until the next training.
 
-    ``last`` is the strategy's engine, reusable while the module is the same.
+    Args:
+        last: the strategy's engine, reusable while the module is the same.
+        fits: training follows.
 
     Raises:
         RuntimeError: a parameter was cast, moved or reshaped since that run.
@@ -121,12 +126,13 @@ def find_engine(module: nn.Module, config: ZeroConfig, policy: DtypePolicy, last
     if last is not None and last.attached and last.root is module:
         owners[id(last)] = last  # all of its parameters may have been replaced
     for engine in owners.values():
-        if engine.average is not None:
-            engine.average.drop()
-        take_over_assigned(engine)
         same = engine.config == config and engine.policy == policy
         mine = engine.root is module and (engine is last or same)
-        if mine and len(owners) == 1 and owns_all(engine):
+        reused = mine and len(owners) == 1 and owns_all(engine)
+        if engine.average is not None and not (reused and engine.average.finished and not fits):
+            engine.average.end()
+        take_over_assigned(engine)
+        if reused:
             return engine
         restore_whole(engine)  # another module or configuration, or changed layers
     return None

@@ -316,7 +316,7 @@ class ZeroStrategy(DDPStrategy):
         plugin, module, before = self.precision_plugin, self._module, self._engine
         plugin.convert_module(module)
         self.model_to_device()
-        known = set_up.find_engine(module, self.config, plugin.policy, before)
+        known = set_up.find_engine(module, self.config, plugin.policy, before, fitting)
         self._engine = known or shard(module, self.config, self.root_device, plugin.policy, self._comm, fitting)
         self.checkpoints.load_deferred(self.run)
         if known is None:

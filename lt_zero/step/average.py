@@ -8,6 +8,11 @@ Note [Averages in use]
     ``swap`` exchanges averages and weights, so that forward, validation and export see the averages, and back. If
     master weights are in 16 bits, rounded averages are put there, and the weights are kept in a copy meanwhile. So the
     averages stay exact, and training goes on from the same bits.
+
+Note [After training]
+    The averages are the model's weights from then on, and the trained weights are kept for checkpoints, which have
+    both: a run that is resumed goes on with the trained ones. Once the model gets other weights, from a file or by
+    hand, they belong to nothing any more, and are dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.bucket import Bucket, digest_of
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.engine.lazy_tensor import elements_of
@@ -36,6 +41,7 @@ class WeightAverage:
     Attributes:
         updates: so many weights were averaged; 0: there is no average yet.
         swapped: the model has the averages now. See Note [Averages in use].
+        finished: for good. See Note [After training].
 
     Raises:
         ValueError: ranks step apart (ZeroOneAdam), so that they have no common weights at times.
@@ -47,7 +53,8 @@ class WeightAverage:
         self._engine = engine
         self._kept: dict[Bucket, Tensor] = {}  # this rank's weights, while its averages are in use rounded
         self._buffers: dict[str, Tensor] = {}  # averages, or while they are in use the buffers themselves
-        self.updates, self.swapped = 0, False
+        self.updates, self.swapped, self.finished = 0, False, False
+        self._left: list[Tensor] = []  # digests of what ``finish`` left in the model
         engine.average = self
 
     def _buckets(self) -> Iterator[Bucket]:
@@ -131,9 +138,35 @@ class WeightAverage:
         finally:
             self.swap()
 
-    def drop(self) -> None:
-        """``close`` with the weights in the model. Collective."""
-        if self.swapped:
+    def finish(self) -> None:
+        """End of training: leave the averages in the model. Collective. See Note [After training]."""
+        if self.updates and not self.swapped:
+            self.swap()
+        self.finished, self._left = True, self._digests()
+
+    def _digests(self) -> list[Tensor]:
+        found = []
+        for bucket in self._buckets() if self.swapped else ():
+            found.append(digest_of(bucket.weights.values()))
+            bucket.put_away()
+        return found
+
+    def drop_if_outdated(self) -> None:
+        """Drop the trained weights if the model got others after training. Collective."""
+        if not (self.finished and self.swapped):
+            return
+        engine = self._engine
+        engine.prepare_reading()
+        for bucket in engine.buckets:
+            bucket.edits.check(values=True)
+        changed = torch.tensor([list(map(int, self._digests())) != list(map(int, self._left))], dtype=torch.uint8)
+        engine.comm.host_max(changed, "weights after training").wait()
+        if changed.item():
+            self.close()
+
+    def end(self) -> None:
+        """``close`` with the weights in the model, or, after training, with the averages. Collective."""
+        if self.swapped and not self.finished:
             self.swap()
         self.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 import lt_zero
 from lt_zero import EMA
 from tests.support.lightning_tools import GPT, QUIET, sharded_trainer, single_trainer
-from tests.support.matrix import cover
+from tests.support.matrix import cover, only_rows
 from tests.support.pool import Pool
 
 RUN: dict[str, Any] = {"max_epochs": 3, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
@@ -223,6 +224,111 @@ def _saved_at_the_end(folder: str, form: str) -> None:
 @pytest.mark.parametrize("form", ["sharded", "full"])
 def test_a_checkpoint_of_the_end_has_the_trained_weights(pool: Pool, tmp_path: Path, form: str) -> None:
     pool.run(2, _saved_at_the_end, str(tmp_path), form)
+
+
+def _saved_after(folder: str, between: str, stage: int, precision: Any, form: str, device: str) -> None:
+    """A run that is saved after its end goes on as one that was saved inside; ``between``: what comes before."""
+    follows, begins = Begins(), Begins()
+    follows.on_train_batch_end = lambda trainer, module, *_: follows.on_train_start(trainer, module)  # type: ignore
+    model, config = Model(dist.get_world_size()), {"checkpoint": {"format": form}}
+    masters = {"bf16": {"bf16_master_weights_and_grads": True}} if precision == "bf16 masters" else {}
+    run = {**RUN, "precision": "bf16-true" if masters else precision}
+    zero = {"offload_optimizer": {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}}
+    trainer = sharded_trainer(stage, zero, {**config, **masters}, **run, callbacks=[follows, EMA(decay=0.7)])
+    trainer.fit(model)
+    averages, wanted = _whole(trainer.strategy), follows.weights
+    if between == "a test":
+        trainer.test(model, verbose=False)
+    elif between == "a file":
+        trainer.save_checkpoint(f"{folder}/first")
+        trainer.test(model, ckpt_path=f"{folder}/first", verbose=False)
+    elif between == "an edit":
+        with lt_zero.gathered(model.temperature, write=True), torch.no_grad():
+            model.temperature.fill_(3.0)
+    trainer.save_checkpoint(f"{folder}/saved")
+    now = _whole(trainer.strategy)
+    if between in ("a file", "an edit"):  # they are what the model has now
+        wanted = [lt_zero.full_master(p) for p in model.parameters()]
+    elif dist.get_rank() == 0:
+        _close(now, averages, 1e-7)
+    again = sharded_trainer(stage, zero, masters, callbacks=[begins, EMA(decay=0.7)], **{**run, "max_epochs": 4})
+    again.fit(Model(dist.get_world_size()), ckpt_path=f"{folder}/saved")
+    assert all(map(torch.equal, begins.weights, wanted))
+    assert begins.updates[0] == (0 if between in ("a file", "an edit") else 3 * len(begins.updates))
+
+
+FAST = [
+    ("nothing", 3, "32-true", "sharded", "nvme"),
+    ("a test", 0, "bf16 masters", "full", "none"),
+    ("a file", 1, "32-true", "sharded", "none"),
+    ("an edit", 2, "bf16 masters", "full", "cpu"),
+]
+SLOW = [
+    ("nothing", 1, "bf16-mixed", "full", "cpu"),
+    ("nothing", 2, "bf16 masters", "sharded", "none"),
+    ("a test", 3, "bf16-true", "sharded", "cpu"),
+    ("a file", 3, "bf16 masters", "full", "nvme"),
+    ("an edit", 3, "32-true", "sharded", "nvme"),
+    ("an edit", 0, "32-true", "sharded", "none"),
+]
+
+
+@pytest.mark.parametrize(("between", "stage", "precision", "form", "device"), only_rows(FAST, FAST + SLOW))
+def test_a_run_that_is_saved_after_its_end_goes_on(
+    pool: Pool, tmp_path: Path, between: str, stage: int, precision: str, form: str, device: str
+) -> None:
+    pool.run(2, _saved_after, str(tmp_path), between, stage, precision, form, device)
+
+
+def _loaded_after_an_error(stage: int, folder: str) -> None:
+    """A checkpoint that is loaded after an error in validation is not overwritten by the weights of that run."""
+    model, begins = Fails(dist.get_world_size()), Begins()
+    trainer = sharded_trainer(stage, **{**RUN, "max_epochs": 1}, limit_val_batches=0)
+    trainer.fit(model)
+    trainer.save_checkpoint(f"{folder}/early")
+    wanted = [lt_zero.full_master(p) for p in model.parameters()]
+    trainer = sharded_trainer(stage, callbacks=[EMA(decay=0.7)], **RUN)
+    with pytest.raises(OSError, match="no data"):
+        trainer.fit(model, ckpt_path=f"{folder}/early")
+    model.fails = False
+    trainer = sharded_trainer(stage, callbacks=[EMA(decay=0.7), begins], **RUN)
+    trainer.fit(model, ckpt_path=f"{folder}/early")
+    assert all(map(torch.equal, begins.weights, wanted))
+
+
+def test_weights_of_a_file_replace_those_of_a_run_that_failed(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _loaded_after_an_error, 3, str(tmp_path))
+
+
+def _elsewhere(folder: str, face: str) -> tuple[list[bool], list[bool]]:
+    """Whether Fabric or a loop gets the trained weights with an optimizer, and the averages without."""
+    follows, world = Begins(), dist.get_world_size()
+    follows.on_train_batch_end = lambda trainer, module, *_: follows.on_train_start(trainer, module)  # type: ignore
+    trainer = sharded_trainer(2, callbacks=[follows, EMA(decay=0.7)], **RUN)
+    trainer.fit(trained := Model(world))
+    trainer.save_checkpoint(f"{folder}/saved")
+    averages, found = [lt_zero.full_master(p) for p in trained.parameters()], []
+    for with_states in (True, False):
+        net = Model(world)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        if face == "loop":
+            config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 4}
+            engine = lt_zero.initialize(model=net, optimizer=optimizer, config=config)[0]
+            engine.load_checkpoint(folder, "saved", load_module_only=not with_states)
+        else:
+            strategy = lt_zero.FabricZeroStrategy(stage=3)
+            fabric: Any = L.Fabric(accelerator="cpu", strategy=strategy, devices=world)
+            fabric.launch()
+            model, optimizer = fabric.setup(net, optimizer)
+            state = {"model": model, "optimizer": optimizer} if with_states else {"model": model}
+            fabric.load(f"{folder}/saved", state)
+        found.append([lt_zero.full_master(p) for p in net.parameters()])
+    return [all(map(torch.equal, found[0], follows.weights)), all(map(torch.equal, found[1], averages))]  # type: ignore
+
+
+@pytest.mark.parametrize("face", ["fabric", "loop"])
+def test_other_faces_go_on_with_the_trained_weights(pool: Pool, tmp_path: Path, face: str) -> None:
+    assert pool.run(2, _elsewhere, str(tmp_path), face)[0] == [True, True]
 
 
 class Two(Model):
