@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import lt_zero
 from tests.support.faces import FACES, GAS, Face, Settings, run
-from tests.support.matrix import only_rows
+from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.matrix import cover, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.pool import Pool
 
@@ -174,6 +175,52 @@ def test_gradients_are_read_as_the_step_takes_them(
     pool: Pool, tmp_path: Path, face: str, settings: int, ranks: int
 ) -> None:
     pool.run(ranks, _run_gradients, face, SETTINGS[settings], str(tmp_path))
+
+
+class Clips(GPT):
+    """Reads gradients before and after Lightning clips them, and sets them to what was read."""
+
+    def __init__(self, world: int, look: bool) -> None:
+        super().__init__(world)
+        self.look = look
+        self.norms: list[Tensor] = []
+
+    def total(self) -> Tensor:
+        grads = [lt_zero.full_grad(p) for p in self.parameters()]
+        for p, grad in zip(self.parameters(), grads, strict=True):
+            assert grad is not None
+            assert p.grad is not None
+            _close(p.grad.norm().float(), grad.norm(), "shown")
+            lt_zero.set_full_grad(p, grad)
+        return torch.stack([grad.norm() for grad in grads if grad is not None]).norm()
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        before = self.total() if self.look else None
+        super().configure_gradient_clipping(optimizer, *args, **kwargs)
+        if before is not None:
+            self.norms.append(torch.stack([before, self.total(), self.trainer.precision_plugin.grad_norm]))  # type: ignore
+
+
+def _automatic(stage: int, precision: Any) -> None:
+    found = []
+    for look in (False, True):
+        module = Clips(dist.get_world_size(), look)
+        config: dict[str, Any] = FP16 if precision == "16-true" else {}
+        clips = {"gradient_clip_val": LIMIT, "accumulate_grad_batches": 2, "max_epochs": 2}
+        sharded_trainer(stage, {}, config, precision=precision, use_distributed_sampler=False, **clips).fit(module)
+        found.append([lt_zero.full_master(p) for p in module.parameters()])
+    for before, after, known in module.norms:
+        assert before > LIMIT
+        _close(after, torch.tensor(LIMIT), "clipped", rtol=1e-4)
+        _close(known, before, "known", rtol=1e-4)
+    assert len(module.norms) == 2
+    for one, other in zip(*found, strict=True):
+        _close(one, other, "weights", rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "precision"), cover([2, 0, 3, 1], ["32-true", "16-true"]))
+def test_lightnings_own_clipping_is_seen(pool: Pool, stage: int, precision: str) -> None:
+    pool.run(2, _automatic, stage, precision)
 
 
 # ---- a run that is resumed -------------------------------------------------------------------------------------------
