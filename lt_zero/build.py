@@ -92,6 +92,20 @@ def shard(
             f"call torch.cuda.set_device({device.index}) first."
         )
     comm = comm or Comm.for_world(device, check=config.zero_optimization.enable_sanity_checks)
+    with comm.together("lt_zero.shard"):  # reads files, and calls the initialisation of the user's modules
+        return _shard(module, config, device, policy, comm, training, saved)
+
+
+def _shard(
+    module: nn.Module,
+    config: ZeroConfig,
+    device: torch.device,
+    policy: DtypePolicy | None,
+    comm: Comm,
+    training: bool,
+    saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
+) -> Engine:
+    """Plan the buckets of ``module``, check that they fit, and build the engine."""
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true"))
     if training:
         refuse_quantized(config)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
+from lt_zero.checkpoint.open import open_source
+from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.bucket import State
 from lt_zero.engine.full_params import full_parameters
@@ -20,7 +24,7 @@ from lt_zero.io.pinned import rounded
 from lt_zero.memory.check import RESTING, measured
 from lt_zero.memory.forecast import GATHERED, OFFLOAD, WEIGHTS
 from lt_zero.ops.codecs import INT8
-from tests.support.lightning_tools import GPT, single_trainer
+from tests.support.lightning_tools import GPT, quick, single_trainer
 from tests.support.models import Net, tokens
 from tests.support.pool import Pool
 
@@ -123,6 +127,33 @@ def _reads_nothing(folder: str) -> str:
 def test_weights_that_one_rank_does_not_find(pool: Pool, tmp_path: Path) -> None:
     for told in pool.run(2, _reads_nothing, str(tmp_path)):
         assert f"There is no checkpoint at {tmp_path}/1.pt" in told
+
+
+def _cannot_read(folder: str, file: str) -> str:
+    """The disk of the last rank fails while the others read on."""
+
+    def read(source: Source, name: str) -> Tensor:
+        if name.startswith("blocks.1") and dist.get_rank() == dist.get_world_size() - 1:
+            raise OSError(5, "Input/output error", file)
+        return plain(source, name)
+
+    kind: Any = type(open_source(file))
+    plain = kind.read
+    with quick(), mock.patch.object(kind, "read", read), pytest.raises((OSError, RuntimeError)) as caught:
+        lt_zero.inference(_net(), _config(), weights=file)
+    (Path(folder) / f"left.{dist.get_rank()}").touch()
+    until = time.monotonic() + 60
+    while len(list(Path(folder).glob("left.*"))) < dist.get_world_size() and time.monotonic() < until:
+        time.sleep(0.05)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("env", [{}, {"LT_ZERO_SHARED_MEMORY": "0"}], ids=["fence", "sockets"])
+def test_weights_that_one_rank_cannot_read(pool: Pool, tmp_path: Path, env: dict[str, str]) -> None:
+    torch.save(_net().state_dict(), tmp_path / "net.pt")
+    first, second = pool.run(2, _cannot_read, str(tmp_path), str(tmp_path / "net.pt"), env=env)
+    assert "Rank 1 ended with OSError: [Errno 5] Input/output error: " in first
+    assert second.startswith("[Errno 5]")
 
 
 @pytest.mark.gpu

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import pickle
 import socket
 import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,8 @@ from torch import Tensor
 
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.compression import Compressor, Residuals, gather_encoded
-from lt_zero.comm.hang_detection import HangDetector, in_collective, user_line
+from lt_zero.comm.ended_ranks import debugs, summary, user_line
+from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.launchers import refuse_alone
 from lt_zero.comm.process_groups import exists, new_group, one_queue, with_index
@@ -41,7 +41,7 @@ from lt_zero.comm.shared_memory import FENCES, Barrier, SharedArena, store, supp
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
 from lt_zero.comm.topology import choose, group_by_node, node_identity, whole_nodes
 from lt_zero.comm.transport import Gloo, Groups, Mesh, Transport, Windows
-from lt_zero.comm.work import CALL, FENCE, All, Done, Launch, Watch, Work
+from lt_zero.comm.work import CALL, FENCE, MEETING, All, Done, Launch, Watch, Work
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.common.module_hooks import ProcessLocal
@@ -49,7 +49,8 @@ from lt_zero.config import ZeroConfig
 from lt_zero.ops.codecs import Codec
 
 log = logging.getLogger("lt_zero")
-
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _QUEUE = "needs process groups beside the others, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow: unset it"
 _unused: list[list[dist.ProcessGroup]] = []  # of communicators that are gone
@@ -131,7 +132,7 @@ class Comm(ProcessLocal):
         refuse_alone(dist.get_world_size() if grouped else 1)
         if not grouped or dist.get_world_size() == 1:
             return cls(None, None, device)
-        check = check or os.environ.get("LT_ZERO_DEBUG", "0").lower() not in ("", "0", "false", "no", "off")
+        check = check or debugs()
         number = 1 if one_queue() else 2
         groups = [new_group(None, timeout, None, device, probed=index == 0) for index in range(number)]
         groups = [groups[0], groups[-1]]
@@ -142,7 +143,7 @@ class Comm(ProcessLocal):
             comm.agreement = comm._hang_detector.agreement
             places = comm.host_gather((node_identity(node), socket.gethostname()), "nodes")
             comm.nodes = group_by_node([identity for identity, _ in places])
-            comm.hosts = comm._hang_detector.hosts = [host for _, host in places]
+            comm.hosts = comm._hang_detector.ends.hosts = [host for _, host in places]
         if comm._gloo and device.type == "cpu":
             comm._arena = comm._share_memory(range(comm.world))
             comm._choose(comm.world, "auto", True)
@@ -340,24 +341,54 @@ class Comm(ProcessLocal):
         try:
             self._announce(CALL, what, 0, compare=True)
         except RuntimeError as error:
-            if self._watch.verdict is not None or not (ended := self._hang_detector.ended()):
+            if self._watch.verdict is not None or not (ended := self._hang_detector.ends.ended()):
                 raise
             raise RuntimeError(
                 f"`{what}` was called on rank {self.rank} ({user_line(sys._getframe())}) and not on"
                 f" {', '.join(f'rank {rank}' for rank in ended)}, which has ended or left the process group."
             ) from error
 
+    def meet(self, where: str) -> None:
+        """Wait until every rank has come to this point of the run: "the end of training". Collective.
+
+        Raises:
+            RuntimeError: a rank never will, as it has another number of batches.
+        """
+        if self._hang_detector is not None:
+            self._announce(MEETING, where, 0, compare=True)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Context for an operation of all ranks: an error that ends it on one rank ends it on all, and is named there.
+
+        For errors that a rank cannot tell at a point where all meet: of a file, or of a user's function.
+        """
+        ends = self._hang_detector.ends if self._hang_detector is not None else None
+        if ends is None:
+            yield
+            return
+        ends.begin(what)
+        depth = len(ends.scopes)
+        try:
+            yield
+        except BaseException as error:
+            self.post_error(error)
+            raise
+        finally:
+            del ends.scopes[depth - 1 :]
+
     def begin_run(self) -> None:
         """Begin a run: answer other ranks' questions, and take part in ``agreement``. On all ranks."""
         if self._hang_detector is not None:
-            self._hang_detector.start()
-            self._hang_detector.clear_end()
+            self._hang_detector.begin_run()
         self.agreement.begin()
 
     def end_run(self) -> None:
         """End the run on this rank, and its thread; the next operation of all ranks starts it again."""
         with suppress(RuntimeError):  # the process that serves the store has ended
             self.agreement.end()
+            if self._hang_detector is not None:
+                self._hang_detector.ends.end_run()
         if self.tolerance is not None:
             self.tolerance.end()
         if self._hang_detector is not None:
@@ -365,22 +396,12 @@ class Comm(ProcessLocal):
 
     def explain(self, error: BaseException) -> bool:
         """Add the cause (a hang, or the end of another rank) to an error's text; returns whether it is known."""
-        if self._hang_detector is None or not isinstance(error, RuntimeError):
-            return False
-        verdict = self._watch.verdict
-        if verdict is not None:
-            if verdict not in str(error):
-                error.args = (f"{verdict} ({error})",)
-            return True
-        cause = self._hang_detector.explain_end() if in_collective(error) else None
-        if cause is not None and cause not in str(error):
-            error.args = (f"{error}\n{cause}",)
-        return cause is not None
+        return self._hang_detector is not None and self._hang_detector.explain(error)
 
     def post_error(self, error: BaseException) -> None:
-        """Before an error ends this rank: explain it, or post it for the ranks that fail because of it."""
-        if not self.explain(error) and self._hang_detector is not None:
-            self._hang_detector.post_error(error)
+        """Before an error ends the run on this rank: explain it, or tell the ranks that fail because of it."""
+        if self._hang_detector is not None and not self._hang_detector.explain(error):
+            self._hang_detector.ends.tell(True, summary(error))
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -740,6 +761,18 @@ class Comm(ProcessLocal):
         with self.explaining():
             dist.all_gather_object(box, _packed(value), group=self._host)
         return [pickle.loads(packed) for packed in box]
+
+
+def together(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate a method that all ranks call, of an object with a ``comm``: see ``Comm.together``."""
+
+    @wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        owner: Any = args[0]
+        with owner.comm.together(f"{type(owner).__name__}.{method.__name__}"):
+            return method(*args, **kwargs)
+
+    return call
 
 
 class _Pickler(pickle.Pickler):

@@ -29,23 +29,14 @@ Note [Life of the thread]
     group. A forked child has no such thread, and must not use the store's connection.
     Scripts without a Trainer do not tell that they end. Rank 0 mostly serves the store, and a thread that polls a store
     that is gone makes torch print its stack. So rank 0 asks the others' threads to end, and waits some seconds for it.
-
-Note [Ended ranks]
-    When a rank ends, the others fail one after the other, each with gloo's message about a neighbour. So each rank that
-    ends with an error posts it to the store: its own error, or the first cause that it follows from. A rank that finds
-    a closed connection reads these, and adds the first cause to its error. A rank that was killed posts nothing, and
-    the store ends with the process that serves it; then only the closed connections are known. The kernel closes those
-    to a machine that does not answer (process_groups.py), and says so: then the link is named, not the process.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -53,7 +44,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -63,21 +54,25 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 from lt_zero.comm import shared_memory
 from lt_zero.comm import work as work_module
 from lt_zero.comm.agreement import Agreement
+from lt_zero.comm.ended_ranks import (
+    COUNTS,
+    WHERE,
+    EndedRanks,
+    described,
+    innermost,
+    summary,
+    tell_at_end,
+    user_line,
+)
 from lt_zero.comm.process_groups import closing_if_unanswered, exists
-from lt_zero.comm.work import CALL, FENCE, Launch, Watch
+from lt_zero.comm.work import CALL, FENCE, MEETING, Launch, Watch
 
 log = logging.getLogger(__name__)
 
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # do not need this rank
-_PACKAGES = {"lt_zero", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics", "contextlib"}
-# What the kernel says of a connection whose peer does not answer; that of a process that has ended is closed, or reset.
-_UNREACHABLE = re.compile("(Connection|Operation) timed out|No route to host|(Network|Host) is (unreachable|down)")
-_PROBE_TAG = 0x5AB0  # of a message that is never received
 _SILENT_TAG = 0x5AB1  # of a message that is never sent
 _STORE_TIMEOUT = timedelta(seconds=20)
 _END_PATIENCE = 1.0  # seconds to wait for a closed connection
-_MANY = 64  # most ended ranks whose messages are read
-_WHERE = ", here or in a log of its own (torchrun: --log-dir, SLURM: --output)"
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ class HangDetector:
         watch: the state of this rank's collectives.
 
     Attributes:
-        hosts: the name of each rank's host, for messages; [] if they are not known.
+        ends: the ends of the ranks.
     """
 
     def __init__(self, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch) -> None:
@@ -115,34 +110,32 @@ class HangDetector:
         self._store = store = PrefixStore("roll_call", client)
         self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self._ranks = dist.get_process_group_ranks(groups[0])  # global ones
-        self._host, self._watch = host, watch
-        self.hosts: list[str] = []
+        self._watch = watch
         self._patience, self._pid = PATIENCE, os.getpid()
         self._examined: Launch | None = None
         self._first_question = 0  # number of the first question about it
         self._asked = 0.0  # when the last one was asked
         self._last_answers: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
-        self._ended = PrefixStore("ended", store)  # rank -> [whether it ended by itself, the cause]
-        self._posted = False  # whether this rank posted to it
+        self._heeded = 0.0  # when errors of others were read
         self._end: str | None = None  # why another rank has ended
-        self._lost: dict[int, str] = {}  # ranks to which the connection was lost -> the kernel's word for it
+        self.ends = EndedRanks(store, self._ranks, self._rank, host, watch)
         this = weakref.ref(self)
 
         def check(ranks: list[int]) -> None:
             watch.raise_verdict()
             detector = this()
-            ended = detector is not None and any(detector.has_ended(rank) for rank in ranks)
+            ended = detector is not None and any(detector.ends.has_ended(rank) for rank in ranks)
             if detector is not None and ended and (text := detector.explain_end()) is not None:
                 raise RuntimeError(text)
 
         self.agreement = Agreement(PrefixStore("agreement", store), self._rank, self._world, check)
         watch.slice = min(watch.slice, timedelta(seconds=self._patience.poll))
         watch.detector = this
-        self._reporter = _Reporter(watch, store, groups, self._patience.poll)
+        self._reporter = _Reporter(watch, store, groups, self._patience, self.ends)
         self._finalizer: weakref.finalize | None = None  # type: ignore[type-arg]
         self._server = groups[0].get_group_store()  # may serve the store: not before this is gone does that end
-        _detectors.add(self)
         self.start()
+        tell_at_end(self)
 
     def start(self) -> None:
         """Answer other ranks from now on. No-op if it does, in a forked child, and after a verdict."""
@@ -157,17 +150,6 @@ class HangDetector:
         """End the thread. No-op if there is none."""
         if self._finalizer is not None:
             self._finalizer()
-
-    def leave(self, deadline: float) -> None:
-        """At exit of rank 0: let the other ranks' threads end before the store does. See Note [Life of the thread]."""
-        failed = self._watch.verdict is not None or self._end is not None or self._posted
-        if self._ranks[self._rank] != 0 or os.getpid() != self._pid or failed:
-            return
-        with contextlib.suppress(RuntimeError):  # another process serves the store, and has ended
-            self._store.set("closing", "")
-            self._store.add("asks", 1)
-            while self._store.add("listening", 0) > 0 and time.monotonic() < deadline:
-                time.sleep(self._patience.poll / 20)
 
     def refuse_fork(self, what: str) -> None:
         """Raise in a forked child."""
@@ -184,6 +166,7 @@ class HangDetector:
         Raises:
             RuntimeError: on all ranks that can be reached.
         """
+        self.heed(launch)
         now = time.monotonic()
         if waited < self._patience.ask or now - self._asked < self._patience.poll:
             return
@@ -213,10 +196,15 @@ class HangDetector:
         last, since = self._last_answers.get(rank, (0, now))
         since = now if answer["asks"] != last else since
         self._last_answers[rank] = answer["asks"], since
-        if now - since > 2.5 * self._patience.poll and self.has_ended(rank):
-            lost = f", or its link is cut ({self._lost[rank]})" if rank in self._lost else ""
-            return _RankState(None, "", f"{_GONE}{self._on_hosts([rank])}{lost}", never=True)
+        if now - since > 2.5 * self._patience.poll and self.ends.has_ended(rank):
+            end = self.ends.of(rank)
+            text = _OVER if end is not None and not end.text and end.concerns(self.ends.scopes) else _GONE
+            lost = f", or its link is cut ({self.ends.lost[rank]})" if rank in self.ends.lost else ""
+            return _RankState(None, "", f"{text}{self.ends.on_hosts([rank])}{lost}", never=True)
         if answer["asks"] < self._first_question:
+            end = self.ends.of(rank)
+            if end is not None and not end.text and end.concerns(self.ends.scopes) and end.precedes(launch):
+                return _RankState(None, "", _OVER, never=True)
             return _RankState(None, "", "does not answer")
         theirs = Launch(*answer["launch"]) if answer["launch"] is not None else None
         state = _RankState(theirs, answer["place"], answer["text"])
@@ -259,24 +247,33 @@ class HangDetector:
         self._reporter.close_connections(readers)
         self._watch.raise_verdict()
 
-    # ---- ranks that have ended: see Note [Ended ranks] ---------------------------------------------------------------
+    # ---- ranks that have ended: see ended_ranks.py, Note [Ended ranks] ----------------------------------------------
 
-    def has_ended(self, rank: int) -> bool:
-        """Whether the connection to a rank is closed."""
-        try:
-            dist.isend(torch.zeros(1), self._ranks[rank], self._host, tag=_PROBE_TAG)
-        except RuntimeError as error:
-            if (lost := _UNREACHABLE.search(str(error))) is not None:
-                self._lost[rank] = lost[0]
-            return True
-        return False
+    def heed(self, launch: Launch) -> None:
+        """Raise if an error has ended a rank before ``launch``, for which this rank waits.
 
-    def ended(self) -> list[int]:
-        """The ranks that have ended."""
-        return [rank for rank in range(self._world) if rank != self._rank and self.has_ended(rank)]
+        Raises:
+            RuntimeError: names the rank and its error.
+        """
+        now = time.monotonic()
+        if now - self._heeded < self._patience.poll:
+            return
+        self._heeded = now
+        with contextlib.suppress(dist.DistError):  # the process that serves the store has ended: gloo will notice
+            found = self.ends.error()
+            if found is not None and found[1].precedes(launch):
+                raise RuntimeError(self._follow(described(*found)))
+
+    def _follow(self, cause: str) -> str:
+        """Tell the others that this rank ends because of another; returns the error."""
+        self.ends.tell(False, cause)
+        self._end = f"{cause} The error of rank {self._rank} follows from that."
+        return self._end
 
     def cause(self) -> str | None:
         """Why a collective failed: the verdict, or the end of a rank; None if neither is known."""
+        if self._end is not None:
+            return self._end
         with contextlib.suppress(dist.DistError):
             self._reporter.read_verdict()
         return self._watch.verdict or self.explain_end()
@@ -285,81 +282,73 @@ class HangDetector:
         """Which rank has ended, and where to look; None if none has."""
         if self._end is None:
             until = time.monotonic() + _END_PATIENCE
-            while not (ended := self.ended()) and time.monotonic() < until:
+            while (cause := self._told()) is None and time.monotonic() < until:
                 time.sleep(0.05)
-            if ended:
-                cause = self._first_cause(ended)
-                self._post_end(False, cause)
+            if cause is not None:
+                self._follow(cause)
                 if self._ranks[self._rank] == 0:  # it may serve the store, from which the others read the cause
                     time.sleep(self._patience.poll)
-                self._end = f"{cause} The error of rank {self._rank}, above, follows from that."
         return self._end
 
-    def _first_cause(self, ended: list[int]) -> str:
-        silent, causes = [], []
-        for rank in ended[:_MANY]:
-            message = None
-            with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
-                if self._ended.check([str(rank)]):
-                    message = json.loads(self._ended.get(str(rank)))
-            if message is None:
-                silent.append(rank)
-                continue
-            by_itself, text = message
-            if by_itself:
-                return f"Rank {rank} ended with {text}: see what it printed{_WHERE}."
-            causes.append(text)
-        if causes:
-            return str(causes[0])
-        silent = self._of_gone_hosts(silent) or silent
-        one, hosts = len(silent) == 1, self._on_hosts(silent)
-        if lost := [rank for rank in silent if rank in self._lost]:
-            one, hosts = len(lost) == 1, self._on_hosts(lost)
-            return (
-                f"The connection to rank{'' if one else 's'} {', '.join(map(str, lost))}{hosts} was lost"
-                f" ({self._lost[lost[0]]}): the link is cut, or the host is down; a process that ends closes its"
-                " connections, and this was not closed. See whether the host runs and can be reached (ping, the"
-                f" scheduler), and the last that {'it' if one else 'they'} printed{_WHERE}."
-            )
-        return (
-            f"Rank{'' if one else 's'} {', '.join(map(str, silent))}{hosts} ended without an error message:"
-            f" killed (for want of memory, by the scheduler{', with the host' if hosts else ''}), or by an error"
-            " outside of the Trainer. See the last that"
-            f" {'it' if one else 'they'} printed{_WHERE}, and dmesg."
-        )
+    def _told(self) -> str | None:
+        """Why a rank has ended; None if none has."""
+        if ended := self.ends.ended():
+            return self.ends.first_cause(ended)
+        with contextlib.suppress(dist.DistError):  # the process that serves the store has ended
+            if (found := self.ends.error()) is not None:
+                return described(*found)
+        return None
 
-    def _of_gone_hosts(self, ended: list[int]) -> list[int]:
-        """Those of the ``ended`` ranks whose whole host has ended: the others may have ended because of them."""
-        alive = {host for rank, host in enumerate(self.hosts) if rank not in ended}
-        return [rank for rank in ended if self.hosts and self.hosts[rank] not in alive]
+    def explain(self, error: BaseException) -> bool:
+        """Add the cause (a hang, or the end of another rank) to an error's text; returns whether it is known."""
+        if not isinstance(error, RuntimeError):
+            return False
+        verdict = self._watch.verdict
+        if verdict is not None:
+            if verdict not in str(error):
+                error.args = (f"{verdict} ({error})",)
+            return True
+        cause = self.explain_end() if in_collective(error) or (self._end or "\0") in str(error) else None
+        if cause is not None and cause not in str(error):
+            error.args = (f"{error}\n{cause}",)
+        return cause is not None
 
-    def _on_hosts(self, ranks: list[int]) -> str:
-        """Where ``ranks`` are, if the ranks are on several hosts."""
-        if len(set(self.hosts)) < 2:
-            return ""
-        names = list(dict.fromkeys(self.hosts[rank] for rank in ranks))
-        return f" (on host{'' if len(names) == 1 else 's'} {', '.join(names)})"
+    def end_process(self, error: BaseException | None) -> bool:
+        """Tell the others of the end of this process; returns whether its ``error`` follows from another rank's."""
+        if os.getpid() != self._pid:
+            return False
+        if error is not None and self.explain(error):
+            return True
+        if error is not None or not self.ends.failed:
+            self.ends.tell(error is not None, summary(error) if error is not None else "", process=True)
+        return False
 
-    def post_error(self, error: BaseException) -> None:
-        """Post the error that ends this rank, for the ranks that fail because of it."""
-        text = str(error).strip().split("\n", 1)[0][:300]
-        place = user_line(_innermost(error.__traceback__))
-        self._post_end(True, f"{type(error).__name__}{f': {text}' if text else ''} ({place})")
+    def leave(self) -> None:
+        """Let the others read why this process ends, and their threads end: see Note [Life of the thread]."""
+        if os.getpid() != self._pid:
+            return
+        self.ends.await_readers(2.5 * self._patience.poll)
+        self.stop()
+        if self._ranks[self._rank] != 0 or self._watch.verdict is not None or self._end is not None or self.ends.failed:
+            return
+        deadline = time.monotonic() + 5.0 * self._patience.poll
+        with contextlib.suppress(RuntimeError):  # another process serves the store, and has ended
+            self._store.set("closing", "")
+            self._store.add("asks", 1)
+            while self._store.add("listening", 0) > 0 and time.monotonic() < deadline:
+                time.sleep(self._patience.poll / 20)
 
-    def _post_end(self, by_itself: bool, text: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
-            self._ended.set(str(self._rank), json.dumps([by_itself, text]))
-            self._posted = True
-
-    def clear_end(self) -> None:
-        """Delete what this rank has posted: the error of the last run has not ended it."""
-        if self._posted:
-            self._ended.delete_key(str(self._rank))
-        self._posted, self._end = False, None
+    def begin_run(self) -> None:
+        """Begin a run: answer other ranks, and forget the errors of the last one."""
+        self.start()
+        self.ends.scopes.clear()  # after an error
+        self.ends.begin("run")
+        self._end = None
 
 
 _GONE = "has ended or left the process group"
-_ENDED = f"See the last that it printed{_WHERE}, and whether its host runs (dmesg, the scheduler)."
+_OVER = "has come to its end without an error"
+_ENDED = f"See the last that it printed{WHERE}, and whether its host runs (dmesg, the scheduler)."
 _CALLED = (
     "Every rank has a part of the state: call it on every rank, without `if trainer.is_global_zero:` or"
     " `rank_zero_only` around it."
@@ -422,9 +411,8 @@ def _sentence(states: dict[int, _RankState], head: int, lost: int) -> str:
     assert first.launch is not None
     called = first.launch.operation == CALL
     calls = other.launch is not None and other.launch.operation == CALL
-    fenced = first.launch.operation == FENCE and other.launch is not None and other.launch.operation != FENCE
-    if other.launch is not None and other.launch[:2] <= first.launch[:2] and (fenced or (calls and not called)):
-        # Users know their calls better than modules, and modules better than fences of this package.
+    sooner = other.launch is not None and other.launch[:2] <= first.launch[:2]
+    if other.launch is not None and sooner and _known(other.launch) < _known(first.launch):
         states = {rank: replace(state, came=False) for rank, state in states.items()}
         return _sentence(states, lost, head)
     came = sorted(rank for rank, state in states.items() if state.launch == first.launch)
@@ -435,9 +423,19 @@ def _sentence(states: dict[int, _RankState], head: int, lost: int) -> str:
         )
     others = sorted(r for r, state in states.items() if r not in (*came, lost) and not state.came)
     also = f" (nor on {_names(others)})" if others else ""
-    begun = f"{first.launch} was called" if called else f"T{str(first.launch)[1:]} was begun"
-    remedy = _ENDED if other.text.startswith(_GONE) else _CALLED if called else _RAN
+    meets = first.launch.operation == MEETING
+    done = "was called" if called else "was reached" if meets else "was begun"
+    begun = f"{first.launch} {done}" if called else f"T{str(first.launch)[1:]} {done}"
+    if meets or other.text.startswith(_OVER):
+        remedy = COUNTS
+    else:
+        remedy = _ENDED if other.text.startswith(_GONE) else _CALLED if called else _RAN
     return f"{begun} on {_names(came)} ({first.place}) and not on rank {lost}, which {other.text}{also}. {remedy}"
+
+
+def _known(launch: Launch) -> int:
+    """Rank of what users know best: their calls, then batches and epochs, modules, and fences of this package."""
+    return {CALL: 0, MEETING: 1, FENCE: 3}.get(launch.operation, 2)
 
 
 def _names(ranks: list[int]) -> str:
@@ -453,8 +451,12 @@ def _names(ranks: list[int]) -> str:
 class _Reporter:
     """Polls the store, and reports what the thread that made it is doing."""
 
-    def __init__(self, watch: Watch, store: Store, groups: list[dist.ProcessGroup], interval: float) -> None:
-        self.interval = interval
+    def __init__(
+        self, watch: Watch, store: Store, groups: list[dist.ProcessGroup], patience: Patience, ends: EndedRanks
+    ) -> None:
+        self.interval, self._stuck, self._ends = patience.poll, patience.stuck, ends
+        self._alarmed = False  # whether another rank has told of an error that ends this run
+        self._doomed: tuple[FrameType, float] | None = None  # a wait for that rank, and its beginning
         self._watch, self._store, self._groups = watch, store, groups
         self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self._thread = threading.get_ident()
@@ -483,6 +485,8 @@ class _Reporter:
         self._idle_polls = 0 if asks != self._last_question else self._idle_polls + 1
         if self._idle_polls > 3:
             self._in = None
+        if (not self._idle_polls or self._alarmed) and self._watch.verdict is None:
+            self._heed()
         if self._idle_polls:
             return self._watch.verdict is not None
         self._last_question, known = asks, self._watch.verdict is not None
@@ -494,6 +498,26 @@ class _Reporter:
         self._store.add("heard", 1)
         self.close_connections(self._world)
         return True
+
+    def _heed(self) -> None:
+        """Read errors of other ranks, and end a wait of another package for a rank that one has ended.
+
+        A wait of this package ends by itself (``HangDetector.heed``).
+        """
+        found, frame, before = self._ends.error(), self._frame(), self._doomed
+        self._doomed, self._alarmed = None, found is not None
+        if found is None or self._watch.waiting is not None:
+            return
+        ranks = _collective_of(frame) if frame is not None else None
+        if frame is None or ranks is None or dist.get_process_group_ranks(self._groups[0])[found[0]] not in ranks:
+            return
+        self._doomed = (frame, time.monotonic()) if before is None or before[0] is not frame else before
+        if time.monotonic() - self._doomed[1] >= self._stuck:
+            cause = described(*found)
+            self._ends.tell(False, cause)
+            self._watch.verdict = f"{cause} The error of rank {self._rank} follows from that."
+            log.error("%s", self._watch.verdict)
+            self.close_connections(0)
 
     def close_connections(self, readers: int) -> None:
         """Wait until ``readers`` ranks know the verdict, or a timeout, then close. See Note [Closing connections]."""
@@ -507,10 +531,9 @@ class _Reporter:
                 if dist.get_backend(group) != "gloo":
                     group.abort()
                     continue
-                peer = next(rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank())
-                work = dist.irecv(torch.empty(1), peer, group, tag=_SILENT_TAG)
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
+                for peer in dist.get_process_group_ranks(group):
+                    if peer != dist.get_rank():
+                        _close(group, peer)
 
     def _frame(self) -> FrameType | None:
         """Where the thread is; if it polls a barrier, where it waits for it."""
@@ -541,6 +564,14 @@ class _Reporter:
         self._store.set(f"doing/{self._rank}", json.dumps(answer))
 
 
+def _close(group: dist.ProcessGroup, peer: int) -> None:
+    """Close all of this rank's connections in a gloo group, if the one to ``peer`` is open."""
+    with contextlib.suppress(RuntimeError):
+        work = dist.irecv(torch.empty(1), peer, group, tag=_SILENT_TAG)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
+
+
 class RollCall(threading.Thread):
     """Answers other ranks until ``stop``, a verdict, or the end of the process group."""
 
@@ -566,17 +597,6 @@ class RollCall(threading.Thread):
             self.join(_STORE_TIMEOUT.total_seconds())
 
 
-_detectors: weakref.WeakSet[HangDetector] = weakref.WeakSet()
-
-
-@atexit.register
-def _leave() -> None:
-    deadline = time.monotonic() + 5.0 * PATIENCE.poll
-    for detector in list(_detectors):
-        detector.stop()
-        detector.leave(deadline)
-
-
 # ---- frames --------------------------------------------------------------------------------------------------------
 
 
@@ -593,23 +613,5 @@ def _collective_of(frame: FrameType) -> list[int] | None:
 
 def in_collective(error: BaseException) -> bool:
     """Whether an error came out of torch.distributed, or of a wait for it."""
-    frame = _innermost(error.__traceback__)
+    frame = innermost(error.__traceback__)
     return frame is not None and frame.f_code.co_filename in (distributed_c10d.__file__, work_module.__file__)
-
-
-def _innermost(trace: TracebackType | None) -> FrameType | None:
-    """The frame in which an exception was raised."""
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace.tb_frame if trace is not None else None
-
-
-def user_line(frame: FrameType | None) -> str:
-    """``file:line`` of the innermost frame outside of this package, Lightning and torch."""
-    first = frame
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
-        frame = frame.f_back
-    shown = frame or first
-    if shown is None:
-        return "an unknown place"
-    return f"{shown.f_code.co_filename.removeprefix(os.path.join(os.getcwd(), ''))}:{shown.f_lineno}"

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 from lt_zero.comm.shared_memory import Barrier
 
 CALL = "roll call"  # the operation of a launch that is a call of the user
+MEETING = "meeting"  # of a launch that is a point of the run
 FENCE = "fence"
 _SLICE = 0.5  # seconds
 _ASK = 5.0  # seconds at most between two questions, each a message that stays in the peer's queue
@@ -54,7 +55,9 @@ class Launch(NamedTuple):
     numel: int = 0
 
     def __str__(self) -> str:
-        return f"`{self.name}`" if self.operation == CALL else f"the {self.operation} of {self.name!r}"
+        if self.operation in (CALL, MEETING):
+            return f"`{self.name}`" if self.operation == CALL else self.name
+        return f"the {self.operation} of {self.name!r}"
 
     def like(self, other: Launch | None) -> bool:
         """Whether both are the same operation of the same name and size."""
@@ -168,7 +171,7 @@ class Watch:
         if waited > barrier.ask_after:
             barrier.ask_after = waited + min(waited / 10, _ASK)
             detector = self.detector()
-            ended = [rank for rank in barrier.absent() if detector is not None and detector.has_ended(rank)]
+            ended = [rank for rank in barrier.absent() if detector is not None and detector.ends.has_ended(rank)]
             if missing := set(ended) & set(barrier.absent()):  # ranks may have entered after the first look, then ended
                 raise RuntimeError(f"Connection closed by rank {min(missing)}.")
         if waited > barrier.timeout.total_seconds() and (absent := barrier.absent()):

@@ -40,7 +40,7 @@ from lt_zero.checkpoint.native.residuals import residual_state
 from lt_zero.checkpoint.native.restore import restore_optimizer, restore_training, restore_weights
 from lt_zero.checkpoint.native.save import HERE, bundle, make_place, write
 from lt_zero.checkpoint.open import is_directory
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.communicator import Comm, together
 from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted
 from lt_zero.common.errors import CheckpointError, ConfigError
@@ -396,6 +396,7 @@ class FabricZeroStrategy(DDPStrategy):
         return engine
 
     @override
+    @together
     @without_gc
     def save_checkpoint(
         self,
@@ -522,6 +523,7 @@ class FabricZeroStrategy(DDPStrategy):
         return set() if self.config.checkpoint.save_frozen else {n for n, p in named if not p.requires_grad}
 
     @override
+    @together
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],

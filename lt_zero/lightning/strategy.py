@@ -121,6 +121,7 @@ class ZeroStrategy(DDPStrategy):
         self._engine: Engine | None = None
         self._comm: Comm | None = None
         self._signals: Signals | None = None
+        self._epoch = 0  # of the last batch, on all ranks
         self.data = DataPosition()
         self.checkpoints = CheckpointService(self.data)
         self.monitor = RunMonitor(self.config)
@@ -386,11 +387,15 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self._epoch = self._module.current_epoch
         self.data.start()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        if (epoch := self._module.current_epoch) != self._epoch:
+            self._epoch = epoch
+            self.engine.comm.meet(f"the start of epoch {epoch}")
         if self._signals is not None:
             self._signals.begin_batch(True, self.checkpoints.foreground)
 
@@ -444,6 +449,8 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self.engine.comm.meet("the start of validation")
         self.monitor.before_validation()
         self.data.before_validation()
         self.engine.prepare_reading()  # all ranks validate the same weights
@@ -523,6 +530,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
+        self.engine.comm.meet("the end of training")
         self.checkpoints.wait(self.run)
         if self._engine is not None:
             self._engine.prepare_reading()  # the process groups may be destroyed after fit

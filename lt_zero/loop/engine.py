@@ -36,7 +36,7 @@ from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.residuals import residual_state
 from lt_zero.checkpoint.native.restore import restore_optimizer, restore_training, restore_weights, trained_weights
 from lt_zero.checkpoint.native.save import LOOP, bundle, make_place, write
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.communicator import Comm, together
 from lt_zero.comm.process_groups import init_distributed, own_gpu
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
@@ -160,6 +160,7 @@ class TrainingEngine(nn.Module):
         self._norm: Tensor | None = None
         self._trial = Trial.of_environment()
 
+    @together
     def set_up(self, optimizer: Any, parameters: Iterable[Any] | None, schedule: Any) -> None:
         """Shard the optimizer that was given or is configured, and make the schedule. Collective."""
         block, wanted = self._config.optimizer, list(parameters) if parameters is not None else None
@@ -382,6 +383,7 @@ class TrainingEngine(nn.Module):
         return full_state_dict(self.engine)
 
     @without_gc
+    @together
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -442,6 +444,7 @@ class TrainingEngine(nn.Module):
                 _write_atomically(Path(save_dir, LATEST), tag)
         return True
 
+    @together
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],

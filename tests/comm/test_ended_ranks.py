@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,17 +18,19 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
 from lt_zero.checkpoint.native.save import DirectoryWriter
 from lt_zero.comm.communicator import Comm
 from lt_zero.lightning import checkpoint_service
-from tests.support.lightning_tools import GPT, sharded_trainer, torchrun_env
+from tests.support.launchers import environment
+from tests.support.lightning_tools import GPT, quick, sharded_trainer, torchrun_env
+from tests.support.matrix import only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of
-from tests.support.paths import ROOT, SUPPORT
+from tests.support.paths import SUPPORT
 from tests.support.pool import Pool
 
 SOCKETS = {"LT_ZERO_SHARED_MEMORY": "0"}
@@ -144,7 +147,7 @@ def test_a_rank_that_is_killed_is_named(pool: Pool, tmp_path: Path, how: str, en
     told = _last_lines(2, tmp_path, how, env)
     assert told.keys() == {0}
     assert f"Rank 1 {SILENT}" in told[0]
-    assert told[0].endswith("The error of rank 0, above, follows from that.")
+    assert told[0].endswith("The error of rank 0 follows from that.")
     assert "torchrun: --log-dir" in told[0]
 
 
@@ -154,7 +157,7 @@ def test_an_error_is_told_to_the_others(pool: Pool, tmp_path: Path, env: dict[st
     assert told[1] == "ValueError: broken on purpose"
     assert "Rank 1 ended with ValueError: broken on purpose (" in told[0]
     assert "test_ended_ranks.py:" in told[0]
-    assert told[0].endswith("The error of rank 0, above, follows from that.")
+    assert told[0].endswith("The error of rank 0 follows from that.")
 
 
 @pytest.mark.slow
@@ -195,10 +198,76 @@ def test_other_errors_stay_as_they_are(pool: Pool) -> None:
         assert not any("Rank" in text for text in texts)
 
 
+HOOKS = ("on_save_checkpoint", "configure_optimizers", "on_train_epoch_start", "on_validation_batch_end")
+MORE_HOOKS = (
+    "setup",
+    "on_fit_start",
+    "train_dataloader",
+    "on_train_epoch_end",
+    "on_load_checkpoint",
+    "configure_model",
+)
+
+
+def _fails_in_hook(hook: str, stage: int, folder: str) -> str:
+    """The error of a fit, which may resume, in which one rank's hook fails."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("broken on purpose")
+
+    with quick():
+        saves = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)
+        options: dict[str, Any] = {"callbacks": [saves], "enable_checkpointing": True, "limit_val_batches": 1}
+        resume = None
+        if hook == "on_load_checkpoint":
+            sharded_trainer(stage, max_steps=1, **options).fit(GPT(dist.get_world_size()))
+            resume, options = f"{folder}/last.ckpt", {}
+        model = GPT(dist.get_world_size())
+        if dist.get_rank() == dist.get_world_size() - 1:
+            setattr(model, hook, fail)
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            sharded_trainer(stage, max_epochs=1, **options).fit(model, ckpt_path=resume)
+        _outlive(folder)
+    return str(caught.value)
+
+
+def _outlive(folder: str) -> None:
+    """The last rank, which has caught its error, goes on until the others have left."""
+    if dist.get_rank() < dist.get_world_size() - 1:
+        Path(folder, f"left.{dist.get_rank()}").touch()
+        return
+    until = time.monotonic() + 60
+    while len(list(Path(folder).glob("left.*"))) < dist.get_world_size() - 1 and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("hook", "stage", "world"),
+    only_rows(
+        [(HOOKS[0], 3, 2), (HOOKS[1], 2, 3)],
+        [(hook, stage, world) for hook in HOOKS + MORE_HOOKS for stage, world in ((3, 2), (2, 3))],
+    ),
+)
+def test_a_hook_that_fails_on_one_rank_ends_all(pool: Pool, tmp_path: Path, hook: str, stage: int, world: int) -> None:
+    """Wherever the others wait: in a collective of this package, or in one of Lightning."""
+    *others, own = pool.run(world, _fails_in_hook, hook, stage, str(tmp_path))
+    assert own == "broken on purpose"
+    for error in others:
+        assert f"Rank {world - 1} ended with ValueError: broken on purpose (" in error
+
+
 @pytest.mark.slow
-def test_the_last_line_of_a_real_run() -> None:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER", "LOCAL_RANK", "WORLD"))}
-    env = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, SCRIPT, "popen", "--fail"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
-    assert "Rank 1 ended with ValueError: broken on purpose (" in done.stderr.strip().splitlines()[-1]
+@pytest.mark.parametrize("fails", [0, 1])
+def test_the_last_line_of_a_real_run(fails: int) -> None:
+    """Rank 0 serves the store from which the other reads the error."""
+    command = [sys.executable, SCRIPT, "popen", f"--fail={fails}"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=110, check=False)
+    error = "ValueError: broken on purpose"
+    told = {rank: re.findall(rf"^\[rank{rank}\]: ?(.*)$", done.stderr, re.MULTILINE) for rank in range(2)}
+    assert told[fails][-1] == error
+    assert f"Rank {fails} ended with {error} (" in told[1 - fails][-1]
+    assert len(told[1 - fails]) <= 10
+    path = re.search(r"In full: (.*?)\)", told[1 - fails][-1])
+    assert path is not None
+    assert "in _run_stage" in Path(path[1]).read_text(encoding="utf-8")
+    assert "c10d" not in done.stderr  # what the client of a store that is gone would log

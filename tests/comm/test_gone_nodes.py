@@ -58,8 +58,8 @@ def causes(hosts: list[str]) -> str:
     comm = Comm.for_world(torch.device("cpu"))
     detector = comm._hang_detector
     assert detector is not None
-    detector.hosts = hosts
-    return detector._first_cause([rank for rank in range(3) if rank != dist.get_rank()])
+    detector.ends.hosts = hosts
+    return detector.ends.first_cause([rank for rank in range(3) if rank != dist.get_rank()])
 
 
 def test_the_host_of_ended_ranks_is_named(pool: Pool) -> None:
@@ -105,12 +105,12 @@ def pauses_after_an_end() -> list[bool]:
     """Find that rank 2 has ended; per pause after that, whether the cause was posted before it."""
     detector = Comm.for_world(torch.device("cpu"))._hang_detector
     assert detector is not None
-    detector.ended = lambda: [2]  # type: ignore[method-assign]
+    detector.ends.ended = lambda: [2]  # type: ignore[method-assign]
     pauses: list[bool] = []
 
     def sleep(seconds: float) -> None:
         if threading.current_thread() is threading.main_thread():
-            pauses.append(detector._posted)
+            pauses.append(detector.ends.posted)
 
     own = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
     with mock.patch.object(hang_detection, "time", own):

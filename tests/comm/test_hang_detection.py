@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader, IterableDataset
 
 import lt_zero
 from lt_zero.comm import hang_detection
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import Launch
 from lt_zero.engine.engine import Engine
-from tests.support.lightning_tools import error_of_fit, quick
+from tests.support.lightning_tools import GPT, Rows, error_of_fit, quick, sharded_trainer
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of
@@ -129,6 +131,67 @@ def _late(rank: int) -> None:
 @pytest.mark.parametrize("rank", only([1], [0, 1]))
 def test_a_late_rank_is_waited_for(pool: Pool, rank: int) -> None:
     pool.run(2, _late, rank)
+
+
+class Uneven(GPT):
+    """Rank 0 has more batches than the others."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Batches(3 if dist.get_rank() == 0 else 2), batch_size=None)
+
+    predict_dataloader = train_dataloader
+
+
+class Batches(IterableDataset[torch.Tensor]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(Rows(4 * self.count).rows.split(4))
+
+
+def _uneven(stage: int, validates: bool) -> str:
+    validation = {"num_sanity_val_steps": 0, "limit_val_batches": 1.0 if validates else 0}
+    with quick():
+        trainer = sharded_trainer(stage, max_epochs=2, **validation)
+        with pytest.raises(RuntimeError) as caught:
+            trainer.fit(Uneven(dist.get_world_size()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "validates"),
+    only_rows([(2, 2, True), (2, 0, False)], [(w, s, v) for w in (2, 3) for s in range(4) for v in (True, False)]),
+)
+def test_ranks_with_different_numbers_of_batches(pool: Pool, world: int, stage: int, validates: bool) -> None:
+    """Validation and Lightning's own collectives wait where no rank can be seen to wait for another."""
+    reached = "The start of validation" if validates else "The start of epoch 1"
+    others = "rank 1" if world == 2 else "ranks 1, 2"
+    for message in pool.run(world, _uneven, stage, validates):
+        assert f"{reached} was reached on {others} (" in message
+        assert "and not on rank 0, which waits in" in message
+        assert "same number of batches" in message
+
+
+def _uneven_predictions() -> str:
+    with quick():
+        trainer = sharded_trainer(3)
+        if dist.get_rank() == 1:
+            trainer.predict(Uneven(2), return_predictions=False)
+            reporter = trainer.strategy.comm._hang_detector._reporter  # type: ignore[attr-defined]
+            until = time.monotonic() + 60
+            while not reporter.read_verdict() and time.monotonic() < until:
+                time.sleep(0.05)
+            return ""
+        with pytest.raises(RuntimeError) as caught:
+            trainer.predict(Uneven(2), return_predictions=False)
+    return str(caught.value)
+
+
+def test_a_rank_whose_run_is_over_is_not_waited_for(pool: Pool) -> None:
+    message, _ = pool.run(2, _uneven_predictions, env=SOCKETS)
+    assert "not on rank 1, which has come to its end without an error" in message
+    assert "same number of batches" in message
 
 
 class Slow:

@@ -144,7 +144,7 @@ class _EntersLate(shared_memory.Barrier):
 
 
 def test_a_rank_that_entered_and_ended_is_not_missed() -> None:
-    watch, detector = Watch(), SimpleNamespace(has_ended=lambda rank: True)
+    watch, detector = Watch(), SimpleNamespace(ends=SimpleNamespace(has_ended=lambda rank: True))
     watch.detector = lambda: detector
     watch._examine_barrier(_EntersLate(), 1.0)
     gone = _EntersLate()

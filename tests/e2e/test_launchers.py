@@ -91,7 +91,7 @@ def test_slurm(expected: float) -> None:
 
 @pytest.mark.slow
 def test_an_error_on_one_rank_ends_all() -> None:
-    command = [sys.executable, SCRIPT, "popen", "--fail"]
+    command = [sys.executable, SCRIPT, "popen", "--fail=1"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert "broken on purpose" in done.stdout + done.stderr

@@ -15,7 +15,7 @@ import lt_zero
 
 class Model(BoringModel):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 1 and FAIL and self.global_rank == 1:
+        if batch_idx == 1 and self.global_rank == FAILS:
             raise ValueError("broken on purpose")
         return self.layer(batch).square().mean()
 
@@ -46,7 +46,7 @@ def main(strategy: str | lt_zero.ZeroStrategy) -> None:
     print("RESULT " + json.dumps(line), flush=True)
 
 
-FAIL = "--fail" in sys.argv
+FAILS = next((int(argument[7:]) for argument in sys.argv if argument.startswith("--fail=")), None)  # a rank
 
 if __name__ == "__main__":
     start_method = sys.argv[1]

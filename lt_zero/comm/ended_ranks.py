@@ -1,0 +1,368 @@
+"""Ends of ranks: what each tells of its end, and what the others make of it.
+
+Note [Ended ranks]
+    When a rank ends, the others fail one after the other, each with gloo's message about a neighbour. So a rank tells
+    the store how its run, or its process, has ended: by an error of its own, because of another rank (then it passes on
+    the first cause), or without an error. A rank that was killed tells nothing.
+    The others read an error as soon as they wait, and leave: on gloo from a wait for what the ended rank had not
+    launched, and from other packages' collectives by closed connections. Those who never wait fail at their next
+    collective. A run, or an operation, may end by an error that the user's code catches on all ranks, so that concerns
+    only who is still in it; see ``End.concerns``.
+    The kernel closes a connection to a machine that does not answer (process_groups.py), and says so: then the link is
+    named, not the process.
+    The store may end with the process that serves it. So a process that has failed lets the others read why before it
+    ends, for some seconds at most. torchrun serves the store itself, and takes the process that exits first for the
+    cause: there nothing is waited for. Processes of multiprocessing do not run exit handlers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter
+from dataclasses import astuple, dataclass
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from lt_zero.comm.work import Launch, Watch
+
+PACKAGES = {"lt_zero", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics", "contextlib"}
+WHERE = ", here or in a log of its own (torchrun: --log-dir, SLURM: --output)"
+COUNTS = (
+    "Every rank has to run the same number of batches: let a sampler cut the data (`DistributedSampler`), cut an"
+    " `IterableDataset` into equal parts, or limit the batches (`limit_train_batches`)."
+)
+_PROBE_TAG = 0x5AB0  # of a message that is never received
+# What the kernel says of a connection whose peer does not answer; that of a process that has ended is closed, or reset.
+_UNREACHABLE = re.compile("(Connection|Operation) timed out|No route to host|(Network|Host) is (unreachable|down)")
+_MANY = 64  # most ended ranks of which messages are read
+_SHOWN = 2  # frames of an error that follows from another rank's
+
+
+@dataclass(frozen=True)
+class End:
+    """What a rank has told of its end.
+
+    ``own``: it ended by an error of its own. ``text``: the error or the first cause; "": there was none. ``scope``: the
+    run or the operation that has ended, with a number; None: its process. ``launched``: the number of its last launch
+    in each channel.
+    """
+
+    own: bool
+    text: str
+    scope: str | None
+    launched: dict[str, int]
+
+    def concerns(self, scopes: list[str]) -> bool:
+        """Whether it ends one of the runs and operations that another rank is in."""
+        return self.scope is None or self.scope in scopes
+
+    def precedes(self, launch: Launch) -> bool:
+        """Whether the rank ended before ``launch``."""
+        return self.launched.get(launch.channel, 0) < launch.number
+
+
+class EndedRanks:
+    """The ends of the ranks of one group.
+
+    Args:
+        store: store of the group; ``wake``: wakes up the threads that read it.
+        ranks: the global ranks; ``host``: a gloo group over them.
+        watch: the state of this rank's collectives.
+
+    Attributes:
+        hosts: the name of each rank's host, for messages; [] if they are not known.
+        posted: whether this rank has told of its end.
+        lost: ranks to which the connection was lost, and the kernel's word for it.
+    """
+
+    def __init__(self, store: Store, ranks: list[int], rank: int, host: dist.ProcessGroup, watch: Watch) -> None:
+        self._signal, self._store = store, PrefixStore("ended", store)
+        self._ranks, self._rank, self._world = ranks, rank, len(ranks)
+        self._host, self._watch = host, watch
+        self.hosts: list[str] = []
+        self.lost: dict[int, str] = {}
+        self.posted = False
+        self.scopes: list[str] = []  # the current run, and the operation in it
+        self._begun: Counter[str] = Counter()
+        self._told = 0  # number of this rank's first error in the list of errors
+        self._own = False  # whether it was an error of its own
+        self._read = 0  # errors of the list that this rank has read
+        self._errors: dict[int, End] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has told of an error."""
+        return self._told > 0
+
+    # ---- this rank -------------------------------------------------------------------------------------------------
+
+    def begin(self, what: str) -> None:
+        """Begin a run, or an operation of all ranks, and take back what was told: an error has not ended this rank."""
+        self._begun[what] += 1
+        self.scopes.append(f"{what} {self._begun[what]}")
+        if self.posted:
+            self._store.delete_key(str(self._rank))
+        self.posted, self._told = False, 0
+
+    def end_run(self) -> None:
+        """End the run; without an error unless one was told."""
+        if self.scopes and not self.posted:
+            self.tell(False, "")
+        self.scopes.clear()
+
+    def tell(self, own: bool, text: str, process: bool = False) -> None:
+        """Tell the others of the end of this rank's run, or process."""
+        if self._store_has_ended():
+            return
+        scope = self.scopes[-1] if self.scopes and not process else None
+        launched = {name: channel.launched for name, channel in self._watch.channels.items()}
+        message = json.dumps([self._rank, *astuple(End(own, text, scope, launched))])
+        with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
+            self._store.set(str(self._rank), message)
+            self.posted = True
+            if text:
+                number = self._store.add("errors", 1)
+                self._store.set(f"error/{number}", message)
+                self._signal.add("asks", 1)
+                self._told, self._own = self._told or number, own
+
+    def await_readers(self, seconds: float) -> None:
+        """Wait until the others have read this rank's error, or have ended, at most some seconds.
+
+        No-op for an error that follows from another rank's, unless this rank may serve the store.
+        """
+        until, serves = time.monotonic() + seconds, self._ranks[self._rank] == 0
+        with contextlib.suppress(RuntimeError):
+            while self._told and (self._own or serves) and not self._store_has_ended() and time.monotonic() < until:
+                if self._store.add(f"heard/{self._told}", 0) + len(self.ended()) >= self._world - 1:
+                    return
+                time.sleep(0.1)
+
+    def _store_has_ended(self) -> bool:
+        """Whether a process has ended that may serve the store; its client would log that at length."""
+        return 0 in self._ranks and self._ranks[self._rank] != 0 and self.has_ended(self._ranks.index(0))
+
+    # ---- the others ------------------------------------------------------------------------------------------------
+
+    def error(self) -> tuple[int, End] | None:
+        """Another rank, and its error, which has ended this run there, or its process."""
+        with self._lock:
+            count = self._store.add("errors", 0)
+            while (found := self._concerned()) is None and self._read < count:
+                if not self._store.check([f"error/{self._read + 1}"]):
+                    break
+                self._read += 1
+                rank, end = _parsed(self._store.get(f"error/{self._read}"))
+                if rank != self._rank:
+                    self._errors[rank] = end
+                    self._store.add(f"heard/{self._read}", 1)
+            return found
+
+    def _concerned(self) -> tuple[int, End] | None:
+        """The first of the errors that have been read which ends what this rank is in."""
+        for rank, end in self._errors.items():
+            if end.concerns(self.scopes):
+                now = self.of(rank)  # one that runs again has taken it back
+                if now is not None and now.text and now.concerns(self.scopes):
+                    return rank, now
+        return None
+
+    def of(self, rank: int) -> End | None:
+        """What a rank has told of its end."""
+        if not self._store.check([str(rank)]):
+            return None
+        return _parsed(self._store.get(str(rank)))[1]
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether the connection to a rank is closed."""
+        try:
+            dist.isend(torch.zeros(1), self._ranks[rank], self._host, tag=_PROBE_TAG)
+        except (RuntimeError, ValueError) as error:  # closed, or the group is destroyed
+            if (lost := _UNREACHABLE.search(str(error))) is not None:
+                self.lost[rank] = lost[0]
+            return True
+        return False
+
+    def ended(self) -> list[int]:
+        """The ranks that have ended."""
+        return [rank for rank in range(self._world) if rank != self._rank and self.has_ended(rank)]
+
+    def first_cause(self, ended: list[int]) -> str:
+        """Why ranks have ended: the error of one, the cause that one passes on, or that they have told none."""
+        silent, over, causes = list[int](), list[int](), list[str]()
+        for rank in ended[:_MANY]:
+            end = self._errors.get(rank)
+            with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
+                end = self.of(rank) or end
+            if end is None or not (end.text or end.concerns(self.scopes)):
+                silent.append(rank)
+            elif end.own:
+                return described(rank, end)
+            else:
+                causes.append(end.text) if end.text else over.append(rank)
+        if causes:
+            return causes[0]
+        if over and not silent:
+            return f"{_ranks(over)} came to the end without an error, while rank {self._rank} went on. {COUNTS}"
+        silent = self._of_gone_hosts(silent) or silent
+        one, hosts = len(silent) == 1, self.on_hosts(silent)
+        if lost := [rank for rank in silent if rank in self.lost]:
+            return (
+                f"The connection to {_ranks(lost).lower()}{self.on_hosts(lost)} was lost ({self.lost[lost[0]]}): the"
+                " link is cut, or the host is down; a process that ends closes its connections, and this was not closed. See"
+                " whether the host runs and can be reached (ping, the scheduler), and the last that"
+                f" {'it' if len(lost) == 1 else 'they'} printed{WHERE}."
+            )
+        return (
+            f"{_ranks(silent)}{hosts} ended without an error message: killed (for want of memory, by the"
+            f" scheduler{', with the host' if hosts else ''}), or by an error outside of the Trainer. See the last that"
+            f" {'it' if one else 'they'} printed{WHERE}, and dmesg."
+        )
+
+    def _of_gone_hosts(self, ended: list[int]) -> list[int]:
+        """Those of the ``ended`` ranks whose whole host has ended: the others may have ended because of them."""
+        alive = {host for rank, host in enumerate(self.hosts) if rank not in ended}
+        return [rank for rank in ended if self.hosts and self.hosts[rank] not in alive]
+
+    def on_hosts(self, ranks: list[int]) -> str:
+        """Where ``ranks`` are, if the ranks are on several hosts."""
+        if len(set(self.hosts)) < 2:
+            return ""
+        names = list(dict.fromkeys(self.hosts[rank] for rank in ranks))
+        return f" (on host{'' if len(names) == 1 else 's'} {', '.join(names)})"
+
+
+def _parsed(message: bytes) -> tuple[int, End]:
+    rank, *fields = json.loads(message)
+    return rank, End(*fields)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"Rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+
+
+def described(rank: int, end: End) -> str:
+    """The error that has ended a rank: its own, or the cause that it passes on."""
+    return f"Rank {rank} ended with {end.text}: see what it printed{WHERE}." if end.own else end.text
+
+
+def summary(error: BaseException) -> str:
+    """Type, first line and place of an error."""
+    text = str(error).strip().split("\n", 1)[0][:300]
+    return f"{type(error).__name__}{f': {text}' if text else ''} ({user_line(innermost(error.__traceback__))})"
+
+
+# ---- frames --------------------------------------------------------------------------------------------------------
+
+
+def innermost(trace: TracebackType | None) -> FrameType | None:
+    """The frame in which an exception was raised."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame if trace is not None else None
+
+
+def user_line(frame: FrameType | None) -> str:
+    """``file:line`` of the innermost frame outside of this package, Lightning and torch."""
+    first = frame
+    while frame is not None and not _is_users(frame):
+        frame = frame.f_back
+    shown = frame or first
+    if shown is None:
+        return "an unknown place"
+    return f"{shown.f_code.co_filename.removeprefix(os.path.join(os.getcwd(), ''))}:{shown.f_lineno}"
+
+
+def _is_users(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").split(".")[0] not in PACKAGES
+
+
+# ---- the end of the process ------------------------------------------------------------------------------------------
+
+
+class Member(Protocol):
+    """A detector of a group, which is told of the end of this process."""
+
+    def end_process(self, error: BaseException | None) -> bool:
+        """Tell the others of the end; returns whether the error follows from another rank's."""
+
+    def leave(self) -> None:
+        """Let the others read it."""
+
+
+_members: weakref.WeakSet[Any] = weakref.WeakSet()
+_installed: list[Any] = []  # the hook for uncaught errors that there was before
+
+
+def tell_at_end(member: Member) -> None:
+    """Tell ``member``, while it lives, of the error that ends this process, or of an end without one."""
+    _members.add(member)
+    if not _installed:
+        _installed.append(sys.excepthook)
+        sys.excepthook = _uncaught
+        atexit.register(_end)
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    follows = [member.end_process(error) for member in list(_members)]
+    if any(follows) and not debugs() and (path := _kept(error)) is not None:
+        trace = _shortened(error, trace, path)
+    _installed[0](kind, error, trace)
+
+
+def debugs() -> bool:
+    """Whether ``LT_ZERO_DEBUG`` is set."""
+    return os.environ.get("LT_ZERO_DEBUG", "0").lower() not in ("", "0", "false", "no", "off")
+
+
+def _kept(error: BaseException) -> str | None:
+    """Write an error's traceback to a file, and return its path; None if that fails."""
+    rank = dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "0")
+    try:
+        handle, path = tempfile.mkstemp(".txt", f"lt_zero_rank{rank}_")
+        with open(handle, "w", encoding="utf-8") as file:
+            file.writelines(traceback.format_exception(error))
+    except OSError:
+        return None
+    return path
+
+
+def _shortened(error: BaseException, trace: TracebackType | None, path: str) -> TracebackType | None:
+    """Leave of an error, which a file has in full, its text and the user's innermost frames: another rank's matters."""
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    short = None
+    for entry in reversed(([e for e in entries if _is_users(e.tb_frame)] or entries)[-_SHOWN:]):
+        short = TracebackType(short, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    first, *rest = str(error).splitlines() or [""]
+    text = [first, f"(The whole traceback: {path})", rest[-1]] if rest else [f"(In full: {path}) {first}"]
+    error.args = ("\n".join(text),)
+    error.__cause__ = error.__context__ = None
+    error.__traceback__ = short
+    return short
+
+
+def _end() -> None:
+    for member in list(_members):
+        member.end_process(None)
+    if multiprocessing.parent_process() is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        for member in list(_members):
+            member.leave()
