@@ -225,8 +225,8 @@ class EndedRanks:
         if lost := [rank for rank in silent if rank in self.lost]:
             return (
                 f"The connection to {_ranks(lost).lower()}{self.on_hosts(lost)} was lost ({self.lost[lost[0]]}): the"
-                " link is cut, or the host is down; a process that ends closes its connections, and this was not closed. See"
-                " whether the host runs and can be reached (ping, the scheduler), and the last that"
+                " link is cut, or the host is down; a process that ends closes its connections, and this was not"
+                " closed. See whether the host runs and can be reached (ping, the scheduler), and the last that"
                 f" {'it' if len(lost) == 1 else 'they'} printed{WHERE}."
             )
         return (
