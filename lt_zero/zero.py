@@ -11,12 +11,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
 from lt_zero.comm.communicator import Comm
-from lt_zero.comm.process_groups import init_distributed
+from lt_zero.comm.process_groups import init_distributed, is_part
 from lt_zero.config.load import examine
 from lt_zero.engine.full_params import gathered
 from lt_zero.engine.materialize import ConstructionSharder
@@ -169,10 +168,10 @@ def _check_groups(groups: Mapping[str, Any], mpu: Any) -> None:
         ValueError: names the argument.
     """
     for name, group in groups.items():
-        if group is not None and (ranks := dist.get_world_size(group)) != dist.get_world_size():
+        if group is not None and is_part(group):
             raise ValueError(
-                f"zero.Init({name}=...) has {ranks} of {dist.get_world_size()} ranks. Weights are sharded over all: "
-                "remove the argument, and for smaller groups write zero_optimization.mics_shard_size."
+                f"zero.Init({name}=...) has not all ranks, over which weights are sharded. Remove the argument, and "
+                "for smaller groups write zero_optimization.mics_shard_size."
             )
     if mpu is not None and (size := int(mpu.get_model_parallel_world_size())) != 1:
         raise ValueError(

@@ -155,6 +155,11 @@ def own_gpu(local_rank: int) -> int:
     return 0 if torch.cuda.device_count() == 1 else local_rank
 
 
+def is_part(group: dist.ProcessGroup) -> bool:
+    """Whether a process group has not all ranks."""
+    return dist.get_world_size(group) != dist.get_world_size()
+
+
 def init_distributed(
     dist_backend: str | None = None,
     timeout: timedelta | None = None,

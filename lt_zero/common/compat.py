@@ -93,16 +93,17 @@ def asks_for_tangents() -> bool:
     return in_transform() or torch.autograd.forward_ad._current_level >= 0
 
 
-# Dynamo evaluates it while it traces, and recompiles for other levels. ``torch.compiler.assume_constant_result`` sets
-# this, too, but imports Dynamo, which takes a second.
-asks_for_tangents._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def running_transform() -> str:
     """The name of what runs a function otherwise than it is written: torch.func, or torch.jit.trace; "" if nothing."""
     if in_transform():
         return "a transform of torch.func (grad, vmap, jvp, jacrev, ...)"
     return "torch.jit.trace" if torch._C._is_tracing() else ""
+
+
+# Dynamo evaluates these while it traces, and recompiles for other levels. ``torch.compiler.assume_constant_result``
+# sets this, too, but imports Dynamo, which takes a second.
+asks_for_tangents._dynamo_marked_constant = True  # type: ignore[attr-defined]
+running_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def outside_of_transforms() -> Any:

@@ -176,11 +176,11 @@ class Engine(ProcessLocal):
     @contextmanager
     def forward_scope(self, trains: bool = True) -> Iterator[None]:
         """Context for code that runs the model: root parameters are readable inside. ``trains``: a training step."""
-        self.enter_forward(trains=trains)
+        _call_uncompiled(partial(self.enter_forward, trains=trains), None)  # a user may compile what enters this
         try:
             yield
         finally:
-            self.leave_forward(None)
+            _call_uncompiled(partial(self.leave_forward, None), None)
 
     def enter_forward(self, entry: nn.Module | None = None, trains: bool = True) -> None:
         """``entry``: the module that is called."""

@@ -110,9 +110,9 @@ class ConstructionSharder:
             handle.remove()
         named, self._named = self._named, []
         if exc[0] is None:
-            gc.collect(0)  # all ranks have the same modules left
-            modules = [(module, name) for ref, name in named if (module := ref()) is not None]
-            self._take_named((f"{type(m).__name__}.{name}", m._parameters.get(name)) for m, name in modules)
+            if any(self._is_free(parameter) for _, parameter in _registered_now(named)):
+                gc.collect()  # so that all ranks have the same modules left, also of those in cycles
+                self._take(_registered_now(named))
             self._shard_open(0)
 
     def _note(self, module: nn.Module, name: str, parameter: Parameter | None) -> None:
@@ -120,7 +120,7 @@ class ConstructionSharder:
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         named = module.named_parameters(f"{type(parent).__name__}.{name}") if module is not None else ()
-        self._take_named(named)
+        self._take(named)
 
     def shard(self, module: nn.Module) -> None:
         """Shard the parameters of a module that is built already. Collective; rank 0's values are kept.
@@ -129,24 +129,26 @@ class ConstructionSharder:
             ValueError: an engine has them.
         """
         for name, parameter in module.named_parameters():
-            if (owner := owner_of(parameter)) is not None and not isinstance(owner, ConstructionSharder):
+            if _is_owned(parameter) and not isinstance(owner_of(parameter), ConstructionSharder):
                 raise ValueError(f"Parameter {name!r} of {type(module).__name__} is sharded already. Use it as it is.")
-        self._take_named(module.named_parameters())
+        self._take(module.named_parameters())
         self._shard_open(0)
 
-    def _take_named(self, parameters: Iterable[tuple[str, Parameter | None]]) -> None:
+    def _take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         """Shard those of ``parameters`` that are nobody's yet, as soon as there are many bytes."""
         for name, parameter in parameters:
-            if parameter is None:
-                continue
             self._names[parameter] = name
-            if parameter.is_meta or is_lazy(parameter) or is_guarded(parameter) or parameter.numel() < self._threshold:
-                continue
-            if owner_of(parameter) not in (None, self):
+            if not self._is_free(parameter):
                 continue
             self._shard_open(_LARGE)
             self._keep_open(parameter)
         self._shard_open(_LARGE)
+
+    def _is_free(self, parameter: Parameter) -> bool:
+        """Whether a parameter is to be sharded, and is nobody's yet."""
+        if parameter.is_meta or is_lazy(parameter) or is_guarded(parameter) or parameter.numel() < self._threshold:
+            return False
+        return not _is_owned(parameter)
 
     def _keep_open(self, parameter: Parameter) -> None:
         if parameter not in self._open:
@@ -279,6 +281,19 @@ class ConstructionSharder:
             unguard(parameter)
             parameter.data = value
         return sharded
+
+
+def _is_owned(parameter: Parameter) -> bool:
+    """Whether a sharder, or an engine that still runs its model, has a parameter."""
+    owner: Any = owner_of(parameter)
+    return owner is not None and getattr(owner, "attached", True)
+
+
+def _registered_now(named: Iterable[tuple[weakref.ref[nn.Module], str]]) -> Iterator[tuple[str, Parameter]]:
+    """The parameters that modules have under these names, without those that are gone."""
+    for ref, name in named:
+        if (module := ref()) is not None and (parameter := module._parameters.get(name)) is not None:
+            yield f"{type(module).__name__}.{name}", parameter
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
