@@ -83,7 +83,8 @@ class BufferSync(ProcessLocal):
         self._root, self._comm, self.enabled = root, comm, enabled and comm.world > 1
         self._tables = [module._buffers for module in root.modules()]
         self._buffers = self._find()
-        self._relayout = True  # some rank's buffers have other names, shapes or dtypes than before
+        # Some rank's buffers have other names, shapes or dtypes than those that the ranks have agreed upon.
+        self._relayout = bool(self._buffers)
         self._sent: tuple[Work, Tensor] | None = None  # the exchange of what ranks saw
         self._windows = 0
         self._unfinished = False  # a training forward has had no backward yet
