@@ -16,7 +16,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -64,6 +64,14 @@ class Snapshot:
         return cls(digest_of(sorted(facts.items())), lambda: facts)
 
 
+class _Exchange(NamedTuple):
+    """An exchange: its number, how many notes there were until then, and what it covered."""
+
+    number: int
+    notes: int
+    covered: list[Snapshot]
+
+
 class Source(Protocol):
     """What has values that change in training."""
 
@@ -80,11 +88,12 @@ class SameOnRanks:
     def __init__(self, comm: Comm, root: nn.Module, parameters: Iterable[Parameter]) -> None:
         self._comm, self._root = comm, root
         self._owned = {id(p): p for p in parameters}
-        self._noted: list[Snapshot] = []  # of steps since the last exchange
-        # Of these steps. References are strong, and dropped at the exchange: were they weak, the garbage collector,
-        # which runs at other times on other ranks, would decide what is compared.
+        self._noted: list[Snapshot] = []  # of steps, until an exchange that had them is checked
+        # Of these steps. References are strong, and dropped by the check: were they weak, the garbage collector, which
+        # runs at other times on other ranks, would decide what is compared.
         self._sources: dict[Source, None] = {}
-        self._told: deque[tuple[int, list[Snapshot]]] = deque(maxlen=_KEPT)  # number of an exchange, what it covered
+        self._dropped = 0  # notes before those
+        self._told: deque[_Exchange] = deque(maxlen=_KEPT)
         self._error = ""  # that was raised: what follows, such as a save after it, fails as well
         self._trains: bytes | None = None  # of the owned parameters, in ``_frozen``
         self._frozen = Snapshot.of({})
@@ -129,6 +138,8 @@ class SameOnRanks:
             flags = torch.tensor(self.flags(), dtype=torch.uint8)
             self._comm.host_max(flags, "what was stepped with").wait()
             self.check(flags.tolist())
+            self._dropped += len(self._noted)
+            self._noted = []
 
     def flags(self) -> list[int]:
         """This rank's bytes of an exchange, whose maximum over the ranks ``check`` gets."""
@@ -136,13 +147,12 @@ class SameOnRanks:
             return [*_NOTHING]
         now = [source.snapshot() for source in self._sources]
         covered = [*self._noted, *now, self._frozen_parameters(), *self._find_unknown()]
-        self._noted, self._sources = [], {}
-        number = self._told[-1][0] + 1 if self._told else 0
-        self._told.append((number, covered))
+        number = self._told[-1].number + 1 if self._told else 0
+        self._told.append(_Exchange(number, self._dropped + len(self._noted), covered))
         return _flags(b"".join(snapshot.digest for snapshot in covered))
 
     def check(self, flags: Sequence[int]) -> None:
-        """Check the outcome of an exchange.
+        """Check the outcome of the last exchange, or of the one before. Other exchanges need not be checked.
 
         Raises:
             RuntimeError: on all ranks, if they differ, or have a problem.
@@ -150,14 +160,18 @@ class SameOnRanks:
         if not self._error and not _equal(flags):
             self._error = self._difference()
         elif not self._error:
-            told = self._told[-1][1] if self._told else []
+            told = self._told[-1].covered if self._told else []
             self._error = next((snapshot.problem for snapshot in told if snapshot.problem), "")
         if self._error:
             raise RuntimeError(self._error)
+        self._sources = {}
+        if len(self._told) > 1:  # what the one before had is in both
+            del self._noted[: max(0, self._told[-2].notes - self._dropped)]
+            self._dropped = max(self._dropped, self._told[-2].notes)
 
     def _difference(self) -> str:
         """The first difference between what the ranks had. Collective."""
-        mine = {number: [(s.digest, dict(s.facts()), s.problem) for s in some] for number, some in self._told}
+        mine = {e.number: [(s.digest, dict(s.facts()), s.problem) for s in e.covered] for e in self._told}
         every = self._comm.host_gather(mine, "what the ranks step with")
         for number in sorted(set.intersection(*map(set, every))):
             rows = [ran[number] for ran in every]

@@ -119,9 +119,7 @@ def _error(face: str, stage: int, change: Callable[[Net], None]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "face", "stage"), [(3, "shard", 3), (2, "shard", 0), (2, "loop", 3), (2, "Fabric", 2)]
-)
+@pytest.mark.parametrize(("ranks", "face", "stage"), [(3, "shard", 3), (2, "loop", 2), (2, "Fabric", 0)])
 def test_the_error_names_the_difference(pool: Pool, ranks: int, face: str, stage: int) -> None:
     for change, match in DIFFERENT:
         for told in pool.run(ranks, _error, face, stage, change):

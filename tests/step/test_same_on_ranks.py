@@ -223,6 +223,26 @@ def test_the_last_step_is_checked_before_weights_are_saved(pool: Pool) -> None:
         assert re.search("lr is 0.1 on rank 0 and 0.2 on rank 1", told), told
 
 
+def _accumulates(stage: int) -> str:
+    """A step with another rate, which is put back, then two backwards: the first one's exchange is not waited for."""
+    run = Run(stage, "never", rate)
+    run.step(0)
+    next_token_loss(run.net, 1, 0, dist.get_rank()).backward()
+    rate(run)
+    run.optimizer.step()
+    run.optimizer.param_groups[0]["lr"] = 0.1
+    for micro in range(2):
+        next_token_loss(run.net, 2, micro, dist.get_rank()).backward()
+    with pytest.raises(RuntimeError) as caught:
+        run.optimizer.step()
+    return str(caught.value)
+
+
+def test_exchanges_that_nobody_waits_for(pool: Pool) -> None:
+    for told in pool.run(2, _accumulates, 2):
+        assert re.search("lr is 0.1 on rank 0 and 0.2 on rank 1", told), told
+
+
 def _averages() -> str:
     run = Run(3, "before", lambda _: None)
     run.step(0)
