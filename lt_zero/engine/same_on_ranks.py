@@ -65,11 +65,12 @@ class Snapshot:
 
 
 class _Exchange(NamedTuple):
-    """An exchange: its number, how many notes there were until then, and what it covered."""
+    """An exchange: its number, how many notes there were until then, and what it covered, first ``taken`` notes."""
 
     number: int
     notes: int
     covered: list[Snapshot]
+    taken: int
 
 
 class Source(Protocol):
@@ -94,7 +95,7 @@ class SameOnRanks:
         self._sources: dict[Source, None] = {}
         self._dropped = 0  # notes before those
         self._told: deque[_Exchange] = deque(maxlen=_KEPT)
-        self._error = ""  # that was raised: what follows, such as a save after it, fails as well
+        self._error = ""  # steps were taken with different values: what follows, such as a save, fails as well
         self._trains: bytes | None = None  # of the owned parameters, in ``_frozen``
         self._frozen = Snapshot.of({})
         self._seen = _registered()
@@ -109,11 +110,10 @@ class SameOnRanks:
         if self._comm.alone:
             return
         snapshot = source.snapshot()
+        if snapshot.problem:
+            raise RuntimeError(snapshot.problem)
         self._noted.append(snapshot)
         self._sources[source] = None
-        if snapshot.problem:
-            self._error = snapshot.problem
-            raise RuntimeError(self._error)
 
     def note_value(self, what: str, value: float) -> None:
         """The next step is taken with this value."""
@@ -135,7 +135,7 @@ class SameOnRanks:
         if self._error:
             raise RuntimeError(self._error)
         if self._noted:
-            flags = torch.tensor(self.flags(), dtype=torch.uint8)
+            flags = torch.tensor(self._cover([]), dtype=torch.uint8)
             self._comm.host_max(flags, "what was stepped with").wait()
             self.check(flags.tolist())
             self._dropped += len(self._noted)
@@ -146,9 +146,13 @@ class SameOnRanks:
         if self._comm.alone:
             return [*_NOTHING]
         now = [source.snapshot() for source in self._sources]
-        covered = [*self._noted, *now, self._frozen_parameters(), *self._find_unknown()]
+        return self._cover([*now, self._frozen_parameters(), *self._find_unknown()])
+
+    def _cover(self, now: list[Snapshot]) -> list[int]:
+        """The flags of an exchange about the steps so far, and what there is ``now``."""
+        covered, taken = [*self._noted, *now], len(self._noted)
         number = self._told[-1].number + 1 if self._told else 0
-        self._told.append(_Exchange(number, self._dropped + len(self._noted), covered))
+        self._told.append(_Exchange(number, self._dropped + taken, covered, taken))
         return _flags(b"".join(snapshot.digest for snapshot in covered))
 
     def check(self, flags: Sequence[int]) -> None:
@@ -157,20 +161,23 @@ class SameOnRanks:
         Raises:
             RuntimeError: on all ranks, if they differ, or have a problem.
         """
-        if not self._error and not _equal(flags):
-            self._error = self._difference()
-        elif not self._error:
-            told = self._told[-1].covered if self._told else []
-            self._error = next((snapshot.problem for snapshot in told if snapshot.problem), "")
         if self._error:
             raise RuntimeError(self._error)
+        if not _equal(flags):
+            text, taken = self._difference()
+            self._error = text if taken else ""
+            raise RuntimeError(text)
+        for snapshot in self._told[-1].covered if self._told else ():
+            if snapshot.problem:
+                raise RuntimeError(snapshot.problem)
         self._sources = {}
         if len(self._told) > 1:  # what the one before had is in both
             del self._noted[: max(0, self._told[-2].notes - self._dropped)]
             self._dropped = max(self._dropped, self._told[-2].notes)
 
-    def _difference(self) -> str:
-        """The first difference between what the ranks had. Collective."""
+    def _difference(self) -> tuple[str, bool]:
+        """The first difference between what the ranks had, and whether steps were taken with it. Collective."""
+        taken = {exchange.number: exchange.taken for exchange in self._told}
         mine = {e.number: [(s.digest, dict(s.facts()), s.problem) for s in e.covered] for e in self._told}
         every = self._comm.host_gather(mine, "what the ranks step with")
         for number in sorted(set.intersection(*map(set, every))):
@@ -178,8 +185,9 @@ class SameOnRanks:
             for place in range(max(map(len, rows))):
                 found = [row[place] if place < len(row) else (b"", {}, "") for row in rows]
                 if len({digest for digest, _, _ in found}) > 1:
-                    return _sentence([facts for _, facts, _ in found], [text for _, _, text in found])
-        return f"The ranks step with different options. {_REMEDY}"
+                    text = _sentence([facts for _, facts, _ in found], [text for _, _, text in found])
+                    return text, place < taken[number]
+        return f"The ranks step with different options. {_REMEDY}", True
 
     def _frozen_parameters(self) -> Snapshot:
         """Which of the engine's parameters are frozen: a rank that froze others would count as one that uses none."""
