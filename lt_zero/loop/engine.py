@@ -472,12 +472,16 @@ class TrainingEngine(nn.Module):
             return None, {}
         path = str(folder / tag)
         saved = open_same(comm, path, as_lightning, tell=comm.rank == 0)
-        own, how = saved.get(LOOP, {}), self._config.checkpoint
+        own, how = saved.get(LOOP), self._config.checkpoint
+        own = own if isinstance(own, dict) and "client_state" in own else {}  # a Trainer's may have such a key, too
         only_weights = load_module_only or how.load_module_only
         state = None
         if load_optimizer_states and how.load_optimizer_states and not only_weights:
             with comm.agree("checking optimizer states", CheckpointError):
                 state = self._fitting_state(saved.get("optimizer_states", []), path)
+        schedules = saved.get("lr_schedulers") if load_lr_scheduler_states and how.load_lr_scheduler_states else None
+        if schedules and self.lr_scheduler is not None and not only_weights:
+            check_schedule(schedules[0], self.lr_scheduler, path)
         left_out = list(saved.get("lt_zero", {}).get("frozen_left_out", []))
         self.loss_scale_controller.read_skip_flag()  # of a step before
         weights = saved["state_dict"] if only_weights else trained_weights(saved)
@@ -495,7 +499,7 @@ class TrainingEngine(nn.Module):
             self.loss_scale_controller.load_state_dict(own.get("loss_scale", saved.get("ZeroPrecision", {})))
             self.loss_scale_controller.start_watching(self.engine)
         if load_lr_scheduler_states and how.load_lr_scheduler_states:
-            self._load_schedule(saved.get("lr_schedulers"), path)
+            self._load_schedule(schedules, path)
         self.global_steps = int(own.get("global_steps", saved.get("global_step", 0)))
         self.micro_steps = int(own.get("micro_steps", self.global_steps * self._gas))
         self.global_samples = int(own.get("global_samples", 0))
@@ -512,7 +516,6 @@ class TrainingEngine(nn.Module):
 
     def _load_schedule(self, saved: Sequence[Any] | None, path: str) -> None:
         if self.lr_scheduler is not None and saved:
-            check_schedule(saved[0], self.lr_scheduler, path)
             self.lr_scheduler.load_state_dict(saved[0])
         elif (self.lr_scheduler is not None or saved) and self.comm.rank == 0:
             has = "a schedule, and the engine has none" if saved else "no schedule, and the engine's begins anew"

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, mapping, ties
-from lt_zero.checkpoint.formats.reading import VERSION, Stub
+from lt_zero.checkpoint.formats.reading import Stub
 from lt_zero.checkpoint.source import Spec
 from lt_zero.common.errors import CheckpointError
 
@@ -72,7 +72,8 @@ class DeepSpeedSource(ForeignSource):
     Attributes:
         left_out: names of frozen parameters that were not saved.
         steps: that DeepSpeed has counted, skipped ones included.
-        loop: what its engine restores beside weights and optimizer, as ours saves it (loop/engine.py).
+        loop: what its engine restores beside weights and optimizer, as ours saves it (loop/engine.py); of use unless
+            Lightning wrote the checkpoint.
     """
 
     def __init__(self, path: str | os.PathLike[str], tag: str | None = None, inert: Collection[str] = ()) -> None:
@@ -107,7 +108,7 @@ class DeepSpeedSource(ForeignSource):
             "global_steps": self.steps,
             "global_samples": int(model.get("global_samples") or 0),
             "loss_scale": self.meta.get("ZeroPrecision", {}),
-            "client_state": {} if VERSION in given else given,  # else it is Lightning's checkpoint
+            "client_state": given,
         }
         self._open_weights(models)
         if shapes:

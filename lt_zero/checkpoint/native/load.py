@@ -44,9 +44,8 @@ def lightning_meta(source: Source) -> dict[str, Any]:
     if VERSION not in meta:  # a client_state that a user of DeepSpeed passed to save_checkpoint
         for key in ("loops", "callbacks"):
             meta.pop(key, None)
-    meta.pop(LOOP, None)
-    if (loop := getattr(source, LOOP, None)) is not None:
-        meta[LOOP] = loop
+        if (loop := getattr(source, LOOP, None)) is not None:
+            meta[LOOP] = loop
     scalers = [meta.pop(key, None) for key in _SCALERS]
     for state in scalers:
         if isinstance(state, dict) and "scale" in state:

@@ -100,11 +100,10 @@ def bundle(
     Raises:
         CheckpointError: a rank lacks an entry of the state dict that rank 0 has.
     """
-    rest = dict(checkpoint)
+    rest, made = dict(checkpoint), Bundle({})
     weights: dict[str, Any] = dict(rest.pop("state_dict", {}))
     optimizers: list[Any] = list(rest.pop("optimizer_states", []))
     order, aliases = _agreed(weights, comm)
-    made = Bundle({})
 
     def swap(path: Path, value: Tensor) -> Any:
         if not isinstance(value, Fragment):
@@ -124,9 +123,8 @@ def bundle(
         made.meta, of_rest = plain(rest, swap)
         if comm.rank == 0:
             extra, of_state = plain({name: weights[name] for name in order if not isinstance(weights[name], Tensor)})
-            left |= {**of_rest, **{(KEY, "extra_state", *path): value for path, value in of_state.items()}}
-            keys = [record for path, value in left.items() if (record := _described(path, value)) is not None]
-            left = {path: value for path, value in left.items() if _described(path, value) is None}
+            of_state = {(KEY, "extra_state", *path): value for path, value in of_state.items()}
+            keys, left = _keys_of({**left, **of_rest, **of_state})
             made.meta[KEY] = {
                 **made.meta.get(KEY, {}),
                 "optimizers": packed,
@@ -137,7 +135,7 @@ def bundle(
                 "config": plain(config)[0],
                 **({"has_optimizers": True} if "optimizer_states" in checkpoint else {}),
             }
-            made.objects = _pickled(left) if left else None
+            made.objects = _pickled(left)
             made.manifest = {"order": tuple(order), "aliases": aliases, "left_out": tuple(left_out), "run": dict(run)}
     if comm.mesh.replica > 0:
         made.tensors.clear()  # the first replica writes the same
@@ -168,8 +166,11 @@ def _agreed(weights: Mapping[str, Any], comm: Comm) -> tuple[dict[str, bool], di
     return order, aliases
 
 
-def _described(path: Path, value: Any) -> list[Any] | None:
-    return described(path, value) if isinstance(path[-1], Key) else None
+def _keys_of(left: Mapping[Path, Any]) -> tuple[list[list[Any]], dict[Path, Any]]:
+    """The descriptions of keys that have one, and the rest."""
+    known = {path: described(path, value) if isinstance(path[-1], Key) else None for path, value in left.items()}
+    records = [record for record in known.values() if record is not None]
+    return records, {path: value for path, value in left.items() if known[path] is None}
 
 
 def _take_optimizer(
@@ -210,6 +211,8 @@ def _pickled(left: Mapping[Path, Any]) -> bytes | None:
     Raises:
         CheckpointError: a key cannot be pickled; names it.
     """
+    if not left:
+        return None
     kept, failed = {}, []
     for path, value in left.items():
         try:
