@@ -28,9 +28,10 @@ from lt_zero.engine.lazy_tensor import read_now
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 
-def trained_weights(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def trained_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     """The weights that training goes on with. See Note [Weights of a checkpoint]."""
-    return {**checkpoint["state_dict"], **checkpoint.get(TRAINED, {}).get("weights", {})}
+    state: Mapping[str, Any] = checkpoint["state_dict"]  # callbacks may still change it
+    return {**state, **checkpoint[TRAINED]["weights"]} if TRAINED in checkpoint else state
 
 
 def restore_weights(
