@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +15,10 @@ from tests.support.nodes import NodePool, unavailable
 from tests.support.pool import Pool
 
 torch.set_num_threads(1)
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell starts jobs in the background so, and children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
@@ -26,6 +31,7 @@ def pytest_collection_finish() -> None:
 def pool() -> Iterator[Pool]:
     """Gloo worker processes, shared by all tests."""
     workers = Pool()
+    workers.ensure(2)  # here, where no test's time runs
     yield workers
     workers.close()
 

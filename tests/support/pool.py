@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from tests.support.paths import ROOT
 
+START_TIMEOUT_S = 600.0  # of a worker: on a machine with other work importing torch takes minutes
 TASK_TIMEOUT_S = 90.0
 GRACE_S = 5.0  # for the other ranks, once one has failed
 
@@ -45,6 +46,7 @@ def _serve(connection: Connection, place: Place) -> None:
     import torch
 
     torch.set_num_threads(1)
+    connection.send("ready")
     while True:
         try:
             task = connection.recv()
@@ -90,13 +92,19 @@ class Pool:
         self._context.set_forkserver_preload(["tests.support.preload"])
         self._workers: list[tuple[Any, Connection]] = []
 
-    def _ensure(self, count: int) -> None:
+    def ensure(self, count: int) -> None:
+        """Start workers until there are ``count``; the time of a task begins afterwards."""
+        started = len(self._workers)
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs, self._place(len(self._workers))), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+        for _, connection in self._workers[started:]:
+            if not connection.poll(START_TIMEOUT_S):
+                raise WorkerError(f"A worker has not started after {START_TIMEOUT_S:.0f} s.")
+            connection.recv()
 
     def run(self, world: int, fn: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> list[Any]:
         """``fn(*args)`` on ``world`` ranks; the results by rank.
@@ -104,7 +112,7 @@ class Pool:
         Raises:
             WorkerError: a rank raised or did not answer in time.
         """
-        self._ensure(world)
+        self.ensure(world)
         with tempfile.TemporaryDirectory() as folder:
             store = os.path.join(folder, "store")
             connections = [connection for _, connection in self._workers[:world]]
