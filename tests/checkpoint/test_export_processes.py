@@ -47,7 +47,7 @@ for name in ("a.pt", "a.safetensors", "a.ckpt"):
 def run(script: str, *args: str, **env: str) -> str:
     command = [sys.executable, "-c", script, *args]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -261,7 +261,7 @@ def test_a_hook_that_fails_on_one_rank_ends_all(pool: Pool, tmp_path: Path, hook
 def test_the_last_line_of_a_real_run(fails: int) -> None:
     """Rank 0 serves the store from which the other reads the error."""
     command = [sys.executable, SCRIPT, "popen", f"--fail={fails}"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
     error = "ValueError: broken on purpose"
     told = {rank: re.findall(rf"^\[rank{rank}\]: ?(.*)$", done.stderr, re.MULTILINE) for rank in range(2)}
     assert told[fails][-1] == error

@@ -85,9 +85,9 @@ def test_slurm_requeues(tmp_path: Path) -> None:
         rank.communicate()
     assert (folder / "scontrol").read_text(encoding="utf-8") == "requeue 1\n"
     for rank in start(1):
-        rank.communicate(timeout=90)
+        rank.communicate(timeout=240)
         assert rank.returncode != 0
-    requeued = _weights("".join(rank.communicate(timeout=90)[0] for rank in start(2)))
+    requeued = _weights("".join(rank.communicate(timeout=240)[0] for rank in start(2)))
     begun, saved, later = _began(folder)
     assert (begun, later) == (0, 18)
     assert 5 <= saved < 18

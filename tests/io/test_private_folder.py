@@ -208,7 +208,7 @@ def test_exit_removes_everything_and_the_exit_of_a_child_nothing(tmp_path: Path)
         str(tmp_path),
         str(Path(lt_zero.__file__).parent),
     ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
     assert not ended.stderr
     assert not list(tmp_path.iterdir())
