@@ -308,7 +308,8 @@ class HangDetector:
             if verdict not in str(error):
                 error.args = (f"{verdict} ({error})",)
             return True
-        cause = self.explain_end() if in_collective(error) or (self._end or "\0") in str(error) else None
+        told = self._end is not None and self._end in str(error)  # ``heed`` has raised it
+        cause = self.explain_end() if told or in_collective(error) else None
         if cause is not None and cause not in str(error):
             error.args = (f"{error}\n{cause}",)
         return cause is not None
