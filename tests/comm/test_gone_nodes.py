@@ -76,7 +76,7 @@ def causes_of_a_lost_link(words: str) -> str:
     """What rank 0 and 1 say of rank 2, whose connection ends with ``words`` of the kernel."""
     detector = Comm.for_world(torch.device("cpu"))._hang_detector
     assert detector is not None
-    detector.hosts = ["a", "a", "b"]
+    detector.ends.hosts = ["a", "a", "b"]
     send = dist.isend
 
     def lost(tensor: torch.Tensor, rank: int, *args: Any, **kwargs: Any) -> Any:

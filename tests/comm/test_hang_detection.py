@@ -370,8 +370,7 @@ def _ends_with(what: str) -> None:
         for group in comm._groups:
             dist.destroy_process_group(group)
     elif dist.get_rank() == 0:  # as at its exit
-        comm._hang_detector.stop()
-        comm._hang_detector.leave(time.monotonic() + 60)
+        comm._hang_detector.leave()
     else:
         thread.join(60)
     thread.join(60)
