@@ -489,6 +489,7 @@ class Bucket:
         if self.resident:
             value = whole(value)
             self.param_views[index].copy_(value)
+            self.edits.forget()
         for piece in self.pieces_of(index):
             row = elements_of(value, piece.lo, piece.hi)
             rows = slice(piece.offset, piece.offset + piece.numel)
@@ -518,8 +519,8 @@ class InplaceEdits:
     so values are checked, too, before they are stepped or saved: by a digest on a CPU and where master weights are
     offloaded. On a GPU a digest would have to be waited for, so edited elements are found by comparing master weights
     with the compute copy. ``p.data = tensor`` takes a parameter out of its bucket, which changes its address; its
-    values are copied back. Values of sharded parameters are compared at their first two releases, and where user code
-    was given a tensor whose writes no version shows.
+    values are copied back. Values of sharded parameters are compared after the first two training forwards of their
+    unit, and where user code was given a tensor whose writes no version shows.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -529,16 +530,19 @@ class InplaceEdits:
         self._versions: list[int] = []
         self._digest: Tensor | None = None  # of this rank's shard
         self._paused = False  # master weights are ahead of the compute copy
-        self._watched = 0  # releases
+        self._watches = 2  # training forwards whose values are still to be compared
+        self._sums: Tensor | None = None  # of each piece, when it was gathered for such a forward
 
     def note(self, released: bool = False) -> None:
         """Record the current values as unedited; ``released``: they were, and views of them may have been edited."""
-        self._paused = False
+        self._paused, self._sums = False, None
         if not self._weights.master_is_view:
             before, self._versions = self._versions, versions_of(self._bucket.params)
             if released and before != self._versions and self._weights.has_master:
                 edited = zip(self._bucket.layout.spans, self._versions, before, strict=True)
                 self.lost += [span.name for span, version, old in edited if version != old]
+            if released and self._watches and self._weights.has_master and torch.is_grad_enabled():
+                self._sums = self._sum_pieces()
             self._digest = digest_of(self._bucket.shard) if self._has_digest else None
 
     def pause(self) -> None:
@@ -576,12 +580,18 @@ class InplaceEdits:
             changed = zip(bucket.layout.spans, versions, self._versions, strict=True)
             edited += [span.name for span, version, before in changed if version != before]
         if self._sharded:
-            if (self.handed_out or (released and self._watches())) and not edited:
+            if self.handed_out and not edited:
                 expected = bucket.expected_shard()
                 for piece in bucket.pieces:
                     rows = slice(piece.offset, piece.offset + piece.numel)
-                    if not torch.equal(bucket.shard[rows].view(torch.uint8), expected[rows].view(torch.uint8)):
+                    if not torch.equal(bucket.shard[rows], expected[rows]):
                         edited.append(bucket.layout.spans[piece.index].name)
+            if released and self._sums is not None and not edited:
+                self._watches -= 1
+                same = (self._sums == self._sum_pieces()).tolist()
+                edited = [
+                    bucket.layout.spans[p.index].name for p, one in zip(bucket.pieces, same, strict=True) if not one
+                ]
             self.lost += edited
         elif edited or (values and (not self._has_digest or self.seen())):
             # Every rank has the whole copy, and edits it as it would without ZeRO.
@@ -591,13 +601,17 @@ class InplaceEdits:
         if edited:
             self.note()
 
-    def _watches(self) -> bool:
-        """Whether to compare values at this release, which shows whether the module's forward edits ``p.data``.
+    def forget(self) -> None:
+        """The engine writes to the compute copy."""
+        self._sums = None
 
-        After construction's own release, at the first two.
-        """
-        self._watched += 1
-        return 1 < self._watched <= 3 and not self._bucket.streamed
+    def _sum_pieces(self) -> Tensor:
+        """The sum (1D int64) of the bits of each of this rank's pieces."""
+        shard = self._bucket.shard
+        words = shard.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[shard.itemsize])
+        rows = [words[piece.offset : piece.offset + piece.numel] for piece in self._bucket.pieces]
+        sums = [row.sum(dtype=torch.int64) for row in rows]
+        return torch.stack(sums) if sums else words.new_empty(0, dtype=torch.int64)
 
     def assigned(self) -> list[int]:
         """Numbers of parameters that were assigned other tensors (``p.data = tensor``), of a resident bucket."""
