@@ -173,6 +173,28 @@ def storage_references(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+def held_by_autograd(parameter: torch.nn.Parameter) -> bool:
+    """Whether a node of autograd has saved ``parameter`` itself, outside of saved-tensor hooks."""
+    # One reference is Python's, one that of the node that accumulates the gradient.
+    return int(parameter._use_count()) > (2 if parameter.requires_grad else 1)  # type: ignore[attr-defined]
+
+
+def python_references(parameter: torch.nn.Parameter) -> int:
+    """The number of Python objects that refer to ``parameter``, up to a constant."""
+    held_in_cpp = _references_from_cpp() and parameter._use_count() > 1  # type: ignore[attr-defined]
+    return sys.getrefcount(parameter) - int(held_in_cpp)
+
+
+@functools.cache
+def _references_from_cpp() -> bool:
+    """Whether a tensor that C++ code holds, too, counts that as one more reference of Python's."""
+    with torch.inference_mode(False), torch.enable_grad():
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        before = sys.getrefcount(parameter)
+        held = -parameter  # by the node that accumulates its gradient
+        return sys.getrefcount(parameter) > before and held.requires_grad
+
+
 def saves_under_hooks() -> bool:
     """Whether saved-tensor hooks may be entered, which transforms of ``torch.func`` forbid."""
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]

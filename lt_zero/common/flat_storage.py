@@ -37,8 +37,8 @@ class FlatStorage:
 
     @property
     def references(self) -> int:
-        """The number of tensors that lie in this storage: ``tensor`` and views of it."""
-        return storage_references(self._storage)
+        """The number of tensors that lie in this storage (``tensor`` and views of it), and of references to itself."""
+        return storage_references(self._storage) + sys.getrefcount(self._storage)
 
     def allocate(self) -> None:
         """Make the memory usable again; its content is undefined."""

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import Work
-from lt_zero.common.compat import versions_of, without_torch_function
+from lt_zero.common.compat import held_by_autograd, versions_of, without_torch_function
 from lt_zero.common.flat_storage import FlatStorage, flat_empty
 from lt_zero.common.timing import phase
 from lt_zero.config.precision import DtypePolicy
@@ -106,7 +106,9 @@ class Bucket:
         self._piece_of = {piece.index: [piece] for piece in self.pieces}  # a bucket may have thousands
         self._storage = FlatStorage(self.layout.numel, dtype, comm.device) if sharding.params else None
         self._references = 0  # of the engine itself to the storage
-        self.lent = False  # released, and its memory is kept: user code holds views of weights
+        self.lent = False  # released, and its memory is kept: user code, or autograd, holds weights or views of them
+        self.handed_over = False  # Python objects hold the parameters themselves until the next gather
+        self.changes = 0  # of the weights: steps
         self.flat = self._storage.tensor if self._storage else comm.allocate(self.layout.numel, dtype)  # 1D
         self.param_views = self.layout.views(self.flat)
         if self._storage is not None:
@@ -236,7 +238,7 @@ class Bucket:
                 self._guard(False)
                 for parameter, view in zip(self.params, self.param_views, strict=True):
                     parameter.data = view
-            self.state, self.lent = State.RESIDENT, False
+            self.state, self.lent, self.handed_over = State.RESIDENT, False, False
             self.edits.note(released=True)
         elif self._guarded:
             self._guard(False)
@@ -256,12 +258,13 @@ class Bucket:
     def release(self) -> None:
         """To RELEASED, if the parameters are sharded: free the memory and replace parameters by sentinels.
 
-        Memory that user code holds views of is kept until the views are gone. The state is RELEASED all the same: which
+        Memory that something else holds weights of is kept until it lets go. The state is RELEASED all the same: which
         objects live on is not the same on all ranks.
         """
         if self._storage is None or (self.state is State.RELEASED and not self.lent):
             return
         if self.state is State.RELEASED:
+            self._hide()
             self._free()
             return
         if self.state is State.GATHERING:
@@ -271,14 +274,19 @@ class Bucket:
         else:
             self.edits.check(released=True)
             self.state = State.RELEASED
-            with torch.inference_mode(False):
-                if self._guarded:
-                    self._guard(False)
-                for parameter, value in zip(self.params, self._sentinels, strict=True):
-                    parameter.data = value
-                self._guard()
+            self._hide()
         self.live.elements -= self.layout.numel
         self._free()
+
+    def _hide(self) -> None:
+        """Replace parameters by sentinels, but those that are read without a guard: these keep the memory."""
+        with torch.inference_mode(False):
+            if self._guarded:
+                self._guard(False)
+            for parameter, value in zip(self.params, self._sentinels, strict=True):
+                if not self.handed_over and not held_by_autograd(parameter):
+                    parameter.data = value
+            self._guard()
 
     def _free(self) -> None:
         assert self._storage is not None
@@ -286,10 +294,13 @@ class Bucket:
         if not self.lent:
             self._storage.free()
 
-    def end_lending(self) -> None:
-        """The weights change: views of them that user code still holds read NaN until the next gather."""
-        self.release()
-        if self.lent:
+    def end_lending(self, changes: bool) -> None:
+        """Graphs from before a step are over. What still holds weights that change reads NaN until the next gather."""
+        self.handed_over = False
+        if changes or self.lent:
+            self.release()
+        self.changes += changes
+        if changes and self.lent:
             with torch.no_grad():
                 self.flat.fill_(float("nan") if self.dtype.is_floating_point else 0)
 
@@ -486,7 +497,7 @@ class Bucket:
             self.gather(exact=True)  # all of them: shown values are compared with master weights
         self.comm.before_write()
         self._weights_change()
-        if self.resident:
+        if self.resident or self.lent:
             value = whole(value)
             self.param_views[index].copy_(value)
             self.edits.forget()

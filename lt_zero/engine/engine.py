@@ -58,7 +58,7 @@ from lt_zero.common.tensor_tree import ReplacedTensors, iter_tensors
 from lt_zero.common.timing import NOTHING, Span, UnitRanges, phase, phased, unit_range
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.gather import Call, Gatherer, Residency, Unit
 from lt_zero.engine.grad_bucket import Reducer
@@ -68,7 +68,7 @@ from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.quantized import refuse_quantized
 from lt_zero.engine.same_on_ranks import SameOnRanks
-from lt_zero.engine.saved_weights import SavedWeights
+from lt_zero.engine.saved_weights import SavedWeights, references_of
 from lt_zero.engine.visible_grads import UsedParameters
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -250,9 +250,11 @@ class Engine(ProcessLocal):
         self.gatherer.visit(unit)
         unit.calls.append(call)
         # Without gradients, too: the forward may enable them.
-        call.saves = bool(unit.sharded) and not self._stays_gathered(unit) and self._saved_weights.open()
+        releases = bool(unit.sharded) and not self._stays_gathered(unit)
+        call.saves = releases and self._saved_weights.open()
         if not torch.is_grad_enabled():
             return None
+        call.references = references_of(unit) if releases else []
         unit.awaited += 1
         call.inputs = hook_inputs(args, kwargs, lambda: self.unit_done(unit, call))
         return call.inputs.value
@@ -286,6 +288,9 @@ class Engine(ProcessLocal):
         if self._stays_gathered(unit):
             self.gatherer.guard(unit)
         elif unit.leases == 0:
+            if call.references and call.references != references_of(unit):
+                for bucket in unit.sharded:
+                    bucket.handed_over = True
             self.gatherer.release(unit)
 
     # ---- backward ----------------------------------------------------------------------------------------------
@@ -311,7 +316,7 @@ class Engine(ProcessLocal):
         self.finish_steps()
         self.used_parameters.abort()
         for unit in [*self.units, self.root_unit]:
-            unit.leases, unit.awaited, unit.visited = 0, 0, False
+            unit.leases, unit.awaited = 0, 0
         self.gatherer.end_pass()
         for listener in self.after_backward:
             listener()
@@ -332,7 +337,6 @@ class Engine(ProcessLocal):
         self._arm()
         self._ranges.enter(unit.name)
         self._create_graph |= torch.is_grad_enabled()
-        unit.visited = True
         if not call.held:
             call.held = True
             unit.leases += 1
@@ -391,26 +395,16 @@ class Engine(ProcessLocal):
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
         if arrived or explicit:
             self.reducer.finish()
-            self._note_ungathered()
             self.used_parameters.record()
         else:
             self.used_parameters.show_held()
         for unit in [*self.units, self.root_unit]:
-            unit.leases, unit.visited = 0, False
+            unit.leases = 0
         if not again:
             self.gatherer.end_pass(keep=not self.reducer.sync)
         for listener in self.after_backward:
             listener()
         self._span.close()
-
-    def _note_ungathered(self) -> None:
-        """Find units that got gradients in this backward while their weights, which it needs, were released."""
-        for unit in self.units:
-            arrived = [bucket.grads.arrived() for bucket in unit.sharded]  # of all: it starts to count anew
-            # A resident bucket is pinned: its weights were used outside of the unit.
-            released = all(bucket.state is State.RELEASED for bucket in unit.sharded)
-            if any(arrived) and released and unit.backward_needs_weights and not unit.visited:
-                self.used_parameters.ungathered.append(f"{unit.name!r} ({type(unit.module).__name__})")
 
     # ---- between backward and step -----------------------------------------------------------------------------
 
@@ -457,8 +451,9 @@ class Engine(ProcessLocal):
             unit.awaited = 0
         first = self.root_unit.buckets  # every forward begins with it
         changed = [bucket for bucket in dict.fromkeys([*first, *self.buckets]) if bucket in buckets]
+        for bucket in self.buckets:
+            bucket.end_lending(bucket in buckets)
         for bucket in changed:
-            bucket.end_lending()
             bucket.refresh_after_step()
         for bucket in changed:
             bucket.weights.copy.wait_copied()  # other ranks read it next

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -36,7 +36,6 @@ class Unit:
         self.keep = False
         self.leases = 0
         self.awaited = 0  # forwards since the last step without a backward yet
-        self.visited = False  # took a lease in this backward
         self.calls: list[Call] = []  # running forwards, innermost last
 
 
@@ -47,6 +46,7 @@ class Call:
     range: Span = NOTHING  # in a profiler, while it runs
     inputs: ReplacedTensors | None = None  # the arguments with aliases, while it runs
     saves: bool = False  # it runs under the saved-tensor hooks of saved_weights.py, which it entered
+    references: list[int] = field(default_factory=list)  # of Python objects to the unit's parameters, at its beginning
     held: bool = False  # it has a lease
     done: bool = False  # its backward has ended
 

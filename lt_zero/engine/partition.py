@@ -152,7 +152,7 @@ def warn_of_padding(plan: EnginePlan, zero: ZeroOptimization, world: int) -> Non
         f"zero_optimization.shard_along='parameter': buckets are {share:.0%} larger than the parameters in them, as "
         f"some have too few, or too unequal, parameters to divide among {world} ranks. {remedy} or train with fewer "
         "ranks; element-wise optimizers (AdamW) need no whole parameters: shard_along='element'.",
-        stacklevel=4,  # of the call of ``shard``, which is decorated
+        stacklevel=5,  # of the call of ``shard``, which is decorated
     )
 
 

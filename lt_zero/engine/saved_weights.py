@@ -8,10 +8,11 @@ Note [Saved weights]
     gathers. What autograd keeps then refers to no memory of the bucket, and a reference that is left when the bucket is
     released is a view that user code holds (bucket.py, ``lent``).
 
+    What is saved where these hooks do not see it (inside of other hooks that the unit enters, in transforms of
+    ``torch.func``, on other threads) is a view, or a parameter itself, and keeps the memory, too.
+
     torch does not check the version of tensors that are saved under hooks, so these hooks do.
     Hooks that were entered around the unit (``save_on_cpu``, activation checkpointing) get every tensor as before.
-    Hooks that are entered inside of the unit hide what is saved there, and so does a transform of ``torch.func``, which
-    runs under no hooks: ``Engine.end_backward`` finds the units that got gradients without having been gathered.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Parameter
 
-from lt_zero.common.compat import leave_for_transforms, saved_tensor_hooks, saves_under_hooks, storage_key
+from lt_zero.common.compat import (
+    leave_for_transforms,
+    python_references,
+    saved_tensor_hooks,
+    saves_under_hooks,
+    storage_key,
+)
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.gather import Call, Unit
 
@@ -60,17 +66,20 @@ def _left() -> Iterator[None]:
 class _SavedWeight:
     """The place of a weight, or of a view of one, in its bucket."""
 
-    __slots__ = ("bucket", "call", "offset", "parameter", "shape", "stride", "unit", "version")
+    __slots__ = ("bucket", "call", "changes", "index", "offset", "shape", "stride", "unit", "version")
 
-    def __init__(self, tensor: Tensor, unit: Unit, bucket: Bucket, parameter: Parameter) -> None:
-        self.unit, self.bucket, self.parameter, self.version = unit, bucket, parameter, parameter._version
-        self.call = unit.calls[-1] if unit.calls else None
+    def __init__(self, tensor: Tensor, unit: Unit, bucket: Bucket, index: int) -> None:
+        # No reference to the parameter: see ``references_of``.
+        self.unit, self.bucket, self.index, self.version = unit, bucket, index, bucket.params[index]._version
+        self.changes, self.call = bucket.changes, unit.calls[-1] if unit.calls else None
         self.offset, self.shape, self.stride = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def read(self) -> Tensor:
         view = self.bucket.flat.as_strided(self.shape, self.stride, self.offset)
-        if self.parameter._version != self.version:
-            raise modified(view, self.parameter._version, self.version)
+        # A step is an edit in place, too.
+        version = self.bucket.params[self.index]._version + self.bucket.changes - self.changes
+        if version != self.version:
+            raise modified(view, version, self.version)
         return view.data  # with a version counter of its own: refilling the flat tensor counts as a write
 
 
@@ -166,14 +175,20 @@ class SavedWeights:
         # A view in another dtype has to be kept: the bucket is lent.
         if tensor.dtype != bucket.dtype or tensor.is_conj() or tensor.is_neg():
             return None
-        return _SavedWeight(
-            tensor, unit, bucket, bucket.params[max(bisect_right(starts, tensor.storage_offset()) - 1, 0)]
-        )
+        return _SavedWeight(tensor, unit, bucket, max(bisect_right(starts, tensor.storage_offset()) - 1, 0))
 
     def _gather(self, saved: _SavedWeight) -> None:
         call, bucket = saved.call, saved.bucket
         if not (bucket.readable and (call is None or call.held)):
             self._needed(saved.unit, call, bucket)
+
+
+def references_of(unit: Unit) -> list[int]:
+    """The number of Python objects that refer to each sharded parameter of ``unit``.
+
+    A call of the unit after which there are more has stored some, maybe where saved-tensor hooks read them.
+    """
+    return [python_references(parameter) for bucket in unit.sharded for parameter in bucket.params]
 
 
 def modified(tensor: Tensor, version: int, saved: int) -> RuntimeError:

@@ -264,7 +264,6 @@ class Accumulator:
         self.used: set[int] = set()  # parameters that had a gradient on this rank
         self.feedback: Feedback | None = None  # its gradients are sent compressed
         self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
-        self._taken = False  # a gradient since the last ``arrived``
 
     def use(self, place: Place) -> None:
         """Keep the accumulator in ``place``."""
@@ -299,7 +298,6 @@ class Accumulator:
             else:
                 torch.mul(grad, factor, out=target)  # multiplied before it is rounded
             self.used.add(index)
-            self._taken = True
             parameter.grad = None
         if targets and add:
             ops.accumulate(targets, grads)
@@ -307,11 +305,6 @@ class Accumulator:
             ops.cast_scale(targets, grads, factor=factor)
         for lo, hi in self._layout.gaps if not add else ():
             out[lo:hi].zero_()
-
-    def arrived(self) -> bool:
-        """Whether this rank's parameters had a gradient since the last call."""
-        taken, self._taken = self._taken, False
-        return taken
 
     @property
     def direct(self) -> bool:

@@ -166,7 +166,6 @@ class UsedParameters:
         self._places: list[Place] = []  # of all shown gradients, in the order of parameters
         self.norms: dict[float, dict[Place, Tensor]] = {}  # norm type -> norms of shown gradients, until these change
         self.nonfinite = False  # a loss was not finite: on this rank, after the exchange on any
-        self.ungathered: list[str] = []  # modules whose gradients were computed from released weights
 
     # ---- the exchange of flags -------------------------------------------------------------------------------------
 
@@ -193,7 +192,6 @@ class UsedParameters:
         used = [i in b.grads.used or p.grad is not None for b in self._buckets for i, p in enumerate(b.params)]
         self.late = {b for b in self._buckets if b.has_grads()}
         lost = any(b.edits.lost for b in self._buckets)
-        lost = lost or bool(self.ungathered)
         news = [*(b in self.late for b in self._buckets), self.nonfinite, self._problem() is not None, lost]
         seen = self._buffers.report()
         every = torch.tensor([*seen, *self._same_on_ranks.flags(), *used, *news], dtype=torch.uint8)
@@ -206,8 +204,8 @@ class UsedParameters:
         """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective.
 
         Raises:
-            RuntimeError: on all ranks, if an in-place edit of a sharded parameter was lost, a module's gradients were
-                computed without its weights, or they step with different options.
+            RuntimeError: on all ranks, if an in-place edit of a sharded parameter was lost, or they step with different
+                options.
             SwapError: on all ranks, if files failed on one.
         """
         if not self._hold:
@@ -261,30 +259,19 @@ class UsedParameters:
         return Done(), flags
 
     def _raise(self, files: bool) -> None:
-        """Raise the error of files, of lost edits or of modules without weights, that some rank has. Collective."""
+        """Raise the error of files, or of lost edits, that some rank has. Collective."""
         if files:
             problem = self._problem()
             raise SwapError(" ".join(self._comm.problems(str(problem) if problem else None, "files")))
-        names, ungathered = [name for bucket in self._buckets for name in bucket.edits.lost], self.ungathered
-        self.ungathered = []
+        names = [name for bucket in self._buckets for name in bucket.edits.lost]
         for bucket in self._buckets:
             bucket.edits.lost = []
-        every, modules = self._union(names), self._union(ungathered)
-        if modules:
-            raise RuntimeError(
-                f"Module {', '.join(modules[:5])} got gradients through a tensor that no hook saw, so its weights were "
-                "not gathered for backward. Return tensors from forward in tuples, lists, dicts, dataclasses or "
-                "objects with attributes, and enter saved-tensor hooks of your own around the module, not inside."
-            )
+        every = sorted({name for some in self._comm.host_gather(names, "lost edits") for name in some})
         raise RuntimeError(
             f"Parameter {', '.join(map(repr, every[:5]))} was modified in place, but its master weights are stored "
             "elsewhere and would overwrite the edit. Wrap the edit in "
             "`with lt_zero.gathered(parameters, write=True): ...`."
         )
-
-    def _union(self, names: list[str]) -> list[str]:
-        """The names that some rank has, sorted. Collective."""
-        return sorted({name for some in self._comm.host_gather(names, "modules and parameters") for name in some})
 
     # ---- what p.grad shows -----------------------------------------------------------------------------------------
 

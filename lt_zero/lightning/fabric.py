@@ -523,7 +523,6 @@ class FabricZeroStrategy(DDPStrategy):
         return set() if self.config.checkpoint.save_frozen else {n for n, p in named if not p.requires_grad}
 
     @override
-    @together
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -540,8 +539,13 @@ class FabricZeroStrategy(DDPStrategy):
             KeyError: ``strict``, and a key of ``state`` is not in the checkpoint.
             CheckpointError: on all ranks.
         """
+        with self._reading.together("FabricZeroStrategy.load_checkpoint"):
+            return self._load(str(self.broadcast(path)), state, strict, weights_only)
+
+    def _load(
+        self, path: str, state: nn.Module | Optimizer | dict[str, Any] | None, strict: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
         comm = self._reading
-        path = str(self.broadcast(path))
         opened, of_items = load_same(comm, path, partial(self._opened, path, weights_only))
         saved = opened.saved
         if not state:

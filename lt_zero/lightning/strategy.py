@@ -232,7 +232,8 @@ class ZeroStrategy(DDPStrategy):
         Raises RuntimeError if nothing is recorded.
         """
         if not isinstance(self._comm, LoggedComm):
-            self.run.refuse_parent("the record of collectives")
+            if self._comm is None:
+                self.run.refuse_parent("the record of collectives")
             raise RuntimeError(
                 "Collectives are only recorded with comms_logger.enabled: true, once Trainer.fit, validate, test or "
                 "predict has begun. Enable it and start a run first."

@@ -7,6 +7,7 @@ import functools
 import queue
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import lt_zero
 from lt_zero.common.compat import saved_tensor_hooks
@@ -178,6 +180,24 @@ class _KeepsWeight(_KeepsView):
         return out
 
 
+class _KeepsStorage(_KeepsView):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        out = _KeepsView.forward(ctx, x, weight)
+        ctx.weight = _Rebuilt(weight)
+        return out
+
+
+class _Rebuilt:
+    """Keeps no tensor, but the storage."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.storage, self.place = weight.untyped_storage(), (weight.storage_offset(), weight.shape, weight.stride())
+
+    def t(self) -> Tensor:
+        return torch.empty(0).set_(self.storage, *self.place)
+
+
 class _Transposed:
     """Keeps the parameter itself in a place that is not walked."""
 
@@ -204,6 +224,8 @@ class Keeping(nn.Module):
             y = _KeepsView.apply(rows, weight).view(y.shape)  # type: ignore[no-untyped-call]
         elif self.way == "weight in ctx":
             y = _KeepsWeight.apply(rows, weight).view(y.shape)  # type: ignore[no-untyped-call]
+        elif self.way == "storage in ctx":
+            y = _KeepsStorage.apply(rows, weight).view(y.shape)  # type: ignore[no-untyped-call]
         elif self.way == "hook":
             column = weight.detach()[:, 0]
             y.register_hook(lambda grad: grad * column)
@@ -235,7 +257,9 @@ def _kept(way: str) -> None:
     check(Case(functools.partial(KeepingNet, way), _hidden_loss, zero=RELEASE, lends=True))
 
 
-@pytest.mark.parametrize("way", ["view in ctx", "weight in ctx", "hook", "hook of a module's weight", "view"])
+@pytest.mark.parametrize(
+    "way", ["view in ctx", "weight in ctx", "storage in ctx", "hook", "hook of a module's weight", "view"]
+)
 def test_weights_that_user_code_keeps(pool: Pool, way: str) -> None:
     pool.run(2, _kept, way)
 
@@ -271,6 +295,9 @@ def _views_after_release() -> None:
 
     with lt_zero.gathered(model.blocks[0].up.weight):
         view = model.blocks[0].up.weight.detach()
+    assert bucket.lent
+    model.load_state_dict({name: torch.ones(value.shape) for name, value in model.state_dict().items()})
+    assert torch.equal(view, torch.ones_like(view)), "a view follows weights that are loaded"
     view.mul_(2)
     model.zero_grad()
     next_token_loss(model, 0, 0, dist.get_rank()).backward()
@@ -331,27 +358,42 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 class Nested(nn.Module):
-    """Enters hooks of its own: they hide from the engine what is saved."""
+    """Saves weights where the engine's hooks do not see it; the last one is frozen, and saved itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.linear, self.more = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.linear, self.more, self.way = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), way
+        self.frozen = nn.Parameter(torch.rand(WIDTH) + 0.5, requires_grad=False)
+
+    def run(self, x: Tensor) -> Tensor:
+        y: Tensor = self.more(self.linear(x)) if self.way != "weight" else x
+        return y * self.frozen
 
     def forward(self, x: Tensor) -> Any:
+        if self.way == "transform":
+            return deque([torch.func.vjp(self.run, x)[0]])
+        if self.way == "thread":
+            with ThreadPoolExecutor(1) as pool:
+                return deque([pool.submit(self.run, x).result()])
+        if self.way == "checkpoint":
+            return deque([checkpoint(self.run, x, use_reentrant=False)])
         with saved_tensors_hooks(_identity, _identity):
-            return deque([self.more(self.linear(x))])
+            return deque([self.run(x)])
 
 
 class NestedNet(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Nested() for _ in range(2))
+        self.embedding, self.way = nn.Embedding(VOCAB, WIDTH), way
+        self.blocks = nn.ModuleList(Nested(way) for _ in range(2))
 
     def forward(self, batch: Tensor) -> Any:
         x = self.embedding(batch)
         for block in self.blocks:
-            x = block(x)[0]
+            if self.way == "checkpoint":
+                x = checkpoint(lambda value, block=block: block(value)[0], x, use_reentrant=False)
+            else:
+                x = block(x)[0]
         return deque([x @ self.embedding.weight.t()])
 
 
@@ -373,14 +415,8 @@ def _around(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
 def _hooks_of_users() -> None:
     check(Case(functools.partial(HidingNet, ["deque", "closure"]), _around, zero=RELEASE))
     check(Case(lambda: Net(checkpointed="outside"), _around_plain, zero=RELEASE))
-    torch.manual_seed(0)
-    model = NestedNet()
-    engine = lt_zero.shard(model, config_of(3, RELEASE))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    lt_zero.ShardedOptimizer(engine, optimizer)
-    _hidden_loss(model, 0, 0, dist.get_rank()).backward()
-    with pytest.raises(RuntimeError, match=r"'blocks\.0' \(Nested\), 'blocks\.1'.*no hook saw"):
-        optimizer.step()
+    for way in ("view", "weight", "transform", "thread", "checkpoint"):
+        check(Case(functools.partial(NestedNet, way), _hidden_loss, zero=RELEASE))
 
 
 def _around_plain(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
@@ -423,6 +459,22 @@ def _edited() -> None:
                 next_token_loss(net, 0, 0, 0).backward()
             messages.append(str(error.value).split("[")[0])
         assert messages[0] == messages[1]
+
+
+def _stepped() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lt_zero.ShardedOptimizer(lt_zero.shard(model, config_of(3, RELEASE)), optimizer)
+    before = next_token_loss(model, 0, 0, 0)
+    next_token_loss(model, 0, 1, 0).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation.*is at version"):
+        before.backward()
+
+
+def test_backward_of_a_forward_from_before_a_step_is_torchs_error(pool: Pool) -> None:
+    pool.run(2, _stepped)
 
 
 def test_in_place_edits_of_saved_tensors_are_torchs_error(pool: Pool) -> None:
