@@ -16,6 +16,7 @@ they shared the flat tensor's counter, autograd would report "modified by an inp
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -275,6 +276,7 @@ class Bucket:
             self.edits.check(released=True)
             self.state = State.RELEASED
             self._hide()
+            self._await_readers()
         self.live.elements -= self.layout.numel
         self._free()
 
@@ -287,6 +289,13 @@ class Bucket:
                 if not self.handed_over and not held_by_autograd(parameter):
                     parameter.data = value
             self._guard()
+
+    def _await_readers(self) -> None:
+        """Wait for I/O threads to let go of the memory: they do so a moment after their transfer was waited for."""
+        tries = 20 if self.weights.gather_source.streamed else 0
+        while tries > 0 and self._storage is not None and self._storage.references > self._references:
+            time.sleep(0.0005)
+            tries -= 1
 
     def _free(self) -> None:
         assert self._storage is not None

@@ -177,9 +177,11 @@ class Engine(ProcessLocal):
     def forward_scope(self, trains: bool = True) -> Iterator[None]:
         """Context for code that runs the model: root parameters are readable inside. ``trains``: a training step."""
         _call_uncompiled(partial(self.enter_forward, trains=trains), None)  # a user may compile what enters this
+        depth = self._depth
         try:
             yield
         finally:
+            self._depth = depth  # torch calls no hook of modules that KeyboardInterrupt and its like end
             _call_uncompiled(partial(self.leave_forward, None), None)
 
     def enter_forward(self, entry: nn.Module | None = None, trains: bool = True) -> None:

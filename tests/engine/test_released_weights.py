@@ -155,6 +155,21 @@ def test_hidden_outputs_under_other_keys(pool: Pool, zero: dict[str, Any]) -> No
     pool.run(2, _hidden_with, zero)
 
 
+def _released_at_once() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    engine = lt_zero.shard(model, config_of(3, RELEASE))
+    lt_zero.ShardedOptimizer(engine, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = next_token_loss(model, 0, 0, dist.get_rank())
+    kept = [bucket.name for unit in engine.units for bucket in unit.sharded if bucket.resident or bucket.lent]
+    assert not kept, "what autograd has saved of an ordinary module keeps no memory"
+    loss.backward()
+
+
+def test_saved_weights_keep_no_memory(pool: Pool) -> None:
+    pool.run(2, _released_at_once)
+
+
 # ---- weights that something keeps while their unit is released -------------------------------------------------------
 
 
