@@ -106,7 +106,9 @@ class ShardedGrad(Tensor):
             return f"ShardedGrad(shape={tuple(args[0].shape)}, dtype={args[0].dtype}, device={str(args[0].device)!r})"
         stand_ins = [t for t in iter_tensors(args) if isinstance(t, ShardedGrad)]
         if all(_is_whole(grad._owners()[0]) for grad in stand_ins):  # no view only because of its dtype
-            return func(*map_tensors(args, _accumulated), **map_tensors(kwargs, _accumulated))
+            whole = map_tensors(args, _accumulated)
+            result = func(*whole, **map_tensors(kwargs, _accumulated))
+            return args[0] if args and result is whole[0] else result  # in place: `p.grad *= 2` assigns it again
         if getattr(func, "__name__", "") == "_foreach_zero_":  # optimizer.zero_grad(set_to_none=False)
             for grad in args[0]:
                 grad._apply(Tensor.zero_) if isinstance(grad, ShardedGrad) else grad.zero_()

@@ -94,7 +94,7 @@ def set_full_grad(parameter: Parameter, value: Tensor) -> None:
     for piece in bucket.pieces_of(index):
         bucket.grads.of(piece).copy_(row[piece.lo : piece.hi])
     bucket.grads.put_away()
-    engine.used_parameters.norms.clear()
+    engine.used_parameters.changed()
 
 
 def full_state(parameter: Parameter, key: str) -> Any:
@@ -219,7 +219,7 @@ def set_local_grad(parameter: Parameter, value: Tensor | None) -> None:
         row = _checked(bucket, index, piece, value) * _scale_of(engine, parameter)
         bucket.grads.of(piece).copy_(row)
         bucket.grads.put_away()
-        engine.used_parameters.norms.clear()
+    engine.used_parameters.norms.clear()  # on every rank: whoever reads one computes them together with the others
 
 
 @torch.no_grad()

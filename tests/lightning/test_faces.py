@@ -74,6 +74,17 @@ def _compare(face: Face, wanted: list[Tensor], exact: bool, scaled: float = 1.0)
         _close((reduced.norm(order) / reduced.loss_scale).float(), norms.norm(order), f"norm {order}", rtol=1e-4)
 
 
+def _grows(p: nn.Parameter) -> None:
+    """Ways of changing a gradient that ranks without a part of it take, too: the norm is that of all ranks."""
+    assert p.grad is not None
+    before = p.grad.norm()
+    part = lt_zero.safe_get_local_grad(p)
+    lt_zero.safe_set_local_grad(p, None if part is None else 2 * part)  # type: ignore[arg-type]
+    _close(p.grad.norm(), 2 * before, "set")
+    p.grad *= 2
+    _close(p.grad.norm(), 4 * before, "in place")
+
+
 def _takes(face: Face, grads: list[Tensor]) -> None:
     """The step takes these gradients."""
     before = [lt_zero.full_master(p) for p in face.net.parameters()]
@@ -109,6 +120,8 @@ def _steps(plain: Plain, exact: bool, face: Face) -> None:
             _close(grad, wanted, "clipped")
         lt_zero.set_full_grad(parameters[0], grads[0])  # changes nothing
         lt_zero.safe_set_local_grad(parameters[1], lt_zero.safe_get_local_grad(parameters[1]))  # type: ignore[arg-type]
+        _grows(parameters[0])
+        lt_zero.set_full_grad(parameters[0], grads[0])
         lt_zero.set_full_grad(parameters[-1], 2 * grads[-1])
         plain.grads[-1].mul_(2)
         _compare(face, plain.grads, exact, scaled)
@@ -192,6 +205,10 @@ class Clips(GPT):
             assert p.grad is not None
             _close(p.grad.norm().float(), grad.norm(), "shown")
             lt_zero.set_full_grad(p, grad)
+        first = next(self.parameters())
+        if dist.get_rank() == 0:  # as before they were set, one rank alone may read norms
+            assert first.grad is not None
+            assert first.grad.norm() > 0
         return torch.stack([grad.norm() for grad in grads if grad is not None]).norm()
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
