@@ -26,7 +26,8 @@ from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, num
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.plain import plain
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
-from lt_zero.checkpoint.native.save import HERE, KEY, LOOP, TRAINED, Bundle, bundle, write
+from lt_zero.checkpoint.native.restore import loss_scale
+from lt_zero.checkpoint.native.save import HERE, KEY, TRAINED, Bundle, bundle, write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space
 from lt_zero.checkpoint.source import Source, Spec
@@ -184,8 +185,7 @@ def _fragment(lazy: LazyTensor) -> Fragment:
 
 def _begin_epoch(source: Source, checkpoint: dict[str, Any], target: str) -> None:
     """Add loops at the beginning of an epoch to a state that Lightning did not save, and the loss scale's key."""
-    scale = checkpoint.get(LOOP, checkpoint.get(HERE, {})).get("loss_scale")
-    if scale:
+    if scale := loss_scale(checkpoint):
         checkpoint.setdefault("ZeroPrecision", scale)
     found: list[Any] = [state.get("step") for saved in source.optimizers for state in saved.state.values()]
     with damage("The optimizers' number of steps"):

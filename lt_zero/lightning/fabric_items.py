@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from lt_zero.checkpoint.native.load import as_lightning
 from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
+from lt_zero.checkpoint.native.restore import entries_of, loss_scale
+from lt_zero.checkpoint.native.restore import stepped as has_stepped
 from lt_zero.checkpoint.native.save import HERE, KEY, TRAINED
 from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
@@ -59,10 +61,11 @@ def open_directory(source: Source, weights_only: bool | None) -> Opened:
     found = as_lightning(source, weights_only)
     states, frozen = found.get("optimizer_states", []), found.get(KEY, {}).get("frozen_left_out", [])
     names = ["optimizer"] if len(states) == 1 else [f"optimizer_{number}" for number in range(len(states))]
-    here: dict[str, Any] | None = found.get(HERE)
-    if here is None:
+    here = dict(entries_of(found, HERE))
+    foreign = not here
+    if foreign:
         here = {"modules": {"model": ""}, "optimizers": dict.fromkeys(names, ""), "rest": {}}
-        here["stepped"] = names if found.get("global_step") else []
+        here["stepped"] = names if has_stepped(found) else []
     saved, left_out = dict(here["rest"]), {}
     for key, prefix in here["modules"].items():
         whole = found["state_dict"].items()
@@ -72,7 +75,7 @@ def open_directory(source: Source, weights_only: bool | None) -> Opened:
         saved[key] = _without_prefix(state, prefix)
     modules, optimizers = list(here["modules"]), list(here["optimizers"])
     trained: dict[str | None, Mapping[str, Any]] = {}
-    if TRAINED in found and HERE not in found:
+    if TRAINED in found and foreign:
         trained["model"] = found[TRAINED]["weights"]
     return Opened(
         saved,
@@ -81,7 +84,7 @@ def open_directory(source: Source, weights_only: bool | None) -> Opened:
         left_out,
         trained,
         stepped=here.get("stepped"),  # earlier versions did not save it
-        loss_scale=here.get("loss_scale", {}),
+        loss_scale=loss_scale(found),
         residuals=found.get(RESIDUALS),
         rank_buffers=found.get(RANK_BUFFERS),
         prefixes=here["modules"],

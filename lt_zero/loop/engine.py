@@ -34,7 +34,15 @@ from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
 from lt_zero.checkpoint.native.rank_buffers import load_rank_buffers, rank_buffers
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.residuals import residual_state
-from lt_zero.checkpoint.native.restore import restore_optimizer, restore_training, restore_weights, trained_weights
+from lt_zero.checkpoint.native.restore import (
+    entries_of,
+    loss_scale,
+    restore_optimizer,
+    restore_training,
+    restore_weights,
+    stepped,
+    trained_weights,
+)
 from lt_zero.checkpoint.native.save import LOOP, bundle, make_place, write
 from lt_zero.comm.communicator import Comm, together
 from lt_zero.comm.process_groups import init_distributed, own_gpu
@@ -472,8 +480,7 @@ class TrainingEngine(nn.Module):
             return None, {}
         path = str(folder / tag)
         saved = open_same(comm, path, as_lightning, tell=comm.rank == 0)
-        own, how = saved.get(LOOP), self._config.checkpoint
-        own = own if isinstance(own, dict) and "client_state" in own else {}  # a Trainer's may have such a key, too
+        own, how = entries_of(saved, LOOP), self._config.checkpoint
         only_weights = load_module_only or how.load_module_only
         state = None
         if load_optimizer_states and how.load_optimizer_states and not only_weights:
@@ -492,11 +499,11 @@ class TrainingEngine(nn.Module):
         if only_weights:
             return path, dict(own.get("client_state", {}))
         if state is not None and self._sharded is not None:
-            restore_training(self.engine, saved.get(RESIDUALS), bool(saved.get("global_step")))
+            restore_training(self.engine, saved.get(RESIDUALS), stepped(saved))
             load_rank_buffers(self.engine, saved.get(RANK_BUFFERS))
             with comm.agree("loading optimizer states", CheckpointError):
                 restore_optimizer(self._sharded.optimizer, self.engine, state, 0)
-            self.loss_scale_controller.load_state_dict(own.get("loss_scale", saved.get("ZeroPrecision", {})))
+            self.loss_scale_controller.load_state_dict(loss_scale(saved))
             self.loss_scale_controller.start_watching(self.engine)
         if load_lr_scheduler_states and how.load_lr_scheduler_states:
             self._load_schedule(schedules, path)

@@ -302,3 +302,39 @@ RESUMES = [
 )
 def test_a_resumed_run_goes_on_exactly(pool: Pool, tmp_path: Path, face: str, settings: int) -> None:
     pool.run(2, _resumed, face, RESUMES[settings], str(tmp_path))
+
+
+ROUNDED = {"zero_quantized_weights": True}
+SCALED = {"fp16": {"initial_scale_power": 10, "loss_scale_window": 1}}
+
+
+def _seen(face: Face) -> list[float]:
+    with torch.no_grad():
+        return [face.loss_scale, float(next_token_loss(face.net, 9, 0, 0))]
+
+
+def _saves(path: str, face: Face) -> list[float]:
+    for step in range(4):
+        _step(face, step)
+    face.save(path)
+    return _seen(face)
+
+
+def _takes_over(path: str, face: Face) -> list[float]:
+    face.load(path)
+    return _seen(face)
+
+
+def _changes_faces(saves: str, loads: str, folder: str) -> None:
+    settings = Settings(2, "16-true", zero=ROUNDED, config=SCALED, optimizer=plain_sgd)
+    places = {"loop": folder, "fabric": f"{folder}/saved"}
+    saved = run(saves, settings, partial(_saves, places[saves]))
+    assert saved[0] > 2.0**10
+    assert run(loads, settings, partial(_takes_over, places[loads])) == saved
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"), only_rows([("fabric", "loop")], itertools.permutations(("fabric", "loop")))
+)
+def test_a_run_goes_on_in_another_face(pool: Pool, tmp_path: Path, saves: str, loads: str) -> None:
+    pool.run(2, _changes_faces, saves, loads, str(tmp_path))

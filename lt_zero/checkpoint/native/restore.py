@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lt_zero.checkpoint.native.load import NEW, counted, fitting_state, load_module, rounded_weights
 from lt_zero.checkpoint.native.pieces import load_full_optimizer_state
 from lt_zero.checkpoint.native.residuals import load_residuals
-from lt_zero.checkpoint.native.save import TRAINED
+from lt_zero.checkpoint.native.save import HERE, LOOP, TRAINED
 from lt_zero.common.errors import CheckpointError
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
@@ -32,6 +32,24 @@ def trained_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     """The weights that training goes on with. See Note [Weights of a checkpoint]."""
     state: Mapping[str, Any] = checkpoint["state_dict"]  # callbacks may still change it
     return {**state, **checkpoint[TRAINED]["weights"]} if TRAINED in checkpoint else state
+
+
+def stepped(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether the weights are those of a step, whichever of the three saved them."""
+    return bool(checkpoint.get("global_step") or entries_of(checkpoint, HERE).get("stepped"))
+
+
+def loss_scale(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of the loss scale, whichever of the three saved it; {} if there is none."""
+    own = entries_of(checkpoint, LOOP) or entries_of(checkpoint, HERE)
+    return dict(own.get("loss_scale") or checkpoint.get("ZeroPrecision") or {})
+
+
+def entries_of(checkpoint: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What Fabric (``HERE``) or the engine of a loop (``LOOP``) wrote; {} if users of others have such a key."""
+    found = checkpoint.get(key)
+    mark = {HERE: "modules", LOOP: "client_state"}[key]
+    return found if isinstance(found, Mapping) and mark in found else {}
 
 
 def restore_weights(
