@@ -143,6 +143,19 @@ def _accumulated(tensor: Tensor) -> Tensor:
     return local[0].view(shape) if local else bucket.param_views[index].new_empty(shape)
 
 
+def _replace(bucket: Bucket, index: int, value: Tensor) -> None:
+    """Copy a tensor that was assigned to ``p.grad`` to the accumulator.
+
+    Raises:
+        RuntimeError: the gradient is sharded.
+    """
+    if not is_view(bucket):
+        name = bucket.layout.spans[index].name
+        raise RuntimeError(f"`p.grad` of {name!r} was replaced, but its gradient is sharded over the ranks. {_REMEDY}")
+    for local in _local(bucket, index):
+        local.copy_(value.reshape(-1))
+
+
 class UsedParameters:
     """The gradients of one engine, for the optimizer and for user code."""
 
@@ -162,7 +175,7 @@ class UsedParameters:
         self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank
         self._earlier: tuple[Work, Tensor] | None = None  # the flags of the step before, if ranks may be late
         self._sharded = any(bucket.sharding.optim for bucket in buckets)
-        self._hold = False  # user code reads p.grad: ``finish_reductions`` leaves it as it is
+        self._hold = False  # user code reads p.grad: ``finish_reductions`` goes on showing it
         self._shown: dict[Place, Tensor | None] = {}  # shown in p.grad; None: p.grad is a late gradient
         self._hidden: dict[Place, ShardedGrad] = {}  # of the last backward, for reuse
         self._places: list[Place] = []  # of all shown gradients, in the order of parameters
@@ -210,7 +223,9 @@ class UsedParameters:
                 options.
             SwapError: on all ranks, if files failed on one.
         """
-        if not self._hold:
+        if self._hold:
+            self.take_assigned()
+        else:
             self.hide()
         self._reducer.flush()
         unseen = not self._shown and any(b.has_grads() for b in self._buckets if b not in self.late)
@@ -343,15 +358,24 @@ class UsedParameters:
                 elif current is grad:
                     if isinstance(grad, ShardedGrad):
                         self._hidden[(bucket, index)] = grad
-                elif is_view(bucket):
-                    for local in _local(bucket, index):
-                        local.copy_(current.reshape(-1))
                 else:
-                    raise RuntimeError(
-                        f"`p.grad` of {bucket.layout.spans[index].name!r} was replaced, but its gradient is sharded "
-                        f"over the ranks. {_REMEDY}"
-                    )
+                    _replace(bucket, index, current)
         self._clear(cleared, shown)
+
+    @torch.no_grad()
+    def take_assigned(self) -> None:
+        """Apply assignments to ``p.grad`` as ``hide`` does, and go on showing gradients. Not collective.
+
+        Raises:
+            RuntimeError: a sharded gradient was replaced.
+        """
+        self.drop_cleared()
+        with without_torch_function():
+            for (bucket, index), grad in self._shown.items():
+                parameter = bucket.params[index]
+                if grad is not None and (current := parameter.grad) is not None and current is not grad:
+                    _replace(bucket, index, current)
+                    parameter.grad = grad
 
     def drop_cleared(self) -> None:
         """Clear the accumulators whose ``p.grad`` was set to None, to free memory before forward."""

@@ -259,7 +259,7 @@ def _is_elementwise(bucket: Bucket, piece: Piece, value: Any) -> bool:
 def _check_reduced(engine: Engine, bucket: Bucket, index: int) -> None:
     """Raise RuntimeError if this rank's part of a gradient lacks what is in no sum over the ranks yet."""
     _check_mean(engine)
-    engine.used_parameters.drop_cleared()  # by zero_grad
+    engine.used_parameters.take_assigned()  # None, by zero_grad, or a tensor
     unreduced = engine.used_parameters.unreduced([(bucket, index, bucket.params[index])])
     if unreduced or (bucket.grads.local is not None and index in bucket.grads.used):
         raise RuntimeError(

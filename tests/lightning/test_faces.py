@@ -77,6 +77,8 @@ def _compare(face: Face, wanted: list[Tensor], exact: bool, scaled: float = 1.0)
 def _grows(p: nn.Parameter) -> None:
     """Ways of changing a gradient that ranks without a part of it take, too: the norm is that of all ranks."""
     assert p.grad is not None
+    if type(p.grad) is Tensor:  # all of it
+        p.grad = 0.5 * p.grad
     before = p.grad.norm()
     part = lt_zero.safe_get_local_grad(p)
     lt_zero.safe_set_local_grad(p, None if part is None else 2 * part)  # type: ignore[arg-type]
@@ -238,6 +240,51 @@ def _automatic(stage: int, precision: Any) -> None:
 @pytest.mark.parametrize(("stage", "precision"), cover([2, 0, 3, 1], ["32-true", "16-true"]))
 def test_lightnings_own_clipping_is_seen(pool: Pool, stage: int, precision: str) -> None:
     pool.run(2, _automatic, stage, precision)
+
+
+class Assigns(GPT):
+    """Clears one gradient and enlarges another before Lightning clips them."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        cleared, larger = itertools.islice(self.parameters(), 2)
+        cleared.grad = None
+        assert lt_zero.full_grad(cleared) is None
+        before = lt_zero.full_grad(larger)
+        assert larger.grad is not None
+        assert before is not None
+        if type(larger.grad) is Tensor:
+            larger.grad = 4 * larger.grad
+        else:
+            larger.grad *= 4
+        _close(lt_zero.full_grad(larger), 4 * before, "assigned")
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().configure_gradient_clipping(optimizer, *args, **kwargs)
+        grads = [lt_zero.full_grad(p) for p in self.parameters()]
+        assert grads[0] is None
+        _close(torch.stack([grad.norm() for grad in grads if grad is not None]).norm(), torch.tensor(LIMIT), "clipped")
+        zero = torch.zeros(())
+        steps = [0.1 * (zero if grad is None else grad) for grad in grads]
+        self.wanted = [lt_zero.full_master(p) - step for p, step in zip(self.parameters(), steps, strict=True)]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for p, wanted in zip(self.parameters(), self.wanted, strict=True):
+            _close(lt_zero.full_master(p), wanted, "weights", rtol=1e-5, atol=1e-6)
+
+
+def _assigns(stage: int) -> None:
+    keys = {"gradient_clip_val": LIMIT, "max_epochs": 1, "use_distributed_sampler": False}
+    module = Assigns(dist.get_world_size())
+    sharded_trainer(stage, {}, {}, **keys).fit(module)
+    assert module.wanted
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_a_hook_assigns_is_clipped(pool: Pool, stage: int) -> None:
+    pool.run(2, _assigns, stage)
 
 
 # ---- a run that is resumed -------------------------------------------------------------------------------------------
