@@ -6,6 +6,7 @@ Note [Ranks that train alone]
     its launcher has started tasks is an error (``refuse_alone``). ``LT_ZERO_ALONE=1`` says that each task is a run.
     A shell in an allocation of SLURM has the allocation's variables although only one process runs: only ``srun``
     gives a process a number of its step, shells (``--pty``, job names ``bash`` and ``interactive``) do not count.
+    ``srun --mpi=pmi2`` sets the variables of MPI, too, which do not tell where rank 0 is: SLURM's do.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def launched_tasks(variables: Mapping[str, str] | None = None, mpi: bool = True)
 def started_tasks(variables: Mapping[str, str] | None = None, mpi: bool = True) -> Tasks | None:
     """``launched_tasks``, as ``mpirun`` or ``srun`` tell it, whatever ``RANK`` says."""
     found = os.environ if variables is None else variables
-    tasks = (_of_mpi(found) if mpi else None) or _of_slurm(found)
+    tasks, slurm = _of_mpi(found) if mpi else None, _of_slurm(found)
+    if tasks is None or (slurm is not None and slurm[1:3] == tasks[1:3]):  # srun --mpi=pmi2 sets both
+        tasks = slurm
     if tasks is None:
         return None
     address, port = found.get("MASTER_ADDR", tasks.address), tasks.port

@@ -53,8 +53,11 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a
         ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}, None),  # a batch script, or the shell of salloc
         (OPEN_MPI, ("Open MPI", 1, 2, 1, None, 29500)),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, ("Open MPI", 1, 2, 1, "127.0.0.1", 29500)),
-        ({**SLURM, **OPEN_MPI, "MASTER_ADDR": "b"}, ("Open MPI", 1, 2, 1, "b", 29500)),
+        ({**SLURM, **OPEN_MPI, "MASTER_ADDR": "b"}, ("SLURM", 1, 2, 1, "b", 19581)),
+        ({**SLURM, **OPEN_MPI, "SLURM_NTASKS": "1", "MASTER_ADDR": "b"}, ("Open MPI", 1, 2, 1, "b", 29500)),
         (MPICH, ("PMI (MPICH, Intel MPI)", 1, 2, 0, None, 29500)),
+        ({**SLURM, "PMI_RANK": "1", "PMI_SIZE": "2"}, ("SLURM", 1, 2, 1, "gpu07", 19581)),  # srun --mpi=pmi2
+        ({**SLURM, **MPICH, "PMI_SIZE": "4"}, ("PMI (MPICH, Intel MPI)", 1, 4, 0, None, 29500)),  # mpirun in a step
     ],
 )
 def test_tasks(variables: dict[str, str], wanted: tuple[Any, ...] | None) -> None:
