@@ -88,7 +88,6 @@ class BufferSync(ProcessLocal):
         self._sent: tuple[Work, Tensor] | None = None  # the exchange of what ranks saw
         self._windows = 0
         self._unfinished = False  # a training forward has had no backward yet
-        self.evaluated = False  # in inference mode writes have no versions
         self.due = True  # the next training forward is the first one of a window
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -98,8 +97,7 @@ class BufferSync(ProcessLocal):
         due, self.due = self.due, sync
         if self.enabled and due:
             late = self._agree()
-            self._observe(_LATE, values=self.evaluated)
-            self.evaluated = False
+            self._observe(_LATE, values=False)
             if self._relayout:
                 self._agree_on_layout()
             self._settle(late)
@@ -136,12 +134,16 @@ class BufferSync(ProcessLocal):
     # ---- what changed ----------------------------------------------------------------------------------------------
 
     def _observe(self, when: int, values: bool) -> None:
-        """Note which buffers have changed on this rank. ``values``: compare those of resting ones, too."""
+        """Note which buffers have changed on this rank. ``values``: compare those of resting ones, too.
+
+        Those of buffers that were made in inference mode, which have no versions, are compared always.
+        """
         with without_torch_function():
             tensors, asked = [buffer.now for buffer in self._buffers], list[_Buffer]()
             for buffer, tensor, version in zip(self._buffers, tensors, _versions(tensors), strict=True):
                 if tensor is buffer.tensor and version == buffer.version:
-                    if (buffer.left or values) and not (buffer.changes or buffer.seen):
+                    counted = tensor is None or version >= 0
+                    if (buffer.left or values or not counted) and not (buffer.changes or buffer.seen):
                         asked.append(buffer)
                 elif not (buffer.changes or buffer.seen):
                     buffer.seen = _CHANGED if buffer.left else when

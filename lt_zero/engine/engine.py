@@ -199,8 +199,6 @@ class Engine(ProcessLocal):
             self.used_parameters.drop_cleared()
             if self.training and trains and torch.is_grad_enabled() and (entry is None or entry.training):
                 self.buffers.before_forward(self.reducer.sync)
-            else:
-                self.buffers.evaluated = True
             self.gatherer.begin_forward(entry)
         elif begins and not self.training:  # generation calls a model many times in one step of the user's
             self.gatherer.begin_order(entry)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.comm.communicator import Comm
+from lt_zero.engine import buffers
 from lt_zero.engine.buffers import _PROBATION
 from tests.support.matrix import cover
 from tests.support.pool import Pool
@@ -196,6 +197,32 @@ def test_constant_buffers_are_not_sent(pool: Pool) -> None:
     rest = 2 * (_PROBATION + 3) + 1 - _PROBATION
     assert counts == [every] * _PROBATION + [changing] * rest + [changing + code] * 3
     assert len(sent) == _PROBATION
+
+
+def _digests_in_a_step() -> tuple[int, int]:
+    """How many resting buffers are read in a step with other forwards, and how many of those without versions."""
+    engine = _made(_nothing, 1)
+    with torch.inference_mode():
+        engine.module.code = torch.zeros(7)
+    for step in range(_PROBATION + 2):
+        _step(engine, step)
+    read: list[Any] = []
+    before = buffers.digests
+    buffers.digests = lambda tensors: read.extend(tensors) or before(tensors)  # type: ignore[func-returns-value]
+    try:
+        for guard in (torch.no_grad, torch.inference_mode):
+            with guard():
+                engine.eval()(_batch(0, 0))
+        engine.train()
+        _step(engine, 0)
+    finally:
+        buffers.digests = before
+    return len(read), sum(tensor.is_inference() for tensor in read)
+
+
+def test_forwards_without_gradients_cost_nothing(pool: Pool) -> None:
+    """A teacher or a reference model runs in each step."""
+    assert pool.run(2, _digests_in_a_step) == [(2, 2), (0, 0)]  # rank 1 has got a buffer with a version
 
 
 def _late(change: Callable[[Codebook, int], None]) -> tuple[list[str], bool, bool]:
