@@ -552,6 +552,8 @@ class Comm(ProcessLocal):
             RuntimeError: ranks diverge, see Note [Unforeseen collectives].
         """
         self._watch.raise_verdict()
+        if self._hang_detector is not None:
+            self._hang_detector.go_on()
         launch, predicted = self._watch.channels[channel].launch(operation, name, numel)
         if self._check or compare or not (predicted or channel == "reduction"):
             self._compare(launch)

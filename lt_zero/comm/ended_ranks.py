@@ -99,6 +99,7 @@ class EndedRanks:
         self.posted = False
         self.scopes: list[str] = []  # the current run, and the operation in it
         self._begun: Counter[str] = Counter()
+        self._scope: str | None = None  # what has ended, as this rank has told
         self._told = 0  # number of this rank's first error in the list of errors
         self._own = False  # whether it was an error of its own
         self._read = 0  # errors of the list that this rank has read
@@ -116,9 +117,22 @@ class EndedRanks:
         """Begin a run, or an operation of all ranks, and take back what was told: an error has not ended this rank."""
         self._begun[what] += 1
         self.scopes.append(f"{what} {self._begun[what]}")
+        self._take_back()
+
+    def go_on(self) -> bool:
+        """Take back the error of an operation or run that is over, as this rank goes on; returns whether it was told.
+
+        The user's code has caught it on all ranks. What ends a rank later must not be put down to it.
+        """
+        if self._scope is None or self._scope in self.scopes:
+            return False
+        self._take_back()
+        return True
+
+    def _take_back(self) -> None:
         if self.posted:
             self._store.delete_key(str(self._rank))
-        self.posted, self._told = False, 0
+        self.posted, self._told, self._scope = False, 0, None
 
     def end_run(self) -> None:
         """End the run; without an error unless one was told."""
@@ -135,7 +149,7 @@ class EndedRanks:
         message = json.dumps([self._rank, *astuple(End(own, text, scope, launched))])
         with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
             self._store.set(str(self._rank), message)
-            self.posted = True
+            self.posted, self._scope = True, scope
             if text:
                 number = self._store.add("errors", 1)
                 self._store.set(f"error/{number}", message)
@@ -207,9 +221,10 @@ class EndedRanks:
         """Why ranks have ended: the error of one, the cause that one passes on, or that they have told none."""
         silent, over, causes = list[int](), list[int](), list[str]()
         for rank in ended[:_MANY]:
-            end = self._errors.get(rank)
-            with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
-                end = self.of(rank) or end
+            try:
+                end = self.of(rank)
+            except RuntimeError:  # the process that serves the store has ended
+                end = self._errors.get(rank)
             if end is None or not (end.text or end.concerns(self.scopes)):
                 silent.append(rank)
             elif end.own:

@@ -339,6 +339,12 @@ class HangDetector:
             while self._store.add("listening", 0) > 0 and time.monotonic() < deadline:
                 time.sleep(self._patience.poll / 20)
 
+    def go_on(self) -> None:
+        """This rank launches a collective, so no error of an operation or run that is over has ended it."""
+        if self.ends.posted:
+            with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
+                self._end = None if self.ends.go_on() else self._end
+
     def begin_run(self) -> None:
         """Begin a run: answer other ranks, and forget the errors of the last one."""
         self.start()

@@ -198,6 +198,26 @@ def test_other_errors_stay_as_they_are(pool: Pool) -> None:
         assert not any("Rank" in text for text in texts)
 
 
+def _caught_by_all() -> tuple[str, str]:
+    """What the others would be told of this rank's end, after an operation that failed on all, and then later."""
+    comm = Comm.for_world(torch.device("cpu"))
+    detector, other = comm._hang_detector, 1 - dist.get_rank()
+    assert detector is not None
+    with pytest.raises(ValueError), comm.together("an operation"):
+        raise ValueError("broken on purpose")
+    dist.barrier()
+    then = detector.ends.first_cause([other])
+    dist.barrier()
+    comm.host_gather(None, "something later")
+    return then, detector.ends.first_cause([other])
+
+
+def test_an_error_that_all_caught_does_not_explain_a_later_end(pool: Pool) -> None:
+    for then, later in pool.run(2, _caught_by_all):
+        assert "ended with ValueError: broken on purpose" in then
+        assert SILENT in later
+
+
 HOOKS = ("on_save_checkpoint", "configure_optimizers", "on_train_epoch_start", "on_validation_batch_end")
 MORE_HOOKS = (
     "setup",
