@@ -323,6 +323,7 @@ class Member(Protocol):
 
 _members: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed: list[Any] = []  # the hook for uncaught errors that there was before
+_told: list[BaseException] = []  # uncaught errors that members have been told of
 
 
 def tell_at_end(member: Member) -> None:
@@ -335,6 +336,7 @@ def tell_at_end(member: Member) -> None:
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _told.append(error)
     follows = [member.end_process(error) for member in list(_members)]
     if any(follows) and not debugs() and (path := _kept(error)) is not None:
         trace = _shortened(error, trace, path)
@@ -376,8 +378,12 @@ def _shortened(error: BaseException, trace: TracebackType | None, path: str) -> 
 
 
 def _end() -> None:
+    error = None
+    if sys.excepthook is not _uncaught:  # one that was installed later, and may not call this
+        last = getattr(sys, "last_value", None)  # of an uncaught error
+        error = last if last not in _told else None
     for member in list(_members):
-        member.end_process(None)
+        member.end_process(error)
     if multiprocessing.parent_process() is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         for member in list(_members):
             member.leave()

@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 import lt_zero
 from lt_zero import FabricZeroStrategy
 from lt_zero.checkpoint.native.save import DirectoryWriter
+from lt_zero.comm import ended_ranks
 from lt_zero.comm.communicator import Comm
 from lt_zero.lightning import checkpoint_service
 from tests.support.launchers import environment
@@ -203,7 +204,7 @@ def _caught_by_all() -> tuple[str, str]:
     comm = Comm.for_world(torch.device("cpu"))
     detector, other = comm._hang_detector, 1 - dist.get_rank()
     assert detector is not None
-    with pytest.raises(ValueError), comm.together("an operation"):
+    with pytest.raises(ValueError, match="on purpose"), comm.together("an operation"):
         raise ValueError("broken on purpose")
     dist.barrier()
     then = detector.ends.first_cause([other])
@@ -216,6 +217,30 @@ def test_an_error_that_all_caught_does_not_explain_a_later_end(pool: Pool) -> No
     for then, later in pool.run(2, _caught_by_all):
         assert "ended with ValueError: broken on purpose" in then
         assert SILENT in later
+
+
+class _Member:
+    def __init__(self) -> None:
+        self.told: list[BaseException | None] = []
+
+    def end_process(self, error: BaseException | None) -> bool:
+        self.told.append(error)
+        return False
+
+    def leave(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("chains", [False, True])
+def test_a_hook_that_was_installed_later_hides_no_error(monkeypatch: pytest.MonkeyPatch, chains: bool) -> None:
+    member, error = _Member(), ValueError("broken on purpose")
+    monkeypatch.setattr(ended_ranks, "_members", {member})
+    monkeypatch.setattr(ended_ranks, "_installed", [lambda *args: None])
+    monkeypatch.setattr(sys, "excepthook", lambda *args: ended_ranks._uncaught(*args) if chains else None)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)  # as the interpreter does
+    sys.excepthook(ValueError, error, None)
+    ended_ranks._end()
+    assert member.told == ([error, None] if chains else [error])
 
 
 HOOKS = ("on_save_checkpoint", "configure_optimizers", "on_train_epoch_start", "on_validation_batch_end")
