@@ -29,19 +29,18 @@ from torch.nn import Parameter
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import Work
-from lt_zero.common.compat import held_by_autograd, versions_of, without_torch_function
+from lt_zero.common.compat import held_by_autograd, without_torch_function
 from lt_zero.common.flat_storage import FlatStorage, flat_empty
 from lt_zero.common.timing import phase
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.guard import Owner, guard, own, sentinel, unguard
+from lt_zero.engine.inplace_edits import InplaceEdits
 from lt_zero.engine.layout import Piece, gaps_between
 from lt_zero.engine.lazy_tensor import elements_of, whole
 from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.shard import Accumulator, Weights
 from lt_zero.offload.background import BackgroundStep, Job
 from lt_zero.offload.store import Place, Store, Waits, device_place, put_away
-
-_ROW = 1024  # words per row of a digest, which does not see permutations within a row
 
 
 class State(Enum):
@@ -527,141 +526,3 @@ class Bucket:
         self.comm.after_write()
         self.weights.keep_edits()
         self.edits.note()
-
-
-class InplaceEdits:
-    """Detects edits of compute copies outside of ``gathered``, which the next step would overwrite.
-
-    Where parameters are not sharded, an edit is copied to the master weights. Where they are, it raises: the edited
-    copy is lost when the bucket is released.
-
-    Most edits change a parameter's version counter, which is checked in each backward. ``p.data.copy_(...)`` does not,
-    so values are checked, too, before they are stepped or saved: by a digest on a CPU and where master weights are
-    offloaded. On a GPU a digest would have to be waited for, so edited elements are found by comparing master weights
-    with the compute copy. ``p.data = tensor`` takes a parameter out of its bucket, which changes its address; its
-    values are copied back. Values of sharded parameters are compared after the first two training forwards of their
-    unit, and where user code was given a tensor whose writes no version shows.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket, self._weights, self._sharded = bucket, bucket.weights, bucket.sharding.params
-        self.lost: list[str] = []  # names of parameters whose edits are lost
-        self.handed_out = False  # user code got a tensor whose writes change no version counter
-        self._versions: list[int] = []
-        self._digest: Tensor | None = None  # of this rank's shard
-        self._paused = False  # master weights are ahead of the compute copy
-        self._watches = 2  # training forwards whose values are still to be compared
-        self._sums: Tensor | None = None  # of each piece, when it was gathered for such a forward
-
-    def note(self, released: bool = False) -> None:
-        """Record the current values as unedited; ``released``: they were, and views of them may have been edited."""
-        self._paused, self._sums = False, None
-        if not self._weights.master_is_view:
-            before, self._versions = self._versions, versions_of(self._bucket.params)
-            if released and before != self._versions and self._weights.has_master:
-                edited = zip(self._bucket.layout.spans, self._versions, before, strict=True)
-                self.lost += [span.name for span, version, old in edited if version != old]
-            if released and self._watches and self._weights.has_master and torch.is_grad_enabled():
-                self._sums = self._sum_pieces()
-            self._digest = digest_of(self._bucket.shard) if self._has_digest else None
-
-    def pause(self) -> None:
-        """Stop checking until ``note``: the master weights are stepped before the compute copy is updated."""
-        self._paused = not self._sharded
-
-    @property
-    def _has_digest(self) -> bool:
-        if self._sharded:
-            return False
-        # On a CPU a digest is cheap: comparing values takes 4 times as long as AdamW's step.
-        return self._bucket.offloaded or (self._bucket.shard.device.type == "cpu" and self._weights.has_master)
-
-    def seen(self) -> bool:
-        """Whether versions or the digest have changed since ``note``."""
-        if self._paused:  # the compute copy is of another step, or is being written
-            return False
-        digest, shard = self._digest, self._bucket.shard
-        changed = self._has_digest and (digest is None or bool(digest != digest_of(shard)))
-        return changed or versions_of(self._bucket.params) != self._versions
-
-    def check(self, values: bool = False, released: bool = False) -> None:
-        """Keep the edits since ``note``, or add them to ``lost``; with ``values`` check values, too.
-
-        ``released``: the compute copy is about to be released.
-        """
-        bucket, weights = self._bucket, self._weights
-        if not bucket.resident or self._paused:
-            return
-        edited = [bucket.layout.spans[i].name for i in self.assigned()] if self._sharded else self.put_back()
-        if not weights.has_master:
-            return
-        versions = versions_of(bucket.params)
-        if versions != self._versions:
-            changed = zip(bucket.layout.spans, versions, self._versions, strict=True)
-            edited += [span.name for span, version, before in changed if version != before]
-        if self._sharded:
-            if self.handed_out and not edited:
-                expected = bucket.expected_shard()
-                for piece in bucket.pieces:
-                    rows = slice(piece.offset, piece.offset + piece.numel)
-                    if not torch.equal(bucket.shard[rows], expected[rows]):
-                        edited.append(bucket.layout.spans[piece.index].name)
-            if released and self._sums is not None and not edited:
-                self._watches -= 1
-                same = (self._sums == self._sum_pieces()).tolist()
-                edited = [
-                    bucket.layout.spans[p.index].name for p, one in zip(bucket.pieces, same, strict=True) if not one
-                ]
-            self.lost += edited
-        elif edited or (values and (not self._has_digest or self.seen())):
-            # Every rank has the whole copy, and edits it as it would without ZeRO.
-            weights.keep_edits()
-            self.note()
-        self.handed_out = False
-        if edited:
-            self.note()
-
-    def forget(self) -> None:
-        """The engine writes to the compute copy."""
-        self._sums = None
-
-    def _sum_pieces(self) -> Tensor:
-        """The sum (1D int64) of the bits of each of this rank's pieces."""
-        shard = self._bucket.shard
-        words = shard.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[shard.itemsize])
-        rows = [words[piece.offset : piece.offset + piece.numel] for piece in self._bucket.pieces]
-        sums = [row.sum(dtype=torch.int64) for row in rows]
-        return torch.stack(sums) if sums else words.new_empty(0, dtype=torch.int64)
-
-    def assigned(self) -> list[int]:
-        """Numbers of parameters that were assigned other tensors (``p.data = tensor``), of a resident bucket."""
-        if not self._bucket.resident:
-            return []
-        pairs = enumerate(zip(self._bucket.params, self._bucket.param_views, strict=True))
-        with without_torch_function():
-            return [i for i, (p, view) in pairs if p.data_ptr() != view.data_ptr()]
-
-    @torch.no_grad()
-    def put_back(self) -> list[str]:
-        """Copy parameters that were assigned other tensors back to their views; returns their names.
-
-        Those of another shape, dtype or device are ``lost``.
-        """
-        found, bucket = [], self._bucket
-        for index in self.assigned():
-            parameter, view, name = bucket.params[index], bucket.param_views[index], bucket.layout.spans[index].name
-            if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
-                self.lost.append(name)
-                continue
-            view.copy_(parameter)
-            parameter.data = view
-            found.append(name)
-        return found
-
-
-def digest_of(shard: Tensor) -> Tensor:
-    """A checksum (0D int64) of the bits of ``shard``, which is a multiple of 16 bytes long."""
-    words = shard.view(torch.int64)
-    whole = words.numel() // _ROW * _ROW
-    rows = words[:whole].view(-1, _ROW).sum(1)
-    return (rows * torch.arange(1, rows.numel() + 1, device=shard.device)).sum() + words[whole:].sum()

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.engine.bucket import Bucket, digest_of
+from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
+from lt_zero.engine.inplace_edits import digest_of
 from lt_zero.engine.lazy_tensor import elements_of
 from lt_zero.engine.local_steps import LocalSteps
 from lt_zero.offload.store import AVERAGE
