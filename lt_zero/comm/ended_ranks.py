@@ -234,7 +234,8 @@ class EndedRanks:
         if causes:
             return causes[0]
         if over and not silent:
-            return f"{_ranks(over)} came to the end without an error, while rank {self._rank} went on. {COUNTS}"
+            went = f"while rank {self._rank} went on"
+            return f"{_ranks(over)} came to the end without an error (or by sys.exit), {went}. {COUNTS}"
         silent = self._of_gone_hosts(silent) or silent
         one, hosts = len(silent) == 1, self.on_hosts(silent)
         if lost := [rank for rank in silent if rank in self.lost]:
