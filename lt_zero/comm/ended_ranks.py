@@ -157,15 +157,18 @@ class EndedRanks:
                 self._told, self._own = self._told or number, own
 
     def await_readers(self, seconds: float) -> None:
-        """Wait until the others have read this rank's error, or have ended, at most some seconds.
+        """Wait until the others have read this rank's error, or have ended or told of ends too, at most some seconds.
 
         No-op for an error that follows from another rank's, unless this rank may serve the store.
         """
         until, serves = time.monotonic() + seconds, self._ranks[self._rank] == 0
         with contextlib.suppress(RuntimeError):
             while self._told and (self._own or serves) and not self._store_has_ended() and time.monotonic() < until:
-                if self._store.add(f"heard/{self._told}", 0) + len(self.ended()) >= self._world - 1:
+                ended = {self._rank, *self.ended()}
+                if self._store.add(f"heard/{self._told}", 0) + len(ended) >= self._world:
                     return
+                if self._store.check([str(rank) for rank in range(self._world) if rank not in ended]):
+                    return  # the same error on all ranks, say
                 time.sleep(0.1)
 
     def _store_has_ended(self) -> bool:

@@ -199,22 +199,29 @@ def test_other_errors_stay_as_they_are(pool: Pool) -> None:
         assert not any("Rank" in text for text in texts)
 
 
-def _caught_by_all() -> tuple[str, str]:
-    """What the others would be told of this rank's end, after an operation that failed on all, and then later."""
+def _caught_by_all() -> tuple[str, str, bool]:
+    """What the others would be told of this rank's end, after an operation that failed on all, and then later.
+
+    Also whether a process that ended there would wait for readers, of which there are none.
+    """
     comm = Comm.for_world(torch.device("cpu"))
     detector, other = comm._hang_detector, 1 - dist.get_rank()
     assert detector is not None
+    detector.stop()
     with pytest.raises(ValueError, match="on purpose"), comm.together("an operation"):
         raise ValueError("broken on purpose")
     dist.barrier()
-    then = detector.ends.first_cause([other])
+    then, began = detector.ends.first_cause([other]), time.monotonic()
+    detector.ends.await_readers(30)
+    waits = time.monotonic() - began >= 30
     dist.barrier()
     comm.host_gather(None, "something later")
-    return then, detector.ends.first_cause([other])
+    return then, detector.ends.first_cause([other]), waits
 
 
 def test_an_error_that_all_caught_does_not_explain_a_later_end(pool: Pool) -> None:
-    for then, later in pool.run(2, _caught_by_all):
+    for then, later, waits in pool.run(2, _caught_by_all):
+        assert not waits
         assert "ended with ValueError: broken on purpose" in then
         assert SILENT in later
 
