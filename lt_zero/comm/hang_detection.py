@@ -476,7 +476,8 @@ class _Reporter:
         """Context of the thread: it is counted among those that poll the store."""
         self._store.add("listening", 1)
         yield
-        self._store.add("listening", -1)
+        if not _is_removed(self._store):
+            self._store.add("listening", -1)
 
     def read_verdict(self) -> bool:
         """Update the verdict; returns whether there is one."""
@@ -577,6 +578,14 @@ def _close(group: dist.ProcessGroup, peer: int) -> None:
         work = dist.irecv(torch.empty(1), peer, group, tag=_SILENT_TAG)
         assert work is not None
         work.wait(timedelta(milliseconds=1))
+
+
+def _is_removed(store: Any) -> bool:
+    """Whether the file of a store was removed: a client would wait for it until a timeout."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    path = getattr(store, "path", None)
+    return path is not None and not os.path.exists(path)
 
 
 class RollCall(threading.Thread):

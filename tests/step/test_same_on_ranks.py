@@ -200,7 +200,7 @@ def _changes(stage: int, when: str, change: Callable[[Run], None], mixed: bool) 
     return number, first
 
 
-@pytest.mark.parametrize(("ranks", "stage"), only_rows([(2, 0), (3, 3)], [(2, 0), (2, 1), (2, 2), (3, 3)]))
+@pytest.mark.parametrize(("ranks", "stage"), only_rows([(2, 3)], [(2, 0), (2, 1), (2, 2), (2, 3), (3, 3)]))
 def test_they_differ_in_training(pool: Pool, ranks: int, stage: int) -> None:
     for change, match in IN_TRAINING:
         for when in ("before", "between"):
