@@ -4,7 +4,7 @@ Note [Keys]
     A key is looked up by those who put it there: its text would not be found. ``plain`` puts a plain name in its place
     and tells the key. A directory has its description: the name of a class or member, a path's text, a tuple or frozen
     set of such. Read again, the name is looked up among the classes that are loaded, so nothing of the file is imported
-    or executed; if it is not among them, nobody can ask for the key, and the plain name stays. Other objects are
+    or executed; if it is not among them, no code can ask for the key, and the plain name stays. Other objects are
     pickled, like values without a plain form, and their keys come back with them. A single file has the keys as they
     are.
 """

@@ -265,7 +265,7 @@ def check_schedule(saved: Any, running: Any, path: str) -> None:
     """Check that a schedule can take a saved state: torch's accept any, and go on from where they are.
 
     Raises:
-        CheckpointError: the state is of DeepSpeed's own schedules, and the running one is none of ours.
+        CheckpointError: the state is of DeepSpeed's own schedules, and the running one is not.
     """
     of_deepspeed = isinstance(saved, Mapping) and "last_batch_iteration" in saved and "last_epoch" not in saved
     if of_deepspeed and not isinstance(running, Schedule) and not hasattr(running, "last_batch_iteration"):

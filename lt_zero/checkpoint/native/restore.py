@@ -2,7 +2,7 @@
 
 Note [Weights of a checkpoint]
     The state dict has the weights that are evaluated: averages, if ``EMA`` made some. The optimizers' states belong to
-    the trained weights, which such a checkpoint has, too. So whoever goes on with the states goes on with these.
+    the trained weights, which such a checkpoint has, too. So a run that goes on with the states goes on with these.
 
 Note [Order of a restore]
     Weights, ``restore_training``, optimizers: what steps leave in the compute copies is made of the loaded weights.

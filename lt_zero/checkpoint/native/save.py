@@ -346,7 +346,7 @@ def write(
 
 
 def _reason(cause: BaseException, trace: Sequence[traceback.FrameSummary]) -> str:
-    """An error that a rank had, with its place unless it is one of ours."""
+    """An error that a rank had, with its place unless it is a ``CheckpointError``."""
     if isinstance(cause, CheckpointError):
         return str(cause)
     place = f" ({trace[-1].filename}:{trace[-1].lineno}, in {trace[-1].name})" if trace else ""
