@@ -316,7 +316,7 @@ def _is_users(frame: FrameType) -> bool:
 
 
 class Member(Protocol):
-    """A detector of a group, which is told of the end of this process."""
+    """A detector of a group. It learns of the end of this process."""
 
     def end_process(self, error: BaseException | None) -> bool:
         """Tell the others of the end; returns whether the error follows from another rank's."""

@@ -69,7 +69,7 @@ def dotted(path: Path) -> str:
 def differences(ranks: Sequence[Mapping[str, Any]], shown: int = 3) -> str:
     """In words: the values in which ranks differ, of what each of them has, at most ``shown``.
 
-    A value may be a tuple of names, of which the number and the first that not all have are told.
+    A value may be a tuple of names: the text has their number, and the first name that not all ranks have.
     """
     keys = [key for key in dict.fromkeys(k for has in ranks for k in has) if len({_of(has, key) for has in ranks}) > 1]
     told = [f"{key} {_by_rank(key, ranks)}" for key in keys[:shown]]

@@ -135,7 +135,7 @@ class ConstructionSharder:
         self._shard_open(0)
 
     def _take(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
-        """Shard those of ``parameters`` that are nobody's yet, as soon as there are many bytes."""
+        """Shard those of ``parameters`` that have no owner yet, as soon as there are many bytes."""
         for name, parameter in parameters:
             self._names[parameter] = name
             if not self._is_free(parameter):
@@ -145,7 +145,7 @@ class ConstructionSharder:
         self._shard_open(_LARGE)
 
     def _is_free(self, parameter: Parameter) -> bool:
-        """Whether a parameter is to be sharded, and is nobody's yet."""
+        """True if a parameter is to be sharded and has no owner yet."""
         if parameter.is_meta or is_lazy(parameter) or is_guarded(parameter) or parameter.numel() < self._threshold:
             return False
         return not _is_owned(parameter)

@@ -219,7 +219,7 @@ def set_local_grad(parameter: Parameter, value: Tensor | None) -> None:
         row = _checked(bucket, index, piece, value) * _scale_of(engine, parameter)
         bucket.grads.of(piece).copy_(row)
         bucket.grads.put_away()
-    engine.used_parameters.norms.clear()  # on every rank: whoever reads one computes them together with the others
+    engine.used_parameters.norms.clear()  # on every rank: norms are computed together
 
 
 @torch.no_grad()
