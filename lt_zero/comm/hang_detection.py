@@ -363,7 +363,8 @@ _CALLED = (
 _RAN = (
     "Every rank has to run the same modules, and the same calls that need all ranks, in the same order: look for a"
     " branch or a loop that depends on the rank or its data. Texts of different lengths: generate with"
-    " `synced_gpus=True`, or inside of `lt_zero.gathered(module)` on every rank."
+    " `synced_gpus=True`, or inside of `lt_zero.gathered(module)` on every rank. Experts that only some ranks call:"
+    " name their list in zero_optimization.leaf_module.names."
 )
 
 
@@ -436,8 +437,20 @@ def _sentence(states: dict[int, _RankState], head: int, lost: int) -> str:
     if meets or other.text.startswith(_OVER):
         remedy = COUNTS
     else:
-        remedy = _ENDED if other.text.startswith(_GONE) else _CALLED if called else _RAN
+        remedy = _ENDED if other.text.startswith(_GONE) else _CALLED if called else _remedy(first.launch, other.launch)
     return f"{begun} on {_names(came)} ({first.place}) and not on rank {lost}, which {other.text}{also}. {remedy}"
+
+
+def _remedy(one: Launch, other: Launch | None) -> str:
+    """What to do if ranks ran these."""
+    inside = one.name.rpartition(".")[0]
+    if inside and other is not None and other.name != one.name and other.name.rpartition(".")[0] == inside:
+        return (
+            f"The ranks called different members of {inside!r}. If the data decides which are called (experts), write"
+            f' zero_optimization.leaf_module.names: ["{inside}"], and they are gathered together; otherwise look for a'
+            " branch or a loop that depends on the rank."
+        )
+    return _RAN
 
 
 def _known(launch: Launch) -> int:

@@ -5,6 +5,13 @@ one class, at least two of them of equal size. So the search enters the stages o
 experts of a mixture stay inside their block, where routing cannot change which collectives run. Large leaf modules
 outside of blocks (embeddings, heads) are units of their own. The remaining parameters, and those that several units
 share, belong to the root and stay gathered during forward and backward.
+
+Note [Experts]
+    Each rank calls the experts that its own tokens are sent to, so an expert cannot be a unit: ranks would gather
+    different ones. The module tree does not show which modules are experts, but their list is nearly always called so.
+    So members of a list named ``experts`` (``expert_layers``, ...), or of one that ``leaf_module`` names, are no units.
+    The module that has the list is one unless it is the root or has other blocks; then the root has the experts.
+    Ranks that meet in different members of another list get an error that says to name it (hang_detection.py).
 """
 
 from __future__ import annotations
@@ -43,6 +50,7 @@ class UnitRules:
     leaf_names: tuple[str, ...] = ()  # full names of modules that are always units
     leaf_suffixes: tuple[str, ...] = ()  # suffixes of such names
     alike: bool = False  # blocks of unequal size count as repeated if they are similar (the first has a relative bias)
+    joins_experts: bool = True  # experts are no units: see Note [Experts]
 
     def forces(self, name: str, module: nn.Module) -> bool:
         """Whether the user asks for this module to be a unit."""
@@ -104,7 +112,7 @@ def _check_values(names: Mapping[Parameter, Sequence[str]]) -> None:
 
 def find_repeated(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """The repeated blocks of ``root``, whatever their size, in registration order; none inside another."""
-    rules = UnitRules(min_numel=sys.maxsize, max_numel=sys.maxsize, alike=True)
+    rules = UnitRules(min_numel=sys.maxsize, max_numel=sys.maxsize, alike=True, joins_experts=False)
     found = {module: clean_name(f"{name}.")[:-1] for name, module in _search(root, "", rules)}
     return [(name, module) for module, name in found.items()]
 
@@ -124,10 +132,15 @@ def _search(
         if _numel(module) >= rules.min_numel and type(module).forward is not nn.Module.forward:
             yield name, module
         return
+    paths = {n: f"{name}.{n}" if name else n for n, _ in children}
+    experts = {n for n, c in children if rules.joins_experts and _are_experts(paths[n], c, rules)}
+    if experts and name and not any(_has_repeats(c, rules.alike) for n, c in children if n not in experts):
+        yield name, module
+        return
     repeats = _repeated_children(module, rules.alike)
     for child_name, child in children:
-        path = f"{name}.{child_name}" if name else child_name
-        yield from _search(child, path, rules, repeats.get(child_name))
+        if child_name not in experts:
+            yield from _search(child, paths[child_name], rules, repeats.get(child_name))
 
 
 def _numel(module: nn.Module) -> int:
@@ -147,6 +160,12 @@ def _repeated_children(module: nn.Module, alike: bool) -> dict[str, int]:
         repeated = any(_are_alike(one, other) for row in rows for one, other in pairwise(row))
     # If some members are blocks, all are: the first of a ResNet stage differs from the others.
     return numels if repeated else {}
+
+
+def _are_experts(name: str, module: nn.Module, rules: UnitRules) -> bool:
+    """Whether ``module`` is a list of modules of which each rank calls some. See Note [Experts]."""
+    listed = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+    return listed and ("expert" in name.rpartition(".")[2].lower() or rules.forces(name, module))
 
 
 def _are_alike(one: nn.Module, other: nn.Module) -> bool:

@@ -208,16 +208,20 @@ def sent_dense(root: nn.Module, config: ZeroConfig) -> set[Parameter] | None:
 
 def _check_names(root: nn.Module, zero: ZeroOptimization) -> None:
     """Refuse class and module names that match nothing: typing errors that would have no effect."""
-    leaf, classes = zero.leaf_module, ("zero_allowed_param_types", "zero_force_param_types")
-    if not (leaf.names or leaf.name_suffixes or any(getattr(zero, key) for key in classes)):
+    key, leaf = "zero_optimization.leaf_module", zero.leaf_module
+    classes = {
+        "zero_optimization.zero_allowed_param_types": zero.zero_allowed_param_types,
+        "zero_optimization.zero_force_param_types": zero.zero_force_param_types,
+        f"{key}.classes": leaf.classes,
+    }
+    if not (leaf.names or leaf.name_suffixes or any(classes.values())):
         return
     modules = {clean_name(f"{name}.").removesuffix("."): module for name, module in root.named_modules()}
     known = sorted({type(module).__name__ for module in modules.values()})
-    for key in classes:
-        for name in getattr(zero, key):
+    for of_classes, names in classes.items():
+        for name in names:
             if not any(class_matches(module, (name,)) for module in modules.values()):
-                refuse_name(f"zero_optimization.{key}", name, "no module of the model is of this class", known)
-    key = "zero_optimization.leaf_module"
+                refuse_name(of_classes, name, "no module of the model is of this class", known)
     for name in leaf.names:
         if name not in modules:
             refuse_name(f"{key}.names", name, "the model has no module of this name", list(modules))

@@ -9,8 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from lt_zero import ZeroConfig
+from lt_zero.common.errors import ConfigError
+from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.find_units import UnitRules, find_units
 from lt_zero.engine.layout import ALIGN, plan_bucket, split_by_size
+from lt_zero.engine.partition import plan_engine
 from tests.support.models import Block, Net
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=8)
@@ -94,10 +98,21 @@ def test_pyramids_are_entered_and_mixtures_are_not() -> None:
 
 
 def test_large_blocks_are_entered_only_if_there_is_something_inside() -> None:
+    pyramid = nn.Module()
+    pyramid.layers = nn.ModuleList(Stage(2, 4) for _ in range(2))
+    assert "layers.0.blocks.0" in _names(pyramid, max_numel=100)
+    assert _names(nn.Sequential(Block(8), Block(8)), max_numel=1) == ["0", "1", ""]
+
+
+def test_experts_are_no_units() -> None:
     mixture = nn.Module()
     mixture.layers = nn.ModuleList(MoeBlock() for _ in range(2))
-    assert "layers.0.experts.0" in _names(mixture, max_numel=100)
-    assert _names(nn.Sequential(Block(8), Block(8)), max_numel=1) == ["0", "1", ""]
+    assert _names(mixture, max_numel=100) == ["layers.0", "layers.1", ""]
+    assert _names(MoeBlock()) == ["router", ""], "the root has them"
+    mixture.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    mixture.named = nn.ModuleDict({"a": Expert(), "b": Expert()})
+    assert _names(mixture, leaf_names=("named",)) == ["layers.0", "layers.1", ""]
+    assert _names(mixture) == ["layers.0", "layers.1", "named.a", "named.b", ""]
 
 
 def test_explicit_classes() -> None:
@@ -105,6 +120,22 @@ def test_explicit_classes() -> None:
     pyramid.stages = nn.ModuleList([Stage(2, 4), Stage(3, 8)])
     assert _names(pyramid, leaf_classes=("Stage",)) == ["stages.0", "stages.1", ""]
     assert _names(pyramid, leaf_classes=(f"{Stage.__module__}.Stage",)) == ["stages.0", "stages.1", ""]
+
+
+@pytest.mark.parametrize(
+    ("zero", "told"),
+    [
+        ({"leaf_module": {"classes": ["Blok"]}}, "leaf_module.classes: 'Blok': no module .* Did you mean 'Block'"),
+        ({"zero_force_param_types": ["Blok"]}, "zero_force_param_types: 'Blok': no module"),
+        ({"leaf_module": {"names": ["block.1"]}}, "leaf_module.names: 'block.1': .* Did you mean 'blocks.1'"),
+        ({"leaf_module": {"name_suffixes": [".x"]}}, "leaf_module.name_suffixes: '.x': no module's name ends so"),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_names_that_match_nothing_are_errors(stage: int, zero: dict[str, object], told: str) -> None:
+    config = ZeroConfig.of({"zero_optimization": {"stage": stage, **zero}})
+    with pytest.raises(ConfigError, match=told):
+        plan_engine(Net(), config, dtype_policy(config, "32-true"), 2)
 
 
 def test_a_module_that_is_registered_twice() -> None:

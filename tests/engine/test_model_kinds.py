@@ -17,7 +17,7 @@ import lt_zero
 from tests.support.matrix import cover, only, only_rows
 from tests.support.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
 from tests.support.parity import RELEASE, STAGES, Case, check, config_of
-from tests.support.pool import Pool
+from tests.support.pool import Pool, WorkerError
 
 # ---- tied, frozen, checkpointed, called twice, compiled ------------------------------------------------------------
 
@@ -249,6 +249,71 @@ def _mixture(stage: int) -> None:
 @pytest.mark.parametrize("stage", only([1, 3], STAGES))
 def test_routing_that_differs_per_rank(pool: Pool, stage: int) -> None:
     pool.run(2, _mixture, stage)
+
+
+class Routing(nn.Module):
+    """Has a list of experts; each rank calls one or two of them, other ones than the other rank."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 1)
+        self.name = name
+        self.add_module(name, nn.ModuleList(Block() for _ in range(4)))
+
+    def forward(self, x: Tensor, choice: int) -> Tensor:
+        experts = self.get_submodule(self.name)
+        for index in [choice % 4, 3][: 1 + choice % 2]:
+            x = x + 0.3 * experts[index](x)  # type: ignore[index]
+        return x * torch.sigmoid(self.gate(x))
+
+
+class RoutedNet(Routing):
+    """Routes by itself, beside blocks, or in one module that is not repeated."""
+
+    def __init__(self, name: str, inside: bool) -> None:
+        super().__init__(name)
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.mixture = Routing(name) if inside else nn.Identity()
+        if inside:
+            self.add_module(name, nn.Identity())
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, batch: Tensor, choice: int) -> Tensor:
+        x = self.embedding(batch)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.mixture(x, choice) if isinstance(self.mixture, Routing) else super().forward(x, choice)
+        return self.head(x)
+
+
+def _routed_loss(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    batch = tokens(step, micro, rank)
+    return F.cross_entropy(model(batch, rank + step).flatten(0, 1), batch.flatten())
+
+
+def _routed(name: str, inside: bool, zero: dict[str, Any]) -> None:
+    engine = check(Case(lambda: RoutedNet(name, inside), _routed_loss, 3, "sgd", steps=4, zero=RELEASE | zero))
+    names = [unit.name for unit in engine.units]
+    assert [n for n in names if name in n or n == "mixture"] == (["mixture"] if inside else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "leaf"),
+    [
+        ("experts", True, []),
+        ("experts", False, []),
+        ("towers", True, ["mixture.towers"]),
+        ("towers", False, ["towers"]),
+    ],
+)
+def test_experts_outside_of_blocks(pool: Pool, name: str, inside: bool, leaf: list[str]) -> None:
+    pool.run(2, _routed, name, inside, {"leaf_module": {"names": leaf}})
+
+
+def test_experts_of_another_name_are_told_what_to_write(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match=r'leaf_module.names: \["mixture.towers"\]') as caught:
+        pool.run(2, _routed, "towers", True, {})
+    assert str(caught.value).count("The ranks called different members of 'mixture.towers'") == 2
 
 
 class Optional(Block):
