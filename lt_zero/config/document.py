@@ -19,10 +19,10 @@ DEEPEST = 50  # mappings and lists inside each other; real files have 6
 @dataclass(frozen=True)
 class Notice(Problem):
     """A message about a key that is accepted: read as another one (alias), ignored (no effect), or without effect in
-    combination with the other keys (inactive); or about the file itself, or about overrides in the environment.
+    combination with the other keys (inactive); or about the file itself, a default, or overrides in the environment.
     """
 
-    kind: Literal["alias", "no effect", "inactive", "file", "environment"] = "alias"
+    kind: Literal["alias", "no effect", "inactive", "file", "environment", "default"] = "alias"
 
 
 @dataclass

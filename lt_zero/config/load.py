@@ -38,6 +38,14 @@ _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK
 OVERRIDES = "LT_ZERO_OVERRIDES"  # of a run's configuration, as on a command line; stronger than what the script says
 
 
+_UNSHARDED = Notice(
+    "zero_optimization.stage",
+    "The configuration has no zero_optimization.stage, which means 0, as in DeepSpeed: nothing is sharded, every rank "
+    "holds the whole model and its optimizer. To shard, write zero_optimization: {stage: 3} (or 1, 2).",
+    kind="default",
+)
+
+
 class ConfigWarning(UserWarning):
     """A key was renamed or has no effect."""
 
@@ -155,7 +163,8 @@ def examine(
     last = shlex.split(os.environ.get(OVERRIDES, "")) if for_run else []
     if isinstance(config, ZeroConfig):
         if stage is None and not overrides and activations is None and broadcast_buffers is None and not last:
-            return Loaded({}, config=config)
+            sharded = not for_run or "stage" in config.zero_optimization.model_fields_set
+            return Loaded({}, config=config, notices=[] if sharded else [_UNSHARDED])
         config = plain(config)
     document = resolve(apply(read(config), overrides))
     written, mask = document.values, masking(document)
@@ -165,6 +174,8 @@ def examine(
         document = rename(apply(document, last))
         told = f"{OVERRIDES} in the environment sets {', '.join(text.partition('=')[0] for text in last)}."
         document.notices.append(Notice("", told, kind="environment"))
+    if for_run and document.get(("zero_optimization", "stage")) in (MISSING, None):
+        document.notices.append(_UNSHARDED)
     document = classify(document, ZeroConfig, BLOCK_CHECKS)
     made = validate(document, ZeroConfig)
     _check_blocks(document, BLOCK_CHECKS)

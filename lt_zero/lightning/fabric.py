@@ -53,6 +53,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, sync_buffers
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
+from lt_zero.lightning.arguments import explained
 from lt_zero.lightning.fabric_items import BESIDE, Opened, open_directory, opened_file, prefixes_of
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.memory.check import check_optimizers
@@ -92,6 +93,7 @@ class FabricZeroStrategy(DDPStrategy):
         ConfigError: names every problem, also keys that Fabric's script decides.
     """
 
+    @explained
     def __init__(
         self,
         stage: int | None = None,

@@ -41,6 +41,7 @@ from lt_zero.engine.full_params import full_state_dict, restore_whole, sync_buff
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.lightning import setup as set_up
+from lt_zero.lightning.arguments import explained
 from lt_zero.lightning.checkpoint_service import CheckpointService
 from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.model_report import memory_report
@@ -79,6 +80,7 @@ class ZeroStrategy(DDPStrategy):
 
     _OF_A_RUN = frozenset({"_engine", "_comm", "_signals", "checkpoints", "monitor", "data"})
 
+    @explained
     def __init__(
         self,
         stage: int | None = None,

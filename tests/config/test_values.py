@@ -62,6 +62,33 @@ def test_warnings_point_at_the_caller(rank: str, monkeypatch: pytest.MonkeyPatch
         ZeroConfig.of({"zero_optimization": {"stage": 2, "cpu_offload": True}})
 
 
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({}, True),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"overlap_comm": False}}, True),
+        (ZeroConfig(), True),
+        ({"zero_optimization": False}, False),
+        (ZeroConfig(stage=0), False),
+    ],
+)
+def test_that_nothing_is_sharded_is_told_unless_the_stage_is_written(
+    config: ZeroConfig | dict[str, object], told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "no zero_optimization.stage, which means 0"
+    for make in (lambda: ZeroStrategy(config=config), lambda: lt_zero.FabricZeroStrategy(config=config)):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            make()
+        assert [text in str(warning.message) for warning in seen].count(True) == told
+    monkeypatch.setenv("LT_ZERO_OVERRIDES", "zero_optimization.stage=0")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ZeroStrategy(config=config)
+        ZeroStrategy()
+    assert not any(text in str(warning.message) for warning in seen)
+
+
 def test_sizes_of_a_model_that_is_not_there() -> None:
     zero = {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "auto"}}
     with pytest.raises(ValueError, match=r'reduce_bucket_size "auto" needs the model'):

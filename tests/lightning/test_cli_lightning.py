@@ -33,6 +33,18 @@ def test_from_a_file(tmp_path: Path) -> None:
     assert (changed.stage, changed.config.zero_optimization.reduce_bucket_size) == (2, 200_000_000)
 
 
+def test_the_command_line_is_stronger_than_the_block_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"trainer:\n  strategy:\n    class_path: {CLASS}\n    init_args:\n      overrides: [steps_per_print=7]\n"
+        "      config: {zero_optimization: {stage: 3, reduce_bucket_size: 2e8}, broadcast_buffers: true}\n"
+    )
+    arguments = ["--trainer.strategy.init_args.stage", "2", "--trainer.strategy.init_args.broadcast_buffers=false"]
+    config = strategy_of(f"--config={file}", *arguments).config
+    assert (config.zero_optimization.stage, config.zero_optimization.reduce_bucket_size) == (2, 200_000_000)
+    assert (config.broadcast_buffers, config.steps_per_print) == (False, 7)
+
+
 def test_from_the_command_line() -> None:
     strategy = strategy_of(
         f"--trainer.strategy={CLASS}",

@@ -1,0 +1,129 @@
+"""Arguments of the strategies: those of other strategies are errors that name the key, and a parser's are stronger."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, ParamSpec
+
+from lt_zero.config.blocks import dotted_keys
+from lt_zero.config.load import ZeroConfig
+
+P = ParamSpec("P")
+
+_Z, _O, _P = "zero_optimization.", "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
+# Arguments of Lightning's DeepSpeedStrategy, and the keys of the configuration that they set.
+_KEYS = {
+    "offload_optimizer": f"{_O}device",
+    "offload_parameters": f"{_P}device",
+    "offload_optimizer_device": f"{_O}device",
+    "offload_params_device": f"{_P}device",
+    "remote_device": f"{_P}device",
+    "nvme_path": f"{_O}nvme_path",
+    "optimizer_buffer_count": f"{_O}buffer_count",
+    "params_buffer_count": f"{_P}buffer_count",
+    "params_buffer_size": f"{_P}buffer_size",
+    "max_in_cpu": f"{_P}max_in_cpu",
+    "pin_memory": f"{_O}pin_memory",
+    "sub_group_size": f"{_Z}sub_group_size",
+    "contiguous_gradients": f"{_Z}contiguous_gradients",
+    "overlap_comm": f"{_Z}overlap_comm",
+    "reduce_scatter": f"{_Z}reduce_scatter",
+    "allgather_bucket_size": f"{_Z}allgather_bucket_size",
+    "reduce_bucket_size": f"{_Z}reduce_bucket_size",
+    "block_size": "aio.block_size",
+    "queue_depth": "aio.queue_depth",
+    "single_submit": "aio.single_submit",
+    "overlap_events": "aio.overlap_events",
+    "thread_count": "aio.intra_op_parallelism",
+    "logging_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
+    "logging_level": "log_level",
+    "loss_scale": "fp16.loss_scale",
+    "initial_scale_power": "fp16.initial_scale_power",
+    "loss_scale_window": "fp16.loss_scale_window",
+    "hysteresis": "fp16.hysteresis",
+    "min_loss_scale": "fp16.min_loss_scale",
+    "partition_activations": "activation_checkpointing.partition_activations",
+    "cpu_checkpointing": "activation_checkpointing.cpu_checkpointing",
+    "contiguous_memory_optimization": "activation_checkpointing.contiguous_memory_optimization",
+    "synchronize_checkpoint_boundary": "activation_checkpointing.synchronize_checkpoint_boundary",
+    "cpu_offload": f"{_O}device",
+}
+# Arguments of this and other strategies that are set elsewhere, or by nothing.
+_ELSEWHERE = {
+    "zero_optimization": "Write the block into `config`, or `stage=` for its stage",
+    "allgather_partitions": "Remove it: parameters are always gathered by all-gathers",
+    "zero_allow_untested_optimizer": "Remove it: an optimizer that cannot be sharded is refused by name",
+    "load_full_weights": "Remove it: checkpoints are recognised when they are loaded",
+    "exclude_frozen_parameters": 'Write overrides=["checkpoint.save_frozen=false"]',
+    "mixed_precision": 'Write Trainer(precision="bf16-mixed"), or the block bf16 or fp16 of the configuration',
+    "auto_wrap_policy": "Remove it: repeated blocks are found; zero_optimization.leaf_module names others",
+    "activation_checkpointing_policy": 'Write activation_checkpointing="full"',
+    "sharding_strategy": "Write stage=3 for FULL_SHARD, 2 for SHARD_GRAD_OP, 0 for NO_SHARD; for HYBRID_SHARD also "
+    "zero_optimization.mics_shard_size",
+    "data_parallel_size": "All ranks are data parallel; zero_optimization.mics_shard_size is how many share a copy",
+    "tensor_parallel_size": "All ranks are data parallel, there is no tensor parallelism",
+    "save_distributed_checkpoint": "Remove it: checkpoints are sharded; ZeroStrategy.export writes one file",
+    "state_dict_type": "Remove it: checkpoints are sharded; ZeroStrategy.export writes one file",
+    "device_mesh": "All ranks are data parallel; zero_optimization.mics_shard_size is how many share a copy",
+    "find_unused_parameters": "Remove it: parameters may be unused in any step, on any rank",
+    "gradient_as_bucket_view": "Remove it: gradients lie in buckets always",
+    "static_graph": "Remove it: graphs may differ from step to step",
+    "bucket_cap_mb": f'Write overrides=["{_Z}reduce_bucket_size=..."], in elements',
+    "ddp_comm_hook": "gradient_compression and communication_data_type of the configuration decide what is sent",
+    "ddp_comm_state": "gradient_compression of the configuration decides what is sent",
+    "ddp_comm_wrapper": "gradient_compression of the configuration decides what is sent",
+    "model_averaging_period": "ZeroOneAdam averages rarely: optimizer.type of the configuration",
+}
+
+
+def explained(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorate ``__init__`` of a strategy, so that unknown arguments are explained.
+
+    If jsonargparse (LightningCLI) makes the strategy, ``stage`` and ``broadcast_buffers`` are overrides: they may come
+    from the command line, while ``config`` is the file's.
+
+    Raises:
+        TypeError: at the call, for an argument that is not one; it names the key of the configuration, if there is one.
+    """
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @wraps(init)
+    def explaining(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name, value in kwargs.items():
+            if name not in known:
+                raise TypeError(f"{type(args[0]).__name__} has no argument {name!r}. {_advice(name, value, known)}")
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "jsonargparse":
+            kwargs.update(_as_overrides(kwargs))
+        init(*args, **kwargs)
+
+    return explaining
+
+
+def _advice(name: str, value: Any, known: list[str]) -> str:
+    """What to write instead of the argument ``name``."""
+    if name in _ELSEWHERE:
+        return f"{_ELSEWHERE[name]}."
+    keys = list(dotted_keys(ZeroConfig))
+    key = _KEYS.get(name) or next((key for key in keys if key in (name, f"{_Z}{name}")), None)
+    if key is not None and key.endswith(".device"):
+        value = {True: "cpu", False: "none"}.get(value, value) if isinstance(value, bool) else value
+    if key is not None:
+        shown = str(value).lower() if isinstance(value, bool) else value
+        return f'It is the key {key} of the configuration: write it there, or overrides=["{key}={shown}"].'
+    if block := next((key.rpartition(".")[0] for key in keys if f".{name}." in f".{key}"), None):
+        return f"It is the block {block} of the configuration: write config={{...}} with it, or overrides=[...]."
+    near = difflib.get_close_matches(name, known, 1)
+    return f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(known)}."
+
+
+def _as_overrides(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that change if those that are keys are stronger than the configuration."""
+    values = {key: given.get(key.rpartition(".")[2]) for key in (f"{_Z}stage", "broadcast_buffers")}
+    written = [f"{key}={str(value).lower()}" for key, value in values.items() if value is not None]
+    if given.get("config") is None or not written:
+        return {}
+    return {"stage": None, "broadcast_buffers": None, "overrides": [*(given.get("overrides") or ()), *written]}
