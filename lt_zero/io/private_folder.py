@@ -195,34 +195,57 @@ def _remove_leftovers(base: Path, local: bool) -> None:
 
 def _remove_if_dead(folder: Path) -> int | None:
     """Remove a folder if its process is dead; returns the bytes freed, or None if it must stay."""
-    state = folder.lstat()
-    if state.st_uid != os.geteuid():
-        return None
-    if folder.name.endswith(_NEW) and time.time() - state.st_mtime < _NEW_AGE:
-        return None
+    if folder.lstat().st_uid != os.geteuid():
+        return None  # and may not be opened
+    opened = _open(folder)
     try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        # The lock is removed last: a process was killed before it removed the empty folder.
-        return None if any(folder.iterdir()) else _clear(folder)
-    try:
-        return _clear(folder) if _lock(lock) else None
-    except BlockingIOError:
-        return None
+        state = os.fstat(opened)
+        if state.st_uid != os.geteuid():
+            return None
+        if folder.name.endswith(_NEW) and time.time() - state.st_mtime < _NEW_AGE:
+            return None
+        try:
+            lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=opened)
+        except FileNotFoundError:
+            # The lock is removed last: a process was killed before it removed the empty folder.
+            return None if os.listdir(opened) else _clear(folder, opened)
+        try:
+            return _clear(folder, opened) if _lock(lock) else None
+        except BlockingIOError:
+            return None
+        finally:
+            os.close(lock)
     finally:
-        os.close(lock)
+        os.close(opened)
 
 
-def _clear(folder: Path) -> int:
-    """Remove a folder and the files in it, its lock last; returns the bytes freed."""
-    files = [Path(entry.path) for entry in os.scandir(folder) if not entry.is_dir(follow_symlinks=False)]
+def _open(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _clear(folder: Path, opened: int) -> int:
+    """Remove a folder and the files in it, its lock last; returns the bytes freed.
+
+    Through its descriptor: where others can rename it, a link could lead to other files of this user.
+    """
+    with os.scandir(opened) as entries:
+        files = [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
     freed = 0
-    for file in sorted(files, key=lambda file: file.name == _LOCK):
-        state = file.lstat()
-        freed += state.st_blocks * 512 if stat.S_ISREG(state.st_mode) else 0
-        file.unlink(missing_ok=True)
+    for file in sorted(files, key=lambda file: file == _LOCK):
+        with contextlib.suppress(FileNotFoundError):
+            state = os.stat(file, dir_fd=opened, follow_symlinks=False)
+            freed += state.st_blocks * 512 if stat.S_ISREG(state.st_mode) else 0
+            os.unlink(file, dir_fd=opened)
     folder.rmdir()
     return freed
+
+
+def _remove(folder: Path) -> None:
+    opened = _open(folder)
+    try:
+        _clear(folder, opened)
+    finally:
+        os.close(opened)
 
 
 def _release(path: Path, lock: list[int], pid: int) -> None:
@@ -230,7 +253,7 @@ def _release(path: Path, lock: list[int], pid: int) -> None:
         return
     try:
         with contextlib.suppress(FileNotFoundError):
-            _clear(path)
+            _remove(path)
     except OSError as error:
         log.warning("Cannot remove %s: %s. Remove it by hand.", path, error)
     _close(lock)

@@ -10,6 +10,8 @@ Note [The kernel cache]
     A library is published by a rename. The building process holds a file lock (flock: the kernel releases it with the
     process). Processes that waited for the lock take over its result, also a failure: eight ranks do not fail one by
     one.
+
+    Nothing is loaded from a folder, or a file in it, that another user could have written: ``OwnFolder``.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import hashlib
 import logging
 import os
 import platform
+import secrets
 import shlex
 import shutil
 import signal
@@ -34,6 +37,7 @@ from typing import IO
 from filelock import FileLock, Timeout
 
 from lt_zero.common.progress_bar import progress_bar
+from lt_zero.ops.own_folder import OwnFolder
 
 log = logging.getLogger("lt_zero")
 
@@ -161,26 +165,47 @@ def recipe_of(kind: str, csrc: Path = CSRC, arches: Sequence[str] | None = None)
 
 
 def cached(recipe: Recipe, cache: Path) -> Path | None:
-    """The library of ``recipe`` in the folder ``cache``, if it exists and is intact."""
+    """The library of ``recipe`` in the folder ``cache``, if it exists, is intact, and may be loaded."""
     key = recipe.key(recipe.compiler) if recipe.compiler else recipe.stem()
-    for path in sorted(cache.glob(f"{key}-*.so")):
-        with contextlib.suppress(OSError):  # removed by a process that rebuilds
-            if path.stem.rsplit("-", 1)[1] == _content(path):
-                return path
+    with contextlib.suppress(OSError), OwnFolder(cache) as folder:
+        return _cached(key, folder)
     return None
+
+
+def _cached(key: str, folder: OwnFolder) -> Path | None:
+    for name in _libraries(key, folder):
+        with contextlib.suppress(OSError):  # removed by a process that rebuilds, or written by another user
+            if Path(name).stem.rsplit("-", 1)[1] == _content(folder, name):
+                return folder.path / name
+    return None
+
+
+def _libraries(key: str, folder: OwnFolder) -> list[str]:
+    return [name for name in folder.names() if name.startswith(f"{key}-") and name.endswith(".so")]
 
 
 def load(path: Path, kind: str) -> ctypes.CDLL:
     """Load a library and check its version.
 
     Raises:
-        BuildError: it cannot be loaded, or has another ABI version.
+        BuildError: it cannot be loaded, another user could have written it, or it has another ABI version.
     """
     try:
-        library = ctypes.CDLL(str(path))
+        with OwnFolder(path.parent) as folder:
+            return _load(folder, path.name, kind)
+    except OSError as error:
+        raise BuildError(f"the library cannot be loaded: {error}.") from error
+
+
+def _load(folder: OwnFolder, name: str, kind: str) -> ctypes.CDLL:
+    path = folder.path / name
+    try:
+        os.close(folder.open(name))
+        library = ctypes.CDLL(str(folder.inside / name))
         version = getattr(library, f"lt_{kind}_abi")()
     except (OSError, AttributeError) as error:
-        raise BuildError(f"the library cannot be loaded: {error}.") from error
+        said = str(error).replace(str(folder.inside), str(folder.path))
+        raise BuildError(f"the library cannot be loaded: {said}.") from error
     if version != ABI_VERSION:
         raise BuildError(f"{path} has ABI version {version}, not {ABI_VERSION}.")
     return library
@@ -202,41 +227,47 @@ def build(recipe: Recipe, cache: Path, *, force: bool = False, reject: Path | No
         raise BuildError(f"{str(recipe.csrc / recipe.kind)!r} has no sources ({_SOURCES[recipe.kind]}).")
     try:
         compiler = recipe.compiler or find_compiler(recipe.kind)
-        key = recipe.key(compiler)
-        record = cache / f"{key}.log"
-        cache.mkdir(parents=True, exist_ok=True)
-        if os.statvfs(cache).f_flag & getattr(os, "ST_NOEXEC", 0):
-            raise BuildError(f"{str(cache)!r} is mounted noexec: no library can be loaded from there.")
-        before = _stamp(record)
-        with _locked(cache / f"{key}.lock", TIME_LIMIT[recipe.kind] + MARGIN):
-            if reject is not None and reject.parent == cache:
-                reject.unlink(missing_ok=True)
-            if not force and (path := cached(recipe, cache)):
-                return Built(path)
-            if not force and _stamp(record) != before:  # another process failed while this one waited
-                raise BuildError(record.read_text(errors="replace").rpartition("\nFailed: ")[2].strip(), record)
-            start = time.monotonic()
-            path = _compile(recipe, compiler, cache, key)
-            for other in {*cache.glob(f"{key}-*.so")} - {path}:  # truncated or replaced; open ones stay usable
-                other.unlink(missing_ok=True)
-            return Built(path, time.monotonic() - start)
+        with OwnFolder(cache, create=True) as folder:
+            return _build(recipe, compiler, folder, force, reject)
     except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
         raise BuildError(f"the cache {str(cache)!r} cannot be used: {error}.") from error
 
 
+def _build(recipe: Recipe, compiler: Compiler, folder: OwnFolder, force: bool, reject: Path | None) -> Built:
+    key = recipe.key(compiler)
+    record = folder.inside / f"{key}.log"
+    if os.statvfs(folder.inside).f_flag & getattr(os, "ST_NOEXEC", 0):
+        raise BuildError(f"{str(folder.path)!r} is mounted noexec: no library can be loaded from there.")
+    before = _stamp(record)
+    with _locked(folder, f"{key}.lock", TIME_LIMIT[recipe.kind] + MARGIN):
+        if reject is not None and reject.parent == folder.path:
+            folder.remove(reject.name)
+        if not force and (path := _cached(key, folder)):
+            return Built(path)
+        if not force and _stamp(record) != before:  # another process failed while this one waited
+            reason = record.read_text(errors="replace").rpartition("\nFailed: ")[2].strip()
+            raise BuildError(reason, folder.path / record.name)
+        start = time.monotonic()
+        name = _compile(recipe, compiler, folder, key)
+        for other in {*_libraries(key, folder)} - {name}:  # truncated or replaced; open ones stay usable
+            folder.remove(other)
+        return Built(folder.path / name, time.monotonic() - start)
+
+
 @contextlib.contextmanager
-def _locked(path: Path, limit: float) -> Iterator[None]:
+def _locked(folder: OwnFolder, name: str, limit: float) -> Iterator[None]:
+    path, shown = folder.inside / name, folder.path / name
     lock = FileLock(str(path))
     try:
         lock.acquire(timeout=0)
     except Timeout:
         what = f"Waiting ({limit:.0f} s at most) for {_holder(path)}, which compiles lt_zero's kernels"
-        log.info("%s: %s", what, path)
+        log.info("%s: %s", what, shown)
         try:
             with progress_bar(what):
                 lock.acquire(timeout=limit)
         except Timeout:
-            raise BuildError(f"{_holder(path)} has held {str(path)!r} for {limit:.0f} s. End that process.") from None
+            raise BuildError(f"{_holder(path)} has held {str(shown)!r} for {limit:.0f} s. End that process.") from None
     try:
         yield
     finally:
@@ -268,9 +299,10 @@ def _commands(recipe: Recipe, compiler: Compiler, folder: Path) -> list[list[Job
     return [jobs, [Job((*compiler.command, *objects, *link, "-o", str(linked)), linked)]]
 
 
-def _compile(recipe: Recipe, compiler: Compiler, cache: Path, key: str) -> Path:
-    """Compile and link, load the library as a test, and publish it."""
-    limit, record, temporary = TIME_LIMIT[recipe.kind], cache / f"{key}.log", cache / f"{key}.{os.getpid()}.tmp"
+def _compile(recipe: Recipe, compiler: Compiler, cache: OwnFolder, key: str) -> str:
+    """Compile and link, load the library as a test, and publish it; returns its name."""
+    limit, record = TIME_LIMIT[recipe.kind], cache.path / f"{key}.log"
+    temporary = f"{key}.{secrets.token_hex(4)}.tmp"  # a name that was loaded before would stand for what it was
     with tempfile.TemporaryDirectory(prefix="lt_zero-") as folder:
         steps = _commands(recipe, compiler, Path(folder))
         deadline, reason = time.monotonic() + limit, ""
@@ -282,21 +314,26 @@ def _compile(recipe: Recipe, compiler: Compiler, cache: Path, key: str) -> Path:
                     if failed := [job for job in step if not (job.code == 0 and job.target and job.target.exists())]:
                         first = min(failed, key=lambda job: (job.code is None, job.code == 0))
                         raise BuildError(f"{shlex.quote(first.command[0])} {first.failure(limit)}", record)
-            shutil.copyfile(str(steps[-1][0].target), temporary)
-            load(temporary, recipe.kind)
-            return temporary.replace(cache / f"{key}-{_content(temporary)}.so")
+            made = cache.inside / temporary
+            shutil.copyfile(str(steps[-1][0].target), made)
+            made.chmod(0o644)  # whatever the umask: a file that others can write to would not be loaded
+            _load(cache, temporary, recipe.kind)
+            name = f"{key}-{_content(cache, temporary)}.so"
+            made.replace(cache.inside / name)
+            return name
         except (BuildError, OSError) as error:
             reason = str(error)
             raise BuildError(reason, record) from error
         finally:
             text = "".join(f"$ {shlex.join(job.command)}\n{job.output}\n" for step in steps for job in step)
             with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-                record.write_text(text + (f"\nFailed: {reason}\n" if reason else ""))
+                cache.remove(temporary)
+                (cache.inside / record.name).write_text(text + (f"\nFailed: {reason}\n" if reason else ""))
 
 
-def _content(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+def _content(folder: OwnFolder, name: str) -> str:
+    with open(folder.open(name), "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()[:16]
 
 
 def _stamp(path: Path) -> int | None:

@@ -7,10 +7,12 @@ the instruction set of the CPU kernels, which is the best one of the machine oth
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import dataclasses
 import logging
 import os
+import shutil
 import tempfile
 import threading
 import warnings
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 
 from lt_zero.ops.compiler import CSRC, BuildError, Built, Recipe, build, cached, load, recipe_of
+from lt_zero.ops.own_folder import OwnFolder, UntrustedError
 
 log = logging.getLogger("lt_zero")
 
@@ -242,28 +245,60 @@ def cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
     if not os.path.isabs(base):  # a user without a home directory
-        return Path(tempfile.gettempdir()) / f"lt_zero-{os.getuid()}"
+        return Path(tempfile.gettempdir()) / f"lt_zero-{os.geteuid()}"
     return Path(base) / "lt_zero"
 
 
+def trusted(cache: Path) -> Path:
+    """``cache``, unless other users could have put a library there: then a private folder, with a warning.
+
+    Raises:
+        OSError: no private folder can be created.
+    """
+    try:
+        with OwnFolder(cache):
+            return cache
+    except UntrustedError as error:
+        private = _private()
+        remedy = "set LT_ZERO_CACHE to a folder that only you can write to"
+        text = "nothing is loaded from the cache of kernels: %s; kernels are compiled into %s; %s"
+        log.log(_level(), text, error, private, remedy)
+        return private
+    except OSError:
+        return cache  # it does not exist, or nothing in it can be read
+
+
 def writable(cache: Path) -> Path:
-    """``cache`` if it is writable, else a private folder of this user in the temporary directory.
+    """``cache`` if it is writable, else a private folder of this user in the temporary directory, with a warning.
 
     Raises:
         OSError: neither can be created.
     """
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=cache):
-            return cache
+        _try_to_write(cache)
+        return cache
     except OSError as error:
-        private = Path(tempfile.gettempdir()) / f"lt_zero-{os.getuid()}"  # shared by the user's processes
-        private.mkdir(mode=0o700, exist_ok=True)
-        state = private.lstat()
-        if state.st_uid != os.getuid() or state.st_mode & 0o170077 != 0o040000:
-            private = Path(tempfile.mkdtemp(prefix="lt_zero-"))  # another user could have planted a library
+        private = _private()
         log.log(_level(), "the cache %s is not writable (%s); kernels are compiled into %s", cache, error, private)
         return private
+
+
+def _private() -> Path:
+    """A folder in the temporary directory: one that this user's processes share, else one until this process ends."""
+    shared = Path(tempfile.gettempdir()) / f"lt_zero-{os.geteuid()}"
+    try:
+        shared.mkdir(mode=0o700, exist_ok=True)
+        _try_to_write(shared)
+        return shared
+    except OSError:  # another user may have taken the name
+        own, process = tempfile.mkdtemp(prefix="lt_zero-"), os.getpid()
+        atexit.register(lambda: shutil.rmtree(own, ignore_errors=True) if os.getpid() == process else None)
+        return Path(own)
+
+
+def _try_to_write(path: Path) -> None:
+    with OwnFolder(path, create=True) as folder, tempfile.TemporaryFile(dir=folder.inside):
+        pass
 
 
 def _level() -> int:
@@ -292,6 +327,7 @@ class Loader:
     def __init__(self, csrc: Path = CSRC) -> None:
         self._csrc = csrc
         self._known: dict[str, tuple[ctypes.CDLL | None, Status]] = {}
+        self._cache: Path | None = None  # chosen, and warned about, once
         self._renew_lock()
         if hasattr(os, "register_at_fork"):  # another thread may hold the lock during a fork
             os.register_at_fork(after_in_child=self._renew_lock)
@@ -339,7 +375,10 @@ class Loader:
         return (library, Status(kind, True, built.path, why, isa, built.seconds)), ""
 
     def _obtain(self, kind: str) -> tuple[Built, ctypes.CDLL]:
-        cache, reject = cache_dir(), None
+        reject = None
+        if self._cache is None:
+            self._cache = trusted(cache_dir())
+        cache = self._cache
         recipes = self._recipes(kind)
         for recipe in recipes:
             if path := cached(recipe, cache):

@@ -107,6 +107,26 @@ def test_old_unfinished_and_empty_folders_go(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_link_that_takes_a_folders_name_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = tmp_path / f"lt_zero-{socket.gethostname()}-2-0123abcd"
+    for folder in (dead, elsewhere := tmp_path / "elsewhere"):
+        folder.mkdir()
+        (folder / "lock").touch()
+        (folder / "records").touch()
+
+    def swap(fd: int) -> bool:  # what another user can do at any moment, in a folder where anybody may rename
+        if dead.is_dir() and not dead.is_symlink():
+            dead.rename(tmp_path / "aside")
+            dead.symlink_to(elsewhere)
+        return lock(fd)
+
+    lock = private_folder._lock
+    monkeypatch.setattr(private_folder, "_lock", swap)
+    SwapFolder(tmp_path, 0).close()
+    assert sorted(os.listdir(elsewhere)) == ["lock", "records"]
+    assert not os.listdir(tmp_path / "aside")
+
+
 @pytest.mark.parametrize(("kind", "left"), [("ext4", 0), ("nfs", 1)])
 def test_folders_of_other_names_go_from_local_disks_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, left: int

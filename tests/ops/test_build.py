@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 import re
@@ -283,7 +284,11 @@ def spoil(path: Path, content: bytes, honest: bool) -> Path:
     """Replace a library in the cache; ``honest``: under a name that fits to its content."""
     path.unlink()
     path.write_bytes(content)
-    return path.rename(path.parent / f"{path.stem.rpartition('-')[0]}-{build._content(path)}.so") if honest else path
+    return (
+        path.rename(path.parent / f"{path.stem.rpartition('-')[0]}-{hashlib.sha256(content).hexdigest()[:16]}.so")
+        if honest
+        else path
+    )
 
 
 @pytest.mark.parametrize("damage", ["cut short", "no library", "another version"])
@@ -412,6 +417,93 @@ def test_a_cache_that_cannot_be_written(
     other = Loader(csrc)
     assert other.get("cpu") is not None
     assert other.status("cpu").path.parent != path.parent
+
+
+def _planted(csrc: Path, folder: Path, marker: Path) -> Path:
+    """A library, under the name that the kernels have in ``folder``, that writes ``marker`` when it is loaded."""
+    name = recipe_of("cpu", csrc).key(find_compiler("cpu"))
+    (source := marker.with_suffix(".cpp")).write_text(
+        (csrc / "cpu" / "api.cpp").read_text().replace("KIND", "cpu")
+        + f'#include <cstdio>\n__attribute__((constructor)) static void run() {{ fclose(fopen("{marker}", "w")); }}\n'
+    )
+    made = marker.with_suffix(".so")
+    subprocess.run([*find_compiler("cpu").command, "-shared", "-fPIC", f"-I{csrc}", source, "-o", made], check=True)
+    content = made.read_bytes()
+    planted = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+    planted.write_bytes(content)
+    return planted
+
+
+@pytest.mark.parametrize(
+    "whose", ["file of another", "folder of another", "open folder", "open file", "link", "linked"]
+)
+def test_a_library_of_another_user_is_not_loaded(
+    csrc: Path,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    whose: str,
+) -> None:
+    if "another" in whose and os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    cache.mkdir()
+    planted, real = _planted(csrc, cache, marker := tmp_path / "ran"), cache
+    if whose.endswith("of another"):
+        os.chown(planted if whose.startswith("file") else cache, 12345, 12345)
+    elif whose.startswith("open"):
+        (planted if whose == "open file" else cache).chmod(0o777)
+    elif whose == "link":
+        planted.symlink_to(planted.rename(tmp_path / "elsewhere.so"))
+    else:
+        real = cache.rename(tmp_path / "elsewhere")
+        cache.symlink_to(real)
+    loader = Loader(csrc)
+    assert loader.get("cpu") is not None
+    assert loader.status("cpu").why.startswith("compiled")
+    assert loader.get("cuda") is None
+    assert not marker.exists()
+    (path,) = {loader.status("cpu").path}
+    assert path is not None
+    if whose in ("file of another", "open file", "link"):  # the folder is trusted: what lay there is replaced
+        assert path.parent == cache
+        assert not planted.exists()
+        assert not caplog.text
+    else:
+        assert path.parent == tmp_path / f"lt_zero-{os.geteuid()}"
+        (record,) = caplog.records
+        assert re.search("belongs to another user|other users can write to|is a link", record.getMessage())
+        assert all(text in record.getMessage() for text in (str(cache), str(path.parent), "set LT_ZERO_CACHE"))
+        assert planted.name in os.listdir(real)
+    with pytest.raises(BuildError, match="cannot be loaded: .*(another user|other users|link|No such file|symbolic)"):
+        build.load(planted, "cpu")
+    assert not marker.exists()
+
+
+def test_what_is_planted_runs_where_it_is_trusted(csrc: Path, cache: Path, tmp_path: Path) -> None:
+    cache.mkdir()
+    _planted(csrc, cache, marker := tmp_path / "ran")
+    assert Loader(csrc).get("cpu") is not None
+    assert marker.exists()  # so the test above would notice
+
+
+def test_the_command_refuses_a_folder_of_others(cache: Path) -> None:
+    cache.mkdir()
+    cache.chmod(0o777)
+    told = CliRunner().invoke(cli.app, ["ops", "build", "--cache", str(cache)])
+    assert told.exit_code == 1
+    assert f"other users can write to {cache} (mode 777; `chmod go-w` would end that)" in told.output.replace("\n", "")
+    assert not list(cache.iterdir())
+
+
+def test_another_umask(csrc: Path, cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = build.build(recipe_of("cpu", csrc), cache).path
+        assert Loader(csrc).status("cpu").path == path
+    finally:
+        os.umask(before)
 
 
 def test_a_cache_that_cannot_be_executed_from(csrc: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
