@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.foreign import ForeignSource
-from lt_zero.checkpoint.formats.reading import opened
+from lt_zero.checkpoint.formats.reading import check_file, opened
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.open import open_source
 from lt_zero.checkpoint.source import Source
@@ -69,6 +69,24 @@ def of_content(content: Mapping[str, Any], file: str | os.PathLike[str] | None =
     known = file is not None and os.path.isfile(file) and zipfile.is_zipfile(file)
     digest = digest_of_parts([(Path(file), 0, None)]) if known and file is not None else digest_of_values(content)
     return Identity(_number(content.get("global_step")), digest)
+
+
+def checked_file(path: str | os.PathLike[str] | None, comm: Comm | None) -> bool:
+    """Whether ``path`` is a local file of ``torch.save``, whose checksums are right; each rank of a node does a share.
+
+    ``path``: None if it is no local file, or if something else reads it. A file of another kind is left to its reader.
+
+    Raises:
+        CheckpointError: it is damaged, cannot be read, or is no regular file; names it. Perhaps on some ranks only.
+    """
+    if path is None or not os.path.exists(path):
+        return False
+    with opened(Path(path)) as file:
+        if not zipfile.is_zipfile(file):
+            return False
+    node = next(ranks for ranks in comm.nodes if comm.rank in ranks) if comm is not None else [0]
+    check_file(Path(path), node.index(comm.rank) if comm is not None else 0, len(node))
+    return True
 
 
 def _number(step: Any) -> int | None:

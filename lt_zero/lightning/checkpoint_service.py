@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,7 +39,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_zero.checkpoint.export import export
-from lt_zero.checkpoint.identity import Identity, load_same, of_content, opened_source
+from lt_zero.checkpoint.identity import Identity, checked_file, load_same, of_content, opened_source
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place, is_url, remove, whole_file
@@ -317,7 +316,8 @@ class CheckpointService:
                 with progress_bar(f"Opening {path}", rank=run.rank):
                     return opened_source(path, partial(as_lightning, weights_only=weights_only), run.rank == 0)
             file = path if type(run.checkpoint_io) is TorchCheckpointIO and not is_url(path) else None
-            if file is not None and zipfile.is_zipfile(file):
+            if checked_file(file, run.comm):
+                assert file is not None
                 safe = weights_only is not False
                 found: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=safe)
             else:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lt_zero.build import shard
-from lt_zero.checkpoint.identity import Identity, load_same, of_content, opened_source
+from lt_zero.checkpoint.identity import Identity, checked_file, load_same, of_content, opened_source
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.directory import is_url, whole_file
 from lt_zero.checkpoint.native.pieces import (
@@ -571,8 +571,9 @@ class FabricZeroStrategy(DDPStrategy):
             use = partial(open_directory, weights_only=weights_only)
             opened, identify = opened_source(path, use, self._reading.rank == 0)
             return (opened, True), identify
+        file = path if type(self.checkpoint_io) is TorchCheckpointIO and not is_url(path) else None
+        checked_file(file, self._reading)
         found = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        file = path if type(self.checkpoint_io) is TorchCheckpointIO else None
         return (opened_file(found), False), partial(of_content, found, file)
 
     def _restore(self, opened: Opened, objects: Mapping[Any, Any], saved: Mapping[Any, Any], strict: bool) -> None:

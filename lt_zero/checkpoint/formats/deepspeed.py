@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, mapping, ties
-from lt_zero.checkpoint.formats.reading import Stub
+from lt_zero.checkpoint.formats.reading import Stub, opened
 from lt_zero.checkpoint.source import Spec
 from lt_zero.common.errors import CheckpointError
 
@@ -257,7 +257,7 @@ class DeepSpeedSource(ForeignSource):
             if isinstance(value, Tensor) and value.dim() == 1 and value.numel() in sizes:
                 entries[key] = self._assembled(f"{key} of {name}", place, [state.get(key) for state in states])
             elif isinstance(value, Tensor) and not value.shape:
-                entries[key] = value.detach().clone()
+                entries[key] = self._records.check(value).detach().clone()
             elif isinstance(value, (int, float, bool, type(None))):
                 entries[key] = value
             else:
@@ -279,7 +279,7 @@ class DeepSpeedSource(ForeignSource):
                         f"The files of rank {rank} in {self.path} have no flat tensor of {dtype} with elements {start} "
                         f"to {stop} for {what}, as those of rank {place.rank} do: they do not belong together."
                     )
-                flat[done : done + stop - start] = row.detach()[start:stop]
+                flat[done : done + stop - start] = self._records.check(row).detach()[start:stop]
                 done += stop - start
             return result
 
@@ -294,10 +294,11 @@ def _tag_folder(path: Path, tag: str | None) -> Path:
     """The folder with the files."""
     latest = path / "latest"
     if tag is None and latest.is_file():
-        tag = latest.read_bytes()[:4096].decode("utf-8", "replace").strip()
+        with opened(latest) as file:
+            tag = file.read(4096).decode("utf-8", "replace").strip()
     if tag is not None:
         if not tag or Path(tag).name != tag or not (path / tag).is_dir():
-            raise CheckpointError(f"{latest} names the tag {tag!r}, but there is no such folder in {path}.")
+            raise CheckpointError(f"{latest} names the tag {tag[:200]!r}, but there is no such folder in {path}.")
         return path / tag
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder.")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.reading import VERSION, has_checksums, load
+from lt_zero.checkpoint.formats.records import MappedRecords
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 
@@ -57,6 +58,7 @@ class ForeignSource:
         self._tensors: dict[str, Saved] = {}
         self._states: list[Mapping[str, Mapping[str, Any]]] = []
         self.parts: list[tuple[Path, int, int | None]] = []
+        self._records = MappedRecords()
         # Containers and their copies, by id: shared containers stay shared, as separate copies could be huge.
         self._copies: dict[int, tuple[Any, Any]] = {}
         with damage(self.path):
@@ -92,7 +94,7 @@ class ForeignSource:
     def _load(self, file: Path, what: str) -> dict[Any, Any]:
         """The dictionary ``what`` in a file of ``torch.save``."""
         self.parts.append((file, 0, None))
-        return mapping(load(file, inert=self._inert), what, file)
+        return mapping(load(file, inert=self._inert, mapped=self._records), what, file)
 
     def _plain(self, value: Any, where: object, path: str = "", outer: tuple[int, ...] = ()) -> Any:
         """``value`` as containers, numbers and tensors; the rest is left out and noted, and ``None`` if all of it is.
@@ -101,7 +103,7 @@ class ForeignSource:
         containers around it.
         """
         if isinstance(value, Tensor):
-            return value.detach().clone()
+            return self._records.check(value).detach().clone()
         if isinstance(value, _PLAIN):
             return value
         if not isinstance(value, (dict, list, tuple, set, frozenset)):
@@ -131,14 +133,14 @@ class ForeignSource:
         saved = self._tensors.get(name)
         if saved is None:
             raise CheckpointError(f"{self.path} has no parameter or buffer {name!r}.")
-        return saved.read().detach().contiguous()
+        return self._records.check(saved.read()).detach().contiguous()
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
         states = self._states[optimizer] if 0 <= optimizer < len(self._states) else {}
         saved = states.get(name, {}).get(key)
         if not isinstance(saved, Saved):
             raise CheckpointError(f"{self.path} has no state {key!r} of {name!r} in optimizer {optimizer}.")
-        return saved.read().detach().contiguous()
+        return self._records.check(saved.read()).detach().contiguous()
 
     def verify(self) -> list[str]:
         """Read every byte that has a checksum; returns the files without checksums, and raises if one is damaged."""

@@ -22,6 +22,7 @@ import re
 import threading
 import zipfile
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -29,7 +30,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lt_zero.checkpoint.formats.records import (
+    MappedRecords,
+    Record,
+    check,
+    checking_pool,
+    identity_of,
+    is_values,
+    jobs_of,
+    records_of,
+)
 from lt_zero.common.errors import CheckpointError
+from lt_zero.io.checked_file import trouble
+from lt_zero.io.regular_file import open_bytes, own_path
 
 VERSION = "pytorch-lightning_version"  # in every checkpoint that Lightning wrote
 _ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
@@ -116,11 +129,11 @@ _METADATA = re.compile(  # of DCP
 
 @contextlib.contextmanager
 def opened(path: Path, start: int = 0, stop: int | None = None) -> Iterator[IO[bytes]]:
-    """Context that yields a file, or its bytes ``start`` to ``stop`` as a file."""
+    """Context that yields a regular file, or its bytes ``start`` to ``stop`` as a file."""
     try:
-        file = open(path, "rb")  # noqa: SIM115
+        file = open_bytes(path)
     except OSError as error:
-        raise CheckpointError(f"Cannot open {path}: {error.strerror}. Is the checkpoint complete?") from error
+        raise CheckpointError(f"Cannot open {path}: {error.strerror or error}. Is the checkpoint complete?") from error
     with file:
         size = os.fstat(file.fileno()).st_size
         if stop is None:
@@ -158,43 +171,83 @@ class _Part(io.RawIOBase):
         return read
 
 
-def load(path: Path, start: int = 0, stop: int | None = None, inert: Collection[str] = ()) -> Any:
+def load(
+    path: Path,
+    start: int = 0,
+    stop: int | None = None,
+    inert: Collection[str] = (),
+    mapped: MappedRecords | None = None,
+) -> Any:
     """The object of a file, or of a part of one, that ``torch.save`` wrote. See Note [Read as data].
 
-    Tensors of a whole file are mapped: their bytes are read when they are used, and never written. Those of a part
-    (bytes ``start`` to ``stop``), and of the format that torch wrote before 1.6, are read at once. ``inert``: names of
-    further classes whose objects become a ``Stub``.
+    Tensors of a whole file are mapped and never written. ``mapped`` gets their records, and is to be asked before
+    their values are used; without it, all are checked now, as are those of a part (bytes ``start`` to ``stop``), which
+    is read at once, like the format that torch wrote before 1.6, which has no checksums. ``inert``: names of further
+    classes whose objects become a ``Stub``.
 
     Raises:
         CheckpointError: the file is missing or damaged, or holds what is not read; names it.
     """
-    with opened(path, start, stop) as file:
+    with opened(path, start, stop) as file, ThreadPoolExecutor(1) as beside:
         head = file.read(len(_OLD_FORMAT))
         if not head.startswith(_ZIP) and head != _OLD_FORMAT:
             raise CheckpointError(f"{path} is no file that torch.save wrote (it begins with {head[:8]!r}).")
-        file.seek(0)
-        mapped = head != _OLD_FORMAT and stop is None
         try:
-            if head != _OLD_FORMAT:
-                with zipfile.ZipFile(file) as archive:  # torch would take a compressed record for values
-                    for info in archive.infolist():
-                        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-                            raise ValueError(f"its record {info.filename} is compressed")
-                file.seek(0)
+            records = records_of(file) if head != _OLD_FORMAT else []
+            check(file, [record for record in records if not is_values(record)], path)
+            file.seek(0)
+            maps = head != _OLD_FORMAT and stop is None
+            values = [record for record in records if is_values(record)]
+            checking = None if maps else beside.submit(_check_again, path, start, stop, values)
             admitted = [*_ADMITTED, *((_stub(name), name) for name in inert)]
             with _lock, torch.serialization.safe_globals(admitted):  # type: ignore[arg-type]
-                source = path if mapped else file
-                value = torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
-            _check_tensors(value)
+                source = own_path(file.fileno(), path) if maps else file
+                value = torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
+            if checking is not None:
+                checking.result()
+            tensors = _check_tensors(value)
+        except CheckpointError:
+            raise
         except Exception as error:  # a damaged file may be anything to the loader
             raise _explained(error, path) from None
+        if maps:
+            place = mapped or MappedRecords()
+            place.add(path, identity_of(file), values, next((t for t in tensors if t.numel()), None))
+            if mapped is None:
+                place.check_all()
     return value
 
 
-def _check_tensors(value: Any) -> None:
-    """Check that every tensor in ``value`` is dense, on the CPU, and no larger than its bytes in the file."""
+def _check_again(path: Path, start: int, stop: int | None, records: list[Record]) -> None:
+    """Check records while another thread reads them: the disk reads them once."""
+    with opened(path, start, stop) as file:
+        check(file, records, path)
+
+
+def check_file(path: Path, number: int = 0, of: int = 1) -> None:
+    """Compare the checksums of a file of ``torch.save`` with what is in it; each of several processes does a share.
+
+    Raises:
+        CheckpointError: it is damaged, or cannot be read; names it.
+    """
+    with opened(path) as file:
+        try:
+            records = records_of(file) if file.read(len(_ZIP)) == _ZIP else []
+        except Exception as error:
+            raise _explained(error, path) from None
+        jobs = jobs_of(path, identity_of(file), [record for record in records if record.crc is not None])
+    with checking_pool() as pool:
+        for job in jobs[number::of]:
+            job.start(pool)
+        for job in jobs[number::of]:
+            job.wait()
+
+
+def _check_tensors(value: Any) -> list[Tensor]:
+    """The tensors in ``value``; each must be dense, on the CPU, and no larger than its bytes in the file."""
     seen: set[int] = set()
     open_: list[Any] = [value]
+    found = []
     while open_:
         value = open_.pop()
         if isinstance(value, Tensor):
@@ -203,12 +256,16 @@ def _check_tensors(value: Any) -> None:
                 raise ValueError(f"a tensor of layout {value.layout} on {value.device}, or quantized or conjugated")
             if value.nbytes > value.untyped_storage().nbytes():
                 raise ValueError(f"a tensor of shape {tuple(value.shape)} is larger than its values in the file")
+            found.append(value)
         elif isinstance(value, (dict, list, tuple, set, frozenset)) and id(value) not in seen:
             seen.add(id(value))
             open_ += value.values() if isinstance(value, dict) else value
+    return found
 
 
 def _explained(error: Exception, path: Path) -> CheckpointError:
+    if isinstance(error, OSError) and error.errno is not None:
+        return CheckpointError(str(trouble("Cannot read", path, error)))
     text = str(error).split("\n\nCheck the documentation")[0]
     refused = re.search(r"GLOBAL (\S+)", text)
     if refused is not None:
@@ -230,8 +287,6 @@ def _explained(error: Exception, path: Path) -> CheckpointError:
 def has_checksums(path: Path, start: int = 0, stop: int | None = None) -> bool:
     """Read all of a file of ``torch.save`` and compare its checksums; False if it has none.
 
-    Writers may leave checksums out; those of the records that every file has tell whether they did.
-
     Raises:
         CheckpointError: a record is not what was written; names it.
     """
@@ -239,29 +294,12 @@ def has_checksums(path: Path, start: int = 0, stop: int | None = None) -> bool:
         if file.read(len(_ZIP)) != _ZIP:
             return False
         try:
-            with zipfile.ZipFile(file) as archive:
-                records = archive.infolist()
-                small = [info for info in records if info.filename.endswith(("/byteorder", "/version"))]
-                if not any(_is_intact(archive, info) for info in small):
-                    return False
-                broken = next((info.filename for info in records if not _is_intact(archive, info)), None)
+            records = records_of(file)
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, OSError) as error:
             raise _explained(error, path) from error
-    if broken is not None:
-        raise CheckpointError(
-            f"{path} is damaged: the checksum of its record {broken.partition('/')[2]} is wrong. Take another "
-            "checkpoint."
-        )
-    return True
-
-
-def _is_intact(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
-    try:
-        with archive.open(info) as record:
-            while record.read(1 << 22):
-                pass
-    except (zipfile.BadZipFile, EOFError):
-        return False
+        if any(record.crc is None for record in records):
+            return False
+        check(file, records, path)
     return True
 
 
@@ -272,7 +310,10 @@ def load_metadata(path: Path) -> Any:
         CheckpointError: the file is damaged, or names what no metadata needs.
     """
     with opened(path) as file:
-        data = file.read()
+        try:
+            data = file.read()
+        except OSError as error:
+            raise trouble("Cannot read", path, error) from error
     try:
         for code, number, _ in pickletools.genops(data):
             # The memo is a list: a large number would make room for as many entries.

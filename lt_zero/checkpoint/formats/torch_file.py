@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, mapping, ties
+from lt_zero.checkpoint.formats.reading import opened
+from lt_zero.checkpoint.formats.records import Record, identity_of
 from lt_zero.common.errors import CheckpointError
+from lt_zero.io.regular_file import open_bytes, own_path, read_bytes
 
 _NAMES = (  # in this order, as Hugging Face's tools look for them
     *("model.safetensors", "model.safetensors.index.json"),
@@ -37,7 +41,7 @@ class FileSource(ForeignSource):
             return any((file / name).is_file() for name in _NAMES)
         if file.suffix == ".safetensors":
             return True
-        with file.open("rb") as stream:
+        with open_bytes(file) as stream:
             return stream.read(4) in (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 
     def _open(self) -> None:
@@ -63,14 +67,7 @@ class FileSource(ForeignSource):
     def _read_file(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
         """Tensors by name, mapped, so that their bytes are read when they are used; and the content of a ``.ckpt``."""
         if path.suffix == ".safetensors":
-            self.parts.append((path, 0, None))
-            try:
-                with safe_open(path, framework="pt") as file:
-                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                    # The library's save_model writes one of the tied names, and the others into the metadata.
-                    metadata = (file.metadata() or {}).items()
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is damaged: {error}. Take another checkpoint.") from error
+            tensors, metadata = self._read_safetensors(path)
             tied = {name: tensors[first] for name, first in metadata if first in tensors and name not in tensors}
             return tensors | tied, {}
         content = self._load(path, "state dict")
@@ -83,6 +80,25 @@ class FileSource(ForeignSource):
         if left:
             self.notes.append(f"Entries of {path} that are no tensors were left out: {', '.join(left[:10])}.")
         return tensors, content if is_checkpoint else {}
+
+    def _read_safetensors(self, path: Path) -> tuple[dict[str, Tensor], Iterable[tuple[str, str]]]:
+        """Tensors by name, mapped, and the metadata."""
+        self.parts.append((path, 0, None))
+        with opened(path) as stream:
+            try:
+                with safe_open(own_path(stream.fileno(), path), framework="pt") as file:
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                    # The library's save_model writes one of the tied names, and the others into the metadata.
+                    metadata = (file.metadata() or {}).items()
+                size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(size))
+            except (SafetensorError, OSError, ValueError) as error:
+                raise CheckpointError(f"{path} is damaged: {error}. Take another checkpoint.") from error
+            places = {name: header[name]["data_offsets"] for name in tensors}
+            records = [Record(name, 8 + size + low, high - low) for name, (low, high) in places.items()]
+            some = next((tensor for tensor in tensors.values() if tensor.numel()), None)
+            self._records.add(path, identity_of(stream), sorted(records, key=lambda record: record.start), some)
+        return tensors, metadata
 
     def _optimizer(self, state: Any) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]] | None:
         """Groups and entries by name, or None. See Note [Optimizer states with numbers]."""
@@ -115,7 +131,7 @@ class FileSource(ForeignSource):
     def _read_index(self, index: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
         """Tensors by name, from the files beside ``index`` that it names."""
         try:
-            content = json.loads(index.read_text(encoding="utf-8"))
+            content = json.loads(read_bytes(index))
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{index} is damaged: {error}. Take another copy.") from error
         places = mapping(mapping(content, "index", index).get("weight_map"), "weight_map", index)

@@ -1,0 +1,307 @@
+"""Bytes of mapped files: each is read and compared with its checksum once, before its values are used.
+
+Note [Checked when used]
+    Files of ``torch.save`` are zips, with a CRC for each tensor, which torch does not look at. Their tensors are mapped
+    into memory, so whoever has one finds its record by the address. Before a tensor is used, threads read its record
+    from the file, piece by piece: that fills the page cache, from which the mapping is then served, so the disk reads
+    each byte once. They read a little ahead, and the caller does not wait for what it does not use. A disk that fails
+    is an error with the file's name here, and would be a SIGBUS in the mapping. For the latter reason files without
+    checksums (safetensors) are read in the same way.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import os
+import threading
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from torch import Tensor
+
+from lt_zero.common.errors import CheckpointError
+from lt_zero.io.checked_file import trouble
+from lt_zero.io.regular_file import open_regular
+
+PIECE = 256 << 10  # bytes that are read at a time
+_PART = 16 << 20  # bytes of a large record that a thread checks
+_JOB = 4 << 20  # bytes of records that are checked together, if they are small
+_AHEAD = 64 << 20  # bytes of records that are checked before they are asked for
+_THREADS = 4
+_HEADER = 30  # bytes of a record's header in a zip, before its name
+
+
+class Record(NamedTuple):
+    """A part of a file: its name and place in bytes, and its checksum if it has one."""
+
+    name: str
+    start: int
+    size: int
+    crc: int | None = None
+
+
+def records_of(file: IO[bytes]) -> list[Record]:
+    """The records of a zip, in the order of their places. See Note [Checked when used].
+
+    Writers may leave checksums out; those of the records that every file has tell whether they did.
+
+    Raises:
+        ValueError, zipfile.BadZipFile: a record is compressed, lies outside of the file or in another record.
+    """
+    size = file.seek(0, os.SEEK_END)
+    found = []
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+                raise ValueError(f"its record {info.filename} is compressed")  # torch would take it for values
+            file.seek(info.header_offset)
+            header = file.read(_HEADER)
+            if len(header) < _HEADER or header[:4] != b"PK\x03\x04":
+                raise zipfile.BadZipFile(f"its record {info.filename} is not where the directory says")
+            inner = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            name = info.filename.partition("/")[2] or info.filename
+            found.append(Record(name, info.header_offset + _HEADER + inner, info.file_size, info.CRC))
+    found.sort(key=lambda record: (record.start, record.size))
+    for record, after in zip(found, [record.start for record in found[1:]] + [size], strict=True):
+        if record.start + record.size > after:
+            raise ValueError(f"its record {record.name} of {record.size} bytes does not fit into the file")
+    if not any(_crc(file, record) == record.crc for record in found if not is_values(record)):
+        found = [record._replace(crc=None) for record in found]
+    return found
+
+
+def is_values(record: Record) -> bool:
+    """Whether a record has the values of a tensor; the others are small."""
+    return record.name.startswith("data/")
+
+
+class _Buffer(threading.local):
+    """Memory to read into, of a thread: small enough to stay in the processor's cache for the checksum."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(PIECE))
+
+
+_buffer = _Buffer()
+
+
+def _crc(file: IO[bytes], record: Record) -> int:
+    file.seek(record.start)
+    view, total, left = _buffer.view, 0, record.size
+    while left and (count := file.readinto(view[: min(PIECE, left)])):  # type: ignore[attr-defined]
+        total, left = zlib.crc32(view[:count], total), left - count
+    if left:
+        raise EOFError(f"record {record.name} is cut off")
+    return total
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials modulo that of the CRC, as zlib represents them."""
+    product = 0
+    while a:
+        if a & 1 << 31:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (0xEDB88320 if b & 1 else 0)
+    return product
+
+
+@functools.lru_cache(64)
+def _shift(nbytes: int) -> int:
+    """What a CRC is multiplied with if so many bytes follow: x to the power of their bits."""
+    power, square, exponent = 1 << 31, 1 << 30, nbytes * 8
+    while exponent:
+        power = _times(power, square) if exponent & 1 else power
+        square, exponent = _times(square, square), exponent >> 1
+    return power
+
+
+def joined(first: int, second: int, nbytes: int) -> int:
+    """The CRC of bytes with the CRC ``first``, and ``nbytes`` after them with ``second``.
+
+    >>> joined(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
+    True
+    """
+    return _times(_shift(nbytes), first) ^ second
+
+
+def check(file: IO[bytes], records: Iterable[Record], path: Path) -> None:
+    """Read records from an open file.
+
+    Raises:
+        CheckpointError: a checksum is wrong, or the file cannot be read; names it and the record.
+    """
+    for record in records:
+        with _naming(path):
+            crc = _crc(file, record)
+        _compare(record, crc, path)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise trouble("Cannot read", path, error) from error
+    except EOFError as error:
+        raise CheckpointError(f"{path} is damaged: its {error}. Take another checkpoint.") from error
+
+
+def _compare(record: Record, crc: int, path: Path) -> None:
+    if record.crc not in (None, crc):
+        raise CheckpointError(
+            f"{path} is damaged: the checksum of its record {record.name} is wrong. Take another checkpoint."
+        )
+
+
+class Job:
+    """Records of a file that are checked together, at most once: neighbours, or a large one in several threads."""
+
+    def __init__(self, path: Path, identity: tuple[int, ...], records: Sequence[Record]) -> None:
+        self.path, self.records, self._identity = path, records, identity
+        self.size = sum(record.size for record in records)
+        self.next: Job | None = None
+        self._started: list[Future[list[int]]] = []
+        self._lock = threading.Lock()
+
+    def start(self, pool: ThreadPoolExecutor) -> None:
+        """Begin, unless it has begun."""
+        with self._lock:
+            if self._started:
+                return
+            parts: list[Sequence[Record]] = [self.records]
+            if self.size > 2 * _PART:
+                (whole,) = self.records
+                cuts = range(0, whole.size, _PART)
+                parts = [[Record(whole.name, whole.start + cut, min(_PART, whole.size - cut))] for cut in cuts]
+            self._started = [pool.submit(self._read, part) for part in parts]
+
+    def wait(self) -> None:
+        """Wait until it is done.
+
+        Raises:
+            CheckpointError: see ``check``; or the name stands for another file by now.
+        """
+        found = [future.result() for future in self._started]
+        crcs = found[0]
+        for number, (crc,) in enumerate(found[1:], 1):
+            crcs = [joined(crcs[0], crc, min(_PART, self.size - _PART * number))]
+        for record, crc in zip(self.records, crcs, strict=True):
+            _compare(record, crc, self.path)
+
+    def _read(self, records: Sequence[Record]) -> list[int]:
+        """The CRC of each."""
+        with _naming(self.path):
+            file = open(open_regular(self.path), "rb", buffering=0)  # noqa: SIM115
+            with file:
+                if identity_of(file) != self._identity:
+                    raise CheckpointError(f"{self.path} was changed or replaced while it was read. Load it again.")
+                return [_crc(file, record) for record in records]
+
+
+def identity_of(file: IO[bytes]) -> tuple[int, ...]:
+    """What tells an open file from another, and from itself after a change."""
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def jobs_of(path: Path, identity: tuple[int, ...], records: Sequence[Record]) -> list[Job]:
+    """Neighbours of a file together, up to ``_JOB`` bytes."""
+    groups: list[list[Record]] = []
+    filled = _JOB
+    for record in records:
+        if filled + record.size > _JOB:
+            groups.append([])
+            filled = 0
+        groups[-1].append(record)
+        filled += record.size
+    jobs = [Job(path, identity, group) for group in groups]
+    for job, after in zip(jobs, jobs[1:], strict=False):
+        job.next = after
+    return jobs
+
+
+def checking_pool() -> ThreadPoolExecutor:
+    """Threads that read and check."""
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="lt_zero-checksums")
+
+
+class MappedRecords:
+    """The records of the files that a source has mapped. See Note [Checked when used]."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []  # addresses, ascending
+        self._places: list[tuple[int, Job]] = []  # where each ends, and its job
+        self._jobs: list[Job] = []
+
+    @functools.cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return checking_pool()
+
+    def add(self, path: Path, identity: tuple[int, ...], records: Sequence[Record], tensor: Tensor | None) -> None:
+        """Keep the records of a mapped file until they are needed; check them now if it is not mapped.
+
+        ``tensor``: of the file, if there is one. ``records``: ascending.
+        """
+        jobs = jobs_of(path, identity, [record for record in records if record.size])
+        self._jobs += jobs
+        base = None if tensor is None else _start_of_file(tensor.untyped_storage().data_ptr())
+        if base is None:
+            if tensor is not None:
+                self._wait(jobs)
+            return
+        for job in jobs:
+            for record in job.records:
+                at = bisect.bisect(self._starts, base + record.start)
+                self._starts.insert(at, base + record.start)
+                self._places.insert(at, (base + record.start + record.size, job))
+
+    def check(self, tensor: Tensor) -> Tensor:
+        """The tensor, whose record is right, if it is one of a mapped file.
+
+        Raises:
+            CheckpointError: its file is damaged or cannot be read; names it.
+        """
+        address = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+        at = bisect.bisect(self._starts, address) - 1
+        if at >= 0 and address < self._places[at][0]:
+            job: Job | None = self._places[at][1]
+            asked = job
+            ahead = 0
+            while job is not None and (job is asked or ahead + job.size <= _AHEAD):
+                job.start(self._pool)
+                ahead += job.size
+                job = job.next
+            assert asked is not None
+            self._wait([asked])
+        return tensor
+
+    def check_all(self) -> None:
+        """Check what is left. Errors are those of ``check``."""
+        self._wait(self._jobs)
+
+    def _wait(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            job.start(self._pool)
+        for job in jobs:
+            job.wait()
+
+
+def _start_of_file(address: int) -> int | None:
+    """The address at which the file begins that is mapped to ``address``; None if none is, or the system has no list."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                span, _, offset, _, inode, *_ = line.split()
+                low, high = (int(end, 16) for end in span.split("-"))
+                if low <= address < high:
+                    return low - int(offset, 16) if inode != "0" else None
+    except OSError:
+        pass
+    return None
