@@ -27,6 +27,7 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.io import direct_file
 from lt_zero.io.direct_file import go_direct, logical_block, reserve
 from lt_zero.io.pinned import BLOCK, aligned_buffer, checksum, checksum_weights, rounded, view_of
+from lt_zero.io.regular_file import open_regular
 from lt_zero.io.thread_pool import IoPool, Transfer
 
 STEP = 4 << 20  # bytes of a block, which has one checksum
@@ -360,7 +361,7 @@ class BlockReader:
             else:
                 with self._lock:
                     if file not in self._fds:
-                        self._fds[file] = os.open(os.path.join(self._folder, file), os.O_RDONLY | os.O_CLOEXEC)
+                        self._fds[file] = open_regular(os.path.join(self._folder, file))
                     fd = self._fds[file]
                 while done < length and (count := os.preadv(fd, [view[done:]], offset + done)):
                     done += count

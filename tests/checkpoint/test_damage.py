@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pickle
 import random
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import torch.distributed as dist
 
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Manifest
+from lt_zero.checkpoint.native.load import as_lightning
+from lt_zero.checkpoint.open import verify
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io.checked_file import STEP, FileRecord
 from lt_zero.io.pinned import aligned_buffer, checksum, checksum_weights, rounded
@@ -156,6 +160,7 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     body = json.loads((folder / "manifest.json").read_text())
     del body["sha256"]
     change(body)
+    body.pop("sha256", None)
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
     digest = hashlib.sha256(lines.encode()).hexdigest()
     (folder / "manifest.json").write_text(f'{{"sha256": "{digest}",\n{lines}}}\n')
@@ -196,6 +201,137 @@ def test_manifests_that_make_no_sense(good: Path, change: str) -> None:
     reseal(good, STRANGE[change])
     with pytest.raises(CheckpointError, match="manifest.json"):
         Archive(str(good))
+
+
+def _overlap(body: dict[str, Any]) -> None:
+    """Two halves of a weight that are the same half: as many elements as it has."""
+    first, second = _halves(_halved(body))
+    second[0], second[3] = first[0], first[3]
+
+
+def _halved(body: dict[str, Any]) -> dict[str, Any]:
+    """An entry of a matrix with an even number of rows, in one chunk."""
+    for entry in body["tensors"].values():
+        if len(entry["chunks"]) == 1 and len(entry["shape"]) == 2 and entry["shape"][0] % 2 == 0:
+            found: dict[str, Any] = entry
+            return found
+    raise AssertionError("there is none")
+
+
+def _halves(entry: dict[str, Any]) -> list[Any]:
+    rows, columns = entry["shape"]
+    file, start = entry["chunks"][0][2:]
+    half = rows // 2 * columns * 4
+    entry["chunks"] = [[[0, 0], [rows // 2, columns], file, start], [[rows // 2, 0], [rows // 2, columns], file, start]]
+    entry["chunks"][1][3] += half
+    return list(entry["chunks"])
+
+
+def _removed(body: dict[str, Any]) -> None:
+    body["tensors"].pop(next(name for name in body["tensors"] if name.startswith("model.")))
+
+
+def _weight(body: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(entry for name, entry in body["tensors"].items() if name.startswith("model."))
+    return found
+
+
+BELIEVED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "overlapping chunks": (_overlap, "overlap, and lacks"),
+    "a chunk twice": (lambda body: _weight(body)["chunks"].append(_weight(body)["chunks"][0]), "has twice"),
+    "a chunk less": (lambda body: _weight(body)["chunks"].pop(), "lacks"),
+    "a weight less": (_removed, "is not saved"),
+    "no name of a weight": (lambda body: body["order"].pop(0), "order lacks"),
+    "a tie to nothing": (lambda body: body["aliases"].update(x="y"), "aliases"),
+    "ties as a list": (lambda body: body.update(aliases=["x"]), "aliases"),
+    "names that are numbers": (lambda body: body.update(order=[1, 2]), "order"),
+    "a shape of halves": (lambda body: _weight(body).update(shape=[1.5]), "shape of model"),
+    "a start that is true": (lambda body: _weight(body)["chunks"][0].__setitem__(3, True), "start of model"),
+    "a length that is text": (lambda body: body["files"][0].update(bytes="9"), "bytes of"),
+    "a run that is a list": (lambda body: body.update(run=[]), "run"),
+    "a tensor of nobody": (lambda body: body["tensors"].update(weights=_weight(body)), "no weight or state"),
+    "an optimizer too many": (
+        lambda body: body["tensors"].update({"optimizer_7.state.a.b": _weight(body)}),
+        "optimizer_7",
+    ),
+}
+
+
+def test_what_a_manifest_with_a_right_checksum_is_not_believed(good: Path) -> None:
+    text = (good / "manifest.json").read_text()
+    for case, (change, words) in BELIEVED.items():
+        (good / "manifest.json").write_text(text)
+        reseal(good, change)
+        with pytest.raises(CheckpointError, match=words) as caught:
+            verify(good)
+        assert str(good) in str(caught.value), case
+
+
+def test_a_compressed_meta_is_refused(good: Path) -> None:
+    """587 KB that would take a GB."""
+    with zipfile.ZipFile(good / "x", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("archive/data.pkl", bytes(1 << 20))
+        file.writestr("archive/version", "3\n")
+    plant(good, "meta.pt", (good / "x").read_bytes())
+    with pytest.raises(CheckpointError, match=r"meta\.pt .*compressed"):
+        verify(good)
+
+
+def _mutated(value: Any, chance: random.Random) -> Any:
+    """A copy of nested containers in which one value is another, or gone, or stands twice."""
+    others: list[Any] = [None, True, -1, 1 << 70, 0.5, "", "x", [], {}, [[]], {"a": 1}, [1, 2, 3], "float32"]
+    if isinstance(value, dict) and value and ("sha256" in value or chance.random() < 0.9):
+        key = chance.choice(list(value))
+        made = dict(value)
+        if chance.random() < 0.1:
+            del made[key]
+        elif chance.random() < 0.1:
+            made[chance.choice(["x", 1, "model.x"])] = made.pop(key)
+        else:
+            made[key] = _mutated(value[key], chance)
+        return made
+    if isinstance(value, (list, tuple)) and value and chance.random() < 0.9:
+        items, at = list(value), chance.randrange(len(value))
+        items[at : at + 1] = chance.choice([[], [items[at]] * 2, [_mutated(items[at], chance)] * 1])
+        return items if isinstance(value, list) else tuple(items)
+    if type(value) is int and chance.random() < 0.5:
+        return value + chance.choice([-1, 1, 4, 1 << 20, 1 << 40])
+    return chance.choice(others)
+
+
+def _read_all(folder: Path) -> None:
+    found = as_lightning(Archive(str(folder)))
+    for value in found["state_dict"].values():
+        if isinstance(value, torch.Tensor):
+            assert value.numel() < 1 << 24
+            value.clone()
+    verify(folder)
+
+
+@pytest.mark.parametrize("cases", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore")
+def test_mutated_manifests_and_metas(good: Path, cases: int) -> None:
+    """With right checksums: values, or an error of ours that names the folder."""
+    body = json.loads((good / "manifest.json").read_text())
+    content = torch.load(good / "meta.pt", weights_only=True)
+    text, data, refused = (good / "manifest.json").read_text(), (good / "meta.pt").read_bytes(), []
+    for seed in range(cases):
+        chance = random.Random(seed)
+        (good / "manifest.json").write_text(text)
+        (good / "meta.pt").write_bytes(data)
+        if seed % 2:
+            buffer = io.BytesIO()
+            torch.save(_mutated(content, chance), buffer)
+            plant(good, "meta.pt", buffer.getvalue())
+        else:
+            made = dict(_mutated(body, chance) or {})
+            reseal(good, lambda old, made=made: (old.clear(), old.update(made)))  # type: ignore[misc]
+        try:
+            _read_all(good)
+        except CheckpointError as error:
+            refused.append(str(error))
+    assert len(refused) > cases // 4
+    assert not [message for message in refused if str(good) not in message]
 
 
 def test_numbers_in_the_manifest_that_lead_nowhere(good: Path) -> None:
@@ -250,7 +386,8 @@ def _hostile(folder: str) -> None:
         same(got["step"], 2)
         sharded_trainer(1, limit_val_batches=1).validate(GPT(2), ckpt_path=f"{folder}/{name}")
     text = error_of(resume, f"{folder}/meta.pt", 3)
-    assert "meta.pt cannot be read" in text
+    assert "meta.pt holds" in text
+    assert "could run code" in text
 
 
 def test_nothing_in_a_checkpoint_runs(pool: Pool, good: Path) -> None:

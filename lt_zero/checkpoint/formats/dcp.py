@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_zero.checkpoint.boxes import check_cover
 from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, damage, mapping
 from lt_zero.checkpoint.formats.reading import Stub, load, load_metadata
 from lt_zero.checkpoint.source import Spec
@@ -86,7 +87,7 @@ class DcpSource(ForeignSource):
                 continue
             spec = Spec(_counts(entry.get("size")), _dtype(entry.get("properties")))
             boxes = [(_counts(box.get("offsets")), _counts(box.get("sizes"))) for box in entry.get("chunks")]
-            _check_boxes(fqn, spec, boxes)
+            check_cover(fqn, spec.shape, boxes)
             parts = [(low, sizes, places[fqn, low]) for low, sizes in boxes]
             if math.prod(spec.shape) * spec.dtype.itemsize > sum(stop - start for *_, (_, start, stop) in parts):
                 raise ValueError(f"{fqn} of shape {spec.shape} has less bytes than that")
@@ -140,22 +141,3 @@ def _dtype(properties: Any) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"it has the dtype {dtype!r}")
     return dtype
-
-
-def _check_boxes(fqn: str, spec: Spec, boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Boxes must lie inside, and have as many elements together as the tensor: nothing stays unwritten."""
-    total = 0
-    for low, sizes in boxes:
-        inside = len(low) == len(sizes) == len(spec.shape)
-        if not inside or any(a + n > size for a, n, size in zip(low, sizes, spec.shape, strict=True)):
-            raise ValueError(f"{fqn} of shape {spec.shape} has a part of {sizes} at {low}")
-        total += math.prod(sizes)
-    ordered = sorted(boxes)
-    for number, (low, sizes) in enumerate(ordered):
-        for other, extent in ordered[number + 1 :]:
-            if spec.shape and other[0] >= low[0] + sizes[0]:
-                break  # sorted by the first dimension
-            if all(a < b + m and b < a + n for a, n, b, m in zip(low, sizes, other, extent, strict=True)):
-                raise ValueError(f"{fqn} has parts at {low} and {other} that overlap")
-    if total != math.prod(spec.shape):
-        raise ValueError(f"{fqn} of shape {spec.shape} has parts with {total} elements together")

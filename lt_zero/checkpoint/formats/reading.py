@@ -46,6 +46,7 @@ from lt_zero.io.regular_file import open_bytes, own_path
 
 VERSION = "pytorch-lightning_version"  # in every checkpoint that Lightning wrote
 _ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+_DEEPEST = 200  # levels of containers
 _lock = threading.Lock()  # torch's list of admitted classes is one for the process
 
 
@@ -218,6 +219,26 @@ def load(
     return value
 
 
+def load_plain(data: bytes, name: str) -> Any:
+    """The object in the bytes of a file of ``torch.save`` that this package wrote: plain containers and tensors.
+
+    Raises:
+        CheckpointError: it is damaged, or holds what is not read; names it.
+    """
+    try:
+        file = io.BytesIO(data)
+        records = records_of(file)
+        check(file, records, Path(name))
+        file.seek(0)
+        value = torch.load(file, map_location="cpu", weights_only=True)
+        _check_tensors(value)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a file that somebody else wrote may be anything to the loader
+        raise _explained(error, Path(name)) from None
+    return value
+
+
 def _check_again(path: Path, start: int, stop: int | None, records: list[Record]) -> None:
     """Check records while another thread reads them: the disk reads them once."""
     with opened(path, start, stop) as file:
@@ -246,10 +267,10 @@ def check_file(path: Path, number: int = 0, of: int = 1) -> None:
 def _check_tensors(value: Any) -> list[Tensor]:
     """The tensors in ``value``; each must be dense, on the CPU, and no larger than its bytes in the file."""
     seen: set[int] = set()
-    open_: list[Any] = [value]
+    open_: list[tuple[Any, int]] = [(value, 0)]
     found = []
     while open_:
-        value = open_.pop()
+        value, depth = open_.pop()
         if isinstance(value, Tensor):
             dense = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
             if not dense or value.is_conj() or value.is_neg():
@@ -259,7 +280,9 @@ def _check_tensors(value: Any) -> list[Tensor]:
             found.append(value)
         elif isinstance(value, (dict, list, tuple, set, frozenset)) and id(value) not in seen:
             seen.add(id(value))
-            open_ += value.values() if isinstance(value, dict) else value
+            if depth > _DEEPEST:
+                raise ValueError(f"it is nested too deeply, in more than {_DEEPEST} levels")
+            open_ += ((item, depth + 1) for item in (value.values() if isinstance(value, dict) else value))
     return found
 
 

@@ -294,7 +294,7 @@ class MappedRecords:
 
 
 def _start_of_file(address: int) -> int | None:
-    """The address at which the file begins that is mapped to ``address``; None if none is, or the system has no list."""
+    """The address at which the file begins that is mapped to ``address``; None if that cannot be found out."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
             for line in lines:

@@ -6,20 +6,20 @@ needed. Only ``meta.pt`` is unpickled, by torch with ``weights_only=True``.
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import fsspec
 import torch
 from torch import Tensor
 
+from lt_zero.checkpoint.boxes import table, texts
+from lt_zero.checkpoint.formats.reading import load_plain
 from lt_zero.checkpoint.native.directory import MANIFEST, Manifest, is_url
 from lt_zero.checkpoint.native.keys import put_back, restored
 from lt_zero.checkpoint.native.plan import boxes, common, flat_index
@@ -27,6 +27,7 @@ from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.lazy_tensor import LazyTensor
 from lt_zero.io.checked_file import BlockReader
+from lt_zero.io.regular_file import read_bytes
 
 
 class Archive:
@@ -45,7 +46,7 @@ class Archive:
         self._blocks = BlockReader(path, fs)
         place = f"{path}/{MANIFEST}"
         try:
-            data: bytes = Path(place).read_bytes() if fs is None else fs.cat_file(place)
+            data: bytes = read_bytes(place) if fs is None else fs.cat_file(place)
         except OSError as error:
             raise CheckpointError(
                 f"{path} is not a complete checkpoint: {MANIFEST} cannot be read ({error}). It is written last; "
@@ -80,16 +81,42 @@ class Archive:
     @cached_property
     def meta(self) -> Mapping[str, Any]:
         """The Lightning checkpoint without weights and optimizer states; plain containers. See Note [Keys]."""
-        data = io.BytesIO(self.bytes_of("meta.pt"))
+        found = load_plain(self.bytes_of("meta.pt"), f"{self.path}/meta.pt")
         try:
-            found: dict[str, Any] = torch.load(data, map_location="cpu", weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{self.path}/meta.pt cannot be read: {error}") from None
-        try:
-            put_back(found, restored(found.get("lt_zero", {}).get("keys", [])))
-        except (LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.path}/meta.pt has keys that do not fit its content: {error!r}") from None
+            own = table(table(found, "its content").get("lt_zero", {}), "lt_zero")
+            self._check_own(own)
+            put_back(found, restored(own.get("keys", [])))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self.path}/meta.pt is malformed ({error}), although its checksum is correct: lt_zero did not write "
+                "it. Use another checkpoint."
+            ) from None
         return found
+
+    def _check_own(self, own: Mapping[str, Any]) -> None:
+        """Check the types of this package's entries, and that all that they and the manifest name is saved."""
+        extra = table(own.get("extra_state", {}), "lt_zero.extra_state")
+        texts(own.get("frozen_left_out", []), "lt_zero.frozen_left_out")
+        table(own.get("config", {}), "lt_zero.config")
+        for key in ("keys", "left_out"):
+            listed = own.get(key, [])
+            if not isinstance(listed, list) or not all(isinstance(item, (list, tuple)) for item in listed):
+                raise ValueError(f"lt_zero.{key} is {listed!r:.100}, no list of lists")
+        tensors, aliases = self.manifest.tensors, self.aliases
+        lost = [n for n in self.manifest.order if f"model.{aliases.get(n, n)}" not in tensors and n not in extra]
+        if own and lost:
+            raise ValueError(f"{', '.join(lost[:5])} of the manifest's `order` is not saved")
+        packed = own.get("optimizers", [])
+        for number, saved in enumerate(packed if isinstance(packed, list) else [packed]):
+            where = f"lt_zero.optimizers[{number}]"
+            for group in table(saved, where)["param_groups"]:
+                texts(table(group, f"{where}.param_groups")["params"], f"{where}.param_groups.params")
+            for name, entries in table(saved["state"], f"{where}.state").items():
+                table(entries, f"{where}.state.{name}")
+        for name in tensors:
+            head = name.partition(".")[0]
+            if head.startswith("optimizer_") and int(head.removeprefix("optimizer_")) >= len(packed):
+                raise ValueError(f"the manifest has {name}, and lt_zero.optimizers has {len(packed)}")
 
     @cached_property
     def optimizers(self) -> Sequence[SavedOptimizer]:
@@ -119,7 +146,9 @@ class Archive:
 
     def lazy(self, full: str) -> LazyTensor:
         """A tensor by its full name, to be read when its values are needed."""
-        entry = self.manifest.tensors[full]
+        entry = self.manifest.tensors.get(full) if isinstance(full, str) else None
+        if entry is None:
+            raise CheckpointError(f"{self.path}/{MANIFEST} has no tensor {full!r:.100}, to which meta.pt refers.")
         return LazyTensor(entry.shape, entry.dtype, partial(self.elements, full))
 
     def read(self, name: str) -> Tensor:

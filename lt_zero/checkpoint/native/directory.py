@@ -33,23 +33,25 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import fsspec
-import torch
 
+from lt_zero.checkpoint.boxes import check_cover, count, counts, dtype_of, table, texts
 from lt_zero.checkpoint.source import Spec
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io.checked_file import STEP, Blocks, FileRecord, FileSink, Sink, StreamSink, trouble
 from lt_zero.io.direct_file import free_bytes
+from lt_zero.io.regular_file import read_bytes
 
 MANIFEST = "manifest.json"
 _VERSION = 1  # of the manifest
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<host>[^-]+(?:-[^-]+)*)-(?P<pid>\d+)-[0-9a-f]{8}")
 _FILES = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json")
+_STATE = re.compile(r"optimizer_\d+\.state\..+\..+")  # the name of an optimizer's state
 _OLD_AGE = 86400.0  # seconds after which another host's temporary directory is removed
 _LOCKED_AGE = 2.0  # seconds after which a process has surely locked the empty directory that it made
 _EXCHANGE, _AT_FDCWD = 2, -100  # of renameat2
@@ -133,13 +135,13 @@ class Manifest:
                 "checkpoint."
             )
         try:
-            body = json.loads(text)
-            if body["version"] > _VERSION:
+            body = table(json.loads(text), "the content")
+            if count(body["version"], "version") > _VERSION:
                 raise CheckpointError(
                     f"{path} has version {body['version']}, but this lt_zero reads up to {_VERSION}. Update lt_zero."
                 )
             return replace(cls._of(body), checksum=match[1])
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is malformed ({type(error).__name__}: {error}), although its checksum is correct: lt_zero did "
                 "not write it. Use another checkpoint."
@@ -147,38 +149,65 @@ class Manifest:
 
     @classmethod
     def _of(cls, body: Mapping[str, Any]) -> Manifest:
-        """Check all that reads do not check: files lie in the directory, chunks in their tensor and their file."""
+        """Check all that reads do not check: types; files lie in the directory, chunks in their file; chunks are all
+        of their tensor; names lead to tensors."""
         if body["block"] != STEP:
             raise ValueError(f"blocks of {body['block']} bytes")
-        files = {file["name"]: FileRecord(file["bytes"], tuple(file["sums"])) for file in body["files"]}
-        for name, record in files.items():
-            if name != os.path.basename(name) or name in ("", ".", "..", MANIFEST):
-                raise ValueError(f"a file named {name!r}")
-            if len(record.sums) != -(-record.nbytes // STEP):
-                raise ValueError(f"{len(record.sums)} checksums for {record.nbytes} bytes of {name}")
-        names = [file["name"] for file in body["files"]]
-        tensors = {}
-        for name, entry in body["tensors"].items():
-            shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"a dtype {entry['dtype']!r}")
-            chunks = tuple(Chunk(tuple(o), tuple(s), names[file], start) for o, s, file, start in entry["chunks"])
-            for chunk in chunks:
-                axes = zip(shape, chunk.offsets, chunk.sizes, strict=True)
-                inside = all(offset >= 0 and size >= 0 and offset + size <= whole for whole, offset, size in axes)
-                end = chunk.start + math.prod(chunk.sizes) * dtype.itemsize
-                if not inside or not 0 <= chunk.start <= end <= files[chunk.file].nbytes:
-                    raise ValueError(f"{name} of {shape} has a chunk {chunk}")
-            tensors[name] = Entry(shape, dtype, chunks)
-        order, left_out = tuple(body["order"]), tuple(body["left_out"])
-        return cls(tensors, files, order, body["aliases"], left_out, body["run"])
+        files = _files_of(body["files"])
+        names = list(files)
+        if len(names) != len(body["files"]):
+            raise ValueError("files has a name twice")
+        tensors = {
+            name: _entry_of(name, entry, names, files) for name, entry in table(body["tensors"], "tensors").items()
+        }
+        order, left_out = texts(body["order"], "order"), texts(body["left_out"], "left_out")
+        aliases = table(body["aliases"], "aliases")
+        for tied, name in aliases.items():
+            if not isinstance(name, str) or f"model.{name}" not in tensors or f"model.{tied}" in tensors:
+                raise ValueError(f"aliases: {tied} is tied to {name!r:.100}, which is not saved, or {tied} is, too")
+        known = set(order)
+        for name in tensors:
+            kind, _, rest = name.partition(".")
+            if kind == "model" and rest not in known:
+                raise ValueError(f"order lacks {rest}")
+            if kind not in ("model", "extra") and not _STATE.match(name):
+                raise ValueError(f"tensors has {name}, which is no weight or state")
+        return cls(tensors, files, order, aliases, left_out, table(body["run"], "run"))
+
+
+def _files_of(listed: Any) -> dict[str, FileRecord]:
+    files = {}
+    for number, file in enumerate(listed if isinstance(listed, list) else [None]):
+        name, sums = table(file, f"files[{number}]")["name"], file["sums"]
+        if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", "..", MANIFEST):
+            raise ValueError(f"a file named {name!r}")
+        nbytes = count(file["bytes"], f"bytes of {name}")
+        if not isinstance(sums, list) or len(sums) != -(-nbytes // STEP) or not all(type(n) is int for n in sums):
+            raise ValueError(f"sums of {name} are no checksums of {nbytes} bytes")
+        files[name] = FileRecord(nbytes, tuple(sums))
+    return files
+
+
+def _entry_of(name: str, entry: Any, names: Sequence[str], files: Mapping[str, FileRecord]) -> Entry:
+    """A tensor with its chunks, which are inside of their files and all of it."""
+    shape = counts(table(entry, name)["shape"], f"shape of {name}")
+    dtype, listed, chunks = dtype_of(entry["dtype"], f"dtype of {name}"), entry["chunks"], []
+    for chunk in listed if isinstance(listed, list) else [None]:
+        if not isinstance(chunk, list) or len(chunk) != 4:
+            raise ValueError(f"{name} has a chunk {chunk!r:.100}")
+        offsets, sizes = counts(chunk[0], f"offsets of {name}"), counts(chunk[1], f"sizes of {name}")
+        file, start = names[count(chunk[2], f"file of {name}")], count(chunk[3], f"start of {name}")
+        if start + math.prod(sizes) * dtype.itemsize > files[file].nbytes:
+            raise ValueError(f"{name} of {shape} has a chunk {chunk}, beyond the end of {file}")
+        chunks.append(Chunk(offsets, sizes, file, start))
+    check_cover(name, shape, [chunk[:2] for chunk in chunks])
+    return Entry(shape, dtype, tuple(chunks))
 
 
 def _is_ours(path: str | os.PathLike[str]) -> bool:
     """Whether a file begins like a manifest of lt_zero."""
     try:
-        with open(path, "rb") as file:
-            return b'"format": "lt_zero"' in file.read(200)
+        return b'"format": "lt_zero"' in read_bytes(path, 200)
     except OSError:
         return False
 

@@ -161,12 +161,19 @@ def as_lightning(source: Source, weights_only: bool | None = None) -> dict[str, 
 def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
     """``meta`` with lazy tensors for references, and with values without a plain form if they may be unpickled."""
 
+    made: dict[int, Any] = {}  # by id: copies of one container, apart, could be huge
+
     def resolve(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            if set(value) == {REFERENCE}:
-                return archive.lazy(value[REFERENCE])
-            return type(value)((k, resolve(v)) for k, v in value.items())  # type: ignore[call-arg]
-        return type(value)(resolve(v) for v in value) if type(value) in (list, tuple) else value
+        if type(value) not in (list, tuple) and not isinstance(value, Mapping):
+            return value
+        if id(value) not in made:
+            if isinstance(value, Mapping):
+                refers = set(value) == {REFERENCE}
+                items = ((k, resolve(v)) for k, v in value.items())
+                made[id(value)] = archive.lazy(value[REFERENCE]) if refers else type(value)(items)  # type: ignore[call-arg]
+            else:
+                made[id(value)] = type(value)(resolve(v) for v in value)
+        return made[id(value)]
 
     meta = dict(archive.meta)
     own = meta.get(KEY, {})
