@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import json
 import os
 import pickle
 import shutil
@@ -10,6 +12,7 @@ import struct
 import sys
 import tracemalloc
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from lt_zero.checkpoint.formats import records
 from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
 from lt_zero.checkpoint.formats.reading import has_checksums, load, load_metadata
+from lt_zero.checkpoint.formats.reading import opened as part_of
+from lt_zero.checkpoint.formats.records import records_of
 from lt_zero.checkpoint.formats.torch_file import FileSource
 from lt_zero.checkpoint.open import open_source
 from lt_zero.cli import app
@@ -421,3 +428,115 @@ def test_mutated(copies: Path, file: str) -> None:
     finally:
         path.write_bytes(good)
     assert not unnamed
+
+
+# ---- what is no file, and what is damaged --------------------------------------------------------------------------
+
+
+def _folders(folder: Path) -> dict[Path, str]:
+    """Copies of checkpoints, and the names of all files in each that are opened."""
+    shutil.copytree(DATA / "deepspeed/stage3_bf16", folder / "deepspeed")
+    shutil.copytree(DATA / "fsdp/fsdp", folder / "fsdp")
+    (folder / "hf").mkdir()
+    save_file({"a": torch.ones(3)}, folder / "hf/one.safetensors")
+    torch.save({"b": torch.ones(3)}, folder / "hf/two.bin")
+    places = {"a": "one.safetensors", "b": "two.bin"}
+    (folder / "hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return {
+        folder / "deepspeed": "latest *_states.pt",
+        folder / "fsdp": ".metadata meta.pt __*.distcp",
+        folder / "hf": "one.safetensors two.bin model.safetensors.index.json",
+    }
+
+
+def _outcome(folder: Path) -> str:
+    try:
+        read_all(open_source(folder, tell=False))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)], ids=["pipe", "device"])
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, make: Any) -> None:
+    """A pipe kept its reader for ever, and a device has no end."""
+    for folder, patterns in _folders(tmp_path).items():
+        assert not _outcome(folder)
+        for file in [file for pattern in patterns.split() for file in sorted(folder.rglob(pattern))]:
+            kept = file.rename(tmp_path / "kept")
+            make(file)
+            text = _outcome(folder)
+            # Without these, the folder is that of another kind, or a checkpoint without the rest of the state.
+            assert str(folder) in text or file.name in ("latest", "meta.pt"), file
+            file.unlink()
+            kept.rename(file)
+
+
+def _flip_a_value(path: Path, start: int = 0, stop: int | None = None) -> bytes:
+    """One bit in the longest record, which has a tensor; returns the content before."""
+    with part_of(path, start, stop) as file:
+        record = max(records_of(file), key=lambda record: record.size)
+    good = path.read_bytes()
+    data = bytearray(good)
+    data[start + record.start + record.size // 2] ^= 1
+    path.write_bytes(data)
+    return good
+
+
+def test_a_flipped_bit_is_seen_by_every_reader(tmp_path: Path) -> None:
+    """Not by import alone: an export of it had the exit code 0."""
+    torch.save({"state_dict": {"a": torch.ones(300, 7), "b": torch.ones(2)}}, tmp_path / "x.ckpt")
+    _flip_a_value(tmp_path / "x.ckpt")
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "x.ckpt"), str(tmp_path / "out.safetensors")])
+    assert result.exit_code == 1
+    assert "x.ckpt is damaged: the checksum of its record data/0 is wrong" in result.output
+    assert not (tmp_path / "out.safetensors").exists()
+    shutil.copytree(DATA / "deepspeed/stage3_bf16", tmp_path / "deepspeed")
+    shutil.copytree(DATA / "fsdp/fsdp", tmp_path / "fsdp")
+    parts = [(file, 0, None) for file in sorted(tmp_path.glob("deepspeed/*/*optim_states.pt"))]
+    known = {part[0]: part for part in DcpSource(tmp_path / "fsdp").parts if part[0].suffix == ".distcp"}
+    for part in [*parts, *known.values()]:
+        good = _flip_a_value(*part)
+        assert f"{part[0].name} is damaged" in _outcome(part[0].parents[part[2] is None]), part
+        part[0].write_bytes(good)
+
+
+def test_a_mapped_file_is_checked_once_where_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors in several parts, small ones together, and nothing is read twice."""
+    values = {"large": torch.randn(10_000_001), **{f"small{n}": torch.randn(1000) for n in range(50)}}
+    torch.save(values, tmp_path / "a.pt")
+    read: list[int] = []
+    crc = records._crc
+    monkeypatch.setattr(records, "_crc", lambda file, record: (read.append(record.size), crc(file, record))[1])
+    source = open_source(tmp_path / "a.pt")
+    assert sum(read) < 20_000, "opened, and not read"
+    for _ in range(2):
+        for name, value in values.items():
+            assert torch.equal(source.read(name), value)
+    assert sum(read) < 20_000 + sum(value.nbytes for value in values.values())
+    os.utime(tmp_path / "a.pt", (0, 0))
+    other = open_source(tmp_path / "a.pt")
+    os.utime(tmp_path / "a.pt", (9, 9))
+    with pytest.raises(CheckpointError, match=r"a\.pt was changed"):
+        other.read("large")
+
+
+def test_crcs_are_joined() -> None:
+    data = bytes(range(256)) * 1000
+    for cut in (0, 1, 77_777, len(data)):
+        first, second = zlib.crc32(data[:cut]), zlib.crc32(data[cut:])
+        assert records.joined(first, second, len(data) - cut) == zlib.crc32(data)
+
+
+def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in _folders(tmp_path):
+        source: Any = open_source(folder, tell=False)
+        monkeypatch.setattr(records, "_crc", _failing)
+        with pytest.raises(CheckpointError, match=rf"{folder}.*(EIO|Input/output)"):
+            read_all(source)
+        monkeypatch.undo()
+
+
+def _failing(*_: Any) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
