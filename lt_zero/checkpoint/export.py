@@ -187,6 +187,8 @@ def _target(
     """Decide what to write, and check that it replaces nothing that was not asked for."""
     if format not in get_args(Format):
         raise ValueError(f"format must be one of {', '.join(get_args(Format))}, not {format!r}.")
+    if is_url(place):
+        raise CheckpointError(f"{place} is a URL, and exports are local files. Export to a local path, and copy it.")
     out = Path(os.path.realpath(place))
     limit = None if shard_size is None else parse_size(shard_size)
     of_suffix = _SUFFIXES.get(out.suffix.lower())

@@ -14,11 +14,13 @@ Note [Digests]
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
@@ -33,6 +35,7 @@ from lt_zero.checkpoint.open import open_source
 from lt_zero.checkpoint.source import Source
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
+from lt_zero.io.checked_file import unreadable
 
 _BLOCK, _BLOCKS = 4096, 16  # bytes of a sample; samples of a tensor
 _PIECE = 1 << 22  # bytes that are read at a time
@@ -81,12 +84,27 @@ def checked_file(path: str | os.PathLike[str] | None, comm: Comm | None) -> bool
     """
     if path is None or not os.path.exists(path):
         return False
-    with opened(Path(path)) as file:
+    with opened(Path(path)) as file, reading(path):
         if not zipfile.is_zipfile(file):
             return False
     node = next(ranks for ranks in comm.nodes if comm.rank in ranks) if comm is not None else [0]
     check_file(Path(path), node.index(comm.rank) if comm is not None else 0, len(node))
     return True
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Context in which an error of the disk becomes one that names ``path``; None: it has no name.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        if path is None or error.errno in (None, errno.ENOENT):
+            raise
+        raise unreadable(os.fspath(path), error) from error
 
 
 def _number(step: Any) -> int | None:
@@ -185,7 +203,7 @@ def digest_of_parts(parts: Iterable[Part]) -> str:
     """
     digest = hashlib.sha256()
     for path, start, stop in sorted(set(parts), key=lambda part: part[:2]):
-        with opened(path, start, stop) as file:
+        with opened(path, start, stop) as file, reading(path):
             head = file.read(8)
             if head.startswith(b"PK\x03\x04"):
                 _add_zip(digest, file)

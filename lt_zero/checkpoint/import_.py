@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.foreign import ForeignSource, damage
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import Place, is_url
+from lt_zero.checkpoint.native.directory import Place, file_system, is_url
 from lt_zero.checkpoint.native.keys import put_back
 from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, number_states
 from lt_zero.checkpoint.native.pieces import Fragment
@@ -107,7 +106,7 @@ def import_checkpoint(
 def _target(source: str | os.PathLike[str], out: str) -> str:
     """The absolute path of the directory to create, which must not exist, unless empty, nor lie inside the source."""
     if is_url(out):
-        target, is_taken = out.rstrip("/"), fsspec.core.url_to_fs(out)[0].exists(out)
+        target, is_taken = out.rstrip("/"), file_system(out).exists(out)
     else:
         target = os.path.realpath(out)
         is_taken = os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target))

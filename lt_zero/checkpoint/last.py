@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import MANIFEST, find, published_name
 from lt_zero.checkpoint.open import open_source
 from lt_zero.common.errors import CheckpointError
+
+_MOST = 20  # checkpoints that are opened to find a later one
 
 
 def last_checkpoint(*folders: str | os.PathLike[str]) -> str | None:
@@ -40,8 +44,42 @@ def last_checkpoint(*folders: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def _candidates(folder: Path) -> Iterator[tuple[str, int]]:
-    """What may be a checkpoint, with the time in ns when it was written."""
+def tell_of_newer(path: str | os.PathLike[str], step: Any) -> None:
+    """Warn if the folder of ``path``, which is at ``step``, has a complete checkpoint of a later step.
+
+    Lightning's ``ckpt_path="last"`` takes what has that name, which a run that was ended may have left behind.
+    """
+    found = dict(_candidates(Path(path).absolute().parent, below=False))
+    own = os.path.realpath(path)
+    latest: tuple[int, str] | None = None
+    for other in sorted(found, key=lambda name: (found[name], name), reverse=True)[:_MOST]:
+        known = None if os.path.realpath(other) == own else _step_of(other)
+        if known is not None and isinstance(step, int) and known > max(step, latest[0] if latest else step):
+            latest = known, other
+    if latest is not None:
+        warnings.warn(
+            f"{os.fspath(path)} (step {step}) is older than {latest[1]} (step {latest[0]}), which is complete. The "
+            "former is loaded; pass the path of the latter, or lt_zero.last_checkpoint(folder), to resume from it.",
+            stacklevel=2,
+        )
+
+
+def _step_of(path: str) -> int | None:
+    """The steps of a complete checkpoint with a training state; None: it is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            source = open_source(find(path), tell=False)
+        step, whole = source.meta.get("global_step"), "lr_schedulers" in source.meta
+        if isinstance(source, Archive):
+            source.close()
+        return step if whole and isinstance(step, int) else None
+    except CheckpointError:
+        return None
+
+
+def _candidates(folder: Path, below: bool = True) -> Iterator[tuple[str, int]]:
+    """What may be a checkpoint, with the time in ns when it was written; ``below``: in all folders, too."""
     for place, folders, files in os.walk(folder):
         for name in list(folders):
             manifest = Path(place, name, MANIFEST)
@@ -53,4 +91,7 @@ def _candidates(folder: Path) -> Iterator[tuple[str, int]]:
         for name in files:
             if name.endswith(".ckpt"):
                 path = Path(place, name)
-                yield str(path), path.stat().st_mtime_ns
+                with contextlib.suppress(FileNotFoundError):  # a link to what is gone
+                    yield str(path), path.stat().st_mtime_ns
+        if not below:
+            return

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import queue
 import threading
@@ -47,6 +48,18 @@ def trouble(what: str, path: Path | str, error: OSError) -> RuntimeError:
     """A ``CheckpointError`` that says what failed (in ``path``, if ``what`` does not name it), why, and what to do."""
     named = what if str(path) in what else f"{what} {path}"
     return direct_file.trouble(named, Path(path).parent, error, CheckpointError)
+
+
+def unreadable(path: Path | str, error: OSError) -> CheckpointError:
+    """A ``CheckpointError`` that says which file cannot be read, why, and what to do."""
+    code = error.errno or 0
+    reason = f"{os.strerror(code)} ({errno.errorcode.get(code, code)})" if code else str(error)
+    remedy = {
+        errno.ENOENT: "Is the checkpoint complete? Use another one.",
+        errno.EACCES: "Check its permissions, or use another copy.",
+        errno.EPERM: "Check its permissions, or use another copy.",
+    }.get(code, "See dmesg if it is the disk, and use another copy.")
+    return CheckpointError(f"Cannot read {path}: {reason}. {remedy}")
 
 
 class _ThreadBuffer(threading.local):
@@ -366,9 +379,7 @@ class BlockReader:
                 while done < length and (count := os.preadv(fd, [view[done:]], offset + done)):
                     done += count
         except OSError as error:
-            raise CheckpointError(
-                f"Cannot read {path}: {error}. See dmesg, or resume from another checkpoint."
-            ) from None
+            raise unreadable(path, error) from None
         full = rounded(length)
         buffer[length:full].zero_()
         if done != length or checksum(buffer[:full], self._weights) != record.sums[number]:

@@ -39,7 +39,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_zero.checkpoint.export import export
-from lt_zero.checkpoint.identity import Identity, checked_file, load_same, of_content, opened_source
+from lt_zero.checkpoint.identity import Identity, checked_file, load_same, of_content, opened_source, reading
+from lt_zero.checkpoint.last import tell_of_newer
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place, is_url, remove, whole_file
@@ -316,15 +317,21 @@ class CheckpointService:
                 with progress_bar(f"Opening {path}", rank=run.rank):
                     return opened_source(path, partial(as_lightning, weights_only=weights_only), run.rank == 0)
             file = path if type(run.checkpoint_io) is TorchCheckpointIO and not is_url(path) else None
-            if checked_file(file, run.comm):
-                assert file is not None
-                safe = weights_only is not False
-                found: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=safe)
-            else:
-                found = dict(plugin())
+            zipped = checked_file(file, run.comm)
+            with reading(file):
+                if zipped:
+                    assert file is not None
+                    safe = weights_only is not False
+                    found: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=safe)
+                else:
+                    found = dict(plugin())
             return found, partial(of_content, found, file)
 
-        return load_same(run.comm, path, read)
+        opened = load_same(run.comm, path, read)
+        fits = run.trainer is not None and run.trainer.state.fn == TrainerFn.FITTING
+        if fits and run.rank == 0 and "last" in Path(path).stem and not is_url(path):
+            tell_of_newer(path, opened.get("global_step"))
+        return opened
 
     def open_none(self, run: Run) -> None:
         """Take part in ``open`` on a rank that has found no checkpoint, if one is to be opened here. Collective.

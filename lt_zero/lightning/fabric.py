@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lt_zero.build import shard
-from lt_zero.checkpoint.identity import Identity, checked_file, load_same, of_content, opened_source
+from lt_zero.checkpoint.identity import Identity, checked_file, load_same, of_content, opened_source, reading
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.directory import is_url, whole_file
 from lt_zero.checkpoint.native.pieces import (
@@ -573,7 +573,8 @@ class FabricZeroStrategy(DDPStrategy):
             return (opened, True), identify
         file = path if type(self.checkpoint_io) is TorchCheckpointIO and not is_url(path) else None
         checked_file(file, self._reading)
-        found = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        with reading(file):
+            found = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         return (opened_file(found), False), partial(of_content, found, file)
 
     def _restore(self, opened: Opened, objects: Mapping[Any, Any], saved: Mapping[Any, Any], strict: bool) -> None:

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lt_zero.build import shard
 from lt_zero.checkpoint.identity import open_same
 from lt_zero.checkpoint.live_weights import export_engine
+from lt_zero.checkpoint.native.directory import file_system, inside, is_url, whole_file
 from lt_zero.checkpoint.native.load import as_lightning, check_schedule, fitting_state
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
 from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
@@ -58,6 +59,8 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, sync_buffers
 from lt_zero.engine.partition import with_sizes
 from lt_zero.engine.same_on_ranks import compare_models
+from lt_zero.io.checked_file import unreadable
+from lt_zero.io.regular_file import read_bytes
 from lt_zero.memory.check import check_optimizers
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.step.loss_scale import LossScaleController
@@ -67,6 +70,7 @@ from lt_zero.step.step_options import compare_optimizers
 from lt_zero.tuning.trial import Trial
 
 LATEST = "latest"  # the file that names the last checkpoint of a folder
+_LONGEST = 4096  # bytes of a tag
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -445,11 +449,11 @@ class TrainingEngine(nn.Module):
         made = bundle(
             content, names, comm, {k: str(v) if k == "torch" else v for k, v in facts.items()}, self.config, left_out
         )
-        place = make_place(comm, str(Path(save_dir, tag)))
+        place = make_place(comm, inside(save_dir, tag))
         write(made, place, comm, comm.saving_group(background=False))
         with comm.agree("naming the latest checkpoint", CheckpointError):
             if save_latest and comm.rank == 0:
-                _write_atomically(Path(save_dir, LATEST), tag)
+                _write_atomically(inside(save_dir, LATEST), tag)
         return True
 
     @together
@@ -471,14 +475,14 @@ class TrainingEngine(nn.Module):
         Raises:
             CheckpointError: on all ranks; before anything is loaded if the optimizer does not fit.
         """
-        comm, folder = self.comm, Path(load_dir)
+        comm = self.comm
         if tag is None:
             with comm.agree("reading the latest checkpoint's name", CheckpointError):
-                found = _read_latest(folder) if comm.rank == 0 else None
+                found = _read_latest(load_dir) if comm.rank == 0 else None
             tag = comm.host_broadcast(found, "the latest checkpoint")
         if tag is None:
             return None, {}
-        path = str(folder / tag)
+        path = inside(load_dir, tag)
         saved = open_same(comm, path, as_lightning, tell=comm.rank == 0)
         own, how = entries_of(saved, LOOP), self._config.checkpoint
         only_weights = load_module_only or how.load_module_only
@@ -539,6 +543,8 @@ class TrainingEngine(nn.Module):
             CheckpointError, ValueError: on all ranks.
         """
         with self.comm.agree("making the folder", CheckpointError):
+            if is_url(save_dir):
+                raise CheckpointError(f"{save_dir} is a URL, and this file is local. Name a local folder, and copy it.")
             if self.comm.rank == 0:
                 Path(save_dir).mkdir(parents=True, exist_ok=True)
         dtype = torch.bfloat16 if self.bfloat16_enabled() else torch.float16
@@ -568,20 +574,27 @@ def _batch_sizes(config: ZeroConfig, world: int) -> tuple[int | None, int]:
     return micro, gas or 1
 
 
-def _read_latest(folder: Path) -> str | None:
+def _read_latest(folder: str | os.PathLike[str]) -> str | None:
     """The name of the folder's last checkpoint; None if no file names one."""
-    latest = folder / LATEST
-    if not latest.is_file():
+    latest, data = inside(folder, LATEST), None
+    if is_url(folder):
+        files = file_system(latest)
+        data = bytes(files.cat_file(latest)) if files.exists(latest) else None
+    else:
+        try:
+            data = read_bytes(latest, _LONGEST) if os.path.lexists(latest) else None
+        except OSError as error:
+            raise unreadable(latest, error) from error
+    if data is None:
         return None
-    if not (found := latest.read_text(encoding="utf-8").strip()):
+    if not (found := data.decode("utf-8", "replace").strip()):
         raise CheckpointError(f"{latest} is empty. Pass the checkpoint's name: load_checkpoint(..., tag=...).")
     return found
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+def _write_atomically(path: str, text: str) -> None:
+    if is_url(path):
+        file_system(path).pipe_file(path, text.encode())
+        return
+    with whole_file(path) as temporary:
+        Path(temporary).write_text(text, encoding="utf-8")

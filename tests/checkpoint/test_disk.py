@@ -11,12 +11,19 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 import torch.distributed as dist
 
+from lt_zero.checkpoint.export import export
+from lt_zero.checkpoint.formats import records
+from lt_zero.checkpoint.identity import checked_file
+from lt_zero.checkpoint.import_ import import_checkpoint
+from lt_zero.checkpoint.native import archive as archive_file
 from lt_zero.checkpoint.native import directory
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Manifest, Place
 from lt_zero.checkpoint.native.save import DirectoryWriter
+from lt_zero.checkpoint.open import is_directory, open_source, verify
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io import direct_file
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, train
@@ -227,6 +234,54 @@ def _file_on_a_full_disk(path: str) -> str:
 
 def test_a_file_on_a_full_disk_fails_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     raised(pool.run(2, _file_on_a_full_disk, str(tmp_path / "saved")), "No space left")
+
+
+def test_a_url_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(url: str) -> Any:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(directory.fsspec.core, "url_to_fs", missing)
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    for use in (is_directory, open_source, verify, Place.make, Archive):
+        with pytest.raises(CheckpointError, match=r"s3://b/x\.ckpt.* pip install s3fs"):
+            use("s3://b/x.ckpt")
+    with pytest.raises(CheckpointError, match=r"s3://b/out.* pip install s3fs"):
+        import_checkpoint(tmp_path / "a.pt", "s3://b/out")
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="nonsense://x cannot be opened"):
+        open_source("nonsense://x")
+    with pytest.raises(CheckpointError, match="s3://b/out.pt is a URL"):
+        export(tmp_path / "a.pt", "s3://b/out.pt")
+
+
+def _eio(*_: Any) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _whole(path: Path) -> None:
+    with directory.whole_file(str(path)) as temporary:
+        Path(temporary).write_text("x")
+
+
+def test_a_disk_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place.make(str(tmp_path / "two"))
+    monkeypatch.setattr(os, "fsync", _eio)
+    with pytest.raises(CheckpointError, match=r"one\.ckpt.*EIO"):
+        _whole(tmp_path / "one.ckpt")
+    with pytest.raises(CheckpointError, match="two.*EIO"):
+        place.seal(Manifest({}, {}))
+    monkeypatch.undo()
+    Path(place.folder, "manifest.json").unlink()
+    place.seal(Manifest({}, {}))
+    place.commit()
+    assert _names(tmp_path) == ["two"]
+    torch.save({"a": torch.ones(9)}, tmp_path / "a.pt")
+    monkeypatch.setattr(archive_file, "read_bytes", _eio)
+    monkeypatch.setattr(records, "_crc", _eio)
+    with pytest.raises(CheckpointError, match=r"two/manifest\.json: .*EIO"):
+        Archive(str(tmp_path / "two"))
+    with pytest.raises(CheckpointError, match=r"a\.pt.*EIO"):
+        checked_file(tmp_path / "a.pt", None)
 
 
 def test_files_have_the_rights_that_the_user_wants(tmp_path: Path) -> None:

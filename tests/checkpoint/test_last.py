@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 import lt_zero
+from lt_zero.checkpoint.last import tell_of_newer
 from lt_zero.checkpoint.native import directory
 from lt_zero.checkpoint.native.directory import Place, whole_file
 from lt_zero.checkpoint.open import open_source
+from lt_zero.common.errors import CheckpointError
 from tests.support.checkpoint_tools import SHARDED
 from tests.support.lightning_tools import FULL, GPT, QUIET
 
@@ -51,6 +56,35 @@ def test_the_newest_with_a_training_state_is_taken(folder: Path) -> None:
     os.utime(f"{nested}/manifest.json")
     assert lt_zero.last_checkpoint(folder) == nested
     assert lt_zero.last_checkpoint(folder / "missing") is None
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+def test_a_last_that_is_older_than_another_is_told(folder: Path, tmp_path: Path, kind: str) -> None:
+    """A run that was ended between two saves leaves one; what is loaded stays as it is."""
+    saved = folder / ("a/version_0/checkpoints/last.ckpt" if kind == "directory" else "b/last.ckpt")
+    if kind == "link":
+        shutil.copy(saved, tmp_path / "epoch=0-step=1.ckpt")
+        os.symlink("epoch=0-step=1.ckpt", tmp_path / "last.ckpt")
+    else:
+        (shutil.copytree if kind == "directory" else shutil.copy)(saved, tmp_path / "last.ckpt")
+    newer = torch.load(folder / "b/last.ckpt", weights_only=True)
+    newer["global_step"] = 2
+    torch.save(newer, tmp_path / "epoch=0-step=2.ckpt")
+    torch.save({**newer, "global_step": 0}, tmp_path / "first.ckpt")
+    (tmp_path / "broken.ckpt").write_bytes(b"PK")
+    callback = ModelCheckpoint(dirpath=tmp_path, save_last=True, save_top_k=0)
+    trainer = pl.Trainer(
+        **{**QUIET, "enable_checkpointing": True, "callbacks": [callback], "devices": 1, "max_steps": 1},
+        strategy=lt_zero.ZeroStrategy(stage=3),
+    )
+    os.utime(tmp_path / "broken.ckpt", (1 << 32, 1 << 32))
+    with pytest.warns(UserWarning, match=r"last\.ckpt \(step 1\) is older than .*step=2\.ckpt \(step 2\)"):
+        trainer.fit(GPT(), ckpt_path="last")
+    assert trainer.global_step == 1
+    os.remove(tmp_path / "epoch=0-step=2.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tell_of_newer(tmp_path / "last.ckpt", 1)
 
 
 def test_incomplete_ones_are_passed_over(folder: Path, tmp_path: Path) -> None:
@@ -99,7 +133,7 @@ def test_a_file_is_replaced_at_once(tmp_path: Path) -> None:
         assert path.read_text() == "old"
         assert "ckpt_" not in temporary.removeprefix(str(tmp_path))
     assert path.read_text() == "new"
-    with pytest.raises(OSError, match="disk is full"):
+    with pytest.raises(CheckpointError, match=r"hpc_ckpt_3.*disk is full"):
         _half(path)
     assert path.read_text() == "new"
     assert os.listdir(tmp_path) == [path.name]

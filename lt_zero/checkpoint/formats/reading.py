@@ -41,7 +41,7 @@ from lt_zero.checkpoint.formats.records import (
     records_of,
 )
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.checked_file import trouble
+from lt_zero.io.checked_file import unreadable
 from lt_zero.io.regular_file import open_bytes, own_path
 
 VERSION = "pytorch-lightning_version"  # in every checkpoint that Lightning wrote
@@ -134,7 +134,7 @@ def opened(path: Path, start: int = 0, stop: int | None = None) -> Iterator[IO[b
     try:
         file = open_bytes(path)
     except OSError as error:
-        raise CheckpointError(f"Cannot open {path}: {error.strerror or error}. Is the checkpoint complete?") from error
+        raise unreadable(path, error) from error
     with file:
         size = os.fstat(file.fileno()).st_size
         if stop is None:
@@ -256,7 +256,7 @@ def check_file(path: Path, number: int = 0, of: int = 1) -> None:
             records = records_of(file) if file.read(len(_ZIP)) == _ZIP else []
         except Exception as error:
             raise _explained(error, path) from None
-        jobs = jobs_of(path, identity_of(file), [record for record in records if record.crc is not None])
+        jobs = jobs_of(path, identity_of(file), [record for record in records if record.size])
     with checking_pool() as pool:
         for job in jobs[number::of]:
             job.start(pool)
@@ -288,7 +288,7 @@ def _check_tensors(value: Any) -> list[Tensor]:
 
 def _explained(error: Exception, path: Path) -> CheckpointError:
     if isinstance(error, OSError) and error.errno is not None:
-        return CheckpointError(str(trouble("Cannot read", path, error)))
+        return unreadable(path, error)
     text = str(error).split("\n\nCheck the documentation")[0]
     refused = re.search(r"GLOBAL (\S+)", text)
     if refused is not None:
@@ -336,7 +336,7 @@ def load_metadata(path: Path) -> Any:
         try:
             data = file.read()
         except OSError as error:
-            raise trouble("Cannot read", path, error) from error
+            raise unreadable(path, error) from error
     try:
         for code, number, _ in pickletools.genops(data):
             # The memo is a list: a large number would make room for as many entries.

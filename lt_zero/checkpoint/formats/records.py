@@ -26,7 +26,7 @@ from typing import IO, NamedTuple
 from torch import Tensor
 
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.checked_file import trouble
+from lt_zero.io.checked_file import unreadable
 from lt_zero.io.regular_file import open_regular
 
 PIECE = 256 << 10  # bytes that are read at a time
@@ -148,7 +148,7 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise trouble("Cannot read", path, error) from error
+        raise unreadable(path, error) from error
     except EOFError as error:
         raise CheckpointError(f"{path} is damaged: its {error}. Take another checkpoint.") from error
 

@@ -6,6 +6,7 @@ needed. Only ``meta.pt`` is unpickled, by torch with ``weights_only=True``.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
@@ -14,19 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-import fsspec
 import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.boxes import table, texts
 from lt_zero.checkpoint.formats.reading import load_plain
-from lt_zero.checkpoint.native.directory import MANIFEST, Manifest, is_url
+from lt_zero.checkpoint.native.directory import MANIFEST, Manifest, file_system, is_url
 from lt_zero.checkpoint.native.keys import put_back, restored
 from lt_zero.checkpoint.native.plan import boxes, common, flat_index
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.lazy_tensor import LazyTensor
-from lt_zero.io.checked_file import BlockReader
+from lt_zero.io.checked_file import BlockReader, unreadable
 from lt_zero.io.regular_file import read_bytes
 
 
@@ -42,12 +42,14 @@ class Archive:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        fs: Any = fsspec.core.url_to_fs(path)[0] if is_url(path) else None
+        fs: Any = file_system(path) if is_url(path) else None
         self._blocks = BlockReader(path, fs)
         place = f"{path}/{MANIFEST}"
         try:
             data: bytes = read_bytes(place) if fs is None else fs.cat_file(place)
         except OSError as error:
+            if fs is None and error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                raise unreadable(place, error) from None
             raise CheckpointError(
                 f"{path} is not a complete checkpoint: {MANIFEST} cannot be read ({error}). It is written last; "
                 "a kill while saving leaves none. Resume from another checkpoint."
@@ -58,8 +60,10 @@ class Archive:
             file, remedy = f"{path}/{name}", "Restore it from a copy, or resume from another checkpoint."
             try:
                 size = os.stat(file).st_size if fs is None else fs.size(file)
-            except OSError:
+            except FileNotFoundError:
                 raise CheckpointError(f"{file} is missing. {remedy}") from None
+            except OSError as error:
+                raise unreadable(file, error) from error
             if size != record.nbytes:
                 raise CheckpointError(
                     f"{file} has {size} bytes, and {record.nbytes} were written: something cut or changed it. {remedy}"
@@ -76,12 +80,12 @@ class Archive:
         """Whether there is a complete checkpoint at a path or URL."""
         if not is_url(path):
             return os.path.isfile(os.path.join(path, MANIFEST))
-        return bool(fsspec.core.url_to_fs(path)[0].exists(f"{path}/{MANIFEST}"))
+        return bool(file_system(path).exists(f"{path}/{MANIFEST}"))
 
     @cached_property
     def meta(self) -> Mapping[str, Any]:
         """The Lightning checkpoint without weights and optimizer states; plain containers. See Note [Keys]."""
-        found = load_plain(self.bytes_of("meta.pt"), f"{self.path}/meta.pt")
+        found: dict[str, Any] = load_plain(self.bytes_of("meta.pt"), f"{self.path}/meta.pt")
         try:
             own = table(table(found, "its content").get("lt_zero", {}), "lt_zero")
             self._check_own(own)

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fsspec
+from fsspec.registry import known_implementations
 
 from lt_zero.checkpoint.boxes import check_cover, count, counts, dtype_of, table, texts
 from lt_zero.checkpoint.source import Spec
@@ -60,6 +61,27 @@ _EXCHANGE, _AT_FDCWD = 2, -100  # of renameat2
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether a path is on a remote file system (``s3://...``, ``memory://...``)."""
     return "://" in str(path) and not str(path).startswith("file://")
+
+
+def file_system(url: str) -> Any:
+    """The fsspec file system of a URL.
+
+    Raises:
+        CheckpointError: its protocol is unknown, or needs a package that is not installed; names it.
+    """
+    try:
+        return fsspec.core.url_to_fs(url)[0]
+    except (ImportError, ValueError) as error:
+        protocol = url.partition("://")[0]
+        package = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
+        needs = f" It is in the package {package}: pip install {package}" if isinstance(error, ImportError) else ""
+        instead = ", or use a local path." if needs else " Use a local path, or a protocol that fsspec knows."
+        raise CheckpointError(f"{url} cannot be opened: {error}.{needs}{instead}") from error
+
+
+def inside(folder: str | os.PathLike[str], name: str) -> str:
+    """The path, or URL, of ``name`` in a folder."""
+    return f"{str(folder).rstrip('/')}/{name}" if is_url(folder) else str(Path(folder, name))
 
 
 class Chunk(NamedTuple):
@@ -222,7 +244,7 @@ class Place:
 
     def __init__(self, name: str, folder: str) -> None:
         self.name, self.folder = name, folder
-        self._fs: Any = fsspec.core.url_to_fs(name)[0] if is_url(name) else None
+        self._fs: Any = file_system(name) if is_url(name) else None
         self._blocks: Blocks | None = None
         self._lock = -1  # descriptor of the locked directory; see Note [Publishing a directory]
 
@@ -234,7 +256,7 @@ class Place:
             CheckpointError: it cannot be created, or ``name`` is a directory with other files.
         """
         if is_url(name):
-            place, fs = cls(name, name), fsspec.core.url_to_fs(name)[0]
+            place, fs = cls(name, name), file_system(name)
             if fs.exists(name):
                 if fs.isdir(name):
                     _refuse_others(name, [os.path.basename(p.rstrip("/")) for p in fs.ls(name, detail=False)])
@@ -292,7 +314,10 @@ class Place:
         sink.write(content.dump().encode())
         sink.close()
         if self._fs is None:
-            sync_folder(Path(self.folder))
+            try:
+                sync_folder(Path(self.folder))
+            except OSError as error:
+                raise trouble("Cannot write", self.name, error) from error
 
     def commit(self) -> None:
         """Publish the directory, and remove an older one. See Note [Publishing a directory]."""
@@ -445,7 +470,11 @@ def _exchange(one: Path, other: Path) -> bool:
 
 @contextlib.contextmanager
 def whole_file(path: str) -> Iterator[str]:
-    """Context that gives a name to write a file to; after it the file is durable, and replaces ``path`` at once."""
+    """Context that gives a name to write a file to; after it the file is durable, and replaces ``path`` at once.
+
+    Raises:
+        CheckpointError: an OSError in it; names ``path``.
+    """
     final = Path(path).absolute()
     temporary = final.with_name(f".{_escaped(final.name)}.partial")  # one for each name: a kill leaves no second one
     try:
@@ -454,8 +483,11 @@ def whole_file(path: str) -> Iterator[str]:
             os.fsync(file.fileno())
         os.replace(temporary, final)
         sync_folder(final.parent)
+    except OSError as error:
+        raise trouble("Cannot write", path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first error is reported
+            temporary.unlink()
 
 
 def sync_folder(folder: Path) -> None:
