@@ -29,12 +29,11 @@ from lt_zero.checkpoint.formats import records
 from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
 from lt_zero.checkpoint.formats.reading import has_checksums, load, load_metadata
-from lt_zero.checkpoint.formats.reading import opened as part_of
-from lt_zero.checkpoint.formats.records import records_of
 from lt_zero.checkpoint.formats.torch_file import FileSource
 from lt_zero.checkpoint.open import open_source
 from lt_zero.cli import app
 from lt_zero.common.errors import CheckpointError
+from tests.support.checkpoint_tools import flip_a_value
 from tests.support.paths import DATA
 
 MARKER = "/tmp/lt_zero_test_was_here"
@@ -473,21 +472,10 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, make: Any) -> Non
             kept.rename(file)
 
 
-def _flip_a_value(path: Path, start: int = 0, stop: int | None = None) -> bytes:
-    """One bit in the longest record, which has a tensor; returns the content before."""
-    with part_of(path, start, stop) as file:
-        record = max(records_of(file), key=lambda record: record.size)
-    good = path.read_bytes()
-    data = bytearray(good)
-    data[start + record.start + record.size // 2] ^= 1
-    path.write_bytes(data)
-    return good
-
-
 def test_a_flipped_bit_is_seen_by_every_reader(tmp_path: Path) -> None:
     """Not by import alone: an export of it had the exit code 0."""
     torch.save({"state_dict": {"a": torch.ones(300, 7), "b": torch.ones(2)}}, tmp_path / "x.ckpt")
-    _flip_a_value(tmp_path / "x.ckpt")
+    flip_a_value(tmp_path / "x.ckpt")
     result = CliRunner().invoke(app, ["export", str(tmp_path / "x.ckpt"), str(tmp_path / "out.safetensors")])
     assert result.exit_code == 1
     assert "x.ckpt is damaged: the checksum of its record data/0 is wrong" in result.output
@@ -497,7 +485,7 @@ def test_a_flipped_bit_is_seen_by_every_reader(tmp_path: Path) -> None:
     parts = [(file, 0, None) for file in sorted(tmp_path.glob("deepspeed/*/*optim_states.pt"))]
     known = {part[0]: part for part in DcpSource(tmp_path / "fsdp").parts if part[0].suffix == ".distcp"}
     for part in [*parts, *known.values()]:
-        good = _flip_a_value(*part)
+        good = flip_a_value(*part)
         assert f"{part[0].name} is damaged" in _outcome(part[0].parents[part[2] is None]), part
         part[0].write_bytes(good)
 

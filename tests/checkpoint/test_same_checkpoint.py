@@ -18,7 +18,7 @@ import lt_zero
 from lt_zero import FabricZeroStrategy
 from lt_zero.checkpoint.identity import digest_of_parts, digest_of_values, of_source
 from lt_zero.checkpoint.open import open_source
-from tests.support.checkpoint_tools import SHARDED, error_of, everything, raised, resume, same, train
+from tests.support.checkpoint_tools import SHARDED, error_of, everything, flip_a_value, raised, resume, same, train
 from tests.support.import_tools import source_of
 from tests.support.lightning_tools import FULL, GPT, sharded_trainer, torchrun_env
 from tests.support.models import Net
@@ -153,6 +153,34 @@ def test_inference_reads_one_checkpoint(pool: Pool, tmp_path: Path) -> None:
     for _, weights in results:
         assert isinstance(weights, Tensor)
         assert weights.eq(1.0).all()
+
+
+def _of_a_damaged_file(folder: str) -> dict[str, str]:
+    """A bit that is flipped in the values of a file, seen by each reader on both ranks."""
+    os.environ.update(torchrun_env())
+    train(3, config=FULL).save_checkpoint(f"{folder}/x.ckpt")
+    strategy = FabricZeroStrategy(config={"zero_optimization": ZERO, "checkpoint": {"format": "full"}})
+    fabric = L.Fabric(accelerator="cpu", strategy=strategy, devices=dist.get_world_size())
+    fabric.launch()
+    model = fabric.setup_module(_net(1.0))
+    fabric.save(f"{folder}/fabric.ckpt", {"model": model})
+    if dist.get_rank() == 0:
+        torch.save(_net(1.0).state_dict(), f"{folder}/net.pt")
+        for name in ("x.ckpt", "fabric.ckpt", "net.pt"):
+            flip_a_value(Path(folder, name))
+    dist.barrier()
+    net, zero = _net(0.0), {"zero_optimization": ZERO}
+    return {
+        "x.ckpt": error_of(resume, f"{folder}/x.ckpt", 3),
+        "fabric.ckpt": error_of(fabric.load, f"{folder}/fabric.ckpt", {"model": model}),
+        "net.pt": error_of(lt_zero.inference, net, zero, weights=f"{folder}/net.pt"),
+    }
+
+
+def test_a_flipped_bit_of_a_file_is_seen_by_all_faces(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(2, _of_a_damaged_file, str(tmp_path))
+    for name in results[0]:
+        raised([found[name] for found in results], f"{name} is damaged: the checksum of its record")
 
 
 # ---- what tells checkpoints apart ------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lt_zero.checkpoint.formats.reading import opened
+from lt_zero.checkpoint.formats.records import is_values, records_of
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
 from lt_zero.common.errors import CheckpointError
 from lt_zero.lightning.precision import sharded_of
@@ -121,3 +123,14 @@ def raised(results: list[str], *words: str) -> None:
     for rank, text in enumerate(results):
         for word in words:
             assert word in text, (rank, word, text)
+
+
+def flip_a_value(path: Path, start: int = 0, stop: int | None = None) -> bytes:
+    """One bit in the longest record, which has a tensor; returns the content before."""
+    with opened(path, start, stop) as file:
+        record = max(filter(is_values, records_of(file)), key=lambda record: record.size)
+    good = path.read_bytes()
+    data = bytearray(good)
+    data[start + record.start + record.size // 2] ^= 1
+    path.write_bytes(data)
+    return good

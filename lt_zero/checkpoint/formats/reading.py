@@ -246,7 +246,9 @@ def _check_again(path: Path, start: int, stop: int | None, records: list[Record]
 
 
 def check_file(path: Path, number: int = 0, of: int = 1) -> None:
-    """Compare the checksums of a file of ``torch.save`` with what is in it; each of several processes does a share.
+    """Compare the checksums of a file of ``torch.save`` with what is in it.
+
+    Each of several processes does a share of the values, and the rest: what could fail at once in the loader.
 
     Raises:
         CheckpointError: it is damaged, or cannot be read; names it.
@@ -256,7 +258,8 @@ def check_file(path: Path, number: int = 0, of: int = 1) -> None:
             records = records_of(file) if file.read(len(_ZIP)) == _ZIP else []
         except Exception as error:
             raise _explained(error, path) from None
-        jobs = jobs_of(path, identity_of(file), [record for record in records if record.size])
+        check(file, [record for record in records if not is_values(record)], path)
+        jobs = jobs_of(path, identity_of(file), [record for record in records if is_values(record) and record.size])
     with checking_pool() as pool:
         for job in jobs[number::of]:
             job.start(pool)
