@@ -91,7 +91,7 @@ def shard(
             f"device={device} is not the current device, cuda:{torch.cuda.current_device()}, whose streams torch uses: "
             f"call torch.cuda.set_device({device.index}) first."
         )
-    comm = comm or Comm.for_world(device, check=config.zero_optimization.enable_sanity_checks)
+    comm = comm or Comm.for_world(device, config)
     with comm.together("lt_zero.shard"):  # reads files, and calls the initialisation of the user's modules
         return _shard(module, config, device, policy, comm, training, saved)
 

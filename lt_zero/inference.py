@@ -59,7 +59,7 @@ def inference(
     chosen, ignored = without_training(config)
     placed = (t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta")
     device = device or next(placed, torch.device("cpu"))
-    comm = comm or Comm.for_world(device, check=chosen.zero_optimization.enable_sanity_checks)
+    comm = comm or Comm.for_world(device, chosen)
     check_same(chosen, comm.host_gather)
     tell_ignored(ignored, comm.rank)
     policy = dtype_policy(chosen, resolve_mode(chosen, "32-true"))

@@ -97,7 +97,7 @@ class Init:
             device = (
                 torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
             )
-            comm = Comm.for_world(device)
+            comm = Comm.for_world(device, made)
             if comm.world > 1:
                 comm.configure(made)
                 self._sharder = ConstructionSharder(comm, zero.stage3_param_persistence_threshold)

@@ -36,7 +36,7 @@ from lt_zero.comm.ended_ranks import debugs, summary, user_line
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.launchers import refuse_alone
-from lt_zero.comm.process_groups import exists, new_group, one_queue, with_index
+from lt_zero.comm.process_groups import LINK_TIMEOUT_S, exists, new_group, one_queue, with_index
 from lt_zero.comm.shared_memory import FENCES, Barrier, SharedArena, store, supported
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
 from lt_zero.comm.topology import choose, group_by_node, node_identity, whole_nodes
@@ -65,6 +65,7 @@ class Comm(ProcessLocal):
         device: device of the buckets.
         check: compare each collective before its launch, including reductions (debug mode).
         timeout: of the groups that are made later; None: torch's default for the backend.
+        link_timeout: ``communication.link_timeout``.
     """
 
     def __init__(
@@ -74,11 +75,13 @@ class Comm(ProcessLocal):
         device: torch.device,
         check: bool = False,
         timeout: timedelta | None = None,
+        link_timeout: float = LINK_TIMEOUT_S,
     ) -> None:
         self.device = with_index(device)
         self.sum_gradients = False  # gradient_allreduce_op: sum
         self.predivide: float | None = None  # gradient_predivide_factor, or the world size for prescale_gradients
-        self._group, self._reductions, self._timeout = group, reductions, timeout
+        self._group, self._reductions = group, reductions
+        self._timeout, self.link_timeout = timeout, link_timeout
         self._groups = [made for made in (group, reductions) if made is not None]
         self.world = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -115,12 +118,17 @@ class Comm(ProcessLocal):
 
     @classmethod
     def for_world(
-        cls, device: torch.device, check: bool = False, timeout: timedelta | None = None, node: int | None = None
+        cls,
+        device: torch.device,
+        config: ZeroConfig | None = None,
+        timeout: timedelta | None = None,
+        node: int | None = None,
     ) -> Comm:
         """A communicator over all ranks of the default process group, with a process group of its own.
 
-        ``check``, ``timeout``: as for the class; ``LT_ZERO_DEBUG=1`` sets ``check``, too. ``node``: the number of this
-        rank's node, as the launcher knows it; ``LT_ZERO_NODE_RANK`` takes precedence.
+        ``config``: says how its connections are made and whether collectives are compared, which ``LT_ZERO_DEBUG=1``
+        says, too. ``timeout``: as for the class. ``node``: the number of this rank's node, as the launcher knows it;
+        ``LT_ZERO_NODE_RANK`` takes precedence.
 
         Raises:
             RuntimeError: the launcher has started more tasks than the group has ranks, see launchers.py.
@@ -132,14 +140,15 @@ class Comm(ProcessLocal):
         refuse_alone(dist.get_world_size() if grouped else 1)
         if not grouped or dist.get_world_size() == 1:
             return cls(None, None, device)
-        check = check or debugs()
-        number = 1 if one_queue() else 2
-        groups = [new_group(None, timeout, None, device, probed=index == 0) for index in range(number)]
+        check = debugs() or (config is not None and config.zero_optimization.enable_sanity_checks)
+        patience = config.communication.link_timeout if config is not None else LINK_TIMEOUT_S
+        make = partial(new_group, None, timeout, None, device, link_timeout=patience)
+        groups = [make(probed=index == 0) for index in range(1 if one_queue() else 2)]
         groups = [groups[0], groups[-1]]
-        comm = cls(groups[0], groups[1], device, check, timeout)
+        comm = cls(groups[0], groups[1], device, check, timeout, patience)
         assert comm._host is not None
         if dist.get_backend(comm._host) == "gloo":  # not a simulated group
-            comm._hang_detector = HangDetector(groups, comm._host, comm._watch)
+            comm._hang_detector = HangDetector(groups, comm._host, comm._watch, patience)
             comm.agreement = comm._hang_detector.agreement
             places = comm.host_gather((node_identity(node), socket.gethostname()), "nodes")
             comm.nodes = group_by_node([identity for identity, _ in places])
@@ -172,7 +181,8 @@ class Comm(ProcessLocal):
         ranks = dist.get_process_group_ranks(self._group)
         for part in parts or [range(self.world)]:
             members = [ranks[rank] for rank in part]
-            group = new_group(members, timeout or self._timeout, backend, self.device, self.rank in part)
+            inside, patience = self.rank in part, self.link_timeout
+            group = new_group(members, timeout or self._timeout, backend, self.device, inside, link_timeout=patience)
             mine += [group] if self.rank in part else []
         self._groups += mine
         return mine[0]

@@ -97,16 +97,19 @@ class HangDetector:
         groups: process groups over the same ranks; more may be added.
         host: a gloo group over the same ranks.
         watch: the state of this rank's collectives.
+        link_timeout: ``communication.link_timeout``.
 
     Attributes:
         ends: the ends of the ranks.
     """
 
-    def __init__(self, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch) -> None:
+    def __init__(
+        self, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch, link_timeout: float
+    ) -> None:
         client: Any = groups[0].get_group_store()  # has the group's prefix
-        with closing_if_unanswered(True):
+        with closing_if_unanswered(True, link_timeout):
             client = client.clone()
-        client.set_timeout(_STORE_TIMEOUT)
+        client.set_timeout(max(_STORE_TIMEOUT, timedelta(seconds=link_timeout)))
         self._store = store = PrefixStore("roll_call", client)
         self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self._ranks = dist.get_process_group_ranks(groups[0])  # global ones

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -14,10 +15,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lt_zero.comm.launchers import Tasks, launched_tasks, refuse_alone
+from lt_zero.config.blocks import Communication
 
-# Seconds after which a peer is given up whose kernel does not answer: on the connections by which hang detection probes
-# peers, and on others, so that the probes can tell which peer it is.
-PROBED_S, OTHERS_S = 20, 45
+LINK_TIMEOUT_S = Communication().link_timeout
+_LATER_S = (
+    25.0  # by which other connections close after those by which hang detection probes peers, and finds which it is
+)
+_TCP_RTO_MAX_MS = 44  # Linux 6.15
+_LONGEST_IDLE_S = 60  # before the first question to a peer of whom nothing is heard
+_TRIES = 8  # in the whole time, at least, once pauses no longer double; after 15 Linux gives up whatever the time
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -39,16 +45,18 @@ def new_group(
     device: torch.device,
     inside: bool = True,
     probed: bool = False,
+    link_timeout: float = LINK_TIMEOUT_S,
 ) -> dist.ProcessGroup:
     """A connected group: connecting at its first use could deadlock with other groups' collectives. Collective.
 
     ``inside``: whether this rank is one of ``ranks``. ``probed``: whether hang detection probes its connections.
+    ``link_timeout``: ``communication.link_timeout``.
 
     Raises:
         RuntimeError: the ranks cannot connect.
     """
     try:
-        with closing_if_unanswered(probed):
+        with closing_if_unanswered(probed, link_timeout):
             group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend)
     except RuntimeError as error:
         raise RuntimeError(
@@ -73,14 +81,14 @@ def exists(group: dist.ProcessGroup) -> bool:
 
 
 @contextmanager
-def closing_if_unanswered(probed: bool) -> Iterator[None]:
-    """Context: connections that are opened inside close if the peer's kernel does not answer.
+def closing_if_unanswered(probed: bool, link_timeout: float = LINK_TIMEOUT_S) -> Iterator[None]:
+    """Context: connections that are opened inside close if the peer's kernel does not answer for ``link_timeout``.
 
     A machine that loses power or its network closes no connections, and the kernel would try for 15 minutes to reach
     it. Kernels answer for processes that are busy, so these are not given up. (Except for one that is stopped while its
     buffers are full.) No-op without /proc.
     """
-    seconds = PROBED_S if probed else OTHERS_S
+    seconds = link_timeout if probed else link_timeout + _LATER_S
     before = _sockets()
     yield
     for name, number in _sockets().items() - before.items():
@@ -88,9 +96,12 @@ def closing_if_unanswered(probed: bool) -> Iterator[None]:
             if name in before or opened.type != socket.SOCK_STREAM or opened.family == socket.AF_UNIX:
                 continue
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, (seconds + 3) // 4)
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(math.ceil(seconds / 4), _LONGEST_IDLE_S))
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)  # also for unanswered data
+            # Also for unanswered data.
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
+            with suppress(OSError):  # else pauses between tries double up to two minutes
+                opened.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, max(1000, round(seconds * 1000 / _TRIES)))
 
 
 def _sockets() -> dict[str, int]:

@@ -542,6 +542,13 @@ class Communication(Block):
     slow_node_tolerance: Real = key(
         0.0, "share of the ranks whose gradients a sum does not wait for: they are in a later one (gloo)", ge=0, lt=1
     )
+    link_timeout: Real = key(
+        120.0,
+        "seconds for which a link may be cut, or a host not answer, before ranks give each other up with an error; "
+        "processes that end are noticed at once (gloo; NCCL has limits of its own)",
+        ge=1,
+        le=900,
+    )
 
 
 class GradientCompression(Block):

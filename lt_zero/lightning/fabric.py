@@ -186,8 +186,8 @@ class FabricZeroStrategy(DDPStrategy):
         super().setup_environment()
         if self._comm is None:
             assert self.cluster_environment is not None
-            check, node = self.config.zero_optimization.enable_sanity_checks, self.cluster_environment.node_rank()
-            comm = Comm.for_world(self.root_device, check, self._timeout, node)
+            node = self.cluster_environment.node_rank()
+            comm = Comm.for_world(self.root_device, self.config, self._timeout, node)
             check_same(self.config, comm.host_gather)
             tell_without_trainer(self.config, comm.rank, *_BATCH)
             comm.configure(self.config)

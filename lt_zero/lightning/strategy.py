@@ -280,9 +280,9 @@ class ZeroStrategy(DDPStrategy):
         super().setup_environment()
         if self.lightning_module is not None:  # else the caller wants the process group before there is a run
             self.monitor.attach(self._module.trainer, self.global_rank, self.local_rank)
-        known, check = self._comm, self.config.zero_optimization.enable_sanity_checks
+        known = self._comm
         self._comm = known or self.monitor.comm_class.for_world(
-            self.root_device, check, self._group_timeout, self._node_rank
+            self.root_device, self.config, self._group_timeout, self._node_rank
         )
         self.monitor.record(self._comm, new=known is None)
         if known is None:

@@ -142,8 +142,7 @@ class TrainingEngine(nn.Module):
         config = with_sizes(config, model)
         if autos := sorted(".".join(map(str, path)) for path in config.autos if path[0] not in _BATCH):
             raise ConfigError(f'{autos[0]}="auto" has no Trainer here to take a value from: write one.')
-        zero = config.zero_optimization
-        self.comm = Comm.for_world(wanted, check=zero.enable_sanity_checks)
+        self.comm = Comm.for_world(wanted, config)
         self.global_rank, self.world_size = self.comm.rank, self.comm.world
         compare_models(self.comm, model)  # "auto" depends on it
         check_same(config, self.comm.host_gather)

@@ -23,10 +23,12 @@ from simulated_nodes import SimulatedNodes
 import lt_zero
 from lt_zero.comm import hang_detection, process_groups
 from lt_zero.comm.communicator import Comm
+from tests.support import faces
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of
 from tests.support.paths import ROOT
 from tests.support.pool import Pool
+from tests.support.reach_whole import user_timeouts
 
 
 def test_connections_close_if_no_kernel_answers() -> None:
@@ -42,16 +44,31 @@ def test_connections_close_if_no_kernel_answers() -> None:
     with ExitStack() as stack:
         before = [stack.enter_context(one) for one in opened()]
         unlimited = limits(before)
-        with process_groups.closing_if_unanswered(probed=True):
+        with process_groups.closing_if_unanswered(probed=True, link_timeout=20.5):
             probed = [stack.enter_context(one) for one in opened()]
             other, another = socket.socketpair()
         stack.enter_context(other)
         stack.enter_context(another)
-        with process_groups.closing_if_unanswered(probed=False):
+        with process_groups.closing_if_unanswered(probed=False):  # as users have it
             others = [stack.enter_context(one) for one in opened()]
         assert limits(before) == unlimited
-        assert limits(probed) == [(20_000, 5)] * 3
-        assert limits(others) == [(45_000, 12)] * 3
+        assert limits(probed) == [(20_500, 6)] * 3
+        assert limits(others) == [(145_000, 37)] * 3
+
+
+def limits_by_face() -> dict[str, list[int]]:
+    found = {}
+    for number, name in enumerate(faces.FACES):
+        before = user_timeouts()
+        settings = faces.Settings(0, config={"communication": {"link_timeout": 7 + number}})
+        limits = faces.run(name, settings, lambda face: user_timeouts())
+        found[name] = sorted({*limits} - {*before})
+    return found
+
+
+def test_every_face_gives_links_the_time_of_the_key(pool: Pool) -> None:
+    wanted = {name: [(7 + number) * 1000, (32 + number) * 1000] for number, name in enumerate(faces.FACES)}
+    assert pool.run(2, limits_by_face) == [wanted] * 2
 
 
 def causes(hosts: list[str]) -> str:
@@ -123,11 +140,9 @@ def test_the_rank_that_serves_the_store_lets_the_others_read_the_cause(pool: Poo
 
 
 def train(stage: int, started: str, patience: int) -> None:
-    """Train until something fails. ``patience``: seconds for a peer's kernel; 0: as users have it."""
-    if patience:
-        process_groups.PROBED_S = patience
+    """Train until something fails. ``patience``: seconds for a peer's kernel."""
     dist.init_process_group("gloo")
-    engine = lt_zero.shard(Net(), config_of(stage, {}))
+    engine = lt_zero.shard(Net(), config_of(stage, {}, communication={"link_timeout": patience}))
     for step in range(1_000_000):
         next_token_loss(engine.root, step, 0, 0).backward()
         if step == 3:

@@ -167,6 +167,7 @@ PROBES: dict[str, Probe] = {
     Z + "stage": Probe(e.sharded, 2, (False, False, False), (True, True, False)),
     Z + "shard_along": Probe(w.cut, "parameter", True, False, S1),
     "communication.slow_node_tolerance": Probe(w.tolerated, 0.5, None, 1, S0),
+    "communication.link_timeout": Probe(w.link_limits, 7.5, [120_000, 145_000], [7_500, 32_500], S0),
     "communication.topology": Probe(w.dimensions, 3, [], [2, 1, 1], S1),
     Z + "mics_shard_size": Probe(w.cut, 1, True, False, S1),
     Z + "zero_quantized_weights": Probe(w.launched, True, [], ["encoded all-gather"], S3),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
+from contextlib import suppress
 from typing import Any
 
 from tests.support.models import tokens
@@ -45,6 +48,27 @@ def launched_frozen(lab: Lab, config: Config) -> Any:
 
 def _dimensions(config: Config, folder: Any) -> list[int]:
     return list(engine_of(Lab(folder, Pool()), config).comm.topology.sizes)
+
+
+def link_limits(lab: Lab, config: Config) -> list[int]:
+    """After how many ms the kernel gives up the peers of a rank's connections."""
+    return lab.pool.run(2, _link_limits, config, lab.folder)[0]
+
+
+def _link_limits(config: Config, folder: Any) -> list[int]:
+    engine = engine_of(Lab(folder, Pool()), config)
+    assert engine.comm.world == 2
+    return user_timeouts()
+
+
+def user_timeouts() -> list[int]:
+    """Of the TCP connections of this process that have one, in ms."""
+    found = set[int]()
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as opened:
+            if opened.type == socket.SOCK_STREAM and opened.family != socket.AF_UNIX:
+                found.add(opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    return sorted(found - {0})
 
 
 def tolerated(lab: Lab, config: Config) -> Any:
