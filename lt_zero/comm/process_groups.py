@@ -228,9 +228,10 @@ def init_distributed(
     _export(tasks, init_method, distributed_port)
     if torch.cuda.is_available():
         torch.cuda.set_device(own_gpu(int(os.environ["LOCAL_RANK"])))
-    begin_restarted(backend, timeout, None)
-    if not dist.is_initialized():
-        dist.init_process_group(backend, init_method, timeout, rank=tasks.rank, world_size=tasks.world)
+    with closing_if_unanswered(False):
+        begin_restarted(backend, timeout, None)
+        if not dist.is_initialized():
+            dist.init_process_group(backend, init_method, timeout, rank=tasks.rank, world_size=tasks.world)
     if world_size < 0:
         refuse_alone(dist.get_world_size())
 

@@ -46,7 +46,7 @@ from lt_zero.checkpoint.native.restore import (
 )
 from lt_zero.checkpoint.native.save import LOOP, bundle, make_place, write
 from lt_zero.comm.communicator import Comm, together
-from lt_zero.comm.process_groups import init_distributed, own_gpu
+from lt_zero.comm.process_groups import closing_if_unanswered, init_distributed, own_gpu
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import without_gc
@@ -109,10 +109,11 @@ def initialize(
     if model is None or given is None:
         lacks = "model" if model is None else "config"
         raise ValueError(f"lt_zero.initialize needs {lacks}=..., and got none. Pass it.")
-    if dist_init_required is not False:
-        init_distributed()
     loaded = examine(given, for_run=True)
     made = loaded.usable()
+    if dist_init_required is not False:
+        with closing_if_unanswered(False, made.communication.link_timeout):
+            init_distributed()
     loaded.announce()
     engine = TrainingEngine(model, made, args)
     engine.set_up(optimizer, model_parameters, lr_scheduler)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from simulated_nodes import SimulatedNodes
 
 import lt_zero
+import lt_zero.loop.engine
 from lt_zero.comm import hang_detection, process_groups
 from lt_zero.comm.communicator import Comm
 from tests.support import faces
@@ -69,6 +72,34 @@ def limits_by_face() -> dict[str, list[int]]:
 def test_every_face_gives_links_the_time_of_the_key(pool: Pool) -> None:
     wanted = {name: [(7 + number) * 1000, (32 + number) * 1000] for number, name in enumerate(faces.FACES)}
     assert pool.run(2, limits_by_face) == [wanted] * 2
+
+
+@pytest.mark.parametrize("face", faces.FACES)
+def test_the_default_group_has_the_limit_too(face: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning itself waits on it after each batch: a cut link would be noticed after 15 minutes."""
+    keys, opened = {"communication": {"link_timeout": 33}}, list[socket.socket]()
+
+    def connect(*args: Any) -> None:
+        opened.append(socket.create_server(("127.0.0.1", 0)))
+        opened.append(socket.create_connection(opened[0].getsockname()))
+
+    monkeypatch.setattr(DDPStrategy, "setup_distributed", connect)
+    monkeypatch.setattr(FabricDDPStrategy, "_setup_distributed", connect)
+    monkeypatch.setattr(lt_zero.loop.engine, "init_distributed", connect)
+    monkeypatch.setattr(lt_zero.loop.engine, "TrainingEngine", mock.Mock(side_effect=StopIteration))
+    device = [torch.device("cpu")]
+    connecting = {
+        "trainer": lambda: lt_zero.ZeroStrategy(config=keys, parallel_devices=device).setup_distributed(),
+        "fabric": lambda: lt_zero.FabricZeroStrategy(config=keys, parallel_devices=device)._setup_distributed(),
+        "loop": lambda: lt_zero.initialize(model=Net(), config=keys),
+    }
+    with suppress(StopIteration):
+        connecting[face]()
+    assert opened
+    with ExitStack() as stack:
+        for one in opened:
+            limit = stack.enter_context(one).getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert limit == 58_000
 
 
 def causes(hosts: list[str]) -> str:
