@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -26,57 +25,13 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.io.checked_file import STEP, FileRecord
 from lt_zero.io.pinned import aligned_buffer, checksum, checksum_weights, rounded
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, resume, same, train
+from tests.support.damage import DAMAGES, flip, reseal
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.matrix import only
 from tests.support.pool import Pool
 
 FILES = ["manifest.json", "meta.pt"] + [f"{kind}-{rank:05d}.pt" for kind in ("weights", "moments") for rank in range(2)]
 OTHERS = [".metadata", "extras.pt"]  # only other programs read these: their lengths are checked
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size * 2 // 3)
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def lengthen(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b"\0" * 512)
-
-
-def delete(path: Path) -> None:
-    path.unlink()
-
-
-def zero_a_page(path: Path) -> None:
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        file.seek(size // 3)
-        file.write(b"\xa5" * min(700, size // 3))
-
-
-def flip(path: Path, seed: int = 0) -> None:
-    """One bit."""
-    chance = random.Random(f"{path.name}{seed}")
-    at = chance.randrange(path.stat().st_size)
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1 << chance.randrange(8)]))
-
-
-DAMAGES: dict[str, Callable[[Path], None]] = {
-    "truncate": truncate,
-    "empty": empty,
-    "lengthen": lengthen,
-    "delete": delete,
-    "overwrite": zero_a_page,
-    "flip": flip,
-}
 
 
 def _save(folder: str) -> None:
@@ -153,17 +108,6 @@ def _errors(paths: list[str]) -> list[str]:
         trainer = sharded_trainer(3, limit_val_batches=1)
         found.append(error_of(trainer.validate, GPT(2), ckpt_path=path))
     return found
-
-
-def reseal(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest as somebody would who knows the format."""
-    body = json.loads((folder / "manifest.json").read_text())
-    del body["sha256"]
-    change(body)
-    body.pop("sha256", None)
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
-    digest = hashlib.sha256(lines.encode()).hexdigest()
-    (folder / "manifest.json").write_text(f'{{"sha256": "{digest}",\n{lines}}}\n')
 
 
 def test_what_is_no_checkpoint(pool: Pool, good: Path) -> None:

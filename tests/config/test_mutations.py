@@ -5,28 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lt_zero.common.errors import ConfigError
-from lt_zero.config import ZeroConfig
-from lt_zero.config import keys as key_table
-from lt_zero.config.catalog import entries, json_schema
-from lt_zero.config.cli import to_yaml
-from lt_zero.config.load import examine, plain, resolved
-from tests.support.paths import DATA
+from lt_zero.config.catalog import json_schema
+from tests.support.config_mutations import BASES, KEYS, TYPICAL, check, places
 
-BASES = [json.loads(path.read_text()) for path in sorted((DATA / "configs").glob("hf_*.json"))]
-KEYS = [entry.key for entry in entries() if "<" not in entry.key] + [
-    row.key.replace(".**", ".enabled") for row in key_table.rows() if row.key[0].isalpha() and "*" not in row.key[:-3]
-]
-TYPICAL: list[Any] = [None, True, False, 0, 1, -1, 3, 2.5, 1e9, 1e400, -0.0, 10**30, "auto", "AUTO", "", " ", "cpu"]
-TYPICAL += ["nvme", "none", "fp16", "2e8", "1_0", "5e-1", "${a}", "~", "~nobody/x", "\0", "é" * 300, [], {}, [None]]
-TYPICAL += [[[]], {"": 1}, {"a": {"b": 1}}, {"enabled": False}, ["a", 1], float("nan")]
 VALUES = st.one_of(
     st.sampled_from(TYPICAL),
     st.floats(),
@@ -37,21 +24,14 @@ VALUES = st.one_of(
 )
 
 
-def _places(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for key, value in values.items():
-        yield (*path, key)
-        if isinstance(value, dict):
-            yield from _places(value, (*path, key))
-
-
 @st.composite
 def mutated(draw: Any) -> dict[str, Any]:
     config = copy.deepcopy(draw(st.sampled_from(BASES)))
     for _ in range(draw(st.integers(1, 4))):
-        places = list(_places(config)) or [("x",)]
+        there = list(places(config)) or [("x",)]
         how = draw(st.sampled_from(["change", "rename", "delete", "known", "known"]))
         known = tuple(draw(st.sampled_from(KEYS)).split("."))
-        path = known if how == "known" else draw(st.sampled_from(places))
+        path = known if how == "known" else draw(st.sampled_from(there))
         block = config
         for key in path[:-1]:
             if not isinstance(block.get(key), dict):
@@ -66,33 +46,6 @@ def mutated(draw: Any) -> dict[str, Any]:
         else:
             block[path[-1]] = draw(VALUES)
     return config
-
-
-def caught(config: dict[str, Any]) -> ZeroConfig | ConfigError:
-    try:
-        return examine(config).usable()
-    except ConfigError as error:
-        return error
-
-
-def check(config: dict[str, Any]) -> bool:
-    before = repr(config)
-    found = caught(config)
-    assert repr(config) == before, "what is passed is not changed"
-    if isinstance(found, ConfigError):
-        assert found.problems
-        assert all(problem.message and problem.key in problem.message for problem in found.problems), str(found)
-        return False
-    made = found
-    assert isinstance(made, ZeroConfig)
-    again = examine(plain(made)).usable()
-    assert again == made, "a configuration that was understood is understood in its own words"
-    told = examine(json.loads(json.dumps(resolved(made))))
-    whole = told.usable()
-    assert whole.zero_optimization == made.zero_optimization
-    assert not [notice for notice in told.notices if notice.kind == "alias"]
-    assert isinstance(to_yaml(resolved(made)), str)
-    return True
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
