@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lt_zero.common.tables import show
 from lt_zero.config.blocks import ActivationCheckpointing
 
 _EVERY = 10  # optimizer steps
@@ -82,7 +83,7 @@ class Boundary:
         if not self._profile or self._steps % self._every:
             return
         if self._console is not None:
-            self._console.print(self.table(self._every))
+            show(self.table(self._every), self._console)
         self.times.clear()
 
     def table(self, steps: int) -> Table:
@@ -90,7 +91,11 @@ class Boundary:
         self._collect()
         table = Table(title=f"Checkpointed modules, ms per optimizer step, mean of {steps}")
         for column in ("module", "forwards", "ms", "recomputations", "ms"):
-            table.add_column(column, justify="left" if column == "module" else "right", overflow="fold")
+            table.add_column(
+                column,
+                justify="left" if column == "module" else "right",
+                overflow="fold" if column == "module" else "ellipsis",
+            )
         total = Times()
         for name, found in [*self.times.items(), ("all", total)]:
             pairs = zip(found.calls, found.milliseconds, strict=True)

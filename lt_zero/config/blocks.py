@@ -60,6 +60,13 @@ def _stage(value: Any) -> Any:
     return value
 
 
+def _no_switch(value: Any) -> Any:
+    """``to_whole_number`` for a choice of numbers: to Python, True is one of 1, 2, 3."""
+    if isinstance(value, bool):
+        raise ValueError("it is true or false, not a number")
+    return to_whole_number(value)
+
+
 def _whole_pages(value: int) -> int:
     if value % 4096:
         raise ValueError(f"{value} is not a multiple of 4096, as direct I/O requires")
@@ -101,7 +108,7 @@ _none_if_empty = BeforeValidator(lambda value: value or None)
 _none_if_infinite = BeforeValidator(lambda value: None if value in (float("inf"), "inf") else value)
 _empty_if_none = BeforeValidator(lambda value: "" if value is None else value)
 _lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
-_text = BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)  # YAML: digits are a number
+_text = BeforeValidator(lambda value: str(value) if type(value) is int else value)  # YAML: digits are a number
 
 _off_if_false = BeforeValidator(lambda value: {} if value in (False, "none") else value)
 _none_if_false = BeforeValidator(lambda value: None if value is False else value)
@@ -534,7 +541,7 @@ class Comet(_Monitor):
 class Communication(Block):
     """The ``communication`` block: collectives over several nodes."""
 
-    topology: Annotated[Literal["auto", 1, 2, 3], BeforeValidator(to_whole_number)] = key(
+    topology: Annotated[Literal["auto", 1, 2, 3], BeforeValidator(_no_switch)] = key(
         "auto",
         "1: one ring of all ranks, 2: ranks of a node, then nodes, 3: a torus in 3 dimensions; auto: 2 with gloo on "
         "several nodes",
@@ -612,7 +619,7 @@ class ZeroOptimization(Block):
     leaf_module: LeafModule = key(LeafModule(), "modules to gather as one unit although the model does not repeat them")
     zero_allowed_param_types: Names = key((), "class names of modules: at stage 3 only these are sharded; empty: all")
     zero_force_param_types: Names = key((), "class names of modules whose parameters are not sharded at stage 3")
-    mics_shard_size: int = key(
+    mics_shard_size: Whole = key(
         -1,
         "shard over groups of so many neighbouring ranks, which hold a full copy each, instead of all ranks (MiCS); "
         "-1: all ranks",
@@ -623,7 +630,7 @@ class ZeroOptimization(Block):
         "gather parameters (stages 1, 2: updates) as 8 bits of an element (ZeRO++, qwZ); master weights stay exact",
     )
     zero_quantized_nontrainable_weights: bool = key(False, "the same for frozen parameters only (stage 3)")
-    zero_hpz_partition_size: int = key(
+    zero_hpz_partition_size: Whole = key(
         1,
         "so many neighbouring ranks (a node) keep a second copy of the parameters, which gathers read until the "
         "weights change (ZeRO++, hpZ; stage 3); 1: none",

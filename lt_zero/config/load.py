@@ -322,7 +322,7 @@ def _add_problems(document: Document, error: ValidationError, schema: type[Block
 
 _REQUIREMENTS = {
     **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number, such as 8, 5e8 or 500M"),
     **dict.fromkeys(("float_type", "float_parsing"), "a number"),
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a block of keys"),
     "finite_number": "a finite number",

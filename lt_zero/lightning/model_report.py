@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from lt_zero.common.tables import show
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.gather import Unit
@@ -16,7 +18,7 @@ from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 
 def unit_table(engine: Engine, console: Console | None = None) -> None:
-    """Print the units and how many elements of each a rank holds, similar ones in one row.
+    """Print the units and their elements (as in the dtype table, without padding), similar units in one row.
 
     Names come last and are never truncated, since they often differ at the end only.
     """
@@ -31,18 +33,23 @@ def unit_table(engine: Engine, console: Console | None = None) -> None:
             name = f"{names[0]} ... {last} ({len(names)})"
         rows.append((*cells, name))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"ZeRO units, {engine.comm.world} rank(s)"]
+    padding = sum(b.layout.numel for b in engine.buckets) - _elements(engine.buckets)
+    lines = [f"ZeRO units, {engine.comm.world} rank(s)" + (f", and {padding:,} elements of padding" if padding else "")]
     for *numbers, kind, name in rows:
         right = "  ".join(cell.rjust(width) for cell, width in zip(numbers, widths, strict=False))
         lines.append(f"  {right}  {kind.ljust(widths[-2])}  {name}")
     (console or Console()).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
+def _elements(buckets: Iterable[Bucket]) -> int:
+    return sum(p.numel() for bucket in buckets for p in bucket.params)
+
+
 def _cells(unit: Unit) -> tuple[str, str, str, str, str]:
     return (
         str(sum(len(b.params) for b in unit.buckets)),
-        f"{sum(b.layout.numel for b in unit.buckets):,}",
-        f"{unit.numel:,}",
+        f"{_elements(unit.buckets):,}",
+        f"{_elements(unit.sharded):,}",
         "yes" if unit.keep and unit.sharded else "no" if unit.sharded else "-",
         type(unit.module).__name__,
     )
@@ -55,11 +62,10 @@ def dtype_table(engine: Engine, console: Console | None = None) -> Table:
         table.add_column(column, justify="right" if column == "elements" else "left")
     kinds: Counter[tuple[str, ...]] = Counter()
     for bucket in engine.buckets:
-        kinds[_dtypes(bucket, engine)] += sum(p.numel() for p in bucket.params)
+        kinds[_dtypes(bucket, engine)] += _elements([bucket])
     for (kind, *dtypes), numel in kinds.items():
         table.add_row(kind, f"{numel:,}", *dtypes)
-    (console or Console()).print(table)
-    return table
+    return show(table, console)
 
 
 def _dtypes(bucket: Bucket, engine: Engine) -> tuple[str, ...]:

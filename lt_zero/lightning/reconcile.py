@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, path_of
+from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import sizes_of
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
@@ -191,7 +192,7 @@ class Reconciler:
             return self._scheduled(original())
         optimizer = configured_optimizer(block, module)
         if module.trainer.is_global_zero and block.param_groups:
-            Console().print(grouping.table(optimizer))
+            show(grouping.table(optimizer))
         elif module.trainer.is_global_zero and block.type.lower() == "muon":
             rows = []
             for name, which in (("Muon", "matrices of hidden layers"), ("Adam", "all other parameters")):

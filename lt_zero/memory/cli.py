@@ -7,14 +7,16 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import torch
 import typer
 from rich.console import Console
 from torch import nn
 
+from lt_zero.common.numbers import count_of
 from lt_zero.config import ZeroConfig
 from lt_zero.memory.estimate import Machine, Sizes, cheapest, estimate, kinds_table, settings_table
-from lt_zero.memory.forecast import DEVICE, HOST, NVME
+from lt_zero.memory.forecast import DEVICE, HOST, NVME, Forecast
 from lt_zero.memory.limits import GB, amount
 from lt_zero.memory.ways import fitting, least, ways_table
 
@@ -22,8 +24,8 @@ Option = typer.Option
 
 
 def estimate_command(
-    params: Annotated[float | None, Option(help="Number of parameters of the model, such as 7.5e9.")] = None,
-    largest: Annotated[float | None, Option(help="Parameters of its largest layer; default: 1/32 of all.")] = None,
+    params: Annotated[str | None, Option(help="Number of parameters of the model, such as 7.5e9, 7B or 350M.")] = None,
+    largest: Annotated[str | None, Option(help="Parameters of its largest layer; default: 1/32 of all.")] = None,
     module: Annotated[
         str | None, Option(help="Instead of --params: pkg.mod:function that returns the model; nothing is allocated.")
     ] = None,
@@ -37,7 +39,7 @@ def estimate_command(
     checkpoints: Annotated[bool, Option(help="Whether they are saved; full ones make rank 0 collect a copy.")] = True,
     device: Annotated[str, Option(help="cuda or cpu.")] = "cuda",
     gpu_gb: Annotated[float | None, Option(help="With --fit: memory of a GPU, without that of activations.")] = None,
-    cpu_gb: Annotated[float | None, Option(help="With --fit: host memory of a node.")] = None,
+    cpu_gb: Annotated[float | None, Option(help="With --fit: host memory of a node; default: not limited.")] = None,
     nvme_gb: Annotated[float, Option(help="With --fit: disk space of a node.")] = 0.0,
     nodes: Annotated[int | None, Option(min=1, help="Number of nodes, of --per-node ranks each.")] = None,
     mbit: Annotated[
@@ -71,11 +73,24 @@ def estimate_command(
             _fit(model, parsed, world, options, (gpu_gb, cpu_gb, nvme_gb), mbit, console)
             return
         settings_table(model, parsed, world, stage=stage, console=console, **options)
+        cast = estimate(model, parsed, world, **options)
         if config is not None or stage is not None:
-            forecast = estimate(model, parsed, world, **options)
-            kinds_table(forecast, f"Stage {parsed.zero_optimization.stage} as configured", console)
+            kinds_table(cast, f"Stage {parsed.zero_optimization.stage} as configured", console)
+        _note_resident(cast, console)
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _note_resident(cast: Forecast, console: Console) -> None:
+    """On a CPU, say what a process takes beside what is forecast."""
+    if cast.setup.device != "cpu":
+        return
+    libraries, gaps = psutil.Process().memory_info().rss, cast.parameters * torch.float32.itemsize
+    console.print(
+        f"The resident memory (RSS) of a rank is higher, by {amount(libraries, 0)} of Python and libraries (as this "
+        f"process now), about {amount(gaps, 1)} of gaps that freed gradients leave in the heap, and the activations.",
+        markup=False,
+    )
 
 
 def _ranks(world: int, nodes: int, per_node: int | None) -> tuple[int, int]:
@@ -86,12 +101,11 @@ def _ranks(world: int, nodes: int, per_node: int | None) -> tuple[int, int]:
     return nodes * per_node, per_node
 
 
-def _model(params: float | None, largest: float | None, module: str | None) -> nn.Module | Sizes:
+def _model(params: str | None, largest: str | None, module: str | None) -> nn.Module | Sizes:
     if (params is None) == (module is None):
         raise ValueError("Give either --params (with --largest) or --module pkg.mod:function.")
     if module is None:
-        assert params is not None
-        return Sizes(int(params), None if largest is None else int(largest))
+        return Sizes(count_of(params, "--params"), None if largest is None else count_of(largest, "--largest"))
     path, _, name = module.partition(":")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     try:
@@ -127,11 +141,13 @@ def _fit(
     console: Console,
 ) -> None:
     gpu, cpu, nvme = sizes
-    if cpu is None or (gpu is None and options["device"] == "cuda"):
-        raise ValueError("--fit requires --cpu-gb, and --gpu-gb unless --device is cpu.")
+    on_cpu = options["device"] == "cpu"
+    if (cpu if on_cpu else gpu) is None:
+        missing = "--cpu-gb, the host memory of a node" if on_cpu else "--gpu-gb, the memory of a GPU (or --device cpu)"
+        raise ValueError(f"--fit requires {missing}, in GB (1e9 bytes).")
     ranks = options.pop("ranks_per_node") or (world if options["device"] == "cpu" else min(world, 8))
     limit = None if gpu is None else int(gpu * GB)
-    machine = Machine(int(cpu * GB), limit, int(nvme * GB), ranks)
+    machine = Machine(None if cpu is None else int(cpu * GB), limit, int(nvme * GB), ranks)
     found = cheapest(model, machine, config, world, **options)
     for setting, problem in found.skipped:
         console.print(f"does not fit: {setting}\n    {problem}", markup=False, soft_wrap=True)
@@ -142,7 +158,10 @@ def _fit(
     needs = (("GPU", cast.rank(DEVICE)), ("host of a node", cast.node(HOST)), ("NVMe of a node", cast.node(NVME)))
     console.print(f"fits: {found.setting}", markup=False, soft_wrap=True)
     console.print("    " + ", ".join(f"{name} {amount(nbytes)}" for name, nbytes in needs if nbytes), soft_wrap=True)
+    if cpu is None:
+        console.print("    The host memory was not limited; --cpu-gb does.", markup=False)
     kinds_table(cast, str(found.setting), console)
+    _note_resident(cast, console)
     if mbit is not None and world > ranks:
         fast = fitting(model, machine, config, world, found.setting.places, **options)
         way, (setting, traffic) = min(fast.items(), key=lambda item: item[1][1].total)

@@ -17,6 +17,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lt_zero import optim
+from lt_zero.common.numbers import count_of
+from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import MODES, DtypePolicy, dtype_policy, resolve_mode
@@ -38,7 +40,7 @@ class Sizes:
     """A fully trainable model that is given by its size only.
 
     Attributes:
-        total: parameters.
+        total: parameters: a number, or text such as "7e9", "7B" or "350M".
         largest: parameters of the largest unit (a transformer block, an embedding); default: a 32nd of all.
     """
 
@@ -46,7 +48,10 @@ class Sizes:
     largest: int | None = None
 
     def __post_init__(self) -> None:
-        if self.total < 1 or not 1 <= (self.largest or 1) <= self.total:
+        object.__setattr__(self, "total", count_of(self.total, "Sizes(total=...)"))
+        if self.largest is not None:
+            object.__setattr__(self, "largest", count_of(self.largest, "Sizes(largest=...)"))
+        if (self.largest or 1) > self.total:
             raise ValueError(
                 f"Sizes(total={self.total}, largest={self.largest}): both are numbers of parameters, at least 1, and "
                 "the largest unit is a part of the total."
@@ -54,7 +59,7 @@ class Sizes:
 
 
 def estimate(
-    model: nn.Module | Sizes | float,
+    model: nn.Module | Sizes | float | str,
     config: ZeroConfig | dict[str, Any] | None = None,
     world: int = 1,
     *,
@@ -68,9 +73,9 @@ def estimate(
     """The bytes that each rank and node needs. Allocates nothing and needs no process group.
 
     Args:
-        model: a module on any device, also "meta"; or ``Sizes``, or the number of parameters. For a module that is not
-            sharded yet the engine's own plan is used. For sizes the padding of ``shard_along=parameter`` is unknown and
-            not counted.
+        model: a module on any device, also "meta"; or ``Sizes``, or the number of parameters (also "7B"). For a module
+            that is not sharded yet the engine's own plan is used. For sizes the padding of ``shard_along=parameter`` is
+            unknown and not counted.
         config: as for ``ZeroStrategy``.
         world: ranks.
         ranks_per_node: ranks on one node; default: all on CPUs, at most 8 on GPUs.
@@ -89,7 +94,7 @@ def estimate(
 
 
 def estimate_traffic(
-    model: nn.Module | Sizes | float,
+    model: nn.Module | Sizes | float | str,
     config: ZeroConfig | dict[str, Any] | None = None,
     world: int = 1,
     *,
@@ -104,7 +109,7 @@ def estimate_traffic(
 
 
 def _planned(
-    model: nn.Module | Sizes | float,
+    model: nn.Module | Sizes | float | str,
     config: ZeroConfig | dict[str, Any] | None,
     world: int,
     ranks_per_node: int | None,
@@ -131,7 +136,7 @@ def _planned(
     if not isinstance(model, nn.Module):
         along = config.zero_optimization.model_copy(update={"shard_along": "element"})
         config = config.model_copy(update={"zero_optimization": along})
-        sizes = model if isinstance(model, Sizes) else Sizes(int(model))
+        sizes = model if isinstance(model, Sizes) else Sizes(count_of(model, "model"))
         limit = min(config.zero_optimization.reduce_bucket_size, config.zero_optimization.allgather_bucket_size)
         model = skeleton(sizes, limit)
         policy = replace(policy, keep_fp32=())  # the names of modules are unknown
@@ -260,12 +265,12 @@ class Machine:
 
     Attributes:
         device: bytes of one GPU that model states may take; None: not limited, or no GPU.
-        host: bytes of its memory.
+        host: bytes of its memory; None: not limited.
         nvme: bytes of its disk.
         ranks: processes on it.
     """
 
-    host: int
+    host: int | None
     device: int | None = None
     nvme: int = 0
     ranks: int = 8
@@ -287,7 +292,7 @@ def settings(device: str = "cuda", stage: int | None = None) -> list[Setting]:
 
 
 def cheapest(
-    model: nn.Module | Sizes | float,
+    model: nn.Module | Sizes | float | str,
     machine: Machine,
     config: ZeroConfig | dict[str, Any] | None = None,
     world: int | None = None,
@@ -337,7 +342,7 @@ def misfit(cast: Forecast, machine: Machine) -> str:
 
 
 def settings_table(
-    model: nn.Module | Sizes | float,
+    model: nn.Module | Sizes | float | str,
     config: ZeroConfig | dict[str, Any] | None = None,
     world: int = 1,
     *,
@@ -376,8 +381,7 @@ def settings_table(
         each = [cast.rank(place) for place in PLACES] + [cast.node(place) for place in PLACES]
         stage_cell = f"{setting.stage}{' *' if setting.releases else ''}"
         table.add_row(stage_cell, *setting.places, *[amount(nbytes, 1) for nbytes in each])
-    (console or Console()).print(table)
-    return table
+    return show(table, console)
 
 
 def kinds_table(cast: Forecast, title: str, console: Console | None = None) -> Table:
@@ -389,5 +393,4 @@ def kinds_table(cast: Forecast, title: str, console: Console | None = None) -> T
     kinds = {place: cast.kinds(place) for place in PLACES}
     for kind in dict.fromkeys(kind for place in PLACES for kind in kinds[place]):
         table.add_row(kind, *[amount(kinds[place].get(kind, 0)) for place in PLACES])
-    (console or Console()).print(table)
-    return table
+    return show(table, console)

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from lt_zero.common.tables import show
+
 GB = 10**9  # bytes
 _NO_LIMIT = 1 << 62  # cgroup version 1 writes a number of this order for "no limit"
 
@@ -169,7 +171,7 @@ def shortage(need: Mapping[str, int], have: Available, what: str, remedy: str) -
     table.add_row(f"available ({have.source})", amount(have.nbytes))
     table.add_row("missing", amount(total - have.nbytes))
     text = StringIO()
-    Console(file=text, width=110, color_system=None).print(table)
+    show(table, Console(file=text, color_system=None))
     return f"{what} does not suffice; nothing was allocated yet.\n{text.getvalue()}{remedy}".rstrip()
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OptimizerBlock
 from lt_zero.config.rules import contradictions
@@ -104,7 +105,7 @@ def ways_table(
         cells = [amount(int(traffic.gradients)), amount(int(traffic.weights)), f"{seconds:.2f}"]
         cells += [f"{step_seconds + seconds:.2f}"] if step_seconds is not None else []
         table.add_row(f"{'' if way.exact else '~ '}{way.name}", *cells)
-    (console or Console(highlight=False)).print(table)
+    show(table, console or Console(highlight=False))
     return found
 
 

@@ -6,6 +6,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lt_zero.common.tables import show
 from lt_zero.ops import library
 from lt_zero.ops.library import Status
 
@@ -27,7 +28,7 @@ def operations_table(console: Console | None = None) -> Table:
         table.add_column(column)
     for operation in library.OPERATIONS:
         table.add_row(operation, *map(implementation, kinds))
-    console.print(table)
+    show(table, console)
     for status in kinds:
         lines = {"why": status.why, "library": status.path, "threads": _threads(status)}
         text = [f"{status.kind}: {implementation(status)}", *(f"  {k:8}{v}" for k, v in lines.items() if v)]

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.tables import show
 from lt_zero.config.cli import to_yaml
 from lt_zero.config.load import OVERRIDES, examine
 from lt_zero.memory.limits import amount
@@ -311,7 +312,7 @@ def print_table(tuner: Tuner, best: Candidate, console: Console, loads: str) -> 
             amount(found.peak, 1),
             style="bold" if candidate == best else None,
         )
-    console.print(table, soft_wrap=False)
+    show(table, console)
     for candidate, found in ordered:
         if candidate not in fitting:
             console.print(f"failed: {candidate}: {found.problem}", markup=False)

@@ -16,7 +16,7 @@ import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.config.cli import config_command
 from lt_zero.config.load import examine
-from lt_zero.lightning.model_report import unit_table
+from lt_zero.lightning.model_report import dtype_table, unit_table
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 64,
@@ -123,3 +123,18 @@ def test_units_are_told_apart_by_the_end_of_their_names(width: int) -> None:
     for name, kind in (("encoder_layers", "Layer"), ("decoder_layers", "Bilinear")):
         (line,) = [line for line in file.getvalue().splitlines() if f"  {kind} " in line]
         assert line.endswith(f"{prefix}.{name}.0 ... 2 (3)")
+
+
+def test_both_tables_count_what_the_module_has() -> None:
+    model = nn.Linear(5, 3)
+    engine = lt_zero.shard(model, ZeroConfig.of({"zero_optimization": {"stage": 2}}))
+    file = io.StringIO()
+    for table in (unit_table, dtype_table):
+        table(engine, Console(file=file))
+    engine.detach()
+    padded = sum(bucket.layout.numel for bucket in engine.buckets)
+    assert padded > 18
+    text = file.getvalue()
+    assert f"and {padded - 18} elements of padding" in text.splitlines()[0]
+    assert [line.split()[1] for line in text.splitlines() if "Linear" in line] == ["18"]
+    assert [line.split()[3] for line in text.splitlines() if "trained" in line] == ["18"]

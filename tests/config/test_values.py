@@ -7,6 +7,7 @@ import pickle
 import warnings
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import lt_zero
 from lt_zero import ZeroStrategy
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks import Block, Schema, dotted_keys
 from lt_zero.config.load import ConfigWarning
 from lt_zero.config.precision import resolve_mode
 
@@ -123,3 +125,37 @@ def test_folders_below_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     for block in ("activation_checkpointing", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
         config = ZeroConfig.of(overrides=[f"{block}.nvme_path='~/nvme'", "zero_optimization.stage=3"])
         assert attrgetter(f"{block}.nvme_path")(config) == Path("/home/somebody/nvme")
+
+
+def test_counts_may_be_short() -> None:
+    zero = {"stage": 3, "reduce_bucket_size": "500M", "stage3_max_live_parameters": "1.1B", "sub_group_size": "2_000K"}
+    made = ZeroConfig.of({"zero_optimization": zero}, overrides=["zero_optimization.allgather_bucket_size=0.5g"])
+    block = made.zero_optimization
+    assert (block.reduce_bucket_size, block.stage3_max_live_parameters) == (500_000_000, 1_100_000_000)
+    assert (block.sub_group_size, block.allgather_bucket_size) == (2_000_000, 500_000_000)
+    for wrong in ("500MB", "M", "7 B", "0.0001K", "1e400B"):
+        with pytest.raises(ConfigError, match="reduce_bucket_size"):
+            ZeroConfig.of({"zero_optimization": {"stage": 3, "reduce_bucket_size": wrong}})
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_switch_is_no_number(value: bool) -> None:
+    """Python's True is 1: every key that takes it stays a switch, or leaves it out."""
+    for key in dotted_keys(Schema):
+        config: Any = value
+        for part in reversed(key.split(".")):
+            config = {part: config}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                made = ZeroConfig.of(config)
+            except ConfigError:
+                continue
+        got: Any = made
+        for part in key.split("."):
+            got = getattr(
+                got, next(n for n, f in type(got).model_fields.items() if part in (n, f.validation_alias)), None
+            )
+            if not isinstance(got, Block):  # the value, or a block that false turns off
+                break
+        assert got is None or got is value or not isinstance(got, (int, float)), key

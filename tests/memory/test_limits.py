@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,18 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
 from typer.testing import CliRunner
 
 import lt_zero
 from lt_zero import NotEnoughMemory, Sizes, ZeroConfig, ZeroStrategy
 from lt_zero.cli import app
 from lt_zero.common.garbage import gc_disabled
+from lt_zero.common.tables import show
 from lt_zero.engine.bucket import Bucket
 from lt_zero.memory import Machine, cheapest, check, check_host_memory, limits
-from lt_zero.memory.estimate import settings
+from lt_zero.memory.estimate import settings, settings_table
 from lt_zero.memory.limits import GB, Available, cgroup_limits, host_memory
 from tests.support.lightning_tools import GPT, QUIET
 from tests.support.models import Net
@@ -268,6 +273,38 @@ def test_command_fit() -> None:
     assert run("--params", "7e9", "--fit", "--gpu-gb", "1", "--cpu-gb", "1")[0] == 1
 
 
+def test_a_gpu_is_enough_for_a_fit() -> None:
+    code, text = run("--params", "7B", "--world", "8", "--gpu-gb", "80", "--fit")
+    assert code == 0, text
+    assert "fits: stage 1" in text
+    assert "--cpu-gb" in text
+
+
+def test_the_command_says_what_else_a_process_takes() -> None:
+    text = " ".join(run("--params", "350M", "--device", "cpu", "--world", "2")[1].split())
+    assert re.search(r"resident memory \(RSS\) of a rank is higher, by \d+ MB of Python and libraries", text)
+    assert "about 1.4 GB of gaps" in text
+    assert "RSS" not in run("--params", "350M", "--world", "2")[1]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_table_is_never_cut(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    settings_table(10**8, None, 16, stage=3, console=console)
+    names = Table("module", "elements")
+    names.columns[0].overflow = "fold"
+    names.add_row("base_model.model.language_model.layers.0", "123,456,789")
+    show(names, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    (row,) = [line for line in text.splitlines() if line.split()[:4] == ["3", "*", "nvme", "nvme"]]
+    assert len(re.findall(r"[\d.]+ [MG]B", row)) == 6
+    folded = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
+    assert "".join(folded) == "base_model.model.language_model.layers.0"
+    assert (len(folded) > 1) == (width == 40)
+    assert "123,456,789" in text
+
+
 def test_command_module() -> None:
     code, text = run("--module", "tests.support.models:Net", "--stage", "3", "--device", "cpu")
     assert code == 0
@@ -281,7 +318,11 @@ def test_command_module() -> None:
         (("--module", "tests.support.models"), "pkg.mod:function"),
         (("--module", "tests.support.models:tokens"), "--module"),
         (("--params", "1e9", "--config", "absent.yaml"), "absent.yaml"),
-        (("--params", "1e9", "--fit"), "--cpu-gb"),
+        (("--params", "1e9", "--fit"), "--gpu-gb"),
+        (("--params", "1e9", "--fit", "--device", "cpu"), "--cpu-gb"),
+        (("--params", "7X"), "7B"),
+        (("--params", "nan"), "7B"),
+        (("--params", "1M", "--largest", "2M"), "largest"),
         (("--params", "1e9", "--optimizer", "adma"), "adma"),
     ],
 )

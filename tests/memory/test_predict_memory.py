@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +69,33 @@ def _predict_and_fit(stage: int, precision: str, path: str) -> None:
 )
 def test_a_fit_after_predict_is_the_same(pool: Pool, tmp_path: Path, stage: int, precision: str, files: bool) -> None:
     pool.run(2, _predict_and_fit, stage, precision, str(tmp_path) if files else "")
+
+
+_TRAINS = """
+import sys, psutil, torch, lt_zero
+from lt_zero.memory.limits import peak_rss
+width = 1024
+libraries = psutil.Process().memory_info().rss
+model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(48)])
+config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+forecast = lt_zero.estimate(model, config, device="cpu", saves=False).rank("host")
+engine, *_ = lt_zero.initialize(model=model, config=config)
+for _ in range(4):
+    engine.backward(engine(torch.randn(4, width)).square().mean())
+    engine.step()
+print(libraries, forecast, peak_rss())
+"""
+
+
+@pytest.mark.slow
+def test_what_a_process_takes_beside_its_forecast() -> None:
+    """``lt-zero estimate`` and docs/memory.md name it: libraries, and gaps of about 4 bytes per parameter."""
+    taken = {}
+    for gaps in (True, False):
+        env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+        env |= {} if gaps else {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+        out = subprocess.run([sys.executable, "-c", _TRAINS], env=env, capture_output=True, text=True, check=True)
+        libraries, forecast, peak = map(int, out.stdout.split()[-3:])
+        taken[gaps] = (peak - libraries - forecast) / (48 * 1024 * 1025)  # bytes per parameter
+    assert abs(taken[False]) < 1
+    assert 0 < taken[True] < 6

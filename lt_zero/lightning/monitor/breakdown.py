@@ -12,6 +12,7 @@ from rich.table import Table
 from torch.optim import Optimizer
 
 from lt_zero.common.compat import logged_step
+from lt_zero.common.tables import show
 from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, Span, Times, phase
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.step_metrics import RunObserver, is_due
@@ -183,7 +184,7 @@ class MemoryPhases(RunObserver):
         if self._rows and self._due(number):
             console = Console()
             with console.capture() as text:
-                console.print(memory_table(number, self._rows))
+                show(memory_table(number, self._rows), console)
             module.print(text.get())
             self._shown, self._rows = True, {}
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.module_hooks import Hook
+from lt_zero.common.tables import show
 from lt_zero.config.blocks import FlopsProfiler
 from lt_zero.lightning.monitor.flops import ROOT, Counted, FlopCount, Flops
 
@@ -134,9 +135,9 @@ class Profiler:
         for line in self._totals(times):
             console.print(line, markup=False, soft_wrap=True)
         modules = [m for m in self._modules if block.module_depth == -1 or m.level <= block.module_depth]
-        console.print(self._aggregate(modules, flops, times or {}))
+        show(self._aggregate(modules, flops, times or {}), console)
         if block.detailed:
-            console.print(self._details(modules, flops, times))
+            show(self._details(modules, flops, times), console)
         notes = [f"not counted: {count.problem}"] if count.problem is not None else []
         if count.counted is not None:
             notes.append(_WHAT_IS_COUNTED)
@@ -182,14 +183,14 @@ class Profiler:
         )
         for level in sorted({module.level for module in modules}):
             cells = []
-            for value, show in columns:
+            for value, shown in columns:
                 sums: dict[str, float] = defaultdict(int)
                 for module in modules:
                     if module.level == level:
                         sums[module.kind] += value(module)
                 heaviest = sorted((pair for pair in sums.items() if pair[1]), key=lambda pair: -pair[1])
                 top = heaviest[: self._block.top_modules]
-                cells.append(", ".join(f"{kind} {show(number)}".rstrip() for kind, number in top))
+                cells.append(", ".join(f"{kind} {shown(number)}".rstrip() for kind, number in top))
             table.add_row(str(level), *cells)
         return table
 

@@ -28,6 +28,7 @@ from lt_zero.comm.comm_log import LoggedComm, comm_table
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.progress_bar import set_local_rank
+from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
@@ -118,7 +119,7 @@ class RunMonitor:
 
     def _show_comms(self, comm: LoggedComm) -> None:
         if comm.rank == 0 and (records := comm.log.records(wait=self._clean)):
-            Console(width=None if sys.stdout.isatty() else 160).print(comm_table(records))
+            show(comm_table(records), Console(width=None if sys.stdout.isatty() else 160))
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -211,7 +212,7 @@ def dump_state(run: Run) -> None:
     console = Console()
     text = "\n".join(["Configuration of ZeroStrategy, defaults included:", *config_lines(run.config, "  ")])
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(table)
+    show(table, console)
 
 
 def config_lines(block: BaseModel, indent: str = "") -> list[str]:
