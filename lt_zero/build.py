@@ -23,6 +23,7 @@ from lt_zero.activation.checkpointing import find_modules, install
 from lt_zero.attention.huggingface import install as install_sparse_attention
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import with_index
+from lt_zero.common.arguments import expect
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.garbage import without_gc
@@ -83,6 +84,7 @@ def shard(
         NotEnoughMemory: a machine has too little memory; the module is unchanged.
         RuntimeError: on all ranks, if their models differ.
     """
+    expect(module, nn.Module, "The module of lt_zero.shard", "pass an nn.Module")
     config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module)
     placed = (t.device for t in chain(module.parameters(), module.buffers()) if t.device.type != "meta")
     device = with_index(device or next(placed, torch.device("cpu")))

@@ -20,6 +20,7 @@ from lt_zero.build import shard
 from lt_zero.checkpoint.identity import open_same
 from lt_zero.checkpoint.source import Source
 from lt_zero.comm.communicator import Comm
+from lt_zero.common.arguments import expect
 from lt_zero.common.errors import CheckpointError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import dtype_policy, resolve_mode
@@ -56,6 +57,7 @@ def inference(
         CheckpointError: on all ranks: ``weights`` is no checkpoint, or has other names or shapes than the module.
         NotEnoughMemory: a machine has too little memory; the module is unchanged.
     """
+    expect(module, nn.Module, "The module of lt_zero.inference", "pass an nn.Module")
     chosen, ignored = without_training(config)
     placed = (t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta")
     device = device or next(placed, torch.device("cpu"))

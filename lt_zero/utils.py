@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lt_zero.common.arguments import expect
 from lt_zero.loop import access
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--deepspeed`` and ``--deepspeed_config FILE`` to a script's arguments; ``initialize(args)`` reads them."""
+    expect(parser, argparse.ArgumentParser, "lt_zero.add_config_arguments(parser=...)", "pass an ArgumentParser")
     group = parser.add_argument_group("lt_zero")
     group.add_argument("--deepspeed", action="store_true", help="accepted as in scripts for DeepSpeed")
     group.add_argument("--deepspeed_config", help="the configuration's file")

@@ -7,11 +7,12 @@ Parameters and layouts are those of DeepSpeed's sparse attention (``SparsityConf
 
 from __future__ import annotations
 
+import difflib
 import functools
 import itertools
 import json
 import random
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lt_zero.common.arguments import expect, expect_number
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import Schema
 from lt_zero.config.load import examine
@@ -27,8 +29,24 @@ Attention = Literal["unidirectional", "bidirectional"]
 _S = "sparse_attention"
 
 
+class _ByName(ABCMeta):
+    """Makes patterns from settings that they have, passed by name; DeepSpeed's come after the number of heads."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            text = f"{cls.__name__}({args[0]!r}): settings are passed by name, such as {cls.__name__}(block=16)"
+            raise TypeError(f"{text}; the number of heads is none of them, layouts are made for any.")
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        if unknown := next((name for name in kwargs if name not in known), None):
+            near = difflib.get_close_matches(unknown, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
+            hint = "remove it, layouts are made for any number of heads." if unknown == "num_heads" else hint
+            raise TypeError(f"{cls.__name__}({unknown}={kwargs[unknown]!r}) is no setting of this pattern: {hint}")
+        return super().__call__(**kwargs)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Pattern(ABC):
+class Pattern(metaclass=_ByName):
     """What all patterns have. Values are checked, numbers may be text, and lists become tuples.
 
     Attributes:
@@ -76,6 +94,8 @@ class Pattern(ABC):
         Raises:
             ConfigError: a row has fewer blocks than ``num_random_blocks``.
         """
+        expect_number(heads, "layout(heads=...)", whole=True)
+        expect_number(blocks, "layout(blocks=...)", whole=True)
         if heads < 1 or blocks < 1:
             raise ValueError(f"heads={heads}, blocks={blocks}: a layout has at least one of both.")
         return _layout(self, heads, blocks)
@@ -270,6 +290,8 @@ PATTERNS: Mapping[str, type[Pattern]] = {
 
 def pattern_of(config: Schema) -> Pattern | None:
     """The pattern of a configuration's ``sparse_attention`` block; None without one."""
+    remedy = "pass a ZeroConfig, as ZeroConfig.of makes it of a file or a mapping; or make a pattern, such as Fixed()"
+    expect(config, Schema, "The configuration of pattern_of", remedy)
     block = config.sparse_attention
     return None if block is None else PATTERNS[block.mode](**block.settings)
 

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from lt_zero.attention.flex import flex
 from lt_zero.attention.patterns import Pattern, distinct_layouts, pattern_from_text
 from lt_zero.comm.sequence import ProcessGroup, exchange, gather_tokens, place_in
+from lt_zero.common.arguments import expect, expect_number
 from lt_zero.common.compat import asks_for_tangents
 from lt_zero.ops import attention as ops
 
@@ -61,6 +62,7 @@ def sparse_attention(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
+    _check_types(query, key, value, pattern, key_padding_mask, dropout)
     query, key, value = _for_autocast(query, key, value)
     rank, ranks = place_in(group)
     heads = query.shape[1] if query.dim() == 4 else 0
@@ -262,6 +264,11 @@ class SparseSelfAttention(nn.Module):
         for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
             if mode not in ("add", "mul"):
                 raise ValueError(f'{name}={mode!r} is unknown. Write "add" or "mul".')
+        if sparsity_config is not None:
+            expect(sparsity_config, Pattern, "SparseSelfAttention(sparsity_config=...)", _A_PATTERN)
+        expect_number(dropout, "SparseSelfAttention(dropout=...)")
+        if max_seq_length is not None:
+            expect_number(max_seq_length, "SparseSelfAttention(max_seq_length=...)", whole=True)
         self.pattern, self.dropout, self.group = sparsity_config, dropout, group
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
         self.max_seq_length = max_seq_length
@@ -300,6 +307,10 @@ class SparseSelfAttention(nn.Module):
                 "SparseSelfAttention has no pattern. Pass one (SparseSelfAttention(Fixed(...))), or write the block "
                 "sparse_attention into the configuration and let the strategy shard the model."
             )
+        _check_types(query, key, value, self.pattern, key_padding_mask, self.dropout)
+        for name, mask in (("rpe", rpe), ("attn_mask", attn_mask)):
+            if mask is not None:
+                expect(mask, Tensor, name, "pass a tensor")
         if self.max_seq_length is not None and query.shape[2] > self.max_seq_length:
             raise ValueError(f"max_seq_length={self.max_seq_length}, but the sequence has {query.shape[2]} tokens.")
         padding = key_padding_mask
@@ -338,6 +349,18 @@ class SparseSelfAttention(nn.Module):
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------
+
+
+_A_PATTERN = "pass a pattern, such as lt_zero.attention.Fixed(block=16)"
+
+
+def _check_types(query: Any, key: Any, value: Any, pattern: Any, mask: Any, dropout: Any) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        expect(tensor, Tensor, name, "pass query, key and value as tensors, then the pattern")
+    expect(pattern, Pattern, "pattern", _A_PATTERN)
+    if mask is not None:
+        expect(mask, Tensor, "key_padding_mask", "pass a tensor of shape [batch, length]")
+    expect_number(dropout, "dropout")
 
 
 def _for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -27,6 +27,7 @@ from lt_zero.checkpoint.native.torchfile import Stored, TorchFile, Write
 from lt_zero.checkpoint.open import open_source
 from lt_zero.checkpoint.output import check_space, whole_file, whole_folder
 from lt_zero.checkpoint.source import SavedOptimizer, Source, Spec
+from lt_zero.common.arguments import expect, expect_path
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 
@@ -100,6 +101,10 @@ def export(
         CheckpointError: the checkpoint cannot be read, or the files cannot be written, or the folder has weights;
             existing files are unchanged.
     """
+    if not hasattr(checkpoint, "weights"):
+        remedy = "pass a checkpoint's path. Weights that train are exported by strategy.export"
+        expect(checkpoint, (str, os.PathLike), "lt_zero.export(checkpoint=...)", remedy)
+    expect_path(out, "lt_zero.export(out=...)")
     kind = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if kind is None or kind not in _DTYPES.values():
         raise ValueError(f"dtype must be fp16, bf16, fp32 or fp64, not {dtype}.")

@@ -12,6 +12,7 @@ from typing import Any
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import MANIFEST, find, published_name
 from lt_zero.checkpoint.open import open_source
+from lt_zero.common.arguments import expect_path
 from lt_zero.common.errors import CheckpointError
 
 _MOST = 20  # checkpoints that are opened to find a later one
@@ -28,6 +29,8 @@ def last_checkpoint(*folders: str | os.PathLike[str]) -> str | None:
         Its path; None if there is none, as at the first start. Weights without a training state (``save_weights_only``)
         and incomplete checkpoints are passed over, the latter with a warning.
     """
+    for folder in folders:
+        expect_path(folder, "A folder of lt_zero.last_checkpoint")
     found = {path: written for folder in folders for path, written in _candidates(Path(folder))}
     for path in sorted(found, key=lambda name: (found[name], name), reverse=True):
         try:

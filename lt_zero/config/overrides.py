@@ -43,6 +43,8 @@ def apply(document: Document, overrides: Sequence[str]) -> Document:
     if isinstance(overrides, str):
         text = f"overrides is a list of texts, not the text {overrides!r:.80}"
         raise ConfigError(f'{text}; write ["{_shown(overrides)}"]')
+    if not isinstance(overrides, Sequence) and overrides is not None:
+        raise ConfigError(f'overrides is a list of texts, not {type(overrides).__name__}; write ["key=value"]')
     if not overrides:
         return document
     document = document.copy()

@@ -4,7 +4,7 @@ functions that are called on guarded parameters, and whether the model still has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lt_zero.common.arguments import expect, wrong
 from lt_zero.common.compat import in_transform, without_torch_function
 from lt_zero.common.module_hooks import Hook
 from lt_zero.common.progress_bar import progress_bar
@@ -20,6 +21,23 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import HANDS_OUT, owner_of
 from lt_zero.engine.lazy_tensor import AbsentTensor
 from lt_zero.engine.materialize import ConstructionSharder
+
+
+def _parameters_of(target: Any) -> list[Parameter]:
+    """What a user passed to ``gathered``, one by one.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    remedy = "pass a module, a parameter of it, or several"
+    if isinstance(target, Parameter):
+        return [target]
+    if not isinstance(target, (nn.Module, Iterable)) or isinstance(target, (str, Mapping)):
+        raise wrong("The target of lt_zero.gathered", target, remedy)
+    found = list(target.parameters() if isinstance(target, nn.Module) else target)
+    for item in found:
+        expect(item, Tensor, "A target of lt_zero.gathered", remedy)
+    return found
 
 
 @contextmanager
@@ -38,12 +56,10 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
         RuntimeError: on all ranks, if some do not enter and something is to be gathered or written; or at the end, if
             parameters that are not an engine's yet were changed without ``write``.
     """
-    if isinstance(target, nn.Module):
-        target = target.parameters()
     found: dict[Bucket, Engine] = {}
     held: dict[Bucket, bool] = {}  # -> whether it was gathered; a bucket in use outside of this context is not held
     built: dict[ConstructionSharder, list[Parameter]] = {}
-    for parameter in [target] if isinstance(target, Parameter) else target:
+    for parameter in _parameters_of(target):
         engine: Any = owner_of(parameter)
         if isinstance(engine, ConstructionSharder):
             built.setdefault(engine, []).append(parameter)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import nn
 
+from lt_zero.common.arguments import expect
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of
@@ -91,6 +92,7 @@ def synced(module: nn.Module) -> Iterator[None]:
     Raises:
         RuntimeError: on all ranks, if one of them fails inside, or if ranks run different modules.
     """
+    expect(module, nn.Module, "lt_zero.synced(module=...)", "pass the sharded model, or a part of it")
     found = {id(owner): owner for owner in map(owner_of, module.parameters()) if isinstance(owner, Engine)}
     for engine in found.values():
         engine.refuse_inside_units("lt_zero.synced")

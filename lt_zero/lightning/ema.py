@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lt_zero.common.arguments import expect_number
 from lt_zero.lightning.strategy import ZeroStrategy
 from lt_zero.memory.check import check_optimizers
 from lt_zero.step.average import WeightAverage
@@ -25,10 +26,13 @@ class EMA(pl.Callback):
         start_step: number of optimizer steps before the first update.
 
     Raises:
-        ValueError: an argument is out of range.
+        TypeError, ValueError: an argument is no number, or out of range.
     """
 
     def __init__(self, decay: float = 0.999, every_n_steps: int = 1, start_step: int = 0) -> None:
+        expect_number(decay, "EMA(decay=...)")
+        expect_number(every_n_steps, "EMA(every_n_steps=...)", whole=True)
+        expect_number(start_step, "EMA(start_step=...)", whole=True)
         for name, value, good in (
             ("decay", decay, 0 <= decay <= 1),
             ("every_n_steps", every_n_steps, every_n_steps >= 1),

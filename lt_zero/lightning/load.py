@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from lt_zero.checkpoint.native.load import as_lightning
 from lt_zero.checkpoint.native.save import KEY
 from lt_zero.checkpoint.open import open_source
+from lt_zero.common.arguments import expect, expect_path
 from lt_zero.common.compat import module_from_checkpoint
 from lt_zero.engine.lazy_tensor import read_now
 
@@ -42,6 +43,8 @@ def load_from_checkpoint(
         CheckpointError: there is no checkpoint, or it is damaged.
         RuntimeError: names or shapes do not agree, or frozen parameters were not saved.
     """
+    expect(cls, type, "lt_zero.load_from_checkpoint(cls=...)", "pass the class of the module first, then the path")
+    expect_path(path, "lt_zero.load_from_checkpoint(path=...)")
     source = open_source(path)
     checkpoint = as_lightning(source, weights_only)
     own = checkpoint.get(KEY, {})

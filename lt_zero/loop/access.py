@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from lt_zero.checkpoint.native.pieces import Fragment, states_of
 from lt_zero.comm.shared_memory import wide
+from lt_zero.common.arguments import expect
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.compressed_momentum import CompressedMomentum
 from lt_zero.engine.engine import Engine
@@ -242,6 +243,8 @@ def set_local_state(parameter: Parameter, value: Tensor | None, key: str) -> Non
 
 
 def _checked(bucket: Bucket, index: int, piece: Piece, value: Tensor | None) -> Tensor:
+    if value is not None:
+        expect(value, Tensor, f"The value for {_name(bucket, index)!r}", "pass a tensor of this rank's elements")
     if value is None or value.numel() != piece.numel:
         found = "none" if value is None else value.numel()
         raise ValueError(
@@ -299,6 +302,7 @@ def _piece(parameter: Parameter) -> tuple[Engine, Bucket, Piece | None]:
 
 def _place(parameter: Parameter, call: str) -> tuple[Engine, Bucket, int]:
     """The engine of a parameter, its bucket and its index there. Collective if ``call`` is not ""."""
+    expect(parameter, Tensor, "The parameter", "pass one of model.parameters()")
     engine: Any = owner_of(parameter)
     if not isinstance(engine, Engine) or id(parameter) not in engine.owner:
         raise ValueError(
@@ -315,6 +319,7 @@ def _name(bucket: Bucket, index: int) -> str:
 
 
 def _check_shape(bucket: Bucket, index: int, value: Tensor) -> None:
+    expect(value, Tensor, f"The value for {_name(bucket, index)!r}", "pass a tensor of the parameter's shape")
     if tuple(value.shape) != tuple(bucket.shapes[index]):
         text = f"has shape {tuple(bucket.shapes[index])}, and the value {tuple(value.shape)}: pass the full tensor"
         raise ValueError(f"{_name(bucket, index)!r} {text}.")

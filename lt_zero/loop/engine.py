@@ -47,6 +47,7 @@ from lt_zero.checkpoint.native.restore import (
 from lt_zero.checkpoint.native.save import LOOP, bundle, make_place, write
 from lt_zero.comm.communicator import Comm, together
 from lt_zero.comm.process_groups import closing_if_unanswered, init_distributed, own_gpu
+from lt_zero.common.arguments import expect, expect_path, wrong
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import without_gc
@@ -109,6 +110,7 @@ def initialize(
     if model is None or given is None:
         lacks = "model" if model is None else "config"
         raise ValueError(f"lt_zero.initialize needs {lacks}=..., and got none. Pass it.")
+    expect(model, nn.Module, "lt_zero.initialize(model=...)", "pass an nn.Module")
     loaded = examine(given, for_run=True)
     made = loaded.usable()
     if dist_init_required is not False:
@@ -175,10 +177,19 @@ class TrainingEngine(nn.Module):
     @together
     def set_up(self, optimizer: Any, parameters: Iterable[Any] | None, schedule: Any) -> None:
         """Shard the optimizer that was given or is configured, and make the schedule. Collective."""
+        if parameters is not None and (isinstance(parameters, str) or not isinstance(parameters, Iterable)):
+            remedy = "pass parameters or parameter groups, such as model.parameters()"
+            raise wrong("lt_zero.initialize(model_parameters=...)", parameters, remedy)
         block, wanted = self._config.optimizer, list(parameters) if parameters is not None else None
         if optimizer is not None and block is not None:
             text = f"optimizer.type={block.type!r} is configured, and initialize got an optimizer, too. Remove one."
             raise ConfigError.about("optimizer.type", text)
+        expects = "pass a torch.optim.Optimizer, or a function that makes one of the parameters"
+        if optimizer is not None and not callable(optimizer):
+            expect(optimizer, Optimizer, "lt_zero.initialize(optimizer=...)", expects)
+        if schedule is not None and not hasattr(schedule, "step") and not callable(schedule):
+            remedy = "pass a schedule, or a function that makes one"
+            raise wrong("lt_zero.initialize(lr_scheduler=...)", schedule, remedy)
         if callable(optimizer) and not isinstance(optimizer, Optimizer):
             with without_torch_function():  # guards would intercept each access
                 trained = wanted or [p for p in self.module.parameters() if p.requires_grad]
@@ -245,6 +256,7 @@ class TrainingEngine(nn.Module):
         """
         if self._sharded is None:
             raise RuntimeError("engine.backward needs an optimizer: pass one to lt_zero.initialize, or configure one.")
+        expect(loss, Tensor, "The loss of engine.backward", "pass a tensor with one element")
         scaled = self.scale(loss)
         with self.engine.backward_pass():
             (scaled if scale_wrt_gas else scaled * self._gas).backward(retain_graph=retain_graph)
@@ -417,6 +429,7 @@ class TrainingEngine(nn.Module):
         Raises:
             CheckpointError: on all ranks; earlier checkpoints are kept.
         """
+        expect_path(save_dir, "engine.save_checkpoint(save_dir=...)")
         tag = tag or f"global_step{self.global_steps}"
         self.loss_scale_controller.read_skip_flag()
         engine, comm = self.engine, self.comm
@@ -475,6 +488,7 @@ class TrainingEngine(nn.Module):
         Raises:
             CheckpointError: on all ranks; before anything is loaded if the optimizer does not fit.
         """
+        expect_path(load_dir, "engine.load_checkpoint(load_dir=...)")
         comm = self.comm
         if tag is None:
             with comm.agree("reading the latest checkpoint's name", CheckpointError):

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lt_zero import optim
+from lt_zero.common.arguments import expect_number, wrong
 from lt_zero.common.numbers import count_of
 from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
@@ -121,6 +122,10 @@ def _planned(
 ) -> tuple[EnginePlan, ZeroConfig, DtypePolicy, Setup]:
     """The plan of a run, its configuration, precision and setup; arguments as for ``estimate``."""
     config = ZeroConfig.of(config)
+    counts = {"world": world, "ranks_per_node": ranks_per_node, "accumulate_grad_batches": accumulate_grad_batches}
+    for name, count in counts.items():
+        if count is not None or name != "ranks_per_node":
+            expect_number(count, f"estimate({name}=...)", whole=True)
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device={device!r} is not 'cuda' or 'cpu'.")
     if precision is not None and precision not in MODES:
@@ -206,6 +211,8 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, bool]:
         except TypeError as error:
             raise ValueError(f"optimizer={name!r} has no defaults ({error}). Pass an instance.") from error
         assert isinstance(optimizer, Optimizer)
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        raise wrong("optimizer", optimizer, "pass a name such as 'adam', an instance, or bytes per parameter")
     counts = states_by_group(optimizer)
     sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
     mean = sum(count * size for count, size in zip(counts, sizes, strict=True)) / max(1, sum(sizes))

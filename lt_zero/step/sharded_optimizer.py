@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lt_zero.common.arguments import expect
 from lt_zero.common.compat import bare_step, version_of
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.engine.bucket import Bucket
@@ -132,6 +133,8 @@ class ShardedOptimizer(ProcessLocal):
     """
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        expect(engine, Engine, "ShardedOptimizer(engine=...)", "pass what lt_zero.shard returns")
+        expect(optimizer, Optimizer, "ShardedOptimizer(optimizer=...)", "pass a torch.optim.Optimizer")
         self.fragments = Fragments(engine, optimizer)
         self.options = StepOptions(self.fragments)
         engine.same_on_ranks.begin(self.options)

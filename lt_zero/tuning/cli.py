@@ -321,7 +321,7 @@ def print_table(tuner: Tuner, best: Candidate, console: Console, loads: str) -> 
     spread = max(found.spread for found in fitting.values())
     if spread > MOST_NOISE:
         line = f"The machine did other work: the two fastest runs of a candidate differ by {spread:.0%}, so the order"
-        console.print(f"{line} above is not certain.", style="yellow")
+        console.print(f"{line} above is not certain: the simplest of what may be fastest is suggested.", style="yellow")
 
 
 def text_of(tuner: Tuner, best: Candidate) -> str:

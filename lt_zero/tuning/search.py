@@ -12,7 +12,7 @@ Note [Search]
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -76,6 +76,17 @@ class Measured:
         """By how much its second fastest run was slower, as a share."""
         fastest, *others = sorted(map(median, self.runs))
         return others[0] / fastest - 1 if others else 0.0
+
+
+def choose(measured: Mapping[Candidate, Measured], complexity: Callable[[Candidate], Any]) -> Candidate:
+    """The simplest candidate that is not certainly slower than the fastest.
+
+    Two candidates are told apart only by more than the runs of either differ among themselves.
+    """
+    best = min(measured, key=lambda candidate: measured[candidate].seconds)
+    fastest, noise = measured[best].seconds, max(_LEAST_NOISE, measured[best].spread)
+    near = [one for one, found in measured.items() if found.seconds <= fastest * (1 + max(noise, found.spread))]
+    return min(near, key=complexity)
 
 
 class Tuner:
@@ -299,11 +310,7 @@ class Tuner:
                 break
             for candidate in finalists:
                 self.measure(candidate)
-        noise = median(self.measured[candidate].spread for candidate in finalists)
-        margin = 1 + min(MOST_NOISE, max(_LEAST_NOISE, noise))
-        fastest = min(self.measured[candidate].seconds for candidate in finalists)
-        near = [candidate for candidate in finalists if self.measured[candidate].seconds <= margin * fastest]
-        return min(near, key=self._complexity)
+        return choose({one: self.measured[one] for one in found if self.fits(one)}, self._complexity)
 
     def _complexity(self, candidate: Candidate) -> tuple[int, ...]:
         ladder = list(dict.fromkeys(plan.setting for plan in self.facts.plans))

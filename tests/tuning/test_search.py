@@ -14,7 +14,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine
 from lt_zero.memory.estimate import Setting, settings
 from lt_zero.tuning.cli import text_of
-from lt_zero.tuning.search import Outcome, Tuner, TuningError
+from lt_zero.tuning.search import Measured, Outcome, Tuner, TuningError, choose
 from lt_zero.tuning.space import Candidate, Facts, Plan, configured
 
 BASE: dict[str, Any] = {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}
@@ -149,6 +149,23 @@ def test_a_first_run_without_memory_is_repeated_with_what_needs_least() -> None:
 def test_differences_below_the_noise_do_not_count() -> None:
     _, chosen = tuned(Script(lambda candidate: 1.0 + 0.001 * (3 - candidate.setting.stage)))
     assert chosen == Candidate(Setting(0)), "stage 3 is 0.3 % faster"
+
+
+@pytest.mark.parametrize(
+    ("runs", "stage"),  # seconds of each run, by stage
+    [
+        ({0: [2.0, 2.1], 1: [1.5, 1.52], 2: [1.0, 2.32]}, 0),  # 132 % between runs of the fastest
+        ({0: [2.5, 2.5], 1: [1.5, 1.52], 2: [1.0, 2.32]}, 1),
+        ({0: [2.0, 5.0], 1: [1.5, 1.52], 2: [1.0, 1.01]}, 0),  # of the simpler one
+        ({0: [1.5], 1: [1.04, 1.06], 2: [1.0, 1.05]}, 1),
+        ({0: [1.5], 1: [1.06, 1.06], 2: [1.0, 1.05]}, 2),
+        ({0: [1.019], 1: [1.0, 1.0]}, 0),
+        ({0: [1.021], 1: [1.0, 1.0]}, 1),
+    ],
+)
+def test_the_simplest_within_the_spread(runs: dict[int, list[float]], stage: int) -> None:
+    measured = {Candidate(Setting(one)): Measured([(run,) * 3 for run in found]) for one, found in runs.items()}
+    assert choose(measured, lambda candidate: candidate.setting.stage) == Candidate(Setting(stage))
 
 
 def test_finalists_run_in_turns() -> None:
