@@ -1,0 +1,114 @@
+"""The fault campaign: ``python -m tests.faults --seed 1 --out FILE``; see docs/internals/faults.md."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.faults import tree
+from tests.faults.case import Case
+from tests.faults.runner import LIMIT_S, Result, Runner, table
+from tests.support.paths import ROOT
+
+KINDS = ["processes"]  # modules of this folder that have ``cases(seed)``
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description="Give faults to real runs.")
+    parser.add_argument("--seed", type=int, default=1, help="of the choice of cases")
+    parser.add_argument("--out", type=Path, help="the file to write the table to; it is printed in any case")
+    parser.add_argument("--only", metavar="TEXT", help="cases whose group or name has this text")
+    parser.add_argument("--list", action="store_true", help="print the cases")
+    parser.add_argument("--beside", type=int, default=2, help="cases at a time")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a case")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of failed cases")
+    chosen = parser.parse_args(arguments)
+    cases = [case for kind in KINDS for case in importlib.import_module(f"tests.faults.{kind}").cases(chosen.seed)]
+    cases = [case for case in cases if chosen.only is None or chosen.only in f"{case.group}: {case.name}"]
+    if chosen.list:
+        print("\n".join(f"{case.group}: {case.name}" for case in cases))
+        return 0
+    return _campaign(cases, chosen)
+
+
+def _campaign(cases: list[Case], chosen: argparse.Namespace) -> int:
+    began, shared, mounts = time.monotonic(), set(os.listdir("/dev/shm")), _mounts()
+    folder = Path(tempfile.mkdtemp(prefix="lt-zero-faults-"))
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    tree.adopt()
+    _preload()
+    results = Runner(folder, chosen.beside, chosen.limit, lambda line: print(line, flush=True), chosen.keep).run(cases)
+    left = _left(temporary, shared, mounts)
+    if not chosen.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    text = _report(results, left, chosen, time.monotonic() - began)
+    print(text)
+    if chosen.out is not None:
+        chosen.out.write_text(text, encoding="utf-8")
+    return int(bool(left) or not all(result.outcome.ok for result in results))
+
+
+def _preload() -> None:
+    """Import once what the processes of cases need, which are forked from this one."""
+    importlib.import_module("tests.support.preload")
+    for name in ("lt_zero.loop.engine", "lt_zero.lightning.strategy", "lt_zero.lightning.fabric", "lt_zero.cli"):
+        importlib.import_module(name)
+    importlib.import_module("torch.distributed.run")
+    gc.collect()
+    gc.freeze()
+
+
+def _mounts() -> set[str]:
+    return {line.split()[1] for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()}
+
+
+def _left(temporary: Path, shared: set[str], mounts: set[str]) -> list[str]:
+    """What the cases have left on the machine."""
+    left = [f"process {pid}: {tree.command_of(pid)}" for pid in tree.descendants(os.getpid())]
+    left += [f"temporary file {path}" for path in temporary.iterdir()]
+    left += [f"mount {path}" for path in sorted(_mounts() - mounts)]
+    left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - shared)]
+    tree.end_all(os.getpid())
+    return left
+
+
+def _report(results: list[Result], left: list[str], chosen: argparse.Namespace, seconds: float) -> str:
+    import lightning
+    import torch
+
+    failed = sum(not result.outcome.ok for result in results)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    only = f" --only {chosen.only!r}" if chosen.only else ""
+    facts = [
+        f"- command: `python -m tests.faults --seed {chosen.seed}{only}`, {seconds / 60:.1f} minutes",
+        f"- machine: {_cpu()}, {os.cpu_count()} cores, {platform.release()}",
+        f"- versions: commit {commit.stdout.strip() or '?'}, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"lightning {lightning.__version__}",
+        f"- left over: {'; '.join(left) or 'nothing'}",
+    ]
+    verdict = f"{len(results)} faults, {failed} broke a promise."
+    return "\n".join(["# Fault campaign", "", verdict, "", *facts, "", table(results)])
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

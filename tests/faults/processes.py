@@ -1,0 +1,141 @@
+"""Faults of processes: signals, exits and exceptions at every point of a run, on each rank and face."""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import partial
+from pathlib import Path
+
+from tests.faults import runs
+from tests.faults.case import Case, Outcome
+from tests.faults.runs import Hang, Run, Setting
+
+COUNT = 90
+SETTINGS = [
+    Setting("trainer", 3),
+    Setting("trainer", 1),
+    Setting("trainer", 0, full=True),
+    Setting("trainer", 3, nvme=("offload_optimizer", "offload_param")),
+    Setting("fabric", 2),
+    Setting("fabric", 3, cpu=True),
+    Setting("fabric", 0),
+    Setting("loop", 3),
+    Setting("loop", 1),
+    Setting("loop", 2, nvme=("offload_optimizer",)),
+]
+EVERYWHERE = [
+    "set-up",
+    "middle of load",
+    "first forward",
+    "forward",
+    "backward",
+    "clip",
+    "step",
+    "validation",
+    "before save",
+    "middle of save",
+    "before export",
+    "teardown",
+    "exit",
+]
+RANK_0 = ["manifest", "before rename", "after rename", "middle of export", "rename of export"]
+SIGNALS = ["SIGKILL", "SIGTERM", "SIGINT", "SIGSEGV", "SIGSTOP"]
+FAULTS = [*SIGNALS, "os._exit(3)", "os._exit(0)", "sys.exit(1)", "sys.exit(0)", "ValueError", "MemoryError"]
+FAULTS += ["KeyboardInterrupt"]
+IN_THREADS = ["middle of load", "middle of save"]  # where a thread of the package calls the system
+OF_MAIN = ["sys.exit(1)", "sys.exit(0)", "KeyboardInterrupt"]  # what only the main thread gets
+_GROUPS = {"SIGKILL": "kills", "SIGSTOP": "stops", "SIGTERM": "signals", "SIGINT": "signals", "SIGSEGV": "signals"}
+
+
+def cases(seed: int) -> list[Case]:
+    """So many of all combinations that each point, fault, rank, face and launcher occurs several times."""
+    chance = random.Random(seed)
+    points = [*EVERYWHERE, *RANK_0, "start"]
+    deck: list[tuple[str, str]] = []
+    while len(deck) < COUNT:  # each fault with each point is as likely as any other, and each point comes as often
+        faults = FAULTS * (len(points) // len(FAULTS) + 1)
+        chance.shuffle(faults)
+        deck += list(zip(points, faults, strict=False))
+    made, seen = list[Case](), set[str]()
+    settings = list[Setting]()
+    for point, fault in deck[:COUNT]:
+        if point in IN_THREADS and fault in OF_MAIN:
+            fault = "SIGKILL"
+        if not settings:
+            settings = chance.sample(SETTINGS, len(SETTINGS))
+        setting = settings.pop()
+        rank = 0 if point in RANK_0 else chance.randrange(runs.RANKS)
+        launcher = _launcher(setting, point, chance)
+        name = f"{fault}, {point}, rank {rank}, {setting.name}, {launcher}"
+        if name in seen:
+            continue
+        seen.add(name)
+        made.append(
+            Case(_GROUPS.get(fault, "exits and errors"), name, partial(_case, setting, launcher, point, fault, rank))
+        )
+    return made
+
+
+def _launcher(setting: Setting, point: str, chance: random.Random) -> str:
+    real = "torchrun" if setting.face == "loop" or chance.random() < 0.25 else "lightning"
+    return real if point == "start" or chance.random() < 0.5 else "variables"
+
+
+def _case(setting: Setting, launcher: str, point: str, fault: str, rank: int, folder: Path) -> Outcome:
+    wanted = runs.reference(folder.parent, setting)
+    wanted.give(folder)
+    try:
+        done = runs.run(folder, setting, runs.UNTIL, launcher, point=point, fault=fault, rank=rank)
+    except Hang as hang:
+        return Outcome(False, "hang", str(hang))
+    if done.gone is None:
+        return Outcome(False, "the point was not reached", done.evidence())
+    what, problem = judge(done, launcher, fault, rank)
+    if problem:
+        return Outcome(False, problem, done.evidence())
+    if problem := _export(folder):
+        return Outcome(False, problem, done.evidence())
+    problem, evidence = runs.goes_on(folder, setting, wanted)
+    if problem:
+        return Outcome(False, problem, f"{evidence['evidence']}\n=== the disturbed run\n{done.evidence()}")
+    return Outcome(True, what)
+
+
+def judge(done: Run, launcher: str, fault: str, rank: int) -> tuple[str, str]:
+    """In words what has come of a run, or what is wrong with it."""
+    sums = done.sums()
+    if None not in sums and len(set(sums)) > 1:
+        return "", "ranks have different weights"
+    if fault == "SIGSTOP":
+        fine = None not in sums and not any(done.codes)
+        return "went on", "" if fine else "a stopped rank ended the run"
+    other = 1 - rank
+    if sums[other] is not None:
+        return "the other rank finished", ""
+    if sums[rank] is None and fault in ("SIGTERM", "SIGINT", "KeyboardInterrupt") and _stopped(done):
+        return "all ranks stopped together", ""
+    line = done.last_line(other)
+    cause = "broken on purpose" if fault in ("ValueError", "MemoryError") else ""
+    if re.search(rf"[Rr]ank {rank}\b", line) and cause in line:
+        return "the last line names rank and cause", ""
+    if launcher == "torchrun" and re.search(rf"rank\s*: {rank} ", done.launcher):
+        return "torchrun names the rank", ""
+    return "", f"the last line of rank {other} does not name rank {rank}: {line[:200]!r}"
+
+
+def _stopped(done: Run) -> bool:
+    """Whether a signal to one rank has ended all of them by the Trainer's own doing."""
+    return all("SIGTERM" in log or "KeyboardInterrupt" in log for log in done.logs)
+
+
+def _export(folder: Path) -> str:
+    """What is wrong with the exported file, which is the old or the new one."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found = load_file(folder / "weights.safetensors")
+    except (SafetensorError, OSError) as error:
+        return f"the exported file is damaged: {error}"
+    return "" if len(found) == 14 and all(bool(v.isfinite().all()) for v in found.values()) else "weights are lost"

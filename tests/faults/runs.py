@@ -1,0 +1,228 @@
+"""Runs of script.py on two ranks: how they are started, what they leave, and what they have to come to."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.faults import tree
+from tests.support.launchers import environment, free_port
+from tests.support.paths import ROOT
+
+SCRIPT = str(ROOT / "tests" / "faults" / "script.py")
+RANKS = 2
+AFTER, UNTIL, END = 2, 4, 6  # steps: where a disturbed run begins and ends, and where the one that goes on from it ends
+BOUND_S = 45.0  # from a fault until no process is left, on a busy machine; seconds on an idle one
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A face with a configuration.
+
+    Attributes:
+        nvme: which of ``offload_optimizer`` and ``offload_param`` rest in files of the run's folder.
+    """
+
+    face: str
+    stage: int
+    nvme: tuple[str, ...] = ()
+    cpu: bool = False
+    full: bool = False
+
+    @property
+    def name(self) -> str:
+        rest = [f"{self.face} stage {self.stage}"]
+        return " ".join(rest + ["nvme"] * bool(self.nvme) + ["offload"] * self.cpu + ["file"] * self.full)
+
+    def keys(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The ``zero_optimization`` block, and the other keys."""
+        zero: dict[str, Any] = {"stage": self.stage, "stage3_param_persistence_threshold": 0}
+        for name in self.nvme:
+            zero[name] = {"device": "nvme", "nvme_path": str(folder / "nvme")}
+        if self.cpu:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        form = {} if self.face == "loop" else {"checkpoint": {"format": "full" if self.full else "sharded"}}
+        return zero, form
+
+
+@dataclass
+class Run:
+    """What has come of a run.
+
+    Attributes:
+        codes: exit codes of the processes that were started here, in their order.
+        logs: what each rank has printed, and the launcher.
+        gone: seconds from the fault until no process was left; None: there was no fault.
+    """
+
+    folder: Path
+    codes: list[int]
+    logs: list[str]
+    launcher: str
+    gone: float | None = None
+
+    def sums(self) -> list[str | None]:
+        """What the weights of each rank have come to; None if it has not got so far."""
+        found = [re.findall(r'RESULT \{.*"sum": "(\w+)"\}', text) for text in self.logs]
+        return [matches[-1] if matches else None for matches in found]
+
+    def last_line(self, rank: int) -> str:
+        lines = [line.strip() for line in self.logs[rank].splitlines() if line.strip()]
+        return lines[-1] if lines else ""
+
+    def evidence(self) -> str:
+        """The ends of all outputs."""
+        parts = {"launcher": self.launcher} | {f"rank {rank}": text for rank, text in enumerate(self.logs)}
+        ends = (f"--- {name}\n" + "\n".join(text.splitlines()[-22:]) for name, text in parts.items() if text)
+        return f"exit codes {self.codes}\n" + "\n".join(ends)
+
+
+class Hang(Exception):
+    """Processes were still there when they had to be gone."""
+
+
+def run(folder: Path, setting: Setting, until: int, launcher: str = "variables", **fault: Any) -> Run:
+    """Run the script in a folder until its end, or until a fault ends it.
+
+    Args:
+        launcher: "variables" (two ranks with torchrun's variables), "lightning" or "torchrun".
+        fault: ``point``, ``fault``, ``rank``, ``value`` of its plan.
+
+    Raises:
+        Hang: its processes have not ended; they are ended here.
+    """
+    (folder / "nvme").mkdir(exist_ok=True)
+    for path in [*folder.glob("*.log"), folder / "fault.json"]:
+        path.unlink(missing_ok=True)
+    zero, more = setting.keys(folder)
+    plan = {"folder": str(folder), "face": setting.face, "zero": zero, "more": more, "until": until, **fault}
+    arguments, env, log = [json.dumps(plan)], environment(GLOO_SOCKET_IFNAME="lo"), folder / "launcher.log"
+    if launcher == "torchrun":
+        options = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=0"]
+        pids = [tree.fork_script("torch.distributed.run", [*options, SCRIPT, *arguments], env, log, module=True)]
+    elif launcher == "lightning":
+        pids = [tree.fork_script(SCRIPT, arguments, env, log)]
+    else:
+        named = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
+        named |= {"LOCAL_WORLD_SIZE": str(RANKS), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "faults"}
+        numbers = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(RANKS))
+        pids = [tree.fork_script(SCRIPT, arguments, env | named | number, log) for number in numbers]
+    codes, gone = _wait(folder, pids)
+    texts = [_text(folder / f"rank{rank}.log") for rank in range(RANKS)]
+    return Run(folder, codes, texts, _text(log), gone)
+
+
+def _wait(folder: Path, pids: list[int]) -> tuple[list[int], float | None]:
+    """Wait until no process is left; the exit codes, and the seconds since the fault."""
+    codes: dict[int, int] = {}
+    began, told = time.time(), folder / "fault.json"
+    while tree.descendants(os.getpid()) or codes.keys() < set(pids):  # whose threads may end later
+        codes |= tree.reap()
+        since = json.loads(told.read_text(encoding="utf-8") or "{}").get("time") if told.exists() else None
+        if time.time() - (since or began) > (BOUND_S if since else 2 * BOUND_S):
+            alive = [f"{pid} {tree.command_of(pid)}" for pid in tree.descendants(os.getpid())]
+            stacks = _dump(folder)
+            tree.end_all(os.getpid())
+            raise Hang(f"{BOUND_S:.0f} s after {told.name}: {alive}\n{stacks}")
+        time.sleep(0.03)
+    since = json.loads(told.read_text(encoding="utf-8"))["time"] if told.exists() else None
+    return [codes[pid] for pid in pids], time.time() - since if since else None
+
+
+def _dump(folder: Path) -> str:
+    for pid in tree.descendants(os.getpid()):
+        if tree.catches(pid, tree.DUMP):
+            tree.send(pid, tree.DUMP)
+    time.sleep(0.5)
+    return "\n".join(f"--- {path.name}\n{_text(path)[-5000:]}" for path in sorted(folder.glob("*.log")))
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def verify(path: Path, folder: Path) -> str:
+    """What is wrong with a checkpoint as ``lt-zero verify`` finds it; "" if nothing."""
+    from lt_zero.checkpoint.native.directory import find
+
+    found = Path(find(path))
+    if not found.exists():
+        return f"there is no {path}: {sorted(p.name for p in path.parent.iterdir())}"
+    if found.is_file():
+        return ""  # of torch.save; the run that goes on reads it
+    log = folder / "verify.log"
+    pid = tree.fork_script("lt_zero.cli", ["verify", str(found)], environment(), log, module=True)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return "" if code == 0 else f"lt-zero verify: {code}\n{_text(log)}"
+
+
+@dataclass
+class Reference:
+    """An undisturbed run: its first checkpoint, its export, and what its weights have come to at the end."""
+
+    folder: Path
+    end: str = field(default="")
+
+    def give(self, folder: Path) -> None:
+        """Copy the first checkpoint and the export to a run's folder."""
+        base = self.folder / "base"
+        if base.is_dir():
+            shutil.copytree(base, folder / "last")
+        else:
+            shutil.copy(base, folder / "last")
+        shutil.copy(self.folder / "weights.safetensors", folder)
+
+
+def reference(campaign: Path, setting: Setting) -> Reference:
+    """The undisturbed run of a setting, made once in a campaign."""
+    folder = campaign / "references" / setting.name.replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / "lock"):
+        if not (folder / "end").exists():
+            done = run(folder, setting, END, point="none")
+            sums = done.sums()
+            if None in sums or len(set(sums)) > 1 or any(done.codes):
+                raise AssertionError(f"The undisturbed run failed.\n{done.evidence()}")
+            (folder / "end").write_text(str(sums[0]), encoding="utf-8")
+    return Reference(folder, (folder / "end").read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def goes_on(folder: Path, setting: Setting, wanted: Reference, **env: Any) -> tuple[str, Mapping[str, Any]]:
+    """What is wrong with a run that goes on from what another has left; "" if it comes to the same weights.
+
+    Returns:
+        the problem, and its evidence as ``{"evidence": ...}``.
+    """
+    problem = verify(folder / "last", folder)
+    if problem:
+        return "no complete checkpoint", {"evidence": problem}
+    done = run(folder, setting, END)
+    sums = done.sums()
+    if sums != [wanted.end] * RANKS or any(done.codes):
+        told = f"wanted {wanted.end}, got {sums}"
+        return "the resumed run differs" if None not in sums else "the resumed run fails", {
+            "evidence": told + "\n" + done.evidence()
+        }
+    if left := sorted(
+        path.name for path in folder.iterdir() if path.name.startswith(".") or path.name.endswith(".partial")
+    ):
+        return "something is left beside the checkpoint", {"evidence": str(left)}
+    if left := sorted(str(path) for path in (folder / "nvme").iterdir()):
+        return "something is left in the offload folder", {"evidence": str(left)}
+    return "", {}
