@@ -88,6 +88,7 @@ class EndedRanks:
         hosts: the name of each rank's host, for messages; [] if they are not known.
         posted: whether this rank has told of its end.
         lost: ranks to which the connection was lost, and the kernel's word for it.
+        server_gone: whether the process of global rank 0, which may serve the store, was found to have ended.
     """
 
     def __init__(self, store: Store, ranks: list[int], rank: int, host: dist.ProcessGroup, watch: Watch) -> None:
@@ -96,7 +97,7 @@ class EndedRanks:
         self._host, self._watch = host, watch
         self.hosts: list[str] = []
         self.lost: dict[int, str] = {}
-        self.posted = False
+        self.posted = self.server_gone = False
         self.scopes: list[str] = []  # the current run, and the operation in it
         self._begun: Counter[str] = Counter()
         self._scope: str | None = None  # what has ended, as this rank has told
@@ -211,6 +212,7 @@ class EndedRanks:
         try:
             dist.isend(torch.zeros(1), self._ranks[rank], self._host, tag=_PROBE_TAG)
         except (RuntimeError, ValueError) as error:  # closed, or the group is destroyed
+            self.server_gone |= self._ranks[rank] == 0 and not isinstance(error, ValueError)
             if (lost := _UNREACHABLE.search(str(error))) is not None:
                 self.lost[rank] = lost[0]
             return True

@@ -492,7 +492,8 @@ class _Reporter:
         """Context of the thread: it is counted among those that poll the store."""
         self._store.add("listening", 1)
         yield
-        if not _is_removed(self._store):
+        # The client of a store whose process has ended logs pages after the error that names the rank.
+        if not _is_removed(self._store) and not self._ends.server_gone:
             self._store.add("listening", -1)
 
     def read_verdict(self) -> bool:

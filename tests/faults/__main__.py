@@ -18,10 +18,12 @@ from pathlib import Path
 
 from tests.faults import tree
 from tests.faults.case import Case
+from tests.faults.disks import SHIM
 from tests.faults.runner import LIMIT_S, Result, Runner, table
 from tests.support.paths import ROOT
 
-KINDS = ["processes"]  # modules of this folder that have ``cases(seed)``
+KINDS = ["processes", "memory", "disks", "powercut"]  # modules of this folder that have ``cases(seed)``
+FOLDER = "LT_ZERO_FAULTS_FOLDER"  # the variable with the campaign's folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,12 +41,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.list:
         print("\n".join(f"{case.group}: {case.name}" for case in cases))
         return 0
+    _preloaded()
     return _campaign(cases, chosen)
+
+
+def _preloaded() -> None:
+    """Compile the library that makes calls of the system fail, and start this program anew with it, once."""
+    if SHIM in os.environ:
+        return
+    folder = tempfile.mkdtemp(prefix="lt-zero-faults-")
+    library, env = f"{folder}/shim.so", {**os.environ, FOLDER: folder}
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    env[SHIM] = "there is no C compiler" if compiler is None else library
+    if compiler is not None:
+        source = str(Path(__file__).with_name("shim.c"))
+        subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
+        env["LD_PRELOAD"] = library
+    os.execve(sys.executable, [sys.executable, "-m", "tests.faults", *sys.argv[1:]], env)
 
 
 def _campaign(cases: list[Case], chosen: argparse.Namespace) -> int:
     began, shared, mounts = time.monotonic(), set(os.listdir("/dev/shm")), _mounts()
-    folder = Path(tempfile.mkdtemp(prefix="lt-zero-faults-"))
+    folder = Path(os.environ[FOLDER])
     temporary = folder / "tmp"
     temporary.mkdir()
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
@@ -97,8 +115,8 @@ def _report(results: list[Result], left: list[str], chosen: argparse.Namespace, 
     facts = [
         f"- command: `python -m tests.faults --seed {chosen.seed}{only}`, {seconds / 60:.1f} minutes",
         f"- machine: {_cpu()}, {os.cpu_count()} cores, {platform.release()}",
-        f"- versions: commit {commit.stdout.strip() or '?'}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"lightning {lightning.__version__}",
+        f"- versions: commit {commit.stdout.strip() or '?'}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, lightning {lightning.__version__}",
         f"- left over: {'; '.join(left) or 'nothing'}",
     ]
     verdict = f"{len(results)} faults, {failed} broke a promise."

@@ -8,20 +8,22 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.faults import tree
+from tests.faults.case import Outcome
 from tests.support.launchers import environment, free_port
 from tests.support.paths import ROOT
 
 SCRIPT = str(ROOT / "tests" / "faults" / "script.py")
 RANKS = 2
 AFTER, UNTIL, END = 2, 4, 6  # steps: where a disturbed run begins and ends, and where the one that goes on from it ends
-BOUND_S = 45.0  # from a fault until no process is left, on a busy machine; seconds on an idle one
+_TOLD = re.compile("lt_zero_rank.*\\.txt|torchelastic_|torchinductor_")  # whole errors, and what torch leaves
+BOUND_S = 60.0  # from a fault until no process is left, on a busy machine; seconds on an idle one
 
 
 @dataclass(frozen=True)
@@ -95,17 +97,20 @@ def run(folder: Path, setting: Setting, until: int, launcher: str = "variables",
 
     Args:
         launcher: "variables" (two ranks with torchrun's variables), "lightning" or "torchrun".
-        fault: ``point``, ``fault``, ``rank``, ``value`` of its plan.
+        fault: ``point``, ``fault``, ``rank``, ``value`` of its plan; names in capitals are variables of all ranks.
 
     Raises:
         Hang: its processes have not ended; they are ended here.
     """
-    (folder / "nvme").mkdir(exist_ok=True)
+    for name in ("nvme", "tmp"):
+        (folder / name).mkdir(exist_ok=True)
     for path in [*folder.glob("*.log"), folder / "fault.json"]:
         path.unlink(missing_ok=True)
     zero, more = setting.keys(folder)
+    variables = {name: fault.pop(name) for name in list(fault) if name.isupper()}
     plan = {"folder": str(folder), "face": setting.face, "zero": zero, "more": more, "until": until, **fault}
-    arguments, env, log = [json.dumps(plan)], environment(GLOO_SOCKET_IFNAME="lo"), folder / "launcher.log"
+    arguments, log = [json.dumps(plan)], folder / "launcher.log"
+    env = environment(GLOO_SOCKET_IFNAME="lo", TMPDIR=str(folder / "tmp"), **variables)
     if launcher == "torchrun":
         options = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=0"]
         pids = [tree.fork_script("torch.distributed.run", [*options, SCRIPT, *arguments], env, log, module=True)]
@@ -125,7 +130,7 @@ def _wait(folder: Path, pids: list[int]) -> tuple[list[int], float | None]:
     """Wait until no process is left; the exit codes, and the seconds since the fault."""
     codes: dict[int, int] = {}
     began, told = time.time(), folder / "fault.json"
-    while tree.descendants(os.getpid()) or codes.keys() < set(pids):  # whose threads may end later
+    while tree.descendants(os.getpid()) or not set(pids) <= codes.keys():  # whose threads may end later
         codes |= tree.reap()
         since = json.loads(told.read_text(encoding="utf-8") or "{}").get("time") if told.exists() else None
         if time.time() - (since or began) > (BOUND_S if since else 2 * BOUND_S):
@@ -203,26 +208,64 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def goes_on(folder: Path, setting: Setting, wanted: Reference, **env: Any) -> tuple[str, Mapping[str, Any]]:
-    """What is wrong with a run that goes on from what another has left; "" if it comes to the same weights.
+Judge = Callable[[Run], tuple[str, str]]  # in words what has come of a run, or what is wrong with it
 
-    Returns:
-        the problem, and its evidence as ``{"evidence": ...}``.
+
+def disturb(
+    folder: Path,
+    setting: Setting,
+    judge: Judge,
+    launcher: str = "variables",
+    repair: Callable[[], object] = lambda: None,
+    campaign: Path | None = None,
+    **fault: Any,
+) -> Outcome:
+    """Give a fault to a run that goes on from a checkpoint; look at it, at its files, and at the run after it.
+
+    Args:
+        repair: what the user does before the run after it.
+        campaign: its folder, unless it is the parent of this one.
     """
-    problem = verify(folder / "last", folder)
-    if problem:
-        return "no complete checkpoint", {"evidence": problem}
+    wanted = reference(campaign or folder.parent, setting)
+    wanted.give(folder)
+    evidence = ""
+    try:
+        done = run(folder, setting, UNTIL, launcher, **fault)
+        evidence = "\n=== the disturbed run\n" + done.evidence()
+        if done.gone is None:
+            return Outcome(False, "the point was not reached", evidence)
+        repair()
+        what, problem = judge(done)
+        if problem := problem or _export(folder):
+            return Outcome(False, problem, evidence)
+        problem, more = goes_on(folder, setting, wanted)
+    except Hang as hang:
+        return Outcome(False, "hang", f"{hang}{evidence}")
+    return Outcome(False, problem, more + evidence) if problem else Outcome(True, what)
+
+
+def _export(folder: Path) -> str:
+    """What is wrong with the exported file, which is the old or the new one."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found = load_file(folder / "weights.safetensors")
+    except (SafetensorError, OSError) as error:
+        return f"the exported file is damaged: {error}"
+    return "" if len(found) == 14 and all(bool(v.isfinite().all()) for v in found.values()) else "weights are lost"
+
+
+def goes_on(folder: Path, setting: Setting, wanted: Reference) -> tuple[str, str]:
+    """What is wrong with a run that goes on from what another has left, and evidence; "" if it comes to the same."""
+    if problem := verify(folder / "last", folder):
+        return "no complete checkpoint", problem
     done = run(folder, setting, END)
     sums = done.sums()
     if sums != [wanted.end] * RANKS or any(done.codes):
-        told = f"wanted {wanted.end}, got {sums}"
-        return "the resumed run differs" if None not in sums else "the resumed run fails", {
-            "evidence": told + "\n" + done.evidence()
-        }
-    if left := sorted(
-        path.name for path in folder.iterdir() if path.name.startswith(".") or path.name.endswith(".partial")
-    ):
-        return "something is left beside the checkpoint", {"evidence": str(left)}
-    if left := sorted(str(path) for path in (folder / "nvme").iterdir()):
-        return "something is left in the offload folder", {"evidence": str(left)}
-    return "", {}
+        what = "the resumed run differs" if None not in sums else "the resumed run fails"
+        return what, f"wanted {wanted.end}, got {sums}\n{done.evidence()}"
+    left = [path for path in folder.iterdir() if path.name.startswith(".last") or path.name.endswith(".partial")]
+    left += [path for path in (folder / "tmp").iterdir() if not _TOLD.match(path.name)]
+    left += (folder / "nvme").iterdir()
+    return ("files are left after the resumed run", str(left)) if left else ("", "")

@@ -130,7 +130,8 @@ def _full_disk() -> None:
                 while file.write(b"x" * size):
                     pass
             except OSError as error:
-                assert error.errno == errno.ENOSPC
+                if error.errno != errno.ENOSPC:
+                    raise
 
 
 def _deleted() -> None:
@@ -139,8 +140,9 @@ def _deleted() -> None:
         shutil.rmtree(path)
 
 
-def _read_only() -> None:
-    subprocess.run(["mount", "-o", "remount,ro", PLAN.value], check=False)
+def _closed() -> None:
+    """Let nobody make, rename or remove a file in the run's folder, not even root."""
+    subprocess.run(["chattr", "+i", PLAN.folder], check=True)
 
 
 FAULTS: dict[str, Callable[[], None]] = {
@@ -161,7 +163,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "kernel": _killed_by_kernel,
     "full disk": _full_disk,
     "deleted folder": _deleted,
-    "read-only disk": _read_only,
+    "closed folder": _closed,
 }
 
 
@@ -335,11 +337,11 @@ def run_loop() -> None:
     net = Net(0.0)
     config = {"zero_optimization": PLAN.zero, "gradient_clipping": 1.0, **PLAN.more}
     engine: Any = lt_zero.initialize(model=net, optimizer=optimizer_of(net), config=config)[0]
-    step = 0
+    begin = 0
     if (found := _found()) is not None:
         with phase("load"):
-            step = engine.load_checkpoint(PLAN.folder, Path(found).name)[1]["step"]
-    for step in range(step, PLAN.until):
+            begin = engine.load_checkpoint(PLAN.folder, Path(found).name)[1]["step"]
+    for step in range(begin, PLAN.until):
         engine.train()
         engine.backward(loss_of(engine, step, engine.global_rank))
         at("clip")

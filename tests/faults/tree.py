@@ -1,8 +1,9 @@
-"""Processes of a case: its descendants by id, how one is started without importing everything again, and how they end."""
+"""Processes of a case: how one is started without importing everything again, its descendants, and their ends."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import runpy
@@ -76,10 +77,8 @@ def catches(pid: int, number: int) -> bool:
 
 def send(pid: int, number: int) -> None:
     """Send a signal to a process, which may be gone."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def reap() -> dict[int, int]:
