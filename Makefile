@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
+.PHONY: help demo test test-slow faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
 	bench-nodes bench-scale gpu gpu-kernels \
 	gpu-engine gpu-offload gpu-trainer gpu-bench compat docs clean
 
@@ -24,6 +24,12 @@ test: $(STAMP) ## Run the fast tests, in three processes (they also wait)
 
 test-slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -m slow --timeout 1200
+
+SEED ?= 1
+
+faults: $(STAMP) ## Give faults to real runs, and write a table to build/faults.md (15 minutes on an idle machine)
+	@mkdir -p build
+	$(BIN)/python -m tests.faults --seed $(SEED) --out build/faults.md
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .

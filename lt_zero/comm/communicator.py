@@ -36,7 +36,7 @@ from lt_zero.comm.ended_ranks import debugs, summary, user_line
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.launchers import refuse_alone
-from lt_zero.comm.process_groups import LINK_TIMEOUT_S, exists, new_group, one_queue, with_index
+from lt_zero.comm.process_groups import LINK_TIMEOUT_S, await_all, exists, new_group, one_queue, with_index
 from lt_zero.comm.shared_memory import FENCES, Barrier, SharedArena, store, supported
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
 from lt_zero.comm.topology import choose, group_by_node, node_identity, whole_nodes
@@ -142,6 +142,7 @@ class Comm(ProcessLocal):
             return cls(None, None, device)
         check = debugs() or (config is not None and config.zero_optimization.enable_sanity_checks)
         patience = config.communication.link_timeout if config is not None else LINK_TIMEOUT_S
+        await_all()
         make = partial(new_group, None, timeout, None, device, link_timeout=patience)
         groups = [make(probed=index == 0) for index in range(1 if one_queue() else 2)]
         groups = [groups[0], groups[-1]]

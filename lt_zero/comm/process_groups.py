@@ -24,6 +24,7 @@ _LATER_S = (
 _TCP_RTO_MAX_MS = 44  # Linux 6.15
 _LONGEST_IDLE_S = 60  # before the first question to a peer of whom nothing is heard
 _TRIES = 8  # in the whole time, at least, once pauses no longer double; after 15 Linux gives up whatever the time
+_PROBE_TAG = 0x5AB1  # of a message that is never received
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -69,6 +70,37 @@ def new_group(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return group
+
+
+def await_all() -> None:
+    """Wait for all ranks in a default group of gloo, whose connections the end of a rank closes. Collective.
+
+    Making another group would wait for a rank that has ended meanwhile, say for want of memory, until a timeout.
+
+    Raises:
+        RuntimeError: ranks have ended; names them.
+    """
+    if dist.get_backend() != "gloo":
+        return
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        gone = [str(rank) for rank in range(dist.get_world_size()) if rank != dist.get_rank() and not _connected(rank)]
+        if not gone:
+            raise
+        ranks = f"Rank{'s' if len(gone) > 1 else ''} {', '.join(gone)}"
+        raise RuntimeError(
+            f"{ranks} ended before the model was set up: killed (for want of memory, by the scheduler), or by an error"
+            f" or an exit of the script. See the last that was printed there, and dmesg. ({error})"
+        ) from None
+
+
+def _connected(rank: int) -> bool:
+    try:
+        dist.isend(torch.zeros(1), rank, tag=_PROBE_TAG)
+    except RuntimeError:
+        return False
+    return True
 
 
 def exists(group: dist.ProcessGroup) -> bool:

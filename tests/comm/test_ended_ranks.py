@@ -74,9 +74,13 @@ def _save_in(face: str, folder: str) -> None:
 
 
 def _train(how: str, folder: str) -> None:
-    """Without a Trainer: "plain", "backward"; a save in which a rank is killed: "save", "loop", "Fabric"; or a step."""
+    """Without a Trainer: "set-up", "plain", "backward"; in a save: "save", "loop", "Fabric"; or in a step."""
     if how in ("loop", "Fabric"):
         _save_in(how, folder)
+    elif how == "set-up":
+        if dist.get_rank() == 1:
+            _killed()
+        lt_zero.shard(Net(), config_of(3))
     elif how == "plain":
         engine = lt_zero.shard(Net(), config_of(3, {"stage3_max_reuse_distance": 0}))
         for step in range(2):
@@ -136,17 +140,21 @@ def _last_lines(world: int, folder: Path, how: str, env: dict[str, str]) -> dict
     [
         ("killed", {}),
         ("backward", {}),
+        ("set-up", {}),
         pytest.param("plain", SOCKETS, marks=pytest.mark.slow),
         pytest.param("save", {}, marks=pytest.mark.slow),
         ("loop", {}),
         pytest.param("Fabric", {}, marks=pytest.mark.slow),
         pytest.param("killed", SOCKETS, marks=pytest.mark.slow),
     ],
-    ids=["fence", "reduction", "gather", "save", "save in a loop", "save in Fabric", "sockets"],
+    ids=["fence", "reduction", "set-up", "gather", "save", "save in a loop", "save in Fabric", "sockets"],
 )
 def test_a_rank_that_is_killed_is_named(pool: Pool, tmp_path: Path, how: str, env: dict[str, str]) -> None:
     told = _last_lines(2, tmp_path, how, env)
     assert told.keys() == {0}
+    if how == "set-up":  # there is no more than the default group
+        assert "Rank 1 ended before the model was set up: killed" in told[0]
+        return
     assert f"Rank 1 {SILENT}" in told[0]
     assert told[0].endswith("The error of rank 0 follows from that.")
     assert "torchrun: --log-dir" in told[0]

@@ -64,14 +64,8 @@ def _saves() -> Iterator[Failure]:
     yield Failure("failing save", "before save", "rename", 1, errno.EACCES, False, tmp, 0, SHARDED)
     for code in (errno.EROFS, errno.ENOSPC):
         yield Failure("failing save", "before save", "mkdir", 1, code, True, tmp, 0, SHARDED)
-    for operation, code in (
-        ("write", errno.ENOSPC),
-        ("open", errno.EROFS),
-        ("fsync", errno.EIO),
-        ("rename", errno.EIO),
-    ):
-        yield Failure("failing save", "before save", operation, 1, code, True, "/.last", 0, WHOLE)
-    yield Failure("failing save", "before save", "write", 1, SHORT, True, "/.last", 0, WHOLE)
+    for operation in ("fsync", "rename"):  # torch.save opens and writes by functions of C++ that the shim does not see
+        yield Failure("failing save", "before save", operation, 1, errno.EIO, True, "/.last", 0, WHOLE)
 
 
 def _others() -> Iterator[Failure]:

@@ -51,7 +51,7 @@ static int fault_of(const char *operation, int fd) {
     return getenv("FAULT") ? fault(operation, path_of(fd, room)) : -1;
 }
 
-#define FAIL_IF(code) do { int found = (code); if (found > 0) { errno = found; return -1; } } while (0)
+#define FAIL_IF(code) do { int failed = (code); if (failed > 0) { errno = failed; return -1; } } while (0)
 
 /* ---- recording -------------------------------------------------------------------------------------------------- */
 
@@ -112,7 +112,7 @@ static ssize_t moving(int writes, int fd, const struct iovec *parts, int count, 
     int found = fault_of(writes ? "write" : "read", fd);
     FAIL_IF(found);
     struct iovec first = parts[0];
-    if (found == 0 && first.iov_len > 1) { first.iov_len /= 2; parts = &first; count = 1; }
+    if (found == 0 && first.iov_len > 4096) { first.iov_len /= 2; parts = &first; count = 1; }
     long at = offset;
     if (writes && offset < 0 && getenv("FAULT_RECORD")) at = lseek(fd, 0, SEEK_CUR);
     ssize_t moved;
