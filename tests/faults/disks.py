@@ -56,7 +56,7 @@ def _saves() -> Iterator[Failure]:
     yield Failure("failing save", "before save", "write", 1, SHORT, True, tmp, None, SHARDED)
     for code in (errno.EROFS, errno.EMFILE, errno.ENOSPC):
         yield Failure("failing save", "before save", "open", 1, code, True, tmp, None, SHARDED)
-    yield Failure("failing save", "before save", "open", 1, errno.EIO, False, "manifest.json", 0, SHARDED)
+    yield Failure("failing save", "manifest", "open", 1, errno.EIO, False, "manifest.json", 0, SHARDED)
     for nth in (1, 2, 3):
         yield Failure("failing save", "before save", "fsync", nth, errno.EIO, False, tmp, 0, SHARDED)
     yield Failure("failing save", "before save", "fsync", 1, errno.ENOSPC, True, tmp, 1, SHARDED)

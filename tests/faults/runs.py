@@ -267,5 +267,7 @@ def goes_on(folder: Path, setting: Setting, wanted: Reference) -> tuple[str, str
         return what, f"wanted {wanted.end}, got {sums}\n{done.evidence()}"
     left = [path for path in folder.iterdir() if path.name.startswith(".last") or path.name.endswith(".partial")]
     left += [path for path in (folder / "tmp").iterdir() if not _TOLD.match(path.name)]
-    left += (folder / "nvme").iterdir()
+    left += [
+        path for path in (folder / "nvme").iterdir() if path.suffix != ".new"
+    ]  # which are removed when they are old
     return ("files are left after the resumed run", str(left)) if left else ("", "")

@@ -1,8 +1,9 @@
-"""The runner counts a case that fails, raises, hangs, dies or leaves a process as a failure, and ends its processes."""
+"""The campaign finds what it looks for: cases that fail, raise, hang, die or leave a process; files without a sync."""
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.faults import runner, tree
 from tests.faults.case import Case, Outcome
+from tests.faults.powercut import Step, states_of
 from tests.faults.runner import Runner, table
 
 
@@ -66,3 +68,13 @@ def test_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not list(tmp_path.iterdir())
     commands = [tree.command_of(int(name)) for name in os.listdir("/proc") if name.isdigit()]
     assert not [command for command in commands if command.startswith("sleep 123")]
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+def test_what_a_cut_of_the_power_leaves(tmp_path: Path, syncs: bool) -> None:
+    """A file that is replaced without a sync is found empty of its bytes after some cut, and a synced one never."""
+    (tmp_path / "last").write_bytes(b"old")
+    steps = [Step("create", "new", "", 0, b""), Step("write", "new", "", 0, b"NEW")]
+    steps += [Step("sync", "new", "", 0, b"NEW")] * syncs + [Step("rename", "new", "last", 0, b"")]
+    found = {files["last"] for files in states_of(steps, tmp_path, random.Random(1))}
+    assert found == {b"old", b"NEW"} | (set() if syncs else {b"\0\0\0"})
