@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -20,24 +21,26 @@ from tests.faults import tree
 from tests.faults.case import Case
 from tests.faults.disks import SHIM
 from tests.faults.runner import LIMIT_S, Result, Runner, table
+from tests.faults.runs import FOLDER
 from tests.support.paths import ROOT
 
 KINDS = ["processes", "memory", "disks", "powercut"]  # modules of this folder that have ``cases(seed)``
-FOLDER = "LT_ZERO_FAULTS_FOLDER"  # the variable with the campaign's folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description="Give faults to real runs.")
     parser.add_argument("--seed", type=int, default=1, help="of the choice of cases")
     parser.add_argument("--out", type=Path, help="the file to write the table to; it is printed in any case")
-    parser.add_argument("--only", metavar="TEXT", help="cases whose group or name has this text")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="cases whose `group: name` has this regular expression"
+    )
     parser.add_argument("--list", action="store_true", help="print the cases")
     parser.add_argument("--beside", type=int, default=2, help="cases at a time")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a case")
     parser.add_argument("--keep", action="store_true", help="keep the folders of failed cases")
     chosen = parser.parse_args(arguments)
     cases = [case for kind in KINDS for case in importlib.import_module(f"tests.faults.{kind}").cases(chosen.seed)]
-    cases = [case for case in cases if chosen.only is None or chosen.only in f"{case.group}: {case.name}"]
+    cases = [case for case in cases if re.search(chosen.only, f"{case.group}: {case.name}")]
     if chosen.list:
         print("\n".join(f"{case.group}: {case.name}" for case in cases))
         return 0
@@ -70,9 +73,10 @@ def _campaign(cases: list[Case], chosen: argparse.Namespace) -> int:
     _preload()
     results = Runner(folder, chosen.beside, chosen.limit, lambda line: print(line, flush=True), chosen.keep).run(cases)
     left = _left(temporary, shared, mounts)
+    gone = sorted(float(line) for line in (folder / "gone").read_text().split()) if (folder / "gone").exists() else []
     if not chosen.keep:
         shutil.rmtree(folder, ignore_errors=True)
-    text = _report(results, left, chosen, time.monotonic() - began)
+    text = _report(results, left, gone, chosen, time.monotonic() - began)
     print(text)
     if chosen.out is not None:
         chosen.out.write_text(text, encoding="utf-8")
@@ -103,7 +107,9 @@ def _left(temporary: Path, shared: set[str], mounts: set[str]) -> list[str]:
     return left
 
 
-def _report(results: list[Result], left: list[str], chosen: argparse.Namespace, seconds: float) -> str:
+def _report(
+    results: list[Result], left: list[str], gone: list[float], chosen: argparse.Namespace, seconds: float
+) -> str:
     import lightning
     import torch
 
@@ -117,10 +123,15 @@ def _report(results: list[Result], left: list[str], chosen: argparse.Namespace, 
         f"- machine: {_cpu()}, {os.cpu_count()} cores, {platform.release()}",
         f"- versions: commit {commit.stdout.strip() or '?'}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, lightning {lightning.__version__}",
+        f"- seconds from a fault until no process was left: {_spread(gone)}",
         f"- left over: {'; '.join(left) or 'nothing'}",
     ]
     verdict = f"{len(results)} faults, {failed} broke a promise."
     return "\n".join(["# Fault campaign", "", verdict, "", *facts, "", table(results)])
+
+
+def _spread(values: list[float]) -> str:
+    return f"median {values[len(values) // 2]:.1f}, at most {values[-1]:.1f}" if values else "-"
 
 
 def _cpu() -> str:

@@ -19,11 +19,12 @@ from tests.faults.case import Outcome
 from tests.support.launchers import environment, free_port
 from tests.support.paths import ROOT
 
+FOLDER = "LT_ZERO_FAULTS_FOLDER"  # the variable with the campaign's folder
 SCRIPT = str(ROOT / "tests" / "faults" / "script.py")
 RANKS = 2
 AFTER, UNTIL, END = 2, 4, 6  # steps: where a disturbed run begins and ends, and where the one that goes on from it ends
 _TOLD = re.compile("lt_zero_rank.*\\.txt|torchelastic_|torchinductor_")  # whole errors, and what torch leaves
-BOUND_S = 60.0  # from a fault until no process is left, on a busy machine; seconds on an idle one
+BOUND_S = 90.0  # from a fault until no process is left, on a busy machine; seconds on an idle one
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,7 @@ def disturb(
         if done.gone is None:
             return Outcome(False, "the point was not reached", evidence)
         repair()
+        _note(done.gone)
         what, problem = judge(done)
         if problem := problem or _export(folder):
             return Outcome(False, problem, evidence)
@@ -242,6 +244,13 @@ def disturb(
     except Hang as hang:
         return Outcome(False, "hang", f"{hang}{evidence}")
     return Outcome(False, problem, more + evidence) if problem else Outcome(True, what)
+
+
+def _note(gone: float) -> None:
+    """Note how soon the processes were gone, for the report."""
+    if FOLDER in os.environ:
+        with open(f"{os.environ[FOLDER]}/gone", "a", encoding="utf-8") as file:
+            file.write(f"{gone:.1f}\n")
 
 
 def _export(folder: Path) -> str:

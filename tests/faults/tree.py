@@ -9,6 +9,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -115,6 +116,7 @@ def fork_script(
             os.dup2(file.fileno(), 2)
         os.environ.clear()
         os.environ.update(env)
+        tempfile.tempdir = None  # of the runner
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         code = _run_as_main(script, arguments, module)
