@@ -13,6 +13,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -23,7 +24,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 import lt_zero
 from lt_zero import FabricZeroStrategy
 from lt_zero.checkpoint.native.save import DirectoryWriter
-from lt_zero.comm import ended_ranks
+from lt_zero.comm import ended_ranks, hang_detection
 from lt_zero.comm.communicator import Comm
 from lt_zero.lightning import checkpoint_service
 from tests.support.launchers import environment
@@ -331,3 +332,20 @@ def test_the_last_line_of_a_real_run(fails: int) -> None:
     assert path is not None
     assert "in _run_stage" in Path(path[1]).read_text(encoding="utf-8")
     assert "c10d" not in done.stderr  # what the client of a store that is gone would log
+
+
+@pytest.mark.parametrize(("error", "told"), [(RuntimeError("closed"), 1), (ValueError("destroyed"), 0)])
+def test_a_store_whose_process_has_ended_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, told: int
+) -> None:
+    """Its client would log pages after the line that names the rank. A group that was destroyed tells nothing of it."""
+    ends = object.__new__(ended_ranks.EndedRanks)
+    ends._ranks, ends._host, ends.server_gone, ends.lost = [0, 1], mock.Mock(), False, {}
+    monkeypatch.setattr(dist, "isend", mock.Mock(side_effect=error))
+    reporter = object.__new__(hang_detection._Reporter)
+    reporter._store, reporter._ends = dist.HashStore(), ends  # type: ignore[attr-defined]
+    with reporter.listening():
+        assert ends.has_ended(1)
+        assert not ends.server_gone
+        assert ends.has_ended(0)
+    assert reporter._store.add("listening", 0) == told
