@@ -53,8 +53,8 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, sync_buffers
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
-from lt_zero.lightning.arguments import explained
 from lt_zero.lightning.fabric_items import BESIDE, Opened, open_directory, opened_file, prefixes_of
+from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.memory.check import check_optimizers
 from lt_zero.step.sharded_optimizer import ShardedOptimizer

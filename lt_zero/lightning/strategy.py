@@ -41,11 +41,11 @@ from lt_zero.engine.full_params import full_state_dict, restore_whole, sync_buff
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.lightning import setup as set_up
-from lt_zero.lightning.arguments import explained
 from lt_zero.lightning.checkpoint_service import CheckpointService
 from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.run_monitor import RunMonitor
+from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.setup import Run, Signals
