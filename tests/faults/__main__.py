@@ -76,11 +76,11 @@ def _campaign(cases: list[Case], chosen: argparse.Namespace) -> int:
     gone = sorted(float(line) for line in (folder / "gone").read_text().split()) if (folder / "gone").exists() else []
     if not chosen.keep:
         shutil.rmtree(folder, ignore_errors=True)
-    text = _report(results, left, gone, chosen, time.monotonic() - began)
+    text = _report(results, len(cases), left, gone, chosen, time.monotonic() - began)
     print(text)
     if chosen.out is not None:
         chosen.out.write_text(text, encoding="utf-8")
-    return int(bool(left) or not all(result.outcome.ok for result in results))
+    return int(bool(left) or len(results) < len(cases) or not all(result.outcome.ok for result in results))
 
 
 def _preload() -> None:
@@ -108,7 +108,7 @@ def _left(temporary: Path, shared: set[str], mounts: set[str]) -> list[str]:
 
 
 def _report(
-    results: list[Result], left: list[str], gone: list[float], chosen: argparse.Namespace, seconds: float
+    results: list[Result], count: int, left: list[str], gone: list[float], chosen: argparse.Namespace, seconds: float
 ) -> str:
     import lightning
     import torch
@@ -127,6 +127,8 @@ def _report(
         f"- left over: {'; '.join(left) or 'nothing'}",
     ]
     verdict = f"{len(results)} faults, {failed} broke a promise."
+    if len(results) < count:
+        verdict = f"Broken off: {verdict[:-1]}, of {count}."
     return "\n".join(["# Fault campaign", "", verdict, "", *facts, "", table(results)])
 
 

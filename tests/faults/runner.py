@@ -60,16 +60,28 @@ class Runner:
     _results: dict[int, Result] = field(default_factory=dict)
 
     def run(self, cases: Sequence[Case]) -> list[Result]:
-        """The results, in the order of the cases; those that need the machine to themselves run last."""
-        order = sorted(range(len(cases)), key=lambda number: cases[number].alone)
+        """The results, in the order of the cases; those that need the machine to themselves run last.
+
+        Ctrl-C ends the cases that run, and returns what there is.
+        """
         self._results.clear()
+        try:
+            self._run_all(cases)
+        except KeyboardInterrupt:
+            for running in self._running:
+                tree.end_all(running.pid)
+                tree.send(running.pid, signal.SIGKILL)
+                os.waitpid(running.pid, 0)
+        return [self._results[number] for number in sorted(self._results)]
+
+    def _run_all(self, cases: Sequence[Case]) -> None:
+        order = sorted(range(len(cases)), key=lambda number: cases[number].alone)
         while order or self._running:
             while order and self._may_start(cases[order[0]]):
                 self._start(order[0], cases[order.pop(0)])
             for running in list(self._running):
                 self._look(running, len(cases))
             time.sleep(0.01)
-        return [self._results[number] for number in range(len(cases))]
 
     def _may_start(self, case: Case) -> bool:
         alone = case.alone or any(running.case.alone for running in self._running)
