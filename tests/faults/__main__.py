@@ -24,10 +24,11 @@ from tests.faults.runner import LIMIT_S, Result, Runner, table
 from tests.faults.runs import FOLDER
 from tests.support.paths import ROOT
 
-KINDS = ["processes", "memory", "disks", "powercut"]  # modules of this folder that have ``cases(seed)``
+KINDS = ["processes", "memory", "disks", "powercut", "network", "mutations"]  # modules of this folder that have ``cases(seed)``
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    sys.path.append(str(ROOT / "benchmarks"))  # as pytest has it: nodes are simulated there, too
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description="Give faults to real runs.")
     parser.add_argument("--seed", type=int, default=1, help="of the choice of cases")
     parser.add_argument("--out", type=Path, help="the file to write the table to; it is printed in any case")
