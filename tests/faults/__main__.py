@@ -24,7 +24,8 @@ from tests.faults.runner import LIMIT_S, Result, Runner, table
 from tests.faults.runs import FOLDER
 from tests.support.paths import ROOT
 
-KINDS = ["processes", "memory", "disks", "powercut", "network", "mutations"]  # modules of this folder that have ``cases(seed)``
+# Modules of this folder that have ``cases(seed)``.
+KINDS = ["processes", "memory", "disks", "powercut", "network", "mutations"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
