@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm.work import Launch, Watch
+from lt_zero.common.variables import switched
 
 PACKAGES = {"lt_zero", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics", "contextlib"}
 WHERE = ", here or in a log of its own (torchrun: --log-dir, SLURM: --output)"
@@ -351,7 +352,7 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 def debugs() -> bool:
     """Whether ``LT_ZERO_DEBUG`` is set."""
-    return os.environ.get("LT_ZERO_DEBUG", "0").lower() not in ("", "0", "false", "no", "off")
+    return switched("LT_ZERO_DEBUG", False)
 
 
 def _kept(error: BaseException) -> str | None:

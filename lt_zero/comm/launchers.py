@@ -17,6 +17,8 @@ import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from lt_zero.common.variables import switched
+
 _MPI = (  # variables of rank, size, local rank, local size
     (
         "Open MPI",
@@ -127,7 +129,7 @@ def refuse_own_launcher() -> None:
 
 
 def _may_be_alone() -> bool:
-    return os.environ.get("LT_ZERO_ALONE", "0").lower() not in ("", "0", "false", "no", "off")
+    return switched("LT_ZERO_ALONE", False)
 
 
 def _number(found: Mapping[str, str], name: str) -> int:

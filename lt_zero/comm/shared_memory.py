@@ -32,6 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_zero.common.variables import switched
+
 _SEGMENT = 1 << 30  # bytes of address space per mapping; pages are allocated when they are written
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _CHUNK = 1 << 17  # elements that are summed at a time, to stay in the cache
@@ -59,7 +61,7 @@ def store(out: Tensor, value: Tensor, add: bool, factor: float) -> None:
 
 def supported() -> bool:
     """Whether this system supports windows, and they are not disabled (``LT_ZERO_SHARED_MEMORY=0``)."""
-    wanted = os.environ.get("LT_ZERO_SHARED_MEMORY", "1").lower() not in ("0", "false", "no", "off")
+    wanted = switched("LT_ZERO_SHARED_MEMORY", True)
     return wanted and sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "preadv")
 
 

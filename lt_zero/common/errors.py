@@ -20,6 +20,10 @@ class Mark(NamedTuple):
         return self.source if self.line is None else f"{self.source}, line {self.line}, column {self.column}"
 
 
+MOST_SHOWN = 50  # of the problems, or notices, of a configuration
+_LONGEST = 1000  # characters of a message
+
+
 @dataclass(frozen=True)
 class Problem:
     """One problem of a configuration."""
@@ -29,7 +33,8 @@ class Problem:
     mark: Mark | None = None
 
     def __str__(self) -> str:
-        return self.message if self.mark is None else f"{self.mark}: {self.message}"
+        text = self.message if len(self.message) <= _LONGEST else f"{self.message[:_LONGEST]}..."
+        return text if self.mark is None else f"{self.mark}: {text}"
 
 
 # Checks of configuration blocks whose classes the configuration does not import, by the block's name. A check gets the
@@ -43,8 +48,10 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: Iterable[Problem] | str) -> None:
         self.problems = (Problem("", problems),) if isinstance(problems, str) else tuple(problems)
-        lines = [str(problem) for problem in self.problems]
-        super().__init__(lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems:", *lines]))
+        lines, count = [str(problem) for problem in self.problems[:MOST_SHOWN]], len(self.problems)
+        if count > MOST_SHOWN:
+            lines.append(f"... and {count - MOST_SHOWN:,} more")
+        super().__init__(lines[0] if count == 1 else "\n  ".join([f"{count:,} problems:", *lines]))
 
     @classmethod
     def about(cls, key: str, message: str) -> ConfigError:

@@ -96,6 +96,7 @@ def _with(config: ZeroConfig, found: Sequence[Resolution]) -> ZeroConfig:
             problems.append(Problem(problem.key, f"{said} ({'; '.join(sources)})" if sources else said))
         raise ConfigError(problems)
     made._autos = config.autos - {path_of(entry.key) for entry in found}
+    made._secret = config.secret
     return made
 
 

@@ -14,7 +14,7 @@ from rich.markup import escape
 from lt_zero.common.errors import ConfigError, Path, dotted
 from lt_zero.config import catalog
 from lt_zero.config.blocks import scalars
-from lt_zero.config.document import HIDDEN, MISSING, Document, leaves
+from lt_zero.config.document import HIDDEN, MISSING, Document, leaves, masked, without_told
 from lt_zero.config.keys import AUTO, lookup
 from lt_zero.config.load import Loaded, ZeroConfig, examine, plain, resolved
 from lt_zero.config.rules import switched_off
@@ -95,22 +95,23 @@ def key_statuses(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
     wrong = {problem.key for problem in loaded.problems}
     for path, value in leaves(loaded.values, lists=False):
         key = dotted(path)
+        named = without_told(key)
         secret = any(found[: len(path)] == path[: len(found)] for found in loaded.secret)  # also a part of a list
         shown = HIDDEN if secret else _short(value)
         around = [dotted(path[:length]) for length in range(len(path), 0, -1)]
         if any(name in wrong for name in around):
-            yield key, shown, "error", "see below"
+            yield named, shown, "error", "see below"
         elif (notice := next((notices[name] for name in around if name in notices), None)) is not None:
             said = notice.message.removeprefix(f"{notice.key} ").removeprefix("has no effect here: ")
-            yield key, shown, notice.kind, said.removesuffix(" Write the latter.")
+            yield named, shown, notice.kind, said.removesuffix(" Write the latter.")
         elif value == "auto" and key in AUTO:
-            yield key, shown, "auto", AUTO[key]
+            yield named, shown, "auto", AUTO[key]
         elif key == "train_batch_size" and loaded.config is not None:
-            yield key, shown, "works", _divided(loaded.config)
+            yield named, shown, "works", _divided(loaded.config)
         else:
             row = lookup(path)
             off = switched_off(loaded.values, path) or (row is not None and row.refused)
-            yield key, shown, "off" if off else "works", ""
+            yield named, shown, "off" if off else "works", ""
 
 
 def _divided(config: ZeroConfig) -> str:
@@ -165,7 +166,7 @@ def clean(loaded: Loaded) -> str:
     """The written keys as YAML with current spellings, preceded by comments on the changes."""
     assert loaded.config is not None
     lines = [f"# {notice.message}" for notice in loaded.notices if notice.kind in ("alias", "no effect")]
-    values = _masked(plain(loaded.config), loaded.secret, to_give := "???")
+    values = masked(plain(loaded.config), loaded.secret, to_give := "???")
     if to_give in (leaf for _, leaf in leaves(values)):
         lines.append(f"# {to_give}: a secret, or from an environment variable; write ${{oc.env:NAME}} for it")
     return "\n".join([*lines, to_yaml(values)])
@@ -176,7 +177,7 @@ def with_origins(loaded: Loaded, everything: bool) -> str:
     assert loaded.config is not None
     written = Document(plain(loaded.config), dict(loaded.marks))
     values = resolved(loaded.config) if everything else written.values
-    lines = list(_lines(_masked(values, loaded.secret), written, ()))
+    lines = list(_lines(masked(values, loaded.secret), written, ()))
     width = max((len(text) for text, origin in lines if origin), default=0)
     return "\n".join(f"{text.ljust(width)}  # {origin}" if origin else text for text, origin in lines)
 
@@ -193,13 +194,3 @@ def _lines(values: Mapping[str, Any], written: Document, path: Path) -> Iterator
         origin = "default" if written.get(here) is MISSING else str(written.mark(here) or "given")
         rule = AUTO.get(dotted(here), "") if value == "auto" else ""
         yield f"{indent}{to_yaml({key: value}).rstrip()}", f"{origin}; becomes {rule}" if rule else origin
-
-
-def _masked(value: Any, secret: set[Path], sign: str = HIDDEN, path: Path = ()) -> Any:
-    if path in secret:
-        return sign
-    if isinstance(value, Mapping):
-        return {key: _masked(entry, secret, sign, (*path, key)) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_masked(entry, secret, sign, (*path, number)) for number, entry in enumerate(value)]
-    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 HIDDEN = "***"
 DEEPEST = 50  # mappings and lists inside each other; real files have 6
+MOST_VALUES = 10_000  # real files have 100; shared mappings, such as YAML's aliases, can expand to more than memory
 
 
 @dataclass(frozen=True)
@@ -148,14 +149,24 @@ def mapped(value: Any, change: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     return change(value)
 
 
+def too_many(name: str, what: str) -> ConfigError:
+    return ConfigError(f"{name} has more than {MOST_VALUES:,} values ({what} counted as often as used)")
+
+
 def too_deep(name: str) -> ConfigError:
     return ConfigError(f"{name}: mappings and lists are nested more than {DEEPEST} deep; a configuration is not")
 
 
 # ---- secrets ---------------------------------------------------------------------------------------------------------
 
-_HIDES_BLOCK = re.compile(r"(api|access|private|auth)[_-]?key|passw(or)?d|passphrase|secret|credential", re.IGNORECASE)
-_NAMES_TOKEN = re.compile(r"tokens?(?!\w)", re.IGNORECASE)  # hf_token; neither tokenizer nor token_dropping
+_BLOCKS = r"(?:(?:api|access|private|auth)[_-]?key|passw(?:or)?d|passphrase|secret|credential)"
+_TOKENS = r"tokens?(?!\w)"  # hf_token; neither tokenizer nor token_dropping
+_HIDES_BLOCK = re.compile(_BLOCKS, re.IGNORECASE)
+_NAMES_TOKEN = re.compile(_TOKENS, re.IGNORECASE)
+# What follows the name of a secret in one text: in YAML, "api_key:KEY" is a key or value, as a space is missing.
+_TOLD = re.compile(
+    rf"((?:{_BLOCKS}|{_TOKENS})\w*[\"']?\s*[:=]\s*)(?!\*\*\*|\.\.\.|None)(?:\"[^\"]*\"|'[^']*'|\S+)", re.IGNORECASE
+)
 _SHORT = 4
 _CUT = 12  # length to which reprlib truncates text
 
@@ -163,6 +174,22 @@ _CUT = 12  # length to which reprlib truncates text
 def names_secret(text: str) -> bool:
     """Whether a key of this name, or one in this line, has a value that must not be shown."""
     return bool(_HIDES_BLOCK.search(text) or _NAMES_TOKEN.search(text))
+
+
+def without_told(text: str) -> str:
+    """A text without what follows the name of a secret in it."""
+    return _TOLD.sub(rf"\1{HIDDEN}", text)
+
+
+def masked(value: Any, secret: Set[Path], sign: str = HIDDEN, path: Path = ()) -> Any:
+    """A copy of containers, with ``sign`` in place of the values at the paths ``secret``."""
+    if path in secret:
+        return sign
+    if isinstance(value, Mapping):
+        return {key: masked(entry, secret, sign, (*path, key)) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [masked(entry, secret, sign, (*path, number)) for number, entry in enumerate(value)]
+    return value
 
 
 def secrets(values: dict[str, Any]) -> set[Path]:
@@ -175,14 +202,15 @@ def secrets(values: dict[str, Any]) -> set[Path]:
         names = [part for part in path if isinstance(part, str)]
         is_token = isinstance(value, str) and bool(names) and bool(_NAMES_TOKEN.search(names[-1]))
         says_something = value not in (None, "", {}, []) and not isinstance(value, bool)
-        if says_something and (is_token or any(map(_HIDES_BLOCK.search, names))):
+        tells = isinstance(value, str) and "${" not in value and _TOLD.search(value) is not None
+        if says_something and (tells or is_token or any(map(_HIDES_BLOCK.search, names))):
             found.add(path)
     return found
 
 
 def masking(document: Document) -> Callable[[str], str]:
     """A function that replaces the document's secret values in messages, plain or quoted, whatever these are about."""
-    found: set[str] = set()
+    found: set[tuple[str, str]] = set()  # text that a message has to hold, and the pattern of what is replaced in it
     for path, value in leaves(document.values) if document.secret else ():
         is_shown = isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != ""
         if not is_shown or not document.hides(path):
@@ -190,8 +218,15 @@ def masking(document: Document) -> Callable[[str], str]:
         text = str(value)
         # Whole words only (4 is not in 48), and short values only where a value is expected.
         before, around = ("(?<==)", "(?<==)") if len(text) < _SHORT else (r"(?<!\w)", "")
-        found |= {rf"{before}{re.escape(text)}(?!\w)", *(around + re.escape(q) for q in (repr(text), json.dumps(text)))}
+        found |= {(quoted, around + re.escape(quoted)) for quoted in (repr(text), json.dumps(text))}
+        found.add((text, rf"{before}{re.escape(text)}(?!\w)"))
         if len(text) > _CUT:  # messages truncate long values
-            found.add(re.escape(text[:_CUT]) + r"\S*")
-    pattern = re.compile("|".join(sorted(found, key=len, reverse=True)))
-    return lambda message: pattern.sub(HIDDEN, message) if found else message
+            found.add((text[:_CUT], re.escape(text[:_CUT]) + r"\S*"))
+
+    def without_secrets(message: str) -> str:
+        message = without_told(message)
+        # One pattern of all would be tried at each character.
+        patterns = sorted((pattern for text, pattern in found if text in message), key=len, reverse=True)
+        return re.sub("|".join(patterns), HIDDEN, message) if patterns else message
+
+    return without_secrets

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from lt_zero.common.errors import Check, dotted
+from lt_zero.common.errors import MOST_SHOWN, Check, dotted
 from lt_zero.common.errors import Path as KeyPath
 from lt_zero.config.blocks import Block, block_of, dotted_keys, keys_of
 from lt_zero.config.document import MISSING, Document, Notice
@@ -210,6 +210,8 @@ def _spread_pin_memory(document: Document, old: KeyPath, value: Any) -> None:
 
 # ---- status of each key ----------------------------------------------------------------------------------------------
 
+_LONGEST = 200  # characters of a key that is compared with others
+_NO_HINT = " Remove it, or see docs/config.md for all keys."
 _OFF = (False, None, "none", "None")  # values that switch an unsupported block off
 _FROZEN = ("freeze_step", "cuda_aware", "comm_backend_name")
 _ONE_BIT: Mapping[str, Sequence[str]] = {  # arguments of 1-bit optimizers, by their names in lower case
@@ -230,11 +232,16 @@ def classify(document: Document, schema: type[Block], checks: Mapping[str, Check
     """
     document = document.copy()
     autos: set[KeyPath] = set()
+    hints = count()  # each is a search through all keys
+
+    def hint(path: KeyPath, value: Any) -> str:
+        return _hint(document, path, value, schema, checks) if next(hints) < MOST_SHOWN else _NO_HINT
+
     for path, field, kind in list(_special(document.values, schema, ())):
         value, key = document.get(path), dotted(path)
         document.pop(path)
         if kind == "foreign":
-            _foreign(document, path, value, lambda path, value: _hint(document, path, value, schema, checks))
+            _foreign(document, path, value, hint)
         elif kind == "auto" and key in AUTO:
             autos.add(path)
         elif kind == "auto":
@@ -296,6 +303,8 @@ def _foreign(document: Document, path: KeyPath, value: Any, hint: Callable[[KeyP
 def _hint(document: Document, path: KeyPath, value: Any, schema: type[Block], checks: Mapping[str, Check]) -> str:
     """A suggestion: a supported key, an argument one level too high, or a key that is refused."""
     key = dotted(path)
+    if len(key) > _LONGEST:
+        return _NO_HINT
     if near := nearest(key, accepted(schema)):
         return f" Did you mean {near}?"
     if len(path) == 2 and (check := checks.get(str(path[0]))) is not None:
@@ -306,7 +315,7 @@ def _hint(document: Document, path: KeyPath, value: Any, schema: type[Block], ch
     alike = nearest(key, (row.key for row in rows() if row.refused))
     if alike is not None and (row := lookup(tuple(alike.split(".")))) is not None:
         return f" It looks like {alike}, which is not supported either: {row.note}"
-    return " Remove it, or see docs/config.md for all keys."
+    return _NO_HINT
 
 
 def unused(row: KeyStatus, path: KeyPath, value: Any) -> bool:

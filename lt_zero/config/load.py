@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from pydantic import PrivateAttr, ValidationError, model_validator
 
-from lt_zero.common.errors import BLOCK_CHECKS, Check, ConfigError, Mark, Path, dotted, path_of
+from lt_zero.common.errors import BLOCK_CHECKS, MOST_SHOWN, Check, ConfigError, Mark, Path, dotted, path_of
+from lt_zero.common.variables import check_variables
 from lt_zero.config.blocks import (
     ActivationCheckpointing,
     Block,
@@ -26,9 +27,10 @@ from lt_zero.config.blocks import (
     scalars,
     thawed,
 )
-from lt_zero.config.document import MISSING, Document, Notice, masking
+from lt_zero.config.document import MISSING, Document, Notice, masked, masking, secrets
+from lt_zero.config.interpolations import resolve
 from lt_zero.config.keys import classify, rename
-from lt_zero.config.overrides import apply, resolve
+from lt_zero.config.overrides import apply
 from lt_zero.config.read import read
 from lt_zero.config.rules import contradictions, inactive
 
@@ -58,6 +60,7 @@ class ZeroConfig(Schema):
     """
 
     _autos: frozenset[Path] = PrivateAttr(frozenset())
+    _secret: frozenset[Path] = PrivateAttr(frozenset())  # values from environment variables, as they were found
 
     def __init__(self, *, stage: int | None = None, **keys: Any) -> None:
         """Keys as in a file; ``stage`` is ``zero_optimization.stage``, as ``ZeroStrategy`` has it."""
@@ -77,6 +80,11 @@ class ZeroConfig(Schema):
     def autos(self) -> frozenset[Path]:
         """Keys written "auto" that are not resolved yet; they hold their defaults."""
         return self._autos
+
+    @property
+    def secret(self) -> frozenset[Path]:
+        """Keys whose values are not shown: from environment variables, or with the name of a secret."""
+        return self._secret | secrets(_written(self))
 
     @classmethod
     def of(
@@ -137,7 +145,8 @@ class Loaded(Document):
         level, frame = 1, sys._getframe()  # of the code that called into this package
         while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "lt_zero":
             level, frame = level + 1, frame.f_back
-        for text in told:
+        more = [f"... and {len(told) - MOST_SHOWN:,} more notices"] if len(told) > MOST_SHOWN else []
+        for text in [*told[:MOST_SHOWN], *more]:
             warnings.warn(text, ConfigWarning, stacklevel=level)
 
 
@@ -160,27 +169,32 @@ def examine(
     Raises:
         ConfigError: the configuration cannot be read at all.
     """
+    told = [Notice("", text, kind="environment") for text in check_variables()] if for_run else []
     last = shlex.split(os.environ.get(OVERRIDES, "")) if for_run else []
+    known: frozenset[Path] = frozenset()
     if isinstance(config, ZeroConfig):
         if stage is None and not overrides and activations is None and broadcast_buffers is None and not last:
-            sharded = not for_run or "stage" in config.zero_optimization.model_fields_set
-            return Loaded({}, config=config, notices=[] if sharded else [_UNSHARDED])
-        config = plain(config)
+            if for_run and "stage" not in config.zero_optimization.model_fields_set:
+                told.append(_UNSHARDED)
+            return Loaded({}, config=config, notices=told)
+        known, config = config.secret, plain(config)
     document = resolve(apply(read(config), overrides))
+    document.secret |= known
     written, mask = document.values, masking(document)
     document = _with_arguments(document, stage, default_stage, activations, broadcast_buffers)
     document = rename(document)
     if last:
         document = rename(apply(document, last))
-        told = f"{OVERRIDES} in the environment sets {', '.join(text.partition('=')[0] for text in last)}."
-        document.notices.append(Notice("", told, kind="environment"))
+        text = f"{OVERRIDES} in the environment sets {', '.join(text.partition('=')[0] for text in last)}."
+        told.append(Notice("", text, kind="environment"))
     if for_run and document.get(("zero_optimization", "stage")) in (MISSING, None):
-        document.notices.append(_UNSHARDED)
+        told.append(_UNSHARDED)
+    document.notices += told
     document = classify(document, ZeroConfig, BLOCK_CHECKS)
     made = validate(document, ZeroConfig)
     _check_blocks(document, BLOCK_CHECKS)
     if made is not None:
-        made._autos = document.autos
+        made._autos, made._secret = document.autos, frozenset(document.secret)
         for path, why in inactive(made, plain(made)):
             document.notices.append(Notice(dotted(path), why, document.mark(path), "inactive"))
     problems = dict.fromkeys(replace(problem, message=mask(problem.message)) for problem in document.problems)
@@ -202,8 +216,14 @@ def plain(config: ZeroConfig) -> dict[str, Any]:
 
 
 def resolved(config: ZeroConfig) -> dict[str, Any]:
-    """All keys with their values in plain containers, readable by ``ZeroConfig.of``. Secrets are left out."""
+    """All keys with their values in plain containers, readable by ``ZeroConfig.of``. API keys are left out."""
     return _with_autos(config, scalars(config.model_dump()))
+
+
+def shown(config: ZeroConfig) -> dict[str, Any]:
+    """``resolved``, with ``***`` for each secret: for files and terminals."""
+    values: dict[str, Any] = masked(resolved(config), config.secret)
+    return values
 
 
 def _with_autos(config: ZeroConfig, values: dict[str, Any]) -> dict[str, Any]:
@@ -279,7 +299,7 @@ def validate(document: Document, schema: type[AnyBlock]) -> AnyBlock | None:
         return schema.model_validate(document.values)
     except ValidationError as error:
         wrong = _add_problems(document, error, schema)
-    if wrong:
+    if 0 < len(wrong) <= MOST_SHOWN:
         right = replace(document.copy(), problems=[])
         for path in wrong:
             right.pop(path)
@@ -305,7 +325,7 @@ def _check_blocks(document: Document, checks: Mapping[str, Check]) -> None:
 
 def _add_problems(document: Document, error: ValidationError, schema: type[Block]) -> list[Path]:
     """Turn pydantic's errors into problems; returns the paths of wrong values, without those of rules."""
-    wrong: list[Path] = []
+    wrong: dict[Path, None] = {}
     for entry in error.errors(include_url=False):
         inner = entry.get("ctx", {}).get("error")
         if isinstance(inner, ConfigError):
@@ -315,7 +335,7 @@ def _add_problems(document: Document, error: ValidationError, schema: type[Block
         if entry["type"] == "missing":
             path = path[:-1]
         if path not in wrong:
-            wrong.append(path)
+            wrong[path] = None
             document.problem(path, message)
     return [path for path in wrong if path]
 

@@ -1,4 +1,4 @@
-"""Overrides in Hydra's grammar, ``a.b=value``, on top of a configuration, and ``${...}`` in its values.
+"""Overrides in Hydra's grammar, ``a.b=value``, on top of a configuration.
 
 A folder of ``lt_zero.conf`` is a group of options, ``group=option``; a YAML file in it is an option.
 """
@@ -13,7 +13,7 @@ from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
 
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted
-from lt_zero.config.document import DEEPEST, Document, leaves, mapped, names_secret, secrets
+from lt_zero.config.document import DEEPEST, Document, mapped, names_secret, secrets, without_told
 from lt_zero.config.read import parse_yaml
 
 if TYPE_CHECKING:
@@ -70,9 +70,8 @@ def apply(document: Document, overrides: Sequence[str]) -> Document:
 def _shown(text: object) -> str:
     """The override for messages; without its value if that is secret."""
     shown = text if isinstance(text, str) else repr(text)
-    key, equals, _ = shown.partition("=")
-    if names_secret(shown):
-        return f"{key}{equals}..."
+    if names_secret(shown) and (separator := re.search("[=:]", shown)):
+        return f"{shown[: separator.end()]}..."
     return shown if len(shown) <= 120 else f"{shown[:117]}..."
 
 
@@ -105,6 +104,7 @@ def _parsed(text: object) -> HydraOverride:
 
 def _syntax_hint(text: str) -> str:
     key, equals, value = text.partition("=")
+    key = without_told(key)
     if not equals:
         return f"write {key or 'key'}=value, or ~{key or 'key'} to delete it"
     if re.search(r"\[\w+\]", key):
@@ -256,105 +256,3 @@ def group_values(group: str, option: str) -> dict[str, Any]:
     for part in reversed(parts):
         values = {part: values}
     return values
-
-
-# ---- interpolations --------------------------------------------------------------------------------------------------
-
-_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:")
-_NAME = re.compile(r"[\w.\-\[\]]+")
-_PLAIN = (str, int, float, bool, type(None))
-
-
-class _Box:
-    """Hides an object from OmegaConf, which would refuse a torch.dtype, and take a dataclass apart."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-
-def resolve(document: Document) -> Document:
-    """Replace ``${oc.env:NAME}``, ``${oc.env:NAME,default}``, ``${key.other}`` and whatever else OmegaConf resolves.
-
-    Values from environment variables, directly or not, are noted as secret. They are text, as in OmegaConf: "1e-4"
-    becomes a number by ``${oc.decode:${oc.env:NAME}}``, or where the schema wants one.
-
-    Raises:
-        ConfigError: all variables and keys that are missing, circles, unknown resolvers, and values ``???``.
-    """
-    is_special = re.compile(r"\$\{|^\?\?\?\Z").search
-    texts = {path: leaf for path, leaf in leaves(document.values) if isinstance(leaf, str) and is_special(leaf)}
-    if not texts:
-        return document
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    document = document.copy()
-    for path, text in texts.items():
-        if text == "???":
-            document.problem(path, f"{dotted(path)} is ???, a value that is to be given; set it, or delete the key")
-            continue
-        try:
-            OmegaConf.create([text])
-        except (OmegaConfBaseException, RecursionError) as error:
-            said = f"{dotted(path)}: {text!r} is no interpolation ({_said(error)})"
-            document.problem(path, f"{said}; write ${{key.other}} or ${{oc.env:NAME}}")
-    boxed = mapped(document.check().values, lambda leaf: leaf if type(leaf) in _PLAIN else _Box(leaf))
-    config = OmegaConf.create(boxed, flags={"allow_objects": True})
-    for path, text in texts.items():
-        holder: Any = document.values
-        node: Any = config
-        try:
-            for part in path[:-1]:
-                holder, node = holder[part], node[part]
-            found = node[path[-1]]
-            found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
-        except (OmegaConfBaseException, RecursionError) as error:
-            document.problem(path, f"{dotted(path)}: {text} cannot be resolved: {_explained(text, error)}")
-            continue
-        holder[path[-1]] = mapped(found, lambda leaf: leaf.value if isinstance(leaf, _Box) else leaf)
-    document.secret = _hidden(texts, document.secret)
-    return document.check()
-
-
-_REASONS = {  # by OmegaConf's own message
-    r"Environment variable '(.*?)' not found": "the environment variable {0} is not set; export it, or write "
-    "${{oc.env:{0},default}}",
-    r"Recursive interpolation|to parent node|maximum recursion depth": "it leads back to itself",
-    r"Unsupported interpolation type (.*)": "there is no resolver {0}; oc.env is one, or register it with "
-    "OmegaConf.register_new_resolver",
-    r"Interpolation key '(.*?)' not found": "there is no key {0}; keys count from the top level of the configuration",
-}
-
-
-def _explained(text: str, error: BaseException) -> str:
-    said = _said(error)
-    for pattern, reason in _REASONS.items():
-        if found := re.search(pattern, said):
-            return reason.format(*found.groups())
-    # OmegaConf may repeat the variable's value
-    return "the resolver cannot read what the environment variable holds" if _ENVIRONMENT.search(text) else said
-
-
-def _said(error: BaseException) -> str:
-    return re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error)).split("\n", 1)[0]
-
-
-def _hidden(texts: dict[Path, str], known: set[Path]) -> set[Path]:
-    """Paths of secrets: ``known``, texts that read a variable, and texts that refer to either. Too many do no harm."""
-    secret = known | {path for path, text in texts.items() if _ENVIRONMENT.search(text)}
-    words = {path: set(_NAME.findall(text)) for path, text in texts.items() if path not in secret}
-    found = secret
-    while found:
-        names = [f".{dotted(path)}." for path in found]
-        found = {path for path in words if path not in secret and any(_refers(word, names) for word in words[path])}
-        secret = secret | found
-    return secret
-
-
-def _refers(token: str, names: list[str]) -> bool:
-    """Whether a word in an interpolation names one of the values, or a block around it; relative ones by their end."""
-    name = "." + re.sub(r"[\[\].]+", ".", token).strip(".") + "."
-    return name != ".." and any(name in whole if token.startswith(".") else whole.startswith(name) for whole in names)

@@ -23,9 +23,23 @@ from pathlib import Path as File
 from typing import Any
 
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted
-from lt_zero.config.document import DEEPEST, Document, Notice, leaves, names_secret, secrets, too_deep
+from lt_zero.config.document import (
+    DEEPEST,
+    MOST_VALUES,
+    Document,
+    Notice,
+    leaves,
+    names_secret,
+    secrets,
+    too_deep,
+    too_many,
+    without_told,
+)
 
-_MOST_VALUES = 100_000  # real files have 100; shared mappings, such as YAML's aliases, can expand to more than memory
+_MOST_BYTES = 1 << 17  # of a file; real ones have a few thousand, and YAML takes a millisecond for ten
+_LONGEST_LINE = 10_000  # characters of a line that a message shows a part of
+_LONGEST_NUMBER = 400  # characters of a number; Python takes long to convert longer ones, and refuses to print them
+_MOST_NAMES = 1000  # of files that are looked at for a suggestion
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> Document:
@@ -51,7 +65,9 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> Document:
         document = _from_file(os.fsdecode(source))
     elif source is not None:
         kind = type(source).__name__
-        raise ConfigError(f"a configuration is a path, a mapping or None, not {reprlib.repr(source)} ({kind})")
+        raise ConfigError(
+            f"a configuration is a path, a mapping or None, not {without_told(reprlib.repr(source))} ({kind})"
+        )
     _refuse_accelerate(document)
     document.secret |= secrets(document.values)
     return document
@@ -64,8 +80,8 @@ def _copied(value: Any, path: Path, document: Document, count: Iterator[int]) ->
     """Mappings and lists as dict and list; numpy's numbers and arrays, and tensors, as Python's own."""
     if len(path) > DEEPEST:  # also ends a mapping that contains itself
         raise too_deep(dotted(path[:3]))
-    if next(count) > _MOST_VALUES:
-        raise _too_many("the configuration", "shared mappings")
+    if next(count) > MOST_VALUES:
+        raise too_many("the configuration", "shared mappings")
     omegaconf = sys.modules.get("omegaconf")  # not imported: then nothing is an object of it
     if omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
         value = _plain(value, path, document)
@@ -117,10 +133,6 @@ def _plain(config: Any, path: Path, document: Document) -> Any:
         return {}
 
 
-def _too_many(name: str, what: str) -> ConfigError:
-    return ConfigError(f"{name} has more than {_MOST_VALUES:,} values ({what} counted as often as used)")
-
-
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 _BYTE_ORDER_MARKS = {  # Windows PowerShell's > writes UTF-16
@@ -166,7 +178,8 @@ def _refuse_text(given: str) -> None:
     if "\0" in given or "\n" in given:
         raise ConfigError("the configuration is text of several lines; save it as a file, or pass a mapping")
     if "://" in given:
-        raise ConfigError(f"{given}: configurations are read from local files only; download it first")
+        shown = re.sub(r"//[^/@]*@", "//", given)  # without user and password
+        raise ConfigError(f"{shown}: configurations are read from local files only; download it first")
     text = given.strip().replace("+", "-").replace("/", "_")
     is_base64 = re.fullmatch(r"(?:[\w-]{4}){2,}[\w-]*={0,2}", text, re.ASCII) and not os.path.exists(given)
     if is_base64 and base64.urlsafe_b64decode(text[:8]).lstrip()[:1] in (b"{", b"["):
@@ -184,10 +197,10 @@ def _content(path: File, given: str) -> bytes:
             raise ConfigError(f"{given} is a folder; name the file in it{held}")
         if not stat.S_ISREG(mode):
             raise ConfigError(f"{given} is no regular file (a pipe or a device); save the configuration as a file")
-        return path.read_bytes()
+        return _bytes(path, given)
     except FileNotFoundError:
         try:
-            names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+            names = [entry.name for entry in itertools.islice(path.parent.iterdir(), _MOST_NAMES) if entry.is_file()]
         except OSError:
             raise ConfigError(f"there is no file {given}; there is no folder {path.parent} either") from None
     except OSError as error:
@@ -200,11 +213,27 @@ def _content(path: File, given: str) -> bytes:
     raise ConfigError(f"there is no file {given}{near}")
 
 
+def _bytes(path: File, given: str) -> bytes:
+    """The content of a regular file, and never a wait for it: what has no size, as in /proc, is not read."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode) or state.st_size == 0:
+            return b""
+        content = file.read(_MOST_BYTES + 1) if state.st_size <= _MOST_BYTES else b""
+    if state.st_size > _MOST_BYTES or len(content) > _MOST_BYTES:
+        text = (
+            f"{given} has {state.st_size:,} bytes, and a configuration at most {_MOST_BYTES:,}; is it the right file?"
+        )
+        raise ConfigError(text)
+    return content
+
+
 class _Text:
     """Text of a file, and the document that is read from it."""
 
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name, self.document = text, name, Document({}, name=name)
+        self.has_secret = names_secret(text)
         self._starts = [0, *(found.end() for found in re.finditer(r"\r\n|\n|\r", text))]
 
     def mark(self, offset: int) -> Mark:
@@ -212,11 +241,12 @@ class _Text:
         return Mark(self.name, row + 1, offset - self._starts[row] + 1)
 
     def problem(self, offset: int, message: str, path: Path = ()) -> None:
-        """A message with the place and the text of its line, unless that may hold a secret."""
+        """A message with the place and the text of its line, which may be a part of a secret if the file has one."""
         row = bisect.bisect_right(self._starts, offset)
         line = self.text[self._starts[row - 1] : self._starts[row] if row < len(self._starts) else None]
         column = offset - self._starts[row - 1]
-        if not names_secret(line) and (shown := line[max(0, column - 60) : column + 60].strip()):
+        too_long = len(line) > _LONGEST_LINE
+        if not too_long and not self.has_secret and (shown := line[max(0, column - 60) : column + 60].strip()):
             message += f"\n    {shown}"
         self.document.problem(path, message, self.mark(offset))
 
@@ -227,15 +257,16 @@ class _Text:
     def enter(self, path: Path) -> None:
         if len(path) > DEEPEST:
             raise too_deep(self.name)
-        if len(self.document.marks) > _MOST_VALUES:
-            raise _too_many(self.name, "aliases")
+        if len(self.document.marks) > MOST_VALUES:
+            raise too_many(self.name, "aliases")
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
 _STRING = r'"(?:[^"\\\n\r]|\\.)*"'
-_COMMENT = re.compile(rf"({_STRING})|//[^\n\r]*|\#[^\n\r]*|/\*.*?\*/", re.DOTALL)
-_LAST_COMMA = re.compile(rf"({_STRING})|(?<=[^\s\[{{,:])\s*,(?=\s*[\]}}])", re.DOTALL)
+# Strings and comments without an end are found, too, so that what is in them is not searched again from each character.
+_COMMENT = re.compile(rf"({_STRING}?|/\*(?!.*?\*/).*)|//[^\n\r]*|\#[^\n\r]*|/\*.*?\*/", re.DOTALL)
+_LAST_COMMA = re.compile(rf"({_STRING}?)|(?<=[^\s\[{{,:])\s*,(?=\s*[\]}}])", re.DOTALL)
 _TOKEN = re.compile(rf"{_STRING}|[{{}}\[\]:,]|[^\s{{}}\[\]:,\"]+")
 _HINTS = {  # by json's own message
     "Expecting ',' delimiter": "a comma or a closing bracket is missing before this",
@@ -261,7 +292,7 @@ class _Pairs(list[tuple[str, Any]]):
 
 
 def _int(digits: str) -> float:
-    return int(digits) if len(digits) <= 400 else math.inf  # Python refuses to convert longer ones, and to print them
+    return int(digits) if len(digits) <= _LONGEST_NUMBER else math.inf
 
 
 def parse_json(text: str, name: str) -> Document:
@@ -380,6 +411,8 @@ def parse_yaml(text: str, name: str) -> Document:
     except yaml.YAMLError as error:
         said = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         hint = next((f"; {hint}" for part, hint in _YAML_HINTS.items() if part in said), "")
+        if where.has_secret:  # as in "undefined alias '...'"
+            said = re.sub(r"'[^']{4,}'|\"[^\"]{4,}\"", "'***'", said)
         mark = getattr(error, "problem_mark", None)
         where.problem(getattr(error, "position", 0) if mark is None else mark.index, f"not YAML: {said}{hint}")
     except RecursionError:
@@ -407,14 +440,14 @@ class _Nodes:
             is_plain = node.id == "scalar" and node.tag in (f"{_TAG}merge", f"{_TAG}value")
             tag = node.tag.replace(_TAG, "!!")
             remedy = "needs quotes" if is_plain else f"has the tag {tag}; write it without a tag"
+            remedy = "needs quotes" if self.where.has_secret else remedy  # a tag may be the secret
             self.where.problem(node.start_mark.index, f"{place} {remedy}", path)
             return None
         if node.id == "scalar":
             try:
-                value = self.loader.construct_object(node)
-                if isinstance(value, int) and value.bit_length() > 1400:  # Python refuses to print longer ones
+                if node.tag != f"{_TAG}str" and len(node.value) > _LONGEST_NUMBER:
                     raise OverflowError
-                return value
+                return self.loader.construct_object(node)
             except (ValueError, KeyError, OverflowError):  # as 0b_, which looks like a number; !!bool maybe
                 text = f"{place} cannot be read as {node.tag.removeprefix(_TAG)}; text needs quotes"
                 self.where.problem(node.start_mark.index, text, path)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lt_zero.common.errors import ConfigError, dotted, path_of
-from lt_zero.config.document import MISSING, Document, leaves
-from lt_zero.config.load import ConfigWarning, Given, ZeroConfig, examine, plain, resolved
+from lt_zero.config.document import HIDDEN, MISSING, Document, leaves
+from lt_zero.config.load import ConfigWarning, Given, ZeroConfig, examine, plain, resolved, shown
 
 log = logging.getLogger("lt_zero")
 _ZERO = (
@@ -89,19 +89,24 @@ def check_same(config: ZeroConfig, host_gather: Callable[[Any, str], list[Any]])
     Raises:
         ConfigError: on all ranks, if they differ; shows the values of two of them.
     """
-    values = {
-        dotted(path): repr(value)
-        for path, value in leaves(resolved(config))
-        if path[0] not in _LOCAL and path[-1] not in _LOCAL_NAMES
-    }
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    known, told = (
+        {
+            dotted(path): repr(value)
+            for path, value in leaves(found)
+            if path[0] not in _LOCAL and path[-1] not in _LOCAL_NAMES
+        }
+        for found in (resolved(config), shown(config))
+    )
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     digests = host_gather(digest, "configuration")
     if len(set(digests)) == 1:
         return
+    values = {key: (told.get(key, HIDDEN), hashlib.sha256(value.encode()).digest()) for key, value in known.items()}
     ranks = host_gather(values, "configurations")
     other = next(rank for rank, found in enumerate(digests) if found != digests[0])
-    pairs = {k: [ranks[rank].get(k, "missing") for rank in (0, other)] for k in sorted(ranks[0] | ranks[other])}
-    differ = [f"{k} is {one} on rank 0, {two} on rank {other}" for k, (one, two) in pairs.items() if one != two]
+    lacks = ("missing", b"")
+    pairs = {k: [ranks[rank].get(k, lacks) for rank in (0, other)] for k in sorted(ranks[0] | ranks[other])}
+    differ = [f"{k} is {one[0]} on rank 0, {two[0]} on rank {other}" for k, (one, two) in pairs.items() if one != two]
     more = f", and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
     raise ConfigError(
         f"The ranks have different configurations: {'; '.join(differ[:_SHOWN])}{more}. Give all ranks the same values: "

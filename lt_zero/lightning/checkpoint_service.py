@@ -73,7 +73,7 @@ from lt_zero.checkpoint.open import is_directory
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.progress_bar import progress_bar
-from lt_zero.config.load import resolved
+from lt_zero.config.load import shown
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict
 from lt_zero.engine.guard import owner_of
@@ -170,7 +170,7 @@ class CheckpointService:
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": str(torch.__version__),
         }
-        made = bundle(content, names, engine.comm, facts, resolved(run.config), self._frozen)
+        made = bundle(content, names, engine.comm, facts, shown(run.config), self._frozen)
         trainer = run.trainer
         ends = trainer is None or not trainer.training or trainer.state.status == TrainerStatus.INTERRUPTED
         background = run.config.checkpoint.async_save and not (ends or self._synchronous)
@@ -214,7 +214,7 @@ class CheckpointService:
             found, rest = plain(content)
             put_back(found, rest)
             assert isinstance(found, dict)
-            found.setdefault(KEY, {})["config"] = resolved(run.config)
+            found.setdefault(KEY, {})["config"] = shown(run.config)
             if self._frozen:
                 found[KEY]["frozen_left_out"] = list(self._frozen)
             if run.rank == 0 and (is_url(path) or type(run.checkpoint_io) is not TorchCheckpointIO):

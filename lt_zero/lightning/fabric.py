@@ -47,7 +47,7 @@ from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
-from lt_zero.config.load import examine, resolved
+from lt_zero.config.load import examine, shown
 from lt_zero.config.uses import check_same, tell_without_trainer
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, sync_buffers
@@ -433,7 +433,7 @@ class FabricZeroStrategy(DDPStrategy):
         }
         prefixes = content[HERE]["modules"]
         frozen = [prefixes[key] + name for key in prefixes for name in sorted(self._frozen(state[key]))]
-        made, place = bundle(content, names, comm, facts, resolved(self.config), frozen), make_place(comm, path)
+        made, place = bundle(content, names, comm, facts, shown(self.config), frozen), make_place(comm, path)
         write(made, place, comm, comm.saving_group(background=False))
 
     def _save_file(

@@ -33,6 +33,7 @@ from lt_zero.step.supported_optimizers import states_by_group
 _MOST_UNITS = 1024  # units of a model given by size; more would not change the result
 _OF_HIDDEN = ("bucket_size", "persistence_threshold")  # suffixes of keys that "auto" derives from the hidden size
 _OFFLOADS = ("offload_optimizer", "offload_param")
+_MOST_PIECES = 50_000  # buckets of a model given by size; each is planned
 _USUAL_UNITS = 32  # default number of layers of a model given by size
 
 
@@ -180,6 +181,12 @@ class _Layer(nn.Module):
 
 def skeleton(sizes: Sizes, limit: int) -> nn.Module:
     """A module on the meta device with these sizes; ``limit`` is that of a bucket, in elements."""
+    if sizes.total / limit > _MOST_PIECES:
+        raise ValueError(
+            f"{sizes.total:.3g} parameters are {sizes.total / limit:.3g} buckets of {limit:,} elements, and at most "
+            f"{_MOST_PIECES:,} are planned. Give the number of parameters that was meant, or raise "
+            "zero_optimization.reduce_bucket_size and allgather_bucket_size."
+        )
     largest = sizes.largest or -(-sizes.total // _USUAL_UNITS)
     size = max(largest, -(-sizes.total // _MOST_UNITS))
     return nn.ModuleList(_Layer(min(size, sizes.total - lo), limit) for lo in range(0, sizes.total, size))

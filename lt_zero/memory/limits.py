@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from lt_zero.common.tables import show
+from lt_zero.common.variables import switched
 
 GB = 10**9  # bytes
 _NO_LIMIT = 1 << 62  # cgroup version 1 writes a number of this order for "no limit"
@@ -182,4 +182,4 @@ def amount(nbytes: int, digits: int = 2) -> str:
 
 def checks_wanted() -> bool:
     """Whether memory is checked before it is allocated; ``LT_ZERO_MEMORY_CHECK=0`` turns it off."""
-    return os.environ.get("LT_ZERO_MEMORY_CHECK", "1").lower() not in ("0", "false", "no", "off")
+    return switched("LT_ZERO_MEMORY_CHECK", True)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from lt_zero.common.variables import switched
 from lt_zero.ops.compiler import CSRC, BuildError, Built, Recipe, build, cached, load, recipe_of
 from lt_zero.ops.own_folder import OwnFolder, UntrustedError
 
@@ -307,8 +308,8 @@ def _level() -> int:
 
 def _unwanted(kind: str, force: bool) -> str:
     """Why native kernels are disabled; empty if they are not."""
-    if (value := os.environ.get("LT_ZERO_NATIVE", "1").strip().lower()) in ("0", "false", "off", "no"):
-        return f"LT_ZERO_NATIVE={value}"
+    if not switched("LT_ZERO_NATIVE", True):
+        return f"LT_ZERO_NATIVE={os.environ['LT_ZERO_NATIVE'].strip()}"
     if kind == "cuda" and not force:
         if torch.version.cuda is None:
             return "torch is built without CUDA"

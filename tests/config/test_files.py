@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from lt_zero.common.errors import ConfigError, Mark, dotted
 from lt_zero.config import ZeroConfig
 from lt_zero.config.document import Document
-from lt_zero.config.overrides import resolve
+from lt_zero.config.interpolations import resolve
 from lt_zero.config.read import parse_json, parse_yaml, read
 from tests.support.paths import DATA, PACKAGE, ROOT
 

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from lt_zero.common.errors import ConfigError, Mark
 from lt_zero.config import overrides as groups
 from lt_zero.config.document import Document
-from lt_zero.config.overrides import apply, resolve
+from lt_zero.config.interpolations import resolve
+from lt_zero.config.overrides import apply
 from lt_zero.config.read import read
 
 FILE = """{

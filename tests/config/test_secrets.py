@@ -10,7 +10,8 @@ import pytest
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.cli import clean, key_statuses, with_origins
-from lt_zero.config.load import examine
+from lt_zero.config.load import examine, shown
+from lt_zero.lightning.monitor.run_monitor import config_lines
 
 SECRET = "hunter2-abcdefghijklmnopqrstuvwxyz-0123456789-and-more-of-it-so-that-it-is-cut-somewhere"
 FROM = "${oc.env:LT_ZERO_TEST_SECRET}"
@@ -29,6 +30,13 @@ CONFIGS: list[dict[str, Any]] = [
     {"gradient_clipping": {"clip_value": FROM}},
     {"fp16_override_modules": [FROM]},
     {"fp16": {"type": FROM}, "unknown": FROM},
+    {"optimizer": "${block}", "block": {"type": "Adam", "params": {"note": "${more.text}"}}, "more": {"text": FROM}},
+    {"optimizer": {"type": "${all.here}"}, "all": "${block}", "block": {"here": FROM}},
+    {"optimizer": {"type": "${block.${name}}"}, "name": "text", "block": {"text": FROM}},
+    {"optimizer": {"type": "${${name}}"}, "name": "block.text", "block": {"text": FROM}},
+    {"zero_optimization": {"stage": f"3 api_key:{SECRET}"}},
+    {"zero_optimization": {f"api_key:{SECRET}": None}},
+    {f"token={SECRET}": 3},
 ]
 
 
@@ -38,8 +46,66 @@ def test_secrets_are_not_shown(config: dict[str, Any], monkeypatch: pytest.Monke
     loaded = examine(config)
     said = [str(ConfigError(loaded.problems)), *map(str, loaded.notices), *map(str, key_statuses(loaded))]
     if loaded.config is not None:
+        changed = ZeroConfig.of(loaded.config, overrides=["steps_per_print=3"])
         said += [clean(loaded), with_origins(loaded, True), with_origins(loaded, False)]
+        said += [str(shown(made)) + str(config_lines(made, made.secret)) for made in (loaded.config, changed)]
     assert not [text for text in said if "hunter2" in text]
+
+
+def test_what_is_saved_and_printed_lacks_only_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LT_ZERO_TEST_SECRET", "hunter2/disk")
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": FROM}, "reduce_bucket_size": 12345}
+    config = ZeroConfig.of({"zero_optimization": zero, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})
+    assert str(config.zero_optimization.offload_param.nvme_path) == "hunter2/disk"
+    saved = shown(config)
+    assert saved["zero_optimization"]["offload_param"]["nvme_path"] == "***"
+    assert saved["zero_optimization"]["reduce_bucket_size"] == 12345
+    assert saved["optimizer"]["params"]["lr"] == 0.5
+    lines = config_lines(config, config.secret)
+    assert '      nvme_path: "***"' in lines
+    assert "    reduce_bucket_size: 12345" in lines
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".json"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "api_key:hunter2\n",
+        "api_key:hunter2\nstage: 3\n",
+        "stage: 3\napi_key:hunter2\n",
+        "zero_optimization:\n  stage: 3\n  api_key:hunter2\n",
+        "{stage: 3, api_key:hunter2}",
+        "api_key: *hunter2\n",
+        "api_key: !hunter2 x\n",
+        "api_key: !!hunter2 x\n",
+        "api_key:\n  @hunter2\n",
+        "api_key:\n  - hunter2: hunter2: hunter2\n",
+        'api_key: "abc\n  hunter2\n',
+        "api_key: {hunter2\n",
+        "hunter2: 1\nhunter2: 2\npassword: x",
+        '{"api_key":\n hunter2}',
+        '{"api_key": "a" "hunter2"}',
+    ],
+)
+def test_a_file_that_cannot_be_read_does_not_show_them(tmp_path: Path, text: str, suffix: str) -> None:
+    (file := tmp_path / f"config{suffix}").write_text(text)
+    said = []
+    with pytest.raises(ConfigError) as caught:  # noqa: PT012
+        loaded = examine(file)
+        said = [*map(str, loaded.notices), *map(str, key_statuses(loaded))]
+        loaded.usable()
+    assert not [text for text in (*said, str(caught.value)) if "hunter2" in text.replace("the key hunter2", "")]
+
+
+def test_other_sources_do_not_show_them() -> None:
+    for config in ("https://user:hunter2@host/config.json", ["api_key=hunter2"]):
+        with pytest.raises(ConfigError) as caught:
+            ZeroConfig.of(config)  # type: ignore[arg-type]
+        assert "hunter2" not in str(caught.value)
+    for override in ("api_key:hunter2", "comet.api_key:hunter2=1", "+token", "comet={api_key:hunter2"):
+        with pytest.raises(ConfigError) as caught:
+            ZeroConfig.of({}, overrides=[override])
+        assert "hunter2" not in str(caught.value)
 
 
 NAMES = "token hf_token HF_TOKEN authToken accesstoken api_key apiKey WANDB_API_KEY api-key db_password passwd "

@@ -435,6 +435,7 @@ def test_states_of_an_instance() -> None:
         ({"device": "tpu"}, "'cuda' or 'cpu'"),
         ({"world": 4, "ranks_per_node": 8}, "ranks_per_node <= world"),
         ({"model": Sizes(10, 10), "optimizer": -1}, "not negative"),
+        ({"model": 1e16}, r"1e\+16 parameters are .* buckets .*at most 50,000"),
     ],
 )
 def test_wrong_values(arguments: dict[str, Any], message: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -26,12 +26,15 @@ from torch.optim import Optimizer
 
 from lt_zero.comm.comm_log import LoggedComm, comm_table
 from lt_zero.comm.communicator import Comm
+from lt_zero.common.errors import Path
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.progress_bar import set_local_rank
 from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks import thawed
+from lt_zero.config.document import masked
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.breakdown import EVERY, MemoryPhases, StepClock
 from lt_zero.lightning.monitor.flops import FlopCount
@@ -210,19 +213,22 @@ def dump_state(run: Run) -> None:
     for kind, (here, replicated) in memory_report(run.engine, run.sharded).items():
         table.add_row(kind, f"{here:,}", f"{replicated:,}")
     console = Console()
-    text = "\n".join(["Configuration of ZeroStrategy, defaults included:", *config_lines(run.config, "  ")])
+    text = "\n".join(
+        ["Configuration of ZeroStrategy, defaults included:", *config_lines(run.config, run.config.secret)]
+    )
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     show(table, console)
 
 
-def config_lines(block: BaseModel, indent: str = "") -> list[str]:
+def config_lines(block: BaseModel, secret: Set[Path] = frozenset(), path: Path = ()) -> list[str]:
     """All keys of a configuration with their values as lines of YAML, secrets masked."""
-    lines = []
+    lines, indent = [], "  " * (len(path) + 1)
     for name in type(block).model_fields:
         value = getattr(block, name)
         if isinstance(value, BaseModel):
-            lines += [f"{indent}{name}:", *config_lines(value, indent + "  ")]
+            lines += [f"{indent}{name}:", *config_lines(value, secret, (*path, name))]
         else:
+            value = masked(thawed(value), secret, path=(*path, name))
             shown = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
             lines.append(f"{indent}{name}: {shown or json.dumps(value, default=str)}")
     return lines
