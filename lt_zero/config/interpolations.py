@@ -112,7 +112,7 @@ class _Texts:
         """Put the values of all texts into the document; what has none becomes a problem."""
         from omegaconf.errors import OmegaConfBaseException
 
-        left, waiting = _ordered(self._texts), list[Path]()
+        left, waiting, before = _ordered(self._texts), list[Path](), len(self._document.problems)
         for _ in range(_ROUNDS):
             waiting = []
             for path in left:
@@ -133,6 +133,9 @@ class _Texts:
         for path in waiting:
             shown = f"{dotted(path)}: {self._texts[path]} cannot be resolved: it leads back to itself"
             self._document.problem(path, f"{shown}, or names are put together in more than {_ROUNDS} steps")
+        places = {dotted(path): number for number, path in enumerate(self._texts)}
+        found = self._document.problems
+        found[before:] = sorted(found[before:], key=lambda problem: places[problem.key])  # as they were written
 
     def _value(self, path: Path) -> Any:
         from omegaconf import OmegaConf

@@ -189,7 +189,7 @@ def test_yaml_scalars_are_those_of_omegaconf(text: str) -> None:
         ("a: *b", "undefined alias"),
         ("a: &a [*a]", "nested more than 50 deep"),
         ("a: &a {<<: *a}", "nested more than 50 deep"),
-        ("- " * 100_000, "nested more than 50 deep"),
+        ("- " * 50_000, "nested more than 50 deep"),
         ("a: " + "1:" * 3000 + "1", "cannot be read as int"),
         ("a: 0b_", "cannot be read as int"),
         ("- 1", "the top level is a list"),
@@ -203,7 +203,7 @@ def test_wrong_yaml(tmp_path: Path, text: str, says: str) -> None:
 
 def test_aliases_do_not_expand_without_end() -> None:
     lists = [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 11)]
-    with pytest.raises(ConfigError, match="more than 100,000 values"):
+    with pytest.raises(ConfigError, match="more than 10,000 values"):
         parse_yaml("\n".join(["a0: &a0 [x]", *lists]), "bomb")
     merges = [f"m{i}: &m{i} {{<<: [*m{i - 1}, *m{i - 1}]}}" for i in range(1, 41)]
     found = parse_yaml("\n".join(["m0: &m0 {x: 1}", *merges]), "merges")
@@ -214,7 +214,7 @@ def test_shared_mappings_do_not_expand_without_end() -> None:
     shared: Any = {"x": 1}
     for _ in range(20):
         shared = {"a": shared, "b": [shared]}
-    too_many = r"more than 100,000 values \(shared mappings counted as often as used\)"
+    too_many = r"more than 10,000 values \(shared mappings counted as often as used\)"
     with pytest.raises(ConfigError, match=too_many):
         read(shared)
     with pytest.raises(ConfigError, match=too_many):
@@ -438,7 +438,8 @@ import sys, types
 for name, folder in (("lt_zero", "PACKAGE"), ("lt_zero.config", "PACKAGE/config")):  # without what they import
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
-from lt_zero.config.overrides import apply, resolve
+from lt_zero.config.interpolations import resolve
+from lt_zero.config.overrides import apply
 from lt_zero.config.read import read
 resolve(apply(read("{}"), []))
 print([name for name in ("torch", "yaml", "omegaconf", "hydra", "pydantic") if name in sys.modules])
