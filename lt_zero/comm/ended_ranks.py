@@ -173,6 +173,10 @@ class EndedRanks:
                     return  # the same error on all ranks, say
                 time.sleep(0.1)
 
+    def find_server(self) -> None:
+        """Set ``server_gone`` if the process that may serve the store has ended."""
+        self._store_has_ended()
+
     def _store_has_ended(self) -> bool:
         """Whether a process has ended that may serve the store; its client would log that at length."""
         return 0 in self._ranks and self._ranks[self._rank] != 0 and self.has_ended(self._ranks.index(0))

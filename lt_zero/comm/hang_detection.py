@@ -492,9 +492,14 @@ class _Reporter:
         """Context of the thread: it is counted among those that poll the store."""
         self._store.add("listening", 1)
         yield
-        # The client of a store whose process has ended logs pages after the error that names the rank.
-        if not _is_removed(self._store) and not self._ends.server_gone:
+        self._ends.find_server()
+        if not _is_removed(self._store) and not self.server_gone:
             self._store.add("listening", -1)
+
+    @property
+    def server_gone(self) -> bool:
+        """Whether the store is to be left alone: its client would log pages after the error that names the rank."""
+        return self._ends.server_gone
 
     def read_verdict(self) -> bool:
         """Update the verdict; returns whether there is one."""
@@ -616,7 +621,7 @@ class RollCall(threading.Thread):
     def run(self) -> None:
         try:
             with self._reporter.listening():
-                while not self._stop_asked.wait(self._reporter.interval):
+                while not self._stop_asked.wait(self._reporter.interval) and not self._reporter.server_gone:
                     self._agreement.poll()
                     if self._reporter.poll():
                         return

@@ -340,12 +340,13 @@ def test_a_store_whose_process_has_ended_is_left_alone(
 ) -> None:
     """Its client would log pages after the line that names the rank. A group that was destroyed tells nothing of it."""
     ends = object.__new__(ended_ranks.EndedRanks)
-    ends._ranks, ends._host, ends.server_gone, ends.lost = [0, 1], mock.Mock(), False, {}
+    ends._ranks, ends._rank, ends._host, ends.server_gone, ends.lost = [0, 1], 1, mock.Mock(), False, {}
     monkeypatch.setattr(dist, "isend", mock.Mock(side_effect=error))
-    reporter = object.__new__(hang_detection._Reporter)
-    reporter._store, reporter._ends = dist.HashStore(), ends  # type: ignore[attr-defined]
-    with reporter.listening():
-        assert ends.has_ended(1)
-        assert not ends.server_gone
-        assert ends.has_ended(0)
+    reporter, agreement = object.__new__(hang_detection._Reporter), mock.Mock()
+    reporter._store, reporter._ends, reporter.interval = dist.HashStore(), ends, 0.0  # type: ignore[attr-defined]
+    thread = hang_detection.RollCall(reporter, agreement)
+    agreement.poll.side_effect = lambda: ends.has_ended(1) and not ends.server_gone and ends.has_ended(0)
+    monkeypatch.setattr(reporter, "poll", lambda: agreement.poll.call_count == 3)
+    thread.run()
+    assert agreement.poll.call_count == (1 if told else 3)
     assert reporter._store.add("listening", 0) == told

@@ -157,16 +157,8 @@ def _full(kind: str, setting: Setting, point: str, rank: int, folder: Path) -> O
         found = partial(judge_full, export=point == "before export")
         repair = (place / "run" / "hog").unlink
         (place / "run").mkdir()
-        return runs.disturb(
-            place / "run",
-            setting,
-            found,
-            repair=repair,
-            campaign=folder.parent,
-            point=point,
-            fault="full disk",
-            rank=rank,
-        )
+        fault = {"point": point, "fault": "full disk", "rank": rank}
+        return runs.disturb(folder, setting, found, repair=repair, disk=place / "run", **fault)
 
 
 def judge_full(done: Run, export: bool) -> tuple[str, str]:
@@ -211,4 +203,4 @@ def _folder(fault: str, setting: Setting, point: str, folder: Path) -> Outcome:
         repair = partial(subprocess.run, ["chattr", "-i", str(place)], check=True)
     codes = [errno.EPERM, errno.EACCES] if fault == "closed folder" else [errno.ENOENT]
     found = partial(judge, codes=codes, where="last")
-    return runs.disturb(place, setting, found, repair=repair, campaign=folder.parent, point=point, fault=fault)
+    return runs.disturb(folder, setting, found, repair=repair, disk=place, point=point, fault=fault)

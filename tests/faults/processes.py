@@ -49,7 +49,7 @@ SUCCESSES = [
     "sys.exit(0)",
     "os._exit(0)",
 ]  # before there is a group, launcher and ranks take it for the end of the work
-OF_FOLDERS = ["manifest", "before rename", "after rename"]  # what a checkpoint in one file has not
+OF_FOLDERS = ["middle of save", "manifest", "before rename", "after rename"]  # torch writes a checkpoint in one file
 _GROUPS = {"SIGKILL": "kills", "SIGSTOP": "stops", "SIGTERM": "signals", "SIGINT": "signals", "SIGSEGV": "signals"}
 
 

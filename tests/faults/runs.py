@@ -93,25 +93,37 @@ class Hang(Exception):
     """Processes were still there when they had to be gone."""
 
 
-def run(folder: Path, setting: Setting, until: int, launcher: str = "variables", **fault: Any) -> Run:
+def run(
+    folder: Path, setting: Setting, until: int, launcher: str = "variables", logs: Path | None = None, **fault: Any
+) -> Run:
     """Run the script in a folder until its end, or until a fault ends it.
 
     Args:
+        logs: the folder of what the ranks print, unless it is the same.
         launcher: "variables" (two ranks with torchrun's variables), "lightning" or "torchrun".
         fault: ``point``, ``fault``, ``rank``, ``value`` of its plan; names in capitals are variables of all ranks.
 
     Raises:
         Hang: its processes have not ended; they are ended here.
     """
-    for name in ("nvme", "tmp"):
-        (folder / name).mkdir(exist_ok=True)
-    for path in [*folder.glob("*.log"), folder / "fault.json"]:
+    logs = logs or folder
+    for path in (folder / "nvme", logs / "tmp"):
+        path.mkdir(exist_ok=True)
+    for path in [*logs.glob("*.log"), logs / "fault.json"]:
         path.unlink(missing_ok=True)
     zero, more = setting.keys(folder)
     variables = {name: fault.pop(name) for name in list(fault) if name.isupper()}
-    plan = {"folder": str(folder), "face": setting.face, "zero": zero, "more": more, "until": until, **fault}
-    arguments, log = [json.dumps(plan)], folder / "launcher.log"
-    env = environment(GLOO_SOCKET_IFNAME="lo", TMPDIR=str(folder / "tmp"), **variables)
+    plan = {
+        "folder": str(folder),
+        "logs": str(logs),
+        "face": setting.face,
+        "zero": zero,
+        "more": more,
+        "until": until,
+        **fault,
+    }
+    arguments, log = [json.dumps(plan)], logs / "launcher.log"
+    env = environment(GLOO_SOCKET_IFNAME="lo", TMPDIR=str(logs / "tmp"), **variables)
     if launcher == "torchrun":
         options = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=0"]
         pids = [tree.fork_script("torch.distributed.run", [*options, SCRIPT, *arguments], env, log, module=True)]
@@ -122,8 +134,8 @@ def run(folder: Path, setting: Setting, until: int, launcher: str = "variables",
         named |= {"LOCAL_WORLD_SIZE": str(RANKS), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "faults"}
         numbers = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(RANKS))
         pids = [tree.fork_script(SCRIPT, arguments, env | named | number, log) for number in numbers]
-    codes, gone = _wait(folder, pids)
-    texts = [_text(folder / f"rank{rank}.log") for rank in range(RANKS)]
+    codes, gone = _wait(logs, pids)
+    texts = [_text(logs / f"rank{rank}.log") for rank in range(RANKS)]
     return Run(folder, codes, texts, _text(log), gone)
 
 
@@ -220,20 +232,21 @@ def disturb(
     judge: Judge,
     launcher: str = "variables",
     repair: Callable[[], object] = lambda: None,
-    campaign: Path | None = None,
+    disk: Path | None = None,
     **fault: Any,
 ) -> Outcome:
     """Give a fault to a run that goes on from a checkpoint; look at it, at its files, and at the run after it.
 
     Args:
         repair: what the user does before the run after it.
-        campaign: its folder, unless it is the parent of this one.
+        disk: the folder of the run, if it is another one than that of the case.
     """
-    wanted = reference(campaign or folder.parent, setting)
+    wanted, case = reference(folder.parent, setting), folder
+    folder = disk or folder
     wanted.give(folder)
     evidence = ""
     try:
-        done = run(folder, setting, UNTIL, launcher, **fault)
+        done = run(folder, setting, UNTIL, launcher, case, **fault)
         evidence = "\n=== the disturbed run\n" + done.evidence()
         if done.gone is None:
             return Outcome(False, "the point was not reached", evidence)
@@ -242,7 +255,7 @@ def disturb(
         what, problem = judge(done)
         if problem := problem or _export(folder):
             return Outcome(False, problem, evidence)
-        problem, more = goes_on(folder, setting, wanted)
+        problem, more = goes_on(folder, setting, wanted, case)
     except Hang as hang:
         return Outcome(False, "hang", f"{hang}{evidence}")
     return Outcome(False, problem, more + evidence) if problem else Outcome(True, what)
@@ -267,17 +280,17 @@ def _export(folder: Path) -> str:
     return "" if len(found) == 14 and all(bool(v.isfinite().all()) for v in found.values()) else "weights are lost"
 
 
-def goes_on(folder: Path, setting: Setting, wanted: Reference) -> tuple[str, str]:
+def goes_on(folder: Path, setting: Setting, wanted: Reference, logs: Path) -> tuple[str, str]:
     """What is wrong with a run that goes on from what another has left, and evidence; "" if it comes to the same."""
-    if problem := verify(folder / "last", folder):
+    if problem := verify(folder / "last", logs):
         return "no complete checkpoint", problem
-    done = run(folder, setting, END)
+    done = run(folder, setting, END, logs=logs)
     sums = done.sums()
     if sums != [wanted.end] * RANKS or any(done.codes):
         what = "the resumed run differs" if None not in sums else "the resumed run fails"
         return what, f"wanted {wanted.end}, got {sums}\n{done.evidence()}"
     left = [path for path in folder.iterdir() if path.name.startswith(".last") or path.name.endswith(".partial")]
-    left += [path for path in (folder / "tmp").iterdir() if not _TOLD.match(path.name)]
+    left += [path for path in (logs / "tmp").iterdir() if not _TOLD.match(path.name)]
     left += [
         path for path in (folder / "nvme").iterdir() if path.suffix != ".new"
     ]  # which are removed when they are old

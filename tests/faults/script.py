@@ -39,6 +39,7 @@ class Plan:
 
     Attributes:
         folder: of the run: its checkpoint ``last``, its export ``weights.safetensors``.
+        logs: the folder of what it prints.
         face: "trainer", "fabric" or "loop".
         zero: the ``zero_optimization`` block; ``more``: other keys.
         until: the last step; the script begins after that of its checkpoint, if there is one.
@@ -46,6 +47,7 @@ class Plan:
     """
 
     folder: str
+    logs: str
     face: str
     zero: dict[str, Any]
     more: dict[str, Any]
@@ -78,7 +80,7 @@ def at(point: str) -> None:
         return
     fault, PLAN.fault = PLAN.fault, ""
     told = {"point": point, "pid": os.getpid(), "time": time.time()}
-    Path(PLAN.folder, "fault.json").write_text(json.dumps(told), encoding="utf-8")
+    Path(PLAN.logs, "fault.json").write_text(json.dumps(told), encoding="utf-8")
     FAULTS[fault]()
 
 
@@ -374,7 +376,7 @@ def _validate(model: Any, step: int) -> None:
 
 def _redirect() -> None:
     """Give this rank a log of its own."""
-    with open(f"{PLAN.folder}/rank{_rank()}.log", "ab", buffering=0) as file:
+    with open(f"{PLAN.logs}/rank{_rank()}.log", "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 
