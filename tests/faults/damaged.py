@@ -25,7 +25,7 @@ from tests.faults.one_by_one import Wrong, copied, each
 from tests.support.damage import DAMAGES, reseal
 from tests.support.paths import DATA
 
-DAMAGED, RESEALED = 60, 60  # of a case
+DAMAGED, RESEALED = 50, 80  # of a case
 Found = dict[str, Any]  # what a reader has found: tensors by name
 
 
@@ -171,11 +171,11 @@ def _same(found: Found, want: Found) -> bool:
     return True
 
 
-def _tried(read: Callable[[], Found], want: Found, how: str, unchecked: bool) -> str:
+def _tried(read: Callable[[], Found], want: Found, unchecked: bool) -> str:
     """What reading has come to.
 
     Args:
-        unchecked: whether the format has no checksums, so that other values can be seen by no reader.
+        unchecked: whether the files have nothing by which a reader could tell other values.
 
     Raises:
         Wrong: it is against what the package promises.
@@ -187,22 +187,25 @@ def _tried(read: Callable[[], Found], want: Found, how: str, unchecked: bool) ->
     except CheckpointError as error:
         text = str(error)
         if len(text) > 5000 or "Traceback" in text or " object at 0x" in text or not text.strip():
-            raise Wrong(f"{how}: no sentence: {text[:500]}") from None
+            raise Wrong(f"no sentence: {text[:500]}") from None
         return "named errors"
     except BaseException as error:
-        raise Wrong(f"{how}: {type(error).__name__}: {str(error)[:300]}") from None
+        raise Wrong(f"{type(error).__name__}: {str(error)[:300]}") from None
     if _same(found, want):
         return "loaded exactly"
     if unchecked:
-        return "other values, in a format without checksums"
-    raise Wrong(f"{how}: other values are loaded without an error")
+        return "other values, which nothing in the files tells"
+    raise Wrong("other values are loaded without an error")
 
 
 def _damaged(source: Path, reader: str, want: Found, seed: int, number: int, folder: Path) -> str:
     chance = random.Random(f"{seed} {source.name} {reader} {number}")
     path = copied(source, folder)
     how = _strange(chance, path)
-    return _tried(lambda: READERS[reader](path, folder), want, how, source.name == "tensors")
+    (folder / "what").write_text(how)
+    # Files of DeepSpeed do not say of which rank they are: one in another's place cannot be told.
+    unchecked = source.name == "tensors" or (source.name == "stage3" and how.startswith("swap"))
+    return _tried(lambda: READERS[reader](path, folder), want, unchecked)
 
 
 def _run(name: str, reader: str, seed: int, folder: Path) -> Outcome:
@@ -245,7 +248,8 @@ def _resealed(source: Path, reader: str, seed: int, number: int, folder: Path) -
             told = f"{place} = {block[place[-1]]!r}"
 
     reseal(path, change)
-    return _tried(lambda: READERS[reader](path, folder), {}, told, True)
+    (folder / "what").write_text(ascii(told))
+    return _tried(lambda: READERS[reader](path, folder), {}, True)
 
 
 def _run_resealed(reader: str, seed: int, folder: Path) -> Outcome:
@@ -253,7 +257,7 @@ def _run_resealed(reader: str, seed: int, folder: Path) -> Outcome:
         warnings.simplefilter("ignore")
         source = _native(folder)
     found = each(range(RESEALED), functools.partial(_resealed, source, reader, seed))
-    what = found.what.replace("other values, in a format without checksums", "loaded")
+    what = found.what.replace("other values, which nothing in the files tells", "loaded")
     return Outcome(found.ok, what, found.evidence)
 
 

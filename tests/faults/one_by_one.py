@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import resource
@@ -25,15 +26,18 @@ class Wrong(Exception):
     """What a trial has come to is against what the package promises."""
 
 
-def each(numbers: Iterable[int], trial: Callable[[int, Path], str], seconds: float = 20.0) -> Outcome:
+def each(numbers: Iterable[int], trial: Callable[[int, Path], str], seconds: float = 40.0) -> Outcome:
     """Run ``trial(number, folder)`` for each number; the outcome counts what they return.
 
-    A trial fails by an exception, by its end, or by taking longer than ``seconds``.
+    A trial fails by an exception, by its end, or by taking longer than ``seconds``, which is long for a machine with
+    other work. What it writes to ``what`` in its folder is told then.
     """
     counts, failures = Counter[str](), list[str]()
     for number in numbers:
         with tempfile.TemporaryDirectory() as folder:
-            told, good = _apart(lambda number=number, folder=folder: trial(number, Path(folder)), seconds)  # type: ignore[misc]
+            told, good = _apart(functools.partial(trial, number, Path(folder)), seconds)
+            what = Path(folder, "what")
+            told = told if good or not what.exists() else f"{what.read_text()}: {told}"
         counts[told if good else "failed"] += 1
         if not good:
             failures.append(f"mutation {number}: {told}")
