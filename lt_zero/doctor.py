@@ -178,7 +178,7 @@ def _kernels(path: Path) -> Iterator[Row]:
     remedy = "Steps on the CPU are slower. On a virtual machine, pass the host's CPU flags through."
     yield _row("instruction sets", found, not sets or used == "portable", remedy)
     for kind, status in states.items():
-        found = f"{implementation(status)} for all {len(library.OPERATIONS)} operations, {status.why}"
+        found = f"{implementation(status)} for all {len(library.names(status.kind))} operations, {status.why}"
         if kind == "cuda" and status.why.startswith("torch"):  # without CUDA, or without a device
             yield Row("cuda kernels", found, "missing", "Only GPUs need them.")
         else:

@@ -355,6 +355,8 @@ _A_PATTERN = "pass a pattern, such as lt_zero.attention.Fixed(block=16)"
 
 
 def _check_types(query: Any, key: Any, value: Any, pattern: Any, mask: Any, dropout: Any) -> None:
+    if torch.compiler.is_compiling():  # it cannot trace the classes of patterns
+        return
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         expect(tensor, Tensor, name, "pass query, key and value as tensors, then the pattern")
     expect(pattern, Pattern, "pattern", _A_PATTERN)

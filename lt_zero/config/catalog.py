@@ -148,6 +148,12 @@ def explain(key: str) -> str:
     else:
         found = [name for name in names if name.startswith(f"{key}.")]
         found = found or [name for name in names if key.lower() in name.lower()]
+        words = [name for name in found if f"_{key.lower()}_" in f"_{name.lower().replace('.', '_')}_"]
+        found = words or found  # `lr` is no part of `allreduce`
+    if argument := next((name for name in AUTO if name.endswith(f".params.{key}")), ""):
+        block = argument.partition(".")[0]
+        lines = [argument, f"    argument of the class that {block}.type names", f'    "auto" is {AUTO[argument]}']
+        return "\n".join([*lines, *([f"    in other keys: {', '.join(found)}"] if found else [])])
     if len(found) == 1:
         return _about(found[0]) or found[0]
     lines = []
@@ -160,7 +166,8 @@ def explain(key: str) -> str:
     if lines:
         return "\n".join(lines)
     near = nearest(key, names)
-    hint = f" Did you mean {near}?\n\n{explain(near)}" if near else " See docs/config.md for all keys."
+    hint = f" Did you mean {near}?\n\n{explain(near)}" if near else " See docs/config.md for all keys; arguments of "
+    hint = hint if near else f"{hint}optimizers and schedules are in optimizer.params and scheduler.params."
     return f"{key} is not a key of lt_zero or DeepSpeed.{hint}"
 
 

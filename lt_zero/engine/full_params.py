@@ -18,7 +18,7 @@ from lt_zero.common.module_hooks import Hook
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.guard import HANDS_OUT, owner_of
+from lt_zero.engine.guard import HANDS_OUT, called, owner_of
 from lt_zero.engine.lazy_tensor import AbsentTensor
 from lt_zero.engine.materialize import ConstructionSharder
 
@@ -299,7 +299,7 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
             return torch.equal(one, other)
     raise RuntimeError(
         f"The values of parameter {name!r} are sharded over {world} ranks and not in memory here "
-        f"(`{getattr(func, '__name__', func)}` needs them). Wrap the code in `with lt_zero.gathered(parameter):` on "
+        f"(`{called(func)}` needs them). Wrap the code in `with lt_zero.gathered(parameter):` on "
         "every rank (`write=True` to change values); to save weights use `trainer.save_checkpoint`, "
         "`trainer.strategy.export(path)` or `trainer.strategy.full_state_dict()`."
     )

@@ -85,6 +85,13 @@ def _guarded_function(
     return owner.on_guarded_use(parameters, func, args, kwargs)
 
 
+def called(func: Any) -> str:
+    """The name of a torch function as users write it: ``.data``, not ``__get__``."""
+    name = str(getattr(func, "__name__", func))
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return f".{attribute}" if name in ("__get__", "__set__") and attribute else name
+
+
 def is_guarded(tensor: Tensor) -> bool:
     return type(tensor) in _guards
 

@@ -35,7 +35,7 @@ from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.grad_bucket import Reducer
-from lt_zero.engine.guard import PASSING
+from lt_zero.engine.guard import PASSING, called
 from lt_zero.engine.same_on_ranks import FLAGS, SameOnRanks
 from lt_zero.io.thread_pool import SwapError
 
@@ -46,7 +46,8 @@ _NORMS = {Tensor.norm, torch.norm, torch.linalg.vector_norm}
 _SAME = {getattr(Tensor, "data").__get__, Tensor.detach, Tensor.detach_}  # noqa: B009
 _REMEDY = (
     "Norms (`p.grad.norm(2)`, Lightning's `grad_norm`), `p.grad = None` and in-place scaling or clamping by numbers "
-    "work; to clip use `Trainer(gradient_clip_val=...)` or `self.clip_gradients`; stage 0 keeps whole gradients."
+    "work; on all ranks `lt_zero.full_grad(parameter)` reads all of it, and `lt_zero.set_full_grad(parameter, value)` "
+    "sets it; to clip use `Trainer(gradient_clip_val=...)` or `self.clip_gradients`; stage 0 keeps whole gradients."
 )
 
 
@@ -124,8 +125,7 @@ class ShardedGrad(Tensor):
         others = [*args[1:], *kwargs.values()]
         if me is not None and func in _IN_PLACE and not any(isinstance(o, Tensor) and o.dim() > 0 for o in others):
             return me._apply(func, *args[1:], **kwargs)
-        name = getattr(func, "__name__", func)
-        raise RuntimeError(f"`{name}` needs all of a gradient whose pieces lie on several ranks. {_REMEDY}")
+        raise RuntimeError(f"`{called(func)}` needs all of a gradient whose pieces lie on several ranks. {_REMEDY}")
 
 
 @lru_cache(maxsize=1024)

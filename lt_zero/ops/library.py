@@ -160,7 +160,21 @@ CPU_OPERATIONS: dict[str, tuple[Any, list[Any]]] = {
     "huffman_size": (c_int64, [c_void_p, c_int64]),
     "huffman_decode": (c_int, [c_void_p, c_int64, c_void_p, c_int64]),
 }
+# Names of the same in ``lt_zero.ops`` and the documentation, where they differ.
+_PUBLIC = {
+    "encode_blocks": "quantize",
+    "decode_blocks": "dequantize_sum",
+    "attention_forward": "attention",
+    "attention_backward": "attention",
+    "huffman_size": "huffman_decode",
+}
 _WITH_SCRATCH = ("lamb_update", "norm_squared", "select_topk")  # take scratch memory on CUDA
+
+
+def names(kind: str) -> list[str]:
+    """The operations that have a kernel for ``"cpu"`` or ``"cuda"``, as users know them."""
+    native = [*OPERATIONS, *(CPU_OPERATIONS if kind == "cpu" else ())]
+    return list(dict.fromkeys(_PUBLIC.get(name, name) for name in native))
 
 
 def declare(library: ctypes.CDLL, kind: str) -> ctypes.CDLL:
@@ -477,4 +491,4 @@ def missing(kind: str) -> str:
     if found.available:
         return ""
     output = f" Output of the compiler: {found.log}." if found.log else ""
-    return f"No {kind} kernel for {', '.join(OPERATIONS)}: {found.why.rstrip('.')}.{output} Remedy: {remedy(found)}"
+    return f"No {kind} kernel for {', '.join(names(kind))}: {found.why.rstrip('.')}.{output} Remedy: {remedy(found)}"

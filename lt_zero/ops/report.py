@@ -26,8 +26,8 @@ def operations_table(console: Console | None = None) -> Table:
     table = Table(title="lt_zero operations")
     for column in ("operation", *(status.kind for status in kinds)):
         table.add_column(column)
-    for operation in library.OPERATIONS:
-        table.add_row(operation, *map(implementation, kinds))
+    for operation in library.names("cpu"):
+        table.add_row(operation, *(implementation(s) if operation in library.names(s.kind) else "-" for s in kinds))
     show(table, console)
     for status in kinds:
         lines = {"why": status.why, "library": status.path, "threads": _threads(status)}

@@ -157,7 +157,7 @@ def test_a_layout_of_nothing(heads: int, blocks: int) -> None:
 
 def test_numbers_of_heads_are_no_parameter() -> None:
     """DeepSpeed's first argument is the number of heads: taken for a block it would be silently wrong."""
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(TypeError, match="passed by name"):
         Fixed(8)  # type: ignore[misc]
     with pytest.raises(TypeError, match="num_heads"):
         Fixed(num_heads=8)  # type: ignore[call-arg]

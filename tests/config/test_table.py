@@ -359,6 +359,8 @@ def test_the_table_is_part_of_the_package() -> None:
         ("activation_checkpointing", ["activation_checkpointing.mode: what to recompute"]),
         ("gradient_compression", ["gradient_compression.algorithm: topk", "gradient_compression.exclude"]),
         ("zero_optimisation", ["Did you mean zero_optimization?", Z + "stage: "]),
+        ("lr", ['optimizer.params.lr\n    argument of the class that optimizer.type names\n    "auto" is `lr`']),
+        ("warmup_num_steps", ["scheduler.params.warmup_num_steps\n"]),
         ("banana", ["banana is not a key of lt_zero or DeepSpeed."]),
         ("stage3_prefetch", [Z + "stage3_prefetch_bucket_size\n", "also written"]),
     ],
@@ -368,3 +370,4 @@ def test_explanations(asked: str, says: list[str]) -> None:
     for part in says:
         assert part in text
     assert len(text) < 12_000
+    assert asked != "lr" or "allreduce" not in text

@@ -82,6 +82,8 @@ def _reads() -> None:
     for read in reads:
         with torch.no_grad(), pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.weight'|'embedding.weight'|'scale'"):
             read()
+    with pytest.raises(RuntimeError, match=r"`\.data` needs them"):
+        p.data  # noqa: B018
     state, whole = engine.root.state_dict(), Net().state_dict()
     assert {k: (v.shape, v.dtype) for k, v in state.items()} == {k: (v.shape, v.dtype) for k, v in whole.items()}
     assert not any(value.requires_grad for value in state.values())
@@ -99,6 +101,19 @@ def _reads() -> None:
 
 def test_reading_values_is_loud(pool: Pool) -> None:
     pool.run(2, _reads)
+
+
+def _gradients() -> None:
+    engine = _engine(3)
+    p = engine.root.blocks[0].up.weight
+    next_token_loss(engine.root, 0, 0, dist.get_rank()).backward()
+    for wrong in (lambda: p.grad.add_(torch.ones(p.shape)), lambda: p.grad + torch.ones(p.shape)):
+        with pytest.raises(RuntimeError, match=r"`add_?` needs all of a gradient.*lt_zero\.set_full_grad\("):
+            wrong()
+
+
+def test_writing_gradients_is_loud(pool: Pool) -> None:
+    pool.run(2, _gradients)
 
 
 def _load(stage: int, low: bool) -> None:
