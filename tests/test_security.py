@@ -127,7 +127,7 @@ def test_sources_are_in_the_package() -> None:
 
 
 @says(
-    "What you name is imported, and that executes it: a function of `lt-zero tune` or `lt-zero estimate --module`, and "
+    "What you name is imported, and that executes it: a function that `lt-zero tune` or `lt-zero estimate` gets, and "
     "the class in `optimizer.type` if it is a path such as `my.package.MyOptimizer`."
 )
 @says("So read a stranger's configuration before you use it.")
