@@ -229,7 +229,7 @@ def test_the_key_is_told_to_nobody() -> None:
     lines = config_lines(config, {("dtype",)})
     assert lines[0] == "  comet:"
     assert {'    api_key: "**********"', '  dtype: "***"', '  many: ["a"]'} <= set(lines)
-    assert "  api_key: null" in config_lines(Everything())
+    assert "    api_key: null" in config_lines(Everything())
     number = Everything(comet={"api_key": 123456})  # YAML reads it so
     assert number.comet.api_key is not None
     assert number.comet.api_key.get_secret_value() == "123456"
