@@ -30,6 +30,8 @@ from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
 from lt_zero.checkpoint.formats.reading import has_checksums, load, load_metadata
 from lt_zero.checkpoint.formats.torch_file import FileSource
+from lt_zero.checkpoint.import_ import import_checkpoint
+from lt_zero.checkpoint.native.load import as_lightning
 from lt_zero.checkpoint.open import open_source
 from lt_zero.cli import app
 from lt_zero.common.errors import CheckpointError
@@ -203,6 +205,8 @@ def test_laughter_stays_small(tmp_path: Path) -> None:
     torch.save({"state_dict": {"a": torch.ones(1)}, "row": row}, tmp_path / "a.ckpt")
     meta = FileSource(tmp_path / "a.ckpt").meta
     assert meta["row"][0] is meta["row"][1]
+    path = import_checkpoint(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
+    assert as_lightning(open_source(path))["row"][0][1][0] is not None
 
 
 def test_plain_values(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import enum
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -55,9 +55,14 @@ class _Converter:
     swap: Callable[[Path, Tensor], Any]
     rest: dict[Path, Any]
     open: set[int]  # ids of the containers around the value
+    # Containers and their plain forms, by id, if these do not depend on the path: copies of a shared one, apart, could
+    # be huge. ``_bound`` counts what depends on it.
+    _made: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    _bound: int = 0
 
     def convert(self, value: Any, path: Path) -> Any:
         if isinstance(value, Tensor) and _is_dense(value):
+            self._bound += isinstance(value, Fragment | LazyTensor)
             return self.swap(path, value)
         if type(value) in ATOMS or isinstance(value, TORCH):
             return value
@@ -77,15 +82,22 @@ class _Converter:
             with contextlib.suppress(TypeError):  # strings, objects, dtypes that torch lacks
                 return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C", copy=True))
         if isinstance(value, Mapping | tuple | list | set | frozenset) and id(value) not in self.open:
+            if id(value) in self._made:
+                return self._made[id(value)][1]
             self.open.add(id(value))
+            before = self._bound
             try:
-                return self._container(value, path)
+                made = self._container(value, path)
             finally:
                 self.open.discard(id(value))
+            if self._bound == before:
+                self._made[id(value)] = value, made
+            return made
         return self._aside(value, path)
 
     def _aside(self, value: Any, path: Path) -> str:
         self.rest[path] = value
+        self._bound += 1
         return MISSING
 
     def _entries(self, value: Mapping[Any, Any], path: Path) -> dict[Any, Any]:
@@ -100,6 +112,7 @@ class _Converter:
                     name = f"{name}'"
                 taken.add(name)
                 self.rest[(*path, Key(name))] = key
+                self._bound += 1
             inner[name] = self.convert(item, (*path, name if key in exact else key))
         return inner
 
