@@ -64,7 +64,7 @@ def launched_tasks(variables: Mapping[str, str] | None = None, mpi: bool = True)
         mpi: whether the launchers of MPI count.
 
     Raises:
-        ValueError: a variable is no number, or there is a rank without a number of ranks.
+        ValueError: a variable is no number, or there is a rank without a number of ranks, or beyond it.
     """
     found = os.environ if variables is None else variables
     if "RANK" in found:
@@ -72,9 +72,7 @@ def launched_tasks(variables: Mapping[str, str] | None = None, mpi: bool = True)
             raise ValueError(f"RANK={found['RANK']} is set, and WORLD_SIZE is not. Set both, or none (see torchrun).")
         local = _number(found, "LOCAL_RANK") if "LOCAL_RANK" in found else None
         port = _number(found, "MASTER_PORT") if "MASTER_PORT" in found else _PORT
-        return Tasks(
-            "RANK", _number(found, "RANK"), _number(found, "WORLD_SIZE"), local, found.get("MASTER_ADDR"), port
-        )
+        return Tasks("RANK", *_place(found, "RANK", "WORLD_SIZE"), local, found.get("MASTER_ADDR"), port)
     return started_tasks(found, mpi)
 
 
@@ -141,15 +139,35 @@ def _number(found: Mapping[str, str], name: str) -> int:
         ) from None
 
 
+def _place(found: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
+    """The rank and the number of ranks in two variables."""
+    number, world = _number(found, rank), _number(found, size)
+    if not 0 <= number < world:
+        raise ValueError(
+            f"{rank}={found[rank]} and {size}={found[size]}: ranks are numbered from 0, below their number. Set both "
+            "as the launcher does, or unset them."
+        )
+    return number, world
+
+
+def local_rank(default: int = 0) -> int:
+    """``LOCAL_RANK``, the number of this rank on its host; 0 for -1, which scripts use for "no launcher".
+
+    Raises:
+        ValueError: it is no number.
+    """
+    return max(0, _number(os.environ, "LOCAL_RANK") if "LOCAL_RANK" in os.environ else default)
+
+
 def _of_mpi(found: Mapping[str, str]) -> Tasks | None:
     for launcher, rank, size, locals_, local_size in _MPI:
         if rank in found and size in found:
-            world = _number(found, size)
+            number, world = _place(found, rank, size)
             local = next((_number(found, name) for name in locals_ if name in found), None)
             one_host = local_size in found and _number(found, local_size) == world
             job = next((found[name] for name in _MPI_JOBS if name in found), None)
             port = _PORT if job is None else 15000 + zlib.crc32(job.encode()) % 10000
-            return Tasks(launcher, _number(found, rank), world, local, "127.0.0.1" if one_host else None, port)
+            return Tasks(launcher, number, world, local, "127.0.0.1" if one_host else None, port)
     return None
 
 

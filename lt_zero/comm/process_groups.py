@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from lt_zero.comm.launchers import Tasks, launched_tasks, refuse_alone
+from lt_zero.comm.launchers import Tasks, launched_tasks, local_rank, refuse_alone
 from lt_zero.config.blocks import Communication
 
 LINK_TIMEOUT_S = Communication().link_timeout
@@ -259,7 +259,7 @@ def init_distributed(
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     _export(tasks, init_method, distributed_port)
     if torch.cuda.is_available():
-        torch.cuda.set_device(own_gpu(int(os.environ["LOCAL_RANK"])))
+        torch.cuda.set_device(own_gpu(local_rank()))
     with closing_if_unanswered(False):
         begin_restarted(backend, timeout, None)
         if not dist.is_initialized():

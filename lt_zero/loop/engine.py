@@ -46,6 +46,7 @@ from lt_zero.checkpoint.native.restore import (
 )
 from lt_zero.checkpoint.native.save import LOOP, bundle, make_place, write
 from lt_zero.comm.communicator import Comm, together
+from lt_zero.comm.launchers import local_rank
 from lt_zero.comm.process_groups import closing_if_unanswered, init_distributed, own_gpu
 from lt_zero.common.arguments import expect, expect_path, wrong
 from lt_zero.common.compat import without_torch_function
@@ -136,7 +137,7 @@ class TrainingEngine(nn.Module):
 
     def __init__(self, model: nn.Module, config: ZeroConfig, args: Any = None) -> None:
         super().__init__()
-        local = int(os.environ.get("LOCAL_RANK", getattr(args, "local_rank", None) or 0))
+        local = local_rank(int(getattr(args, "local_rank", None) or 0))
         placed = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
         wanted = torch.device("cuda", own_gpu(local)) if torch.cuda.is_available() else placed
         if wanted.type == "cuda":

@@ -80,7 +80,13 @@ def test_first_node(nodes: str, first: str) -> None:
 
 @pytest.mark.parametrize(
     ("variables", "match"),
-    [({"RANK": "1"}, "WORLD_SIZE is not"), ({**SLURM, "SLURM_PROCID": "x"}, "SLURM_PROCID='x'")],
+    [
+        ({"RANK": "1"}, "WORLD_SIZE is not"),
+        ({**SLURM, "SLURM_PROCID": "x"}, "SLURM_PROCID='x'"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK=4 and WORLD_SIZE=4"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 and WORLD_SIZE=4"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "0"}, "OMPI_COMM_WORLD_RANK=1 and OMPI_COMM_WORLD_SIZE=0"),
+    ],
 )
 def test_variables_that_cannot_be(variables: dict[str, str], match: str) -> None:
     with pytest.raises(ValueError, match=match):
@@ -171,6 +177,15 @@ def test_a_task_of_several_does_not_train_alone(
         start()
     monkeypatch.setenv("LT_ZERO_ALONE", "1")
     start()
+
+
+def test_a_local_rank_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("", "nan", "1.5"):
+        monkeypatch.setenv("LOCAL_RANK", value)
+        with pytest.raises(ValueError, match=f"LOCAL_RANK='{value}'"):
+            lt_zero.initialize(model=nn.Linear(2, 2), config={})
+    monkeypatch.setenv("LOCAL_RANK", "-1")  # of scripts without a launcher
+    assert lt_zero.initialize(model=nn.Linear(2, 2), config={})[0].local_rank == 0
 
 
 @pytest.mark.parametrize(
