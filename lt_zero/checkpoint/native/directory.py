@@ -190,7 +190,7 @@ class Manifest:
         known = set(order)
         for name in tensors:
             kind, _, rest = name.partition(".")
-            if kind == "model" and rest not in known:
+            if known and kind == "model" and rest not in known:  # without names there are no weights
                 raise ValueError(f"order lacks {rest}")
             if kind not in ("model", "extra") and not _STATE.match(name):
                 raise ValueError(f"tensors has {name}, which is no weight or state")
