@@ -117,7 +117,7 @@ class Archive:
                 texts(table(group, f"{where}.param_groups")["params"], f"{where}.param_groups.params")
             for name, entries in table(saved["state"], f"{where}.state").items():
                 table(entries, f"{where}.state.{name}")
-        for name in tensors:
+        for name in tensors if own else ():
             head = name.partition(".")[0]
             if head.startswith("optimizer_") and int(head.removeprefix("optimizer_")) >= len(packed):
                 raise ValueError(f"the manifest has {name}, and lt_zero.optimizers has {len(packed)}")
@@ -131,7 +131,9 @@ class Archive:
         for full, entry in self.manifest.tensors.items():
             if full.startswith("optimizer_"):
                 head, _, rest = full.split(".", 2)
-                known = states[int(head.removeprefix("optimizer_"))]
+                if (number := int(head.removeprefix("optimizer_"))) >= len(states):
+                    raise CheckpointError(f"{self.path}/meta.pt has no optimizer {number}, of which there are states.")
+                known = states[number]
                 cuts = [i for i, letter in enumerate(rest) if letter == "."]  # parameter and key may have dots, too
                 cut = next((i for i in reversed(cuts) if rest[:i] in known), cuts[-1])
                 known.setdefault(rest[:cut], {})[rest[cut + 1 :]] = Spec(entry.shape, entry.dtype)
