@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from lt_zero.comm.communicator import Comm
-from lt_zero.comm.process_groups import closing_if_unanswered, init_distributed, is_part
+from lt_zero.comm.process_groups import init_distributed, is_part, joining
 from lt_zero.config.load import examine
 from lt_zero.engine.full_params import gathered
 from lt_zero.engine.materialize import ConstructionSharder
@@ -93,7 +93,7 @@ class Init:
         self._dtype, self._before = dtype, torch.float32
         self._sharder: AbstractContextManager[Any] = nullcontext()
         if enabled and zero.stage == 3:
-            with closing_if_unanswered(False, made.communication.link_timeout):
+            with joining(made.communication.link_timeout):
                 init_distributed()
             device = (
                 torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

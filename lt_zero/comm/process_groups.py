@@ -136,6 +136,25 @@ def closing_if_unanswered(probed: bool, link_timeout: float = LINK_TIMEOUT_S) ->
                 opened.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, max(1000, round(seconds * 1000 / _TRIES)))
 
 
+@contextmanager
+def joining(link_timeout: float = LINK_TIMEOUT_S) -> Iterator[None]:
+    """Context in which the default group is made: its connections have the limits of others, its errors name rank 0.
+
+    Raises:
+        RuntimeError: the store, which rank 0 serves, is gone or cannot be reached.
+    """
+    try:
+        with closing_if_unanswered(False, link_timeout):
+            yield
+    except dist.DistNetworkError as error:
+        place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        raise RuntimeError(
+            f"This process cannot join the run: rank 0, which serves the store of all ranks (MASTER_ADDR:MASTER_PORT "
+            f"is {place}), has ended, or cannot be reached. See the last that rank 0 printed, and whether the address "
+            f"is right and open. ({str(error).partition(chr(10))[0]})"
+        ) from error
+
+
 def _sockets() -> dict[str, int]:
     """The sockets of this process: their names in /proc, and a descriptor of each."""
     found = {}
@@ -260,7 +279,7 @@ def init_distributed(
     _export(tasks, init_method, distributed_port)
     if torch.cuda.is_available():
         torch.cuda.set_device(own_gpu(local_rank()))
-    with closing_if_unanswered(False):
+    with joining():
         begin_restarted(backend, timeout, None)
         if not dist.is_initialized():
             dist.init_process_group(backend, init_method, timeout, rank=tasks.rank, world_size=tasks.world)

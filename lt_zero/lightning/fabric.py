@@ -42,7 +42,7 @@ from lt_zero.checkpoint.native.save import HERE, bundle, make_place, write
 from lt_zero.checkpoint.open import is_directory
 from lt_zero.comm.communicator import Comm, together
 from lt_zero.comm.launchers import refuse_own_launcher
-from lt_zero.comm.process_groups import begin_restarted, closing_if_unanswered
+from lt_zero.comm.process_groups import begin_restarted, joining
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
@@ -178,7 +178,7 @@ class FabricZeroStrategy(DDPStrategy):
     @override
     def _setup_distributed(self) -> None:
         device = self.root_device if self.root_device.type != "cpu" else None
-        with closing_if_unanswered(False, self.config.communication.link_timeout):
+        with joining(self.config.communication.link_timeout):
             begin_restarted(self._get_process_group_backend(), self._timeout, device)
             super()._setup_distributed()  # takes the group that there is
 

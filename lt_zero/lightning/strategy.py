@@ -30,7 +30,7 @@ from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.comm.comm_log import CommRecord, LoggedComm
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.launchers import refuse_own_launcher
-from lt_zero.comm.process_groups import begin_restarted, closing_if_unanswered
+from lt_zero.comm.process_groups import begin_restarted, joining
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
@@ -272,7 +272,7 @@ class ZeroStrategy(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         device = self.root_device if self.root_device.type != "cpu" else None
-        with closing_if_unanswered(False, self.config.communication.link_timeout):  # Lightning waits on this group, too
+        with joining(self.config.communication.link_timeout):  # Lightning waits on this group, too
             begin_restarted(self._get_process_group_backend(), self._timeout, device)
             super().setup_distributed()  # takes the group that there is
 

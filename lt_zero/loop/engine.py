@@ -47,7 +47,7 @@ from lt_zero.checkpoint.native.restore import (
 from lt_zero.checkpoint.native.save import LOOP, bundle, make_place, write
 from lt_zero.comm.communicator import Comm, together
 from lt_zero.comm.launchers import local_rank
-from lt_zero.comm.process_groups import closing_if_unanswered, init_distributed, own_gpu
+from lt_zero.comm.process_groups import init_distributed, joining, own_gpu
 from lt_zero.common.arguments import expect, expect_path, wrong
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
@@ -115,7 +115,7 @@ def initialize(
     loaded = examine(given, for_run=True)
     made = loaded.usable()
     if dist_init_required is not False:
-        with closing_if_unanswered(False, made.communication.link_timeout):
+        with joining(made.communication.link_timeout):
             init_distributed()
     loaded.announce()
     engine = TrainingEngine(model, made, args)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,18 @@ def test_a_local_rank_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None
             lt_zero.initialize(model=nn.Linear(2, 2), config={})
     monkeypatch.setenv("LOCAL_RANK", "-1")  # of scripts without a launcher
     assert lt_zero.initialize(model=nn.Linear(2, 2), config={})[0].local_rank == 0
+
+
+def test_a_store_that_nobody_serves_is_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # it is put back
+        monkeypatch.delenv(name)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and does not listen
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(bound.getsockname()[1]))
+        with pytest.raises(RuntimeError, match=rf"rank 0, .*127.0.0.1:{os.environ['MASTER_PORT']}.*has ended, or"):
+            lt_zero.init_distributed("gloo", timedelta(seconds=1), rank=1, world_size=2)
 
 
 @pytest.mark.parametrize(
