@@ -24,7 +24,7 @@ def to_whole_number(value: Any) -> Any:
     """``to_number`` for counts: also "7B" and "350M" are numbers, and 5e8 is an integer; fractions stay floats."""
     text = value.strip().lower() if isinstance(value, str) else ""
     if text[-1:] in _SUFFIXES and isinstance(number := to_number(text[:-1]), (int, float)) and text[-2:-1].isdigit():
-        if not math.isfinite(number):
+        if not number or not math.isfinite(number):  # 1e-999999999 is 0 as a float, and as a fraction takes for ever
             return number
         exact = Fraction(text[:-1].replace("_", "")) * _SUFFIXES[text[-1]]  # 1.1e9 is not 1.1 * 10**9 in floats
         return exact.numerator if exact.denominator == 1 else float(exact)
