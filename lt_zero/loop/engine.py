@@ -54,7 +54,7 @@ from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.config import ZeroConfig
-from lt_zero.config.load import examine, resolved
+from lt_zero.config.load import examine, resolved, shown
 from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
 from lt_zero.config.uses import check_same, tell_without_trainer
 from lt_zero.engine.engine import Engine
@@ -460,9 +460,8 @@ class TrainingEngine(nn.Module):
         zero = self._config.zero_optimization
         facts = {"stage": zero.stage, "ranks": comm.world, "precision": engine.policy.mode, "torch": torch.__version__}
         facts["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        made = bundle(
-            content, names, comm, {k: str(v) if k == "torch" else v for k, v in facts.items()}, self.config, left_out
-        )
+        facts = {k: str(v) if k == "torch" else v for k, v in facts.items()}
+        made = bundle(content, names, comm, facts, shown(self._config), left_out)
         place = make_place(comm, inside(save_dir, tag))
         write(made, place, comm, comm.saving_group(background=False))
         with comm.agree("naming the latest checkpoint", CheckpointError):

@@ -500,6 +500,18 @@ def test_what_is_missing_is_said() -> None:
     engine.destroy()
 
 
+def test_checkpoints_do_not_hold_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LT_ZERO_TEST_SECRET", "hunter2-secret")
+    config = {**_config(0), "wandb": {"team": "${oc.env:LT_ZERO_TEST_SECRET}", "project": "shown-project"}}
+    engine = lt_zero.initialize(model=Net(depth=1), config=config)[0]
+    assert engine.config["wandb"]["team"] == "hunter2-secret"
+    engine.save_checkpoint(tmp_path, "tag")
+    engine.destroy()
+    content = b"".join(file.read_bytes() for file in (tmp_path / "tag").iterdir())
+    assert b"shown-project" in content
+    assert b"hunter2" not in content
+
+
 # ---- single values -------------------------------------------------------------------------------------------------
 
 
