@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, combinations
 from typing import Any
 
 from lt_zero.common.errors import ConfigError, Path, dotted
@@ -238,23 +239,37 @@ def _hidden(texts: dict[Path, str], known: set[Path]) -> set[Path]:
 
 
 def _named(texts: dict[Path, str], targets: Iterable[Path]) -> dict[Path, list[Path]]:
-    """Of each text, the ``targets`` that its words may name, or that lie around or inside of what they may name."""
+    """Of each text, the ``targets`` that its words may name, or that lie around or inside of what they may name.
+
+    Looked up, not compared one by one: a file can have ten thousand words and a thousand targets.
+    """
     names = {f".{dotted(path)}.": path for path in targets}
-    by_start: dict[str, list[str]] = defaultdict(list)
-    for whole in names:
-        by_start[whole.split(".", 2)[1]].append(whole)
+    words = {path: {_word(word) for word in _NAME.findall(text)} for path, text in texts.items()}
+    wanted = {name for own in words.values() for _, name in own}
+    below, with_part = defaultdict[str, list[Path]](list), defaultdict[str, list[Path]](list)
+    for whole, path in names.items():
+        cuts = accumulate((len(str(part)) + 1 for part in path), initial=0)
+        for start, end in combinations(cuts, 2):
+            if (part := whole[start : end + 1]) in wanted:
+                with_part[part].append(path)
+                if start == 0:
+                    below[part].append(path)
+    around = {name: [names[above] for above in _above(name) if above in names] for name in wanted}
     found: dict[Path, list[Path]] = {}
-    for path, text in texts.items():
+    for path, own in words.items():
         inside: dict[Path, None] = {}
-        for word in set(_NAME.findall(text)):
-            name = "." + re.sub(r"[\[\].]+", ".", word).strip(".") + "."
-            if name == "..":
-                continue
-            if word.startswith("."):  # relative names are known by their end
-                inside |= {names[whole]: None for whole in names if name in whole or name.startswith(whole)}
-            else:
-                alike = by_start[name.split(".", 2)[1]]
-                inside |= {names[whole]: None for whole in alike if whole.startswith(name) or name.startswith(whole)}
+        for is_relative, name in own:  # relative names are known by their end
+            inside |= dict.fromkeys([*(with_part if is_relative else below)[name], *around[name]])
         inside.pop(path, None)
         found[path] = list(inside)
     return found
+
+
+def _word(word: str) -> tuple[bool, str]:
+    """Whether a word names a place relative to its own, and the name, as ``.a.b.``."""
+    return word.startswith("."), "." + re.sub(r"[\[\].]+", ".", word).strip(".") + "."
+
+
+def _above(name: str) -> Iterator[str]:
+    """``.a.``, ``.a.b.``: a name, and what is around it."""
+    return (name[: found.end()] for found in re.finditer(r"(?<!^)\.", name))

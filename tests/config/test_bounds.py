@@ -11,6 +11,7 @@ import pytest
 from lt_zero.common.errors import MOST_SHOWN, ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.document import MOST_VALUES
+from lt_zero.config.interpolations import _named
 from lt_zero.config.load import examine
 
 
@@ -63,6 +64,14 @@ def test_values_that_name_each_other_are_resolved_in_any_order(monkeypatch: pyte
     assert values["fourth"] == {"inner": "deep", "count": 3, "copy": values["third"]}
     assert values["seventh"] == "${not.resolved} ${as.it.is} 3"
     assert values["eighth"] == "${as.it.is} 3\\${x}"
+
+
+def test_many_words_and_many_names() -> None:
+    """Compared one by one, these take minutes."""
+    names = [f"n{i}" for i in range(5000)]
+    texts = {(f"x{i}",): "".join(f"${{.{name}}}${{b.{name}}}" for name in [*names, "y", "b.y"]) for i in range(50)}
+    named = _named(texts, [("y",), *(("b", name) for name in names)])
+    assert all(set(found) == {("y",), *(("b", name) for name in names)} for found in named.values())
 
 
 @pytest.mark.parametrize("place", ["top", "block", "params", "list", "override"])
