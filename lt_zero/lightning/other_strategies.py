@@ -121,9 +121,12 @@ def _advice(name: str, value: Any, known: list[str]) -> str:
 
 
 def _as_overrides(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that change if those that are keys are stronger than the configuration."""
+    """The arguments that change if those that are keys are stronger than the configuration.
+
+    The given overrides come after them, and the arguments stay: what contradicts them there is an error.
+    """
     values = {key: given.get(key.rpartition(".")[2]) for key in (f"{_Z}stage", "broadcast_buffers")}
     written = [f"{key}={str(value).lower()}" for key, value in values.items() if value is not None]
     if given.get("config") is None or not written:
         return {}
-    return {"stage": None, "broadcast_buffers": None, "overrides": [*(given.get("overrides") or ()), *written]}
+    return {"overrides": [*written, *(given.get("overrides") or ())]}
