@@ -8,6 +8,7 @@ the instruction set of the CPU kernels, which is the best one of the machine oth
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import dataclasses
 import logging
@@ -267,14 +268,17 @@ def cache_dir() -> Path:
 def trusted(cache: Path) -> Path:
     """``cache``, unless other users could have put a library there: then a private folder, with a warning.
 
+    Where nobody named the folder, lt_zero made it itself, and may close it: with the umask 002 of many systems, earlier
+    versions left it open to the user's group.
+
     Raises:
         OSError: no private folder can be created.
     """
     try:
-        with OwnFolder(cache):
+        with OwnFolder(cache, close=not os.environ.get("LT_ZERO_CACHE", "").strip()):
             return cache
     except UntrustedError as error:
-        private = _private()
+        private = _private(cache)
         remedy = "set LT_ZERO_CACHE to a folder that only you can write to"
         text = "nothing is loaded from the cache of kernels: %s; kernels are compiled into %s; %s"
         log.log(_level(), text, error, private, remedy)
@@ -298,22 +302,29 @@ def writable(cache: Path) -> Path:
         return private
 
 
-def _private() -> Path:
-    """A folder in the temporary directory: one that this user's processes share, else one until this process ends."""
-    shared = Path(tempfile.gettempdir()) / f"lt_zero-{os.geteuid()}"
-    try:
-        shared.mkdir(mode=0o700, exist_ok=True)
-        _try_to_write(shared)
-        return shared
-    except OSError:  # another user may have taken the name
-        own, process = tempfile.mkdtemp(prefix="lt_zero-"), os.getpid()
-        atexit.register(lambda: shutil.rmtree(own, ignore_errors=True) if os.getpid() == process else None)
-        return Path(own)
+def _private(cache: Path | None = None) -> Path:
+    """A folder that this user's processes share, in ``cache`` or else in the temporary directory; else a process's own.
+
+    In ``cache``, a volume or a team's folder, it outlives a container, and all nodes have it.
+    """
+    temporary = Path(tempfile.gettempdir())
+    for around in (cache, temporary) if cache is not None else (temporary,):
+        shared = around / f"lt_zero-{os.geteuid()}"
+        with contextlib.suppress(OSError):  # another user may have taken the name
+            shared.mkdir(mode=0o700, exist_ok=True)
+            if (
+                _try_to_write(shared) or around == temporary
+            ):  # elsewhere, others might rename what was looked at by name
+                return shared
+    own, process = tempfile.mkdtemp(prefix="lt_zero-"), os.getpid()
+    atexit.register(lambda: shutil.rmtree(own, ignore_errors=True) if os.getpid() == process else None)
+    return Path(own)
 
 
-def _try_to_write(path: Path) -> None:
+def _try_to_write(path: Path) -> bool:
+    """Whether the folder is held open, so that its name does not matter any more, while it is used."""
     with OwnFolder(path, create=True) as folder, tempfile.TemporaryFile(dir=folder.inside):
-        pass
+        return folder.inside != folder.path
 
 
 def _level() -> int:

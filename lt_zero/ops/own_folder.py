@@ -28,13 +28,14 @@ class OwnFolder:
     Args:
         path: the folder.
         create: make it, with the folders around it, if it does not exist.
+        close: if it is this user's, end the right of its group to write. Other files in it are not trusted thereby.
 
     Raises:
         UntrustedError: others can write to it, it belongs to another user, or it is a link.
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: Path, create: bool = False) -> None:
+    def __init__(self, path: Path, create: bool = False, close: bool = False) -> None:
         self.path = path
         if create:
             path.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -42,8 +43,17 @@ class OwnFolder:
             raise UntrustedError(f"{path} is a link; name the folder itself")
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            _check(os.fstat(self._fd), path)
-        except UntrustedError:
+            state = os.fstat(self._fd)
+            if (
+                close
+                and state.st_uid == os.geteuid()
+                and state.st_mode & stat.S_IWGRP
+                and not state.st_mode & stat.S_IWOTH
+            ):
+                os.fchmod(self._fd, stat.S_IMODE(state.st_mode) & ~stat.S_IWGRP)
+                state = os.fstat(self._fd)
+            _check(state, path)
+        except OSError:
             os.close(self._fd)
             raise
 

@@ -44,7 +44,9 @@ def test_the_command_line_is_stronger_than_the_block_in_a_file(tmp_path: Path) -
     assert (config.zero_optimization.stage, config.zero_optimization.reduce_bucket_size) == (2, 200_000_000)
     assert (config.broadcast_buffers, config.steps_per_print) == (False, 7)
     with pytest.raises(ValueError, match="stage=2 contradicts zero_optimization.stage=1"):
-        strategy_of(f"--config={file}", *arguments, "--trainer.strategy.init_args.overrides=[zero_optimization.stage=1]")
+        strategy_of(
+            f"--config={file}", *arguments, "--trainer.strategy.init_args.overrides=[zero_optimization.stage=1]"
+        )
 
 
 def test_from_the_command_line() -> None:

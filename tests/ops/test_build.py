@@ -471,7 +471,7 @@ def test_a_library_of_another_user_is_not_loaded(
         assert not planted.exists()
         assert not caplog.text
     else:
-        assert path.parent == tmp_path / f"lt_zero-{os.geteuid()}"
+        assert path.parent == cache / f"lt_zero-{os.geteuid()}"
         (record,) = caplog.records
         assert re.search("belongs to another user|other users can write to|is a link", record.getMessage())
         assert all(text in record.getMessage() for text in (str(cache), str(path.parent), "set LT_ZERO_CACHE"))
@@ -479,6 +479,46 @@ def test_a_library_of_another_user_is_not_loaded(
     with pytest.raises(BuildError, match="cannot be loaded: .*(another user|other users|link|No such file|symbolic)"):
         build.load(planted, "cpu")
     assert not marker.exists()
+
+
+def test_a_private_folder_in_an_open_cache(
+    csrc: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found again; a name that is taken, or that others could take while it is used, is not."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    cache.mkdir()
+    cache.chmod(0o777)
+    first, again = Loader(csrc).status("cpu"), Loader(csrc).status("cpu")
+    assert first.path == again.path
+    assert again.why == "from the cache"
+    assert first.path is not None
+    private = first.path.parent
+    assert (private.parent, private.stat().st_mode & 0o777) == (cache, 0o700)
+    with monkeypatch.context() as patched:
+        patched.setattr("lt_zero.ops.own_folder._OPENED", tmp_path / "nowhere")  # not Linux
+        path = Loader(csrc).status("cpu").path
+        assert path is not None
+        assert path.parent == tmp_path / private.name
+    private.chmod(0o777)
+    path = Loader(csrc).status("cpu").path
+    assert path is not None
+    assert path.parent == tmp_path / private.name
+
+
+def test_the_umask_of_earlier_versions(
+    csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("LT_ZERO_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (folder := tmp_path / "lt_zero").mkdir()
+    folder.chmod(0o775)
+    _planted(csrc, folder, marker := tmp_path / "ran").chmod(0o664)
+    path = Loader(csrc).status("cpu").path
+    assert path is not None
+    assert path.parent == folder
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert not marker.exists()
+    assert not caplog.text
 
 
 def test_what_is_planted_runs_where_it_is_trusted(csrc: Path, cache: Path, tmp_path: Path) -> None:
