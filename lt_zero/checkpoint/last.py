@@ -52,7 +52,10 @@ def tell_of_newer(path: str | os.PathLike[str], step: Any) -> None:
 
     Lightning's ``ckpt_path="last"`` takes what has that name, which a run that was ended may have left behind.
     """
-    found = dict(_candidates(Path(path).absolute().parent, below=False))
+    try:
+        found = dict(_candidates(Path(path).absolute().parent, below=False))
+    except OSError:
+        return  # a neighbour of other users, or on a failing disk: no reason to end a run
     own = os.path.realpath(path)
     latest: tuple[int, str] | None = None
     for other in sorted(found, key=lambda name: (found[name], name), reverse=True)[:_MOST]:
@@ -77,7 +80,7 @@ def _step_of(path: str) -> int | None:
         if isinstance(source, Archive):
             source.close()
         return step if whole and isinstance(step, int) else None
-    except CheckpointError:
+    except (CheckpointError, OSError):
         return None
 
 

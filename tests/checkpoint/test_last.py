@@ -85,6 +85,8 @@ def test_a_last_that_is_older_than_another_is_told(folder: Path, tmp_path: Path,
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tell_of_newer(tmp_path / "last.ckpt", 1)
+        os.symlink("loop.ckpt", tmp_path / "loop.ckpt")  # a neighbour that cannot be looked at ends no run
+        tell_of_newer(tmp_path / "last.ckpt", 1)
 
 
 def test_incomplete_ones_are_passed_over(folder: Path, tmp_path: Path) -> None:
