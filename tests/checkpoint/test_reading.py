@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from lt_zero.checkpoint.formats import records
 from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
-from lt_zero.checkpoint.formats.reading import has_checksums, load, load_metadata
+from lt_zero.checkpoint.formats.reading import check_file, has_checksums, load, load_metadata
 from lt_zero.checkpoint.formats.torch_file import FileSource
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.load import as_lightning
@@ -501,17 +501,52 @@ def test_a_mapped_file_is_checked_once_where_it_is_used(tmp_path: Path, monkeypa
     read: list[int] = []
     crc = records._crc
     monkeypatch.setattr(records, "_crc", lambda file, record: (read.append(record.size), crc(file, record))[1])
+    compared: list[str] = []
+    compare = records._compare
+    monkeypatch.setattr(
+        records, "_compare", lambda record, *rest: (compared.append(record.name), compare(record, *rest))
+    )
     source = open_source(tmp_path / "a.pt")
     assert sum(read) < 20_000, "opened, and not read"
     for _ in range(2):
         for name, value in values.items():
             assert torch.equal(source.read(name), value)
     assert sum(read) < 20_000 + sum(value.nbytes for value in values.values())
+    found = [name for name in compared if name.startswith("data/")]
+    assert len(found) == len(set(found)) == len(values), "not all of a group for each of it"
     os.utime(tmp_path / "a.pt", (0, 0))
     other = open_source(tmp_path / "a.pt")
     os.utime(tmp_path / "a.pt", (9, 9))
     with pytest.raises(CheckpointError, match=r"a\.pt was changed"):
         other.read("large")
+
+
+@pytest.mark.parametrize("goes", ["replaced", "removed"])
+def test_a_file_that_goes_while_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes: str) -> None:
+    """As last.ckpt of a run that goes on: what was opened is read to its end, and checked."""
+    path, other = tmp_path / "last.ckpt", tmp_path / "new"
+
+    def go() -> None:
+        torch.save({"large": torch.zeros(1)}, other)
+        other.replace(path) if goes == "replaced" else path.unlink()
+
+    values = {"large": torch.randn(10_000_001), "small": torch.randn(3)}
+    for damaged in (False, True):
+        torch.save(values, path)
+        if damaged:
+            flip_a_value(path)
+        source = open_source(path)
+        go()
+        if damaged:
+            with pytest.raises(CheckpointError, match=r"last\.ckpt is damaged: the checksum"):
+                read_all(source)
+        else:
+            assert all(torch.equal(source.read(name), value) for name, value in values.items())
+    torch.save(values, path)
+    start = records.Job.start
+    monkeypatch.setattr(records.Job, "start", lambda job, pool: (path.exists() and go(), start(job, pool))[1])
+    check_file(path)
+    assert not path.exists() or path.stat().st_size < 10_000
 
 
 def test_crcs_are_joined() -> None:

@@ -259,12 +259,14 @@ def check_file(path: Path, number: int = 0, of: int = 1) -> None:
         except Exception as error:
             raise _explained(error, path) from None
         check(file, [record for record in records if not is_values(record)], path)
-        jobs = jobs_of(path, identity_of(file), [record for record in records if is_values(record) and record.size])
-    with checking_pool() as pool:
-        for job in jobs[number::of]:
-            job.start(pool)
-        for job in jobs[number::of]:
-            job.wait()
+        values = [record for record in records if is_values(record) and record.size]
+        jobs = jobs_of(path, identity_of(file), values)[number::of]
+        with checking_pool() as pool:
+            for job in jobs:
+                job.place = own_path(file.fileno(), path)  # a run that goes on may replace the file meanwhile
+                job.start(pool)
+            for job in jobs:
+                job.wait()
 
 
 def _check_tensors(value: Any) -> list[Tensor]:

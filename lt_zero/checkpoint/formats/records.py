@@ -6,13 +6,15 @@ Note [Checked when used]
     from the file, piece by piece: that fills the page cache, from which the mapping is then served, so the disk reads
     each byte once. They read a little ahead, and the caller does not wait for what it does not use. A disk that fails
     is an error with the file's name here, and would be a SIGBUS in the mapping. For the latter reason files without
-    checksums (safetensors) are read in the same way.
+    checksums (safetensors) are read in the same way. A run that goes on may replace or remove a file that is mapped,
+    whose bytes are then read from memory: they are still those of the old file.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import functools
 import os
 import threading
@@ -160,14 +162,24 @@ def _compare(record: Record, crc: int, path: Path) -> None:
         )
 
 
-class Job:
-    """Records of a file that are checked together, at most once: neighbours, or a large one in several threads."""
+_Mapped = tuple[int, Tensor] | None
 
-    def __init__(self, path: Path, identity: tuple[int, ...], records: Sequence[Record]) -> None:
-        self.path, self.records, self._identity = path, records, identity
+
+class Job:
+    """Records of a file that are checked together, at most once: neighbours, or a large one in several threads.
+
+    ``mapped``: the address at which the file is mapped, if it is, and a tensor that keeps it there. ``place``: where
+    the file is opened, if not at ``path``.
+    """
+
+    place: str | None = None
+
+    def __init__(self, path: Path, identity: tuple[int, ...], records: Sequence[Record], mapped: _Mapped) -> None:
+        self.path, self.records, self._identity, self._mapped = path, records, identity, mapped
         self.size = sum(record.size for record in records)
         self.next: Job | None = None
         self._started: list[Future[list[int]]] = []
+        self._right = False
         self._lock = threading.Lock()
 
     def start(self, pool: ThreadPoolExecutor) -> None:
@@ -186,23 +198,38 @@ class Job:
         """Wait until it is done.
 
         Raises:
-            CheckpointError: see ``check``; or the name stands for another file by now.
+            CheckpointError: see ``check``; or the file was changed, or replaced while it is not mapped.
         """
+        if self._right:
+            return  # thousands of records may be in a job, and ask one by one
         found = [future.result() for future in self._started]
         crcs = found[0]
         for number, (crc,) in enumerate(found[1:], 1):
             crcs = [joined(crcs[0], crc, min(_PART, self.size - _PART * number))]
         for record, crc in zip(self.records, crcs, strict=True):
             _compare(record, crc, self.path)
+        self._right = True
 
     def _read(self, records: Sequence[Record]) -> list[int]:
         """The CRC of each."""
         with _naming(self.path):
-            file = open(open_regular(self.path), "rb", buffering=0)  # noqa: SIM115
+            try:
+                file = open(open_regular(self.place or self.path), "rb", buffering=0)  # noqa: SIM115
+            except FileNotFoundError:
+                if self._mapped is None:
+                    raise
+                return [_crc_in_memory(self._mapped[0], record) for record in records]
             with file:
-                if identity_of(file) != self._identity:
+                found = identity_of(file)
+                if found[:2] != self._identity[:2] and self._mapped is not None:
+                    return [_crc_in_memory(self._mapped[0], record) for record in records]
+                if found != self._identity:
                     raise CheckpointError(f"{self.path} was changed or replaced while it was read. Load it again.")
                 return [_crc(file, record) for record in records]
+
+
+def _crc_in_memory(base: int, record: Record) -> int:
+    return zlib.crc32((ctypes.c_char * record.size).from_address(base + record.start))
 
 
 def identity_of(file: IO[bytes]) -> tuple[int, ...]:
@@ -211,8 +238,8 @@ def identity_of(file: IO[bytes]) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def jobs_of(path: Path, identity: tuple[int, ...], records: Sequence[Record]) -> list[Job]:
-    """Neighbours of a file together, up to ``_JOB`` bytes."""
+def jobs_of(path: Path, identity: tuple[int, ...], records: Sequence[Record], mapped: _Mapped = None) -> list[Job]:
+    """Neighbours of a file together, up to ``_JOB`` bytes. ``mapped``: see ``Job``."""
     groups: list[list[Record]] = []
     filled = _JOB
     for record in records:
@@ -221,7 +248,7 @@ def jobs_of(path: Path, identity: tuple[int, ...], records: Sequence[Record]) ->
             filled = 0
         groups[-1].append(record)
         filled += record.size
-    jobs = [Job(path, identity, group) for group in groups]
+    jobs = [Job(path, identity, group, mapped) for group in groups]
     for job, after in zip(jobs, jobs[1:], strict=False):
         job.next = after
     return jobs
@@ -249,18 +276,18 @@ class MappedRecords:
 
         ``tensor``: of the file, if there is one. ``records``: ascending.
         """
-        jobs = jobs_of(path, identity, [record for record in records if record.size])
-        self._jobs += jobs
         base = None if tensor is None else _start_of_file(tensor.untyped_storage().data_ptr())
+        mapped = None if tensor is None or base is None else (base, tensor)
+        jobs = jobs_of(path, identity, [record for record in records if record.size], mapped)
+        self._jobs += jobs
         if base is None:
             if tensor is not None:
                 self._wait(jobs)
             return
-        for job in jobs:
-            for record in job.records:
-                at = bisect.bisect(self._starts, base + record.start)
-                self._starts.insert(at, base + record.start)
-                self._places.insert(at, (base + record.start + record.size, job))
+        found = [(base + record.start, record.size, job) for job in jobs for record in job.records]
+        at = bisect.bisect(self._starts, base)  # files do not overlap in memory
+        self._starts[at:at] = [start for start, _, _ in found]
+        self._places[at:at] = [(start + size, job) for start, size, job in found]
 
     def check(self, tensor: Tensor) -> Tensor:
         """The tensor, whose record is right, if it is one of a mapped file.
