@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -66,6 +67,11 @@ class Expert(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
 
 
+class CalledList(nn.ModuleList):
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        return self[choice](x)
+
+
 class MoeBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -113,6 +119,31 @@ def test_experts_are_no_units() -> None:
     mixture.named = nn.ModuleDict({"a": Expert(), "b": Expert()})
     assert _names(mixture, leaf_names=("named",)) == ["layers.0", "layers.1", ""]
     assert _names(mixture) == ["layers.0", "layers.1", "named.a", "named.b", ""]
+    nothing = _names(nn.ModuleDict({"lists": nn.ModuleDict({"experts": nn.ModuleList([Expert(), Expert()])})}))
+    assert nothing == [""], "nobody calls a dictionary: the root has its experts"
+    called = nn.Module()
+    called.experts, called.gate = CalledList([Expert(), Expert()]), nn.Linear(4, 4)
+    assert _names(called) == ["experts", "gate", ""], "a list that has a forward is called"
+    assert _names(nn.ModuleDict({"a": called}), leaf_names=("a.experts",)) == ["a.experts", "a.gate", ""]
+
+
+def test_experts_that_leaf_module_names_are_units() -> None:
+    """All ranks call them, one after the other: joined they would take the memory of the whole model."""
+    model = nn.Module()
+    model.expert_layers = nn.ModuleList(Expert() for _ in range(2))
+    assert _names(model) == [""]
+    for rules in ({"leaf_classes": ("Expert",)}, {"leaf_suffixes": (".0", ".1")}):
+        assert _names(model, **rules) == ["expert_layers.0", "expert_layers.1", ""]
+    assert _names(model, leaf_classes=("Expert",), leaf_names=("expert_layers",)) == [""]
+
+
+def test_large_blocks_with_experts_and_blocks_are_whole() -> None:
+    """Else the root had the experts of all blocks."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(MoeBlock() for _ in range(2))
+    for layer in model.layers:
+        layer.heads = nn.ModuleList(Expert() for _ in range(2))
+    assert _names(model, max_numel=100) == ["layers.0", "layers.1", ""]
 
 
 def test_explicit_classes() -> None:
