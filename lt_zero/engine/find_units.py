@@ -10,8 +10,9 @@ Note [Experts]
     Each rank calls the experts that its own tokens are sent to, so an expert cannot be a unit: ranks would gather
     different ones. The module tree does not show which modules are experts, but their list is nearly always called so.
     So members of a list named ``experts`` (``expert_layers``, ...), or of one that ``leaf_module`` names, are no units.
-    A list with a forward of its own is one. Else the module that has the list is one, unless it is the root, is never
-    called (a list of lists), or has other blocks and is no block itself; then the root has the experts.
+    The module that has the list is one, unless it is the root, is never called (a list of lists), or has other blocks
+    and is no block itself; then the root has the experts. A list with a forward is none, as it may use no expert, and
+    so no weight, on some ranks: a rank notices the backward of a unit by its outputs.
     Members that ``leaf_module`` names are units all the same: all ranks call them, say one after the other.
     Ranks that meet in different members of another list get an error that says to name it (hang_detection.py).
 """
@@ -127,8 +128,7 @@ def _search(
         return
     children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
     small = repeated is not None and repeated <= rules.max_numel
-    wanted = rules.forces(name, module) or (_has_forward(module) and _are_experts(name, module, rules))
-    if small or wanted or (repeated is not None and not _has_repeats(module, rules.alike)):
+    if small or rules.forces(name, module) or (repeated is not None and not _has_repeats(module, rules.alike)):
         yield name, module
         return
     if not children:
@@ -136,7 +136,7 @@ def _search(
             yield name, module
         return
     paths = {n: f"{name}.{n}" if name else n for n, _ in children}
-    experts = {n for n, c in children if not _has_forward(c) and _are_experts(paths[n], c, rules)}
+    experts = {n for n, c in children if _are_experts(paths[n], c, rules)}
     has_blocks = any(_has_repeats(c, rules.alike) for n, c in children if n not in experts)
     if experts and name and (repeated is not None or (_has_forward(module) and not has_blocks)):
         yield name, module
@@ -171,7 +171,7 @@ def _are_experts(name: str, module: nn.Module, rules: UnitRules) -> bool:
     if not rules.joins_experts or not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
     if rules.forces(name, module):
-        return True
+        return not _has_forward(module)  # else it is a unit itself
     named = "expert" in name.rpartition(".")[2].lower()
     return named and not any(rules.forces(f"{name}.{n}", c) for n, c in module.named_children())
 
