@@ -142,7 +142,7 @@ class Comm(ProcessLocal):
             return cls(None, None, device)
         check = debugs() or (config is not None and config.zero_optimization.enable_sanity_checks)
         patience = config.communication.link_timeout if config is not None else LINK_TIMEOUT_S
-        await_all()
+        await_all(timeout)
         make = partial(new_group, None, timeout, None, device, link_timeout=patience)
         groups = [make(probed=index == 0) for index in range(1 if one_queue() else 2)]
         groups = [groups[0], groups[-1]]

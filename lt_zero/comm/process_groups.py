@@ -25,6 +25,8 @@ _TCP_RTO_MAX_MS = 44  # Linux 6.15
 _LONGEST_IDLE_S = 60  # before the first question to a peer of whom nothing is heard
 _TRIES = 8  # in the whole time, at least, once pauses no longer double; after 15 Linux gives up whatever the time
 _PROBE_TAG = 0x5AB1  # of a message that is never received
+_MEETING_TAG = 0x5AB2
+_TIMEOUT = timedelta(minutes=30)  # torch's for new groups
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -72,19 +74,26 @@ def new_group(
     return group
 
 
-def await_all() -> None:
+def await_all(timeout: timedelta | None = None) -> None:
     """Wait for all ranks in a default group of gloo, whose connections the end of a rank closes. Collective.
 
-    Making another group would wait for a rank that has ended meanwhile, say for want of memory, until a timeout.
+    Making another group would wait for a rank that has ended meanwhile, say for want of memory, until a timeout. Ranks
+    may come late (they load data, say), so the default group's own timeout, which may be short, has no say.
+
+    Args:
+        timeout: for ranks that come late, as for the groups that are made next.
 
     Raises:
-        RuntimeError: ranks have ended; names them.
+        RuntimeError: ranks have ended; names them. Or ranks are not there in time.
     """
     if dist.get_backend() != "gloo":
         return
     try:
-        dist.barrier()
+        _meet(timeout or _TIMEOUT)
     except RuntimeError as error:
+        if "Timed out waiting" in str(error):  # and all connections are closed, which tells nothing of the ranks
+            late = f"within {(timeout or _TIMEOUT).total_seconds():.0f} s (the timeout of process groups)"
+            raise RuntimeError(f"Other ranks did not come to set up the model {late}. ({error})") from None
         gone = [str(rank) for rank in range(dist.get_world_size()) if rank != dist.get_rank() and not _connected(rank)]
         if not gone:
             raise
@@ -93,6 +102,24 @@ def await_all() -> None:
             f"{ranks} ended before the model was set up: killed (for want of memory, by the scheduler), or by an error"
             f" or an exit of the script. See the last that was printed there, and dmesg. ({error})"
         ) from None
+
+
+def _meet(timeout: timedelta) -> None:
+    """A barrier of the default group with a timeout of its own, which gloo has for single messages only."""
+    token, ranks = torch.zeros(1), range(1, dist.get_world_size())
+    if dist.get_rank() > 0:
+        _done(dist.isend(token, 0, tag=_MEETING_TAG), timeout)
+        _done(dist.irecv(token, 0, tag=_MEETING_TAG), timeout)
+        return
+    for rank in ranks:
+        _done(dist.irecv(token, rank, tag=_MEETING_TAG), timeout)
+    for work in [dist.isend(token, rank, tag=_MEETING_TAG) for rank in ranks]:
+        _done(work, timeout)
+
+
+def _done(work: dist.Work | None, timeout: timedelta) -> None:
+    assert work is not None
+    work.wait(timeout)
 
 
 def _connected(rank: int) -> bool:

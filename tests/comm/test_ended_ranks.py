@@ -20,11 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.distributed import distributed_c10d
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
 from lt_zero.checkpoint.native.save import DirectoryWriter
-from lt_zero.comm import ended_ranks, hang_detection
+from lt_zero.comm import ended_ranks, hang_detection, process_groups
 from lt_zero.comm.communicator import Comm
 from lt_zero.lightning import checkpoint_service
 from tests.support.launchers import environment
@@ -332,6 +333,22 @@ def test_the_last_line_of_a_real_run(fails: int) -> None:
     assert path is not None
     assert "in _run_stage" in Path(path[1]).read_text(encoding="utf-8")
     assert "c10d" not in done.stderr  # what the client of a store that is gone would log
+
+
+def _comes_late() -> None:
+    distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        time.sleep(2.5)
+    assert lt_zero.shard(Net(), config_of(3)).comm.world == 2
+    late = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete")
+    told = r"^Other ranks did not come to set up the model within 60 s.*ms for"
+    with mock.patch.object(process_groups, "_meet", side_effect=late), pytest.raises(RuntimeError, match=told):
+        process_groups.await_all(timedelta(minutes=1))
+
+
+def test_a_rank_that_comes_late_has_not_ended(pool: Pool) -> None:
+    """The default group's timeout may be shorter than what a rank does before: it loads data, or compiles."""
+    pool.run(2, _comes_late)
 
 
 @pytest.mark.parametrize(("error", "told"), [(RuntimeError("closed"), 1), (ValueError("destroyed"), 0)])
