@@ -52,6 +52,7 @@ _PROBE_TAG = 0x5AB0  # of a message that is never received
 _UNREACHABLE = re.compile("(Connection|Operation) timed out|No route to host|(Network|Host) is (unreachable|down)")
 _MANY = 64  # most ended ranks of which messages are read
 _SHOWN = 2  # frames of an error that follows from another rank's
+_DEEPEST = 3  # frames of PACKAGES that are shown below the user's
 
 
 @dataclass(frozen=True)
@@ -348,10 +349,63 @@ def tell_at_end(member: Member) -> None:
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     _told.append(error)
-    follows = [member.end_process(error) for member in list(_members)]
+    members = list(_members)
+    follows = [member.end_process(error) for member in members]
     if any(follows) and not debugs() and (path := _kept(error)) is not None:
         trace = _shortened(error, trace, path)
+    elif members and not debugs() and _prints(_installed[0]) and _cut(error, trace):
+        return
     _installed[0](kind, error, trace)
+
+
+def _prints(hook: Any) -> bool:
+    """Whether a hook for uncaught errors only prints them; one of the user's may send or debug them in full."""
+    return hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch.")
+
+
+def _cut(error: BaseException, trace: TracebackType | None) -> bool:
+    """Print this rank's own error without the frames of PACKAGES between the user's; a file has them all.
+
+    Returns whether it did: no-op if it has few of them. The last line names the rank, the error, its place and the file.
+    """
+    chain, frames, shown = _chain(error), 0, 0
+    cut: list[tuple[BaseException, TracebackType | None]] = []
+    for link in chain:
+        entries = _entries(link.__traceback__)
+        kept = _telling(entries)
+        frames, shown = frames + len(entries), shown + len(kept)
+        cut.append((link, _joined(kept)))
+    if frames - shown <= _DEEPEST or (path := _kept(error)) is None:
+        return False
+    whole = [(link, link.__traceback__) for link in chain]
+    for link, short in cut:
+        link.__traceback__ = short
+    try:
+        _installed[0](type(error), error, error.__traceback__)
+    finally:
+        for link, full in whole:  # for debuggers
+            link.__traceback__ = full
+    left_out = f"{frames - shown} frames of Lightning, torch and lt_zero are left out here"
+    rank = _rank()
+    print(f"[rank{rank}]: Rank {rank} ended with {summary(error)}. {left_out}: {path}", file=sys.stderr, flush=True)
+    return True
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error, and those that are printed above it."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return chain
+
+
+def _telling(entries: list[TracebackType]) -> list[TracebackType]:
+    """The user's entries of a traceback, and the last ones below them."""
+    deepest = max((n for n, entry in enumerate(entries) if _is_users(entry.tb_frame)), default=-1)
+    deepest = max(deepest, len(entries) - 1 - _DEEPEST)
+    return [entry for n, entry in enumerate(entries) if n > deepest or _is_users(entry.tb_frame)]
 
 
 def debugs() -> bool:
@@ -361,9 +415,8 @@ def debugs() -> bool:
 
 def _kept(error: BaseException) -> str | None:
     """Write an error's traceback to a file, and return its path; None if that fails."""
-    rank = dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "0")
     try:
-        handle, path = tempfile.mkstemp(".txt", f"lt_zero_rank{rank}_")
+        handle, path = tempfile.mkstemp(".txt", f"lt_zero_rank{_rank()}_")
         with open(handle, "w", encoding="utf-8") as file:
             file.writelines(traceback.format_exception(error))
     except OSError:
@@ -371,21 +424,36 @@ def _kept(error: BaseException) -> str | None:
     return path
 
 
+def _rank() -> int | str:
+    return dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "0")
+
+
 def _shortened(error: BaseException, trace: TracebackType | None, path: str) -> TracebackType | None:
     """Leave of an error, which a file has in full, its text and the user's innermost frames: another rank's matters."""
-    entries = []
-    while trace is not None:
-        entries.append(trace)
-        trace = trace.tb_next
-    short = None
-    for entry in reversed(([e for e in entries if _is_users(e.tb_frame)] or entries)[-_SHOWN:]):
-        short = TracebackType(short, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    entries = _entries(trace)
+    short = _joined(([entry for entry in entries if _is_users(entry.tb_frame)] or entries)[-_SHOWN:])
     first, *rest = str(error).splitlines() or [""]
     text = [first, f"(The whole traceback: {path})", rest[-1]] if rest else [f"(In full: {path}) {first}"]
     error.args = ("\n".join(text),)
     error.__cause__ = error.__context__ = None
     error.__traceback__ = short
     return short
+
+
+def _entries(trace: TracebackType | None) -> list[TracebackType]:
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    return entries
+
+
+def _joined(entries: list[TracebackType]) -> TracebackType | None:
+    """A traceback of ``entries`` only."""
+    trace = None
+    for entry in reversed(entries):
+        trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return trace
 
 
 def _end() -> None:

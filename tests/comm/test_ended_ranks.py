@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,53 @@ def test_a_hook_that_was_installed_later_hides_no_error(monkeypatch: pytest.Monk
     assert member.told == ([error, None] if chains else [error])
 
 
+LIGHTNING = "def call(depth, function):\n    return call(depth - 1, function) if depth else function()\n"
+
+
+def _raise_through_lightning(error: Exception) -> None:
+    """Raise ``error`` in the user's code, which many frames of Lightning have called."""
+    frames: dict[str, Any] = {"__name__": "lightning.fake"}
+    exec(compile(LIGHTNING, "lightning/fake.py", "exec"), frames)
+
+    def training_step() -> None:
+        raise error
+
+    frames["call"](9, training_step)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_own_error_is_printed_without_the_frames_of_packages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], whole: bool
+) -> None:
+    """The user's frames stay, of the error and of the one before it; a file has the others, and LT_ZERO_DEBUG prints."""
+    monkeypatch.setattr(ended_ranks, "_members", {_Member()})
+    monkeypatch.setattr(ended_ranks, "_installed", [sys.__excepthook__])
+    monkeypatch.setenv("LT_ZERO_DEBUG", str(int(whole)))
+    try:
+        try:
+            _raise_through_lightning(KeyError("first"))
+        except KeyError:
+            _raise_through_lightning(ValueError("broken on purpose"))
+    except ValueError as error:
+        before = traceback.format_exception(error)
+        ended_ranks._uncaught(ValueError, error, error.__traceback__)
+        assert traceback.format_exception(error) == before  # for debuggers
+    told = capsys.readouterr().err
+    if whole:
+        assert told == "".join(before)
+        return
+    *shown, last = told.splitlines()
+    assert [line for line in shown if "fake.py" in line] == []
+    assert sum("in training_step" in line for line in shown) == 2
+    assert "KeyError: 'first'" in shown
+    assert shown[-1] == "ValueError: broken on purpose"
+    place = r"test_ended_ranks\.py:\d+\)"
+    found = re.search(rf"^\[rank0\]: Rank 0 ended with ValueError: broken on purpose \(.*{place}.*: (\S+\.txt)$", last)
+    assert found is not None
+    assert Path(found[1]).read_text(encoding="utf-8") == "".join(before)
+    Path(found[1]).unlink()
+
+
 HOOKS = ("on_save_checkpoint", "configure_optimizers", "on_train_epoch_start", "on_validation_batch_end")
 MORE_HOOKS = (
     "setup",
@@ -326,7 +374,9 @@ def test_the_last_line_of_a_real_run(fails: int) -> None:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
     error = "ValueError: broken on purpose"
     told = {rank: re.findall(rf"^\[rank{rank}\]: ?(.*)$", done.stderr, re.MULTILINE) for rank in range(2)}
-    assert told[fails][-1] == error
+    assert told[fails][-2] == error
+    assert told[fails][-1].startswith(f"Rank {fails} ended with {error} (")
+    assert len(told[fails]) <= 12
     assert f"Rank {fails} ended with {error} (" in told[1 - fails][-1]
     assert len(told[1 - fails]) <= 10
     path = re.search(r"In full: (.*?)\)", told[1 - fails][-1])
