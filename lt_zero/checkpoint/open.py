@@ -112,6 +112,8 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     found = found_at(path)
     if not Archive.is_at(found):
+        if not is_url(found) and not Path(found).exists():
+            raise CheckpointError(f"There is no checkpoint at {found}: no such file or directory.")
         raise CheckpointError(
             f"{found} is not a checkpoint directory of lt_zero, or not a complete one: it has no {MANIFEST}, which"
             " is written last. To check other formats, convert them with `lt-zero import`."

@@ -366,7 +366,7 @@ def _prints(hook: Any) -> bool:
 def _cut(error: BaseException, trace: TracebackType | None) -> bool:
     """Print this rank's own error without the frames of PACKAGES between the user's; a file has them all.
 
-    Returns whether it did: no-op if it has few of them. The last line names the rank, the error, its place and the file.
+    Returns whether it did: no-op if it has few of them. The last line names the rank, error, place and file.
     """
     chain, frames, shown = _chain(error), 0, 0
     cut: list[tuple[BaseException, TracebackType | None]] = []

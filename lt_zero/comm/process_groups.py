@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lt_zero.comm.launchers import Tasks, launched_tasks, local_rank, refuse_alone
+from lt_zero.common.arguments import expect
 from lt_zero.config.blocks import Communication
 
 LINK_TIMEOUT_S = Communication().link_timeout
@@ -24,6 +25,7 @@ _LATER_S = (
 _TCP_RTO_MAX_MS = 44  # Linux 6.15
 _LONGEST_IDLE_S = 60  # before the first question to a peer of whom nothing is heard
 _TRIES = 8  # in the whole time, at least, once pauses no longer double; after 15 Linux gives up whatever the time
+_START_METHODS = "popen", "spawn", "fork", "forkserver"  # of Lightning
 _PROBE_TAG = 0x5AB1  # of a message that is never received
 _MEETING_TAG = 0x5AB2
 _TIMEOUT = timedelta(minutes=30)  # torch's for new groups
@@ -249,6 +251,39 @@ def is_part(group: dist.ProcessGroup) -> bool:
     return dist.get_world_size(group) != dist.get_world_size()
 
 
+def check_group_options(call: str, timeout: timedelta | None, **backend: object) -> None:
+    """Check what a user passed to ``call`` for a process group; ``backend`` under the name of its argument.
+
+    Raises:
+        TypeError, ValueError: names the argument, and what to pass.
+    """
+    expect(timeout, (timedelta, type(None)), f"{call}(timeout=...)", "pass datetime.timedelta(seconds=...), or None")
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(f"{call}(timeout={timeout!r}): no collective ends in that time. Pass a longer one.")
+    for argument, name in backend.items():
+        known = set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED}
+        parts = {part.split(":")[-1].strip() for part in str(name).lower().split(",")}
+        if name is not None and (not isinstance(name, str) or not parts <= known):
+            raise ValueError(
+                f'{call}({argument}={name!r}): torch has no such backend. Pass "gloo" for CPUs or "nccl" for GPUs;'
+                " without the argument the one that fits is taken."
+            )
+
+
+def check_launch(strategy: str, start_method: object, timeout: timedelta | None, process_group_backend: object) -> None:
+    """Check how a strategy is to start its ranks and connect them.
+
+    Raises:
+        TypeError, ValueError: names the argument, and what to pass.
+    """
+    if start_method not in _START_METHODS:
+        raise ValueError(
+            f'{strategy}(start_method={start_method!r}): pass "fork" in a notebook, "spawn" or "forkserver" for '
+            'multiprocessing, or "popen" (the default) for a script that Lightning starts once for each rank.'
+        )
+    check_group_options(strategy, timeout, process_group_backend=process_group_backend)
+
+
 def init_distributed(
     dist_backend: str | None = None,
     timeout: timedelta | None = None,
@@ -279,11 +314,14 @@ def init_distributed(
         verbose, config: arguments of DeepSpeed's, without effect.
 
     Raises:
-        ValueError: arguments or variables contradict each other, or it is not known where rank 0 is.
+        TypeError: ``timeout`` is no timedelta.
+        ValueError: arguments or variables contradict each other, a backend is unknown, or it is not known where rank 0
+            is.
         RuntimeError: the group that there is has fewer ranks than the launcher has started tasks; see launchers.py.
     """
     if (rank < 0) != (world_size < 0):
         raise ValueError(f"init_distributed(rank={rank}, world_size={world_size}): pass both, or none.")
+    check_group_options("init_distributed", timeout, dist_backend=dist_backend)
     if dist.is_initialized():
         refuse_alone(dist.get_world_size())
         if world_size >= 0 and (rank, world_size) != (dist.get_rank(), dist.get_world_size()):

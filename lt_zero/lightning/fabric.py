@@ -42,7 +42,7 @@ from lt_zero.checkpoint.native.save import HERE, bundle, make_place, write
 from lt_zero.checkpoint.open import is_directory
 from lt_zero.comm.communicator import Comm, together
 from lt_zero.comm.launchers import refuse_own_launcher
-from lt_zero.comm.process_groups import begin_restarted, joining
+from lt_zero.comm.process_groups import begin_restarted, check_launch, joining
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
@@ -110,6 +110,7 @@ class FabricZeroStrategy(DDPStrategy):
         activation_checkpointing: Mapping[str, Any] | ActivationCheckpointing | str | bool | None = None,
         broadcast_buffers: bool | None = None,
     ) -> None:
+        check_launch("FabricZeroStrategy", start_method, timeout, process_group_backend)
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
         self.config: ZeroConfig = loaded.usable()

@@ -30,7 +30,7 @@ from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.comm.comm_log import CommRecord, LoggedComm
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.launchers import refuse_own_launcher
-from lt_zero.comm.process_groups import begin_restarted, joining
+from lt_zero.comm.process_groups import begin_restarted, check_launch, joining
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
@@ -102,6 +102,7 @@ class ZeroStrategy(DDPStrategy):
         | None = None,
         broadcast_buffers: bool | None = None,
     ) -> None:
+        check_launch("ZeroStrategy", start_method, timeout, process_group_backend)
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
         self._reconciler = Reconciler(loaded.usable(), loaded.marks)

@@ -46,6 +46,8 @@ def test_commands(tmp_path: Path) -> None:
     assert (code, "exists already" in told) == (1, True)
     code, _, told = call("import", source_of("deepspeed/stage1"), tmp_path / "new", "--tag", "other")
     assert (code, "'other'" in told) == (1, True)
+    missing = tmp_path / "nowhere"
+    assert call("verify", missing) == (1, "", f"There is no checkpoint at {missing}: no such file or directory.\n")
     code, _, told = call("verify", source_of("deepspeed/stage1"))
     assert (code, "lt-zero import" in told) == (1, True)
     assert os.listdir(tmp_path) == ["out"]

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 import traceback
-import traceback
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -264,34 +264,34 @@ def test_a_hook_that_was_installed_later_hides_no_error(monkeypatch: pytest.Monk
 LIGHTNING = "def call(depth, function):\n    return call(depth - 1, function) if depth else function()\n"
 
 
-def _raise_through_lightning(error: Exception) -> None:
-    """Raise ``error`` in the user's code, which many frames of Lightning have called."""
+def _raise_through_lightning(first: Exception, error: Exception) -> None:
+    """Raise ``error`` in the user's code while it handles ``first``; many frames of Lightning have called each."""
     frames: dict[str, Any] = {"__name__": "lightning.fake"}
     exec(compile(LIGHTNING, "lightning/fake.py", "exec"), frames)
 
-    def training_step() -> None:
-        raise error
+    def training_step(raised: Exception) -> None:
+        raise raised
 
-    frames["call"](9, training_step)
+    try:
+        frames["call"](9, partial(training_step, first))
+    except type(first):
+        frames["call"](9, partial(training_step, error))
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_an_own_error_is_printed_without_the_frames_of_packages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], whole: bool
 ) -> None:
-    """The user's frames stay, of the error and of the one before it; a file has the others, and LT_ZERO_DEBUG prints."""
+    """The user's frames stay, of the error and of the one before it; the others go to a file."""
     monkeypatch.setattr(ended_ranks, "_members", {_Member()})
     monkeypatch.setattr(ended_ranks, "_installed", [sys.__excepthook__])
     monkeypatch.setenv("LT_ZERO_DEBUG", str(int(whole)))
-    try:
-        try:
-            _raise_through_lightning(KeyError("first"))
-        except KeyError:
-            _raise_through_lightning(ValueError("broken on purpose"))
-    except ValueError as error:
-        before = traceback.format_exception(error)
-        ended_ranks._uncaught(ValueError, error, error.__traceback__)
-        assert traceback.format_exception(error) == before  # for debuggers
+    with pytest.raises(ValueError, match="on purpose") as caught:
+        _raise_through_lightning(KeyError("first"), ValueError("broken on purpose"))
+    error = caught.value
+    before = traceback.format_exception(error)
+    ended_ranks._uncaught(ValueError, error, error.__traceback__)
+    assert traceback.format_exception(error) == before  # for debuggers
     told = capsys.readouterr().err
     if whole:
         assert told == "".join(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -215,6 +216,34 @@ def test_arguments_that_cannot_be(options: dict[str, Any], match: str) -> None:
         lt_zero.init_distributed("gloo", **options)
     with pytest.raises(TypeError):
         lt_zero.init_distributed(backend="gloo")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "remedy"),
+    [
+        ("timeout", "30", TypeError, "pass datetime.timedelta"),
+        ("timeout", 30, TypeError, "pass datetime.timedelta"),
+        ("timeout", timedelta(0), ValueError, "Pass a longer one"),
+        ("backend", "foo", ValueError, "gloo"),
+        ("backend", 1, ValueError, "gloo"),
+        ("start_method", "notebook", ValueError, "fork"),
+    ],
+)
+def test_wrong_options_are_refused_where_they_are_passed(
+    argument: str, value: Any, error: type[Exception], remedy: str
+) -> None:
+    calls: dict[Any, str] = {ZeroStrategy: "process_group_backend", FabricZeroStrategy: "process_group_backend"}
+    if argument != "start_method":
+        calls[lt_zero.init_distributed] = "dist_backend"
+    for call, backend in calls.items():
+        name = backend if argument == "backend" else argument
+        with pytest.raises(error, match=rf"{call.__name__}\({name}=.*{re.escape(repr(value))}.*{remedy}"):
+            call(**{name: value})
+
+
+def test_backends_of_torch_are_taken() -> None:
+    for backend in (None, "gloo", "NCCL", "cpu:gloo,cuda:nccl", "mpi"):
+        ZeroStrategy(timeout=None, process_group_backend=backend)
 
 
 @pytest.mark.slow
