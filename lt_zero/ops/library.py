@@ -312,9 +312,8 @@ def _private(cache: Path | None = None) -> Path:
         shared = around / f"lt_zero-{os.geteuid()}"
         with contextlib.suppress(OSError):  # another user may have taken the name
             shared.mkdir(mode=0o700, exist_ok=True)
-            if (
-                _try_to_write(shared) or around == temporary
-            ):  # elsewhere, others might rename what was looked at by name
+            # In ``cache``, others might rename what was looked at by its name.
+            if _try_to_write(shared) or around == temporary:
                 return shared
     own, process = tempfile.mkdtemp(prefix="lt_zero-"), os.getpid()
     atexit.register(lambda: shutil.rmtree(own, ignore_errors=True) if os.getpid() == process else None)

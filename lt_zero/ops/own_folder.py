@@ -44,13 +44,9 @@ class OwnFolder:
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             state = os.fstat(self._fd)
-            if (
-                close
-                and state.st_uid == os.geteuid()
-                and state.st_mode & stat.S_IWGRP
-                and not state.st_mode & stat.S_IWOTH
-            ):
-                os.fchmod(self._fd, stat.S_IMODE(state.st_mode) & ~stat.S_IWGRP)
+            mode = stat.S_IMODE(state.st_mode)
+            if close and state.st_uid == os.geteuid() and mode & stat.S_IWGRP and not mode & stat.S_IWOTH:
+                os.fchmod(self._fd, mode & ~stat.S_IWGRP)
                 state = os.fstat(self._fd)
             _check(state, path)
         except OSError:
