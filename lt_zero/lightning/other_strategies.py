@@ -110,9 +110,9 @@ def _advice(name: str, value: Any, known: list[str]) -> str:
     keys = list(dotted_keys(ZeroConfig))
     key = _KEYS.get(name) or next((key for key in keys if key in (name, f"{_Z}{name}")), None)
     if key is not None and key.endswith(".device"):
-        value = {True: "cpu", False: "none"}.get(value, value) if isinstance(value, bool) else value
+        value = "cpu" if value is True else "none" if value is False or value is None else value
     if key is not None:
-        shown = str(value).lower() if isinstance(value, bool) else value
+        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
         return f'It is the key {key} of the configuration: write it there, or overrides=["{key}={shown}"].'
     if block := next((key.rpartition(".")[0] for key in keys if f".{name}." in f".{key}"), None):
         return f"It is the block {block} of the configuration: write config={{...}} with it, or overrides=[...]."

@@ -20,6 +20,8 @@ MAKERS: list[Any] = [lt_zero.ZeroStrategy, lt_zero.FabricZeroStrategy]
     ("given", "told"),
     [
         ({"offload_optimizer": True}, r"zero_optimization.offload_optimizer.device of .*device=cpu"),
+        ({"remote_device": None}, r"offload_param.device=none\"\]"),
+        ({"nvme_path": None}, r"nvme_path=null\"\]"),
         ({"stage": 2, "sub_group_size": 10}, r'overrides=\["zero_optimization.sub_group_size=10"\]'),
         ({"loss_scale": 0.0}, r"the key fp16.loss_scale of the configuration"),
         ({"gradient_clipping": 1.0}, r"the key gradient_clipping of the configuration"),
