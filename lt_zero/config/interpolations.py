@@ -154,7 +154,7 @@ class _Texts:
         self._count, self._size = self._count + len(found), self._size + sum(map(_size, found))
         if self._count > MOST_VALUES:
             raise too_many(self._document.name, "interpolated ones")
-        self._put(path, mapped(value, lambda leaf: _quoted(leaf) if isinstance(leaf, str) else leaf))
+        self._put(path, literal(value))
         holder: Any = self._document.values
         for part in path[:-1]:
             holder = holder[part]
@@ -168,6 +168,11 @@ class _Texts:
 
     def _put(self, path: Path, value: Any) -> None:
         self._holder(path)[path[-1]] = value
+
+
+def literal(values: Any) -> Any:
+    """``values`` as ``resolve`` has to be given them if it is to leave them as they are."""
+    return mapped(values, lambda leaf: _quoted(leaf) if isinstance(leaf, str) else leaf)
 
 
 def _size(leaf: Any) -> int:

@@ -28,7 +28,7 @@ from lt_zero.config.blocks import (
     thawed,
 )
 from lt_zero.config.document import MISSING, Document, Notice, masked, masking, secrets
-from lt_zero.config.interpolations import resolve
+from lt_zero.config.interpolations import literal, resolve
 from lt_zero.config.keys import classify, rename
 from lt_zero.config.overrides import apply
 from lt_zero.config.read import read
@@ -177,14 +177,14 @@ def examine(
             if for_run and "stage" not in config.zero_optimization.model_fields_set:
                 told.append(_UNSHARDED)
             return Loaded({}, config=config, notices=told)
-        known, config = config.secret, plain(config)
+        known, config = config.secret, literal(plain(config))  # resolved once, when it was made
     document = resolve(apply(read(config), overrides))
     document.secret |= known
     written, mask = document.values, masking(document)
     document = _with_arguments(document, stage, default_stage, activations, broadcast_buffers)
     document = rename(document)
     if last:
-        document = rename(apply(document, last))
+        document = rename(resolve(apply(replace(document, values=literal(document.values)), last)))
         text = f"{OVERRIDES} in the environment sets {', '.join(text.partition('=')[0] for text in last)}."
         told.append(Notice("", text, kind="environment"))
     if for_run and document.get(("zero_optimization", "stage")) in (MISSING, None):

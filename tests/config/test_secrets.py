@@ -52,6 +52,18 @@ def test_secrets_are_not_shown(config: dict[str, Any], monkeypatch: pytest.Monke
     assert not [text for text in said if "hunter2" in text]
 
 
+def test_values_are_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that holds ``${...}`` is text, also when another configuration is made; later texts are resolved."""
+    monkeypatch.setenv("LT_ZERO_TEST_SECRET", "${oc.env:HOME}${x}\\${y}")
+    made = ZeroConfig.of({"wandb": {"team": FROM}})
+    monkeypatch.setenv("LT_ZERO_OVERRIDES", f"wandb.group={FROM} wandb.project=${{tensorboard.job_name}}")
+    changed = examine(made, overrides=["tensorboard.job_name=${wandb.team}"], for_run=True).usable()
+    assert made.wandb.team == "${oc.env:HOME}${x}\\${y}"
+    for value in (changed.wandb.team, changed.wandb.group, changed.wandb.project, changed.tensorboard.job_name):
+        assert value == made.wandb.team
+    assert {str(shown(changed)["wandb"][key]) for key in ("team", "group", "project")} == {"***"}
+
+
 def test_what_is_saved_and_printed_lacks_only_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LT_ZERO_TEST_SECRET", "hunter2/disk")
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": FROM}, "reduce_bucket_size": 12345}
