@@ -446,8 +446,10 @@ def _sentence(states: dict[int, _RankState], head: int, lost: int) -> str:
 
 def _remedy(one: Launch, other: Launch | None) -> str:
     """What to do if ranks ran these."""
+    if other is None or not ("all-gather" in one.operation and "all-gather" in other.operation):  # of weights
+        return _RAN
     inside = one.name.rpartition(".")[0]
-    if inside and other is not None and other.name != one.name and other.name.rpartition(".")[0] == inside:
+    if inside and other.name != one.name and other.name.rpartition(".")[0] == inside:
         return (
             f"The ranks called different members of {inside!r}. If the data decides which are called (experts), write"
             f' zero_optimization.leaf_module.names: ["{inside}"], and they are gathered together; otherwise look for a'

@@ -15,7 +15,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 import lt_zero
+from lt_zero.comm import hang_detection
 from lt_zero.comm.communicator import Comm
+from lt_zero.comm.work import Launch
 from lt_zero.engine.engine import Engine
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from tests.support.lightning_tools import error_of_fit, quick
@@ -159,6 +161,18 @@ def _generates_gathered() -> None:
             model(tokens(0, 0, 0))
     step(2)
     assert engine.comm.host_gather(0, "a test") == [0, 0]
+
+
+def test_experts_are_spoken_of_where_modules_differ_only() -> None:
+    """The names of other collectives have dots, too: ranks whose models differ send other parameters at the start."""
+    for operation, names, hint in (
+        ("all-gather", ("net.experts.0", "net.experts.1"), True),
+        ("all-gather", ("net.experts.0", "net.head"), False),
+        ("broadcast", ("net.up.weight", "net.up.bias"), False),
+        ("flags", ("lt_zero.synced", "lt_zero.other"), False),
+    ):
+        one, other = (Launch("collective", 1, operation, name) for name in names)
+        assert ("leaf_module.names: [" in hang_detection._remedy(one, other)) == hint
 
 
 @both
