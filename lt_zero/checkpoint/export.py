@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,6 +29,7 @@ from lt_zero.checkpoint.source import SavedOptimizer, Source, Spec
 from lt_zero.common.arguments import expect, expect_path
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
+from lt_zero.common.users_code import warn
 
 Format = Literal["auto", "pt", "ckpt", "safetensors"]
 
@@ -132,7 +132,7 @@ def export(
                     write_ckpt(write, cast, training_state)
                 else:
                     _WRITERS[target.format](write, cast, list(cast.weights))
-    cast.warn(stacklevel=2)
+    cast.warn()
     return files
 
 
@@ -153,10 +153,9 @@ def _warn_of_prefix(names: Iterable[str]) -> None:
     """Warn if all names have a common prefix: others load the weights into the inner module."""
     first, *rest = {name.partition(".")[0] if "." in name else "" for name in names} or {""}
     if first and not rest:
-        warnings.warn(
+        warn(
             f"All names begin with {first + '.'!r}. To load them into the inner module (from_pretrained), export with "
             f"--strip-prefix {first}. (strip_prefix={first + '.'!r}).",
-            stacklevel=3,
         )
 
 
@@ -295,7 +294,7 @@ class Cast:
         if twice := some(sorted(set(source.weights) - set(self._saved.values()))):
             raise ValueError(f"strip_prefix={prefix!r}: without it, {twice} would have the name of another weight.")
         if others:
-            warnings.warn(f"These names do not begin with {prefix!r} and are kept: {some(others)}.", stacklevel=3)
+            warn(f"These names do not begin with {prefix!r} and are kept: {some(others)}.")
         self.weights = {name: source.weights[saved] for name, saved in self._saved.items()}
         exported = {saved: name for name, saved in self._saved.items()}
         self.owner = {exported[tied]: exported[_owner(source, tied)] for tied in exported if tied in source.aliases}
@@ -352,7 +351,7 @@ class Cast:
             count, largest = self._overflows.get(name, (0, 0.0))
             self._overflows[name] = count + values.numel(), max(largest, float(values.max()))
 
-    def warn(self, stacklevel: int) -> None:
+    def warn(self) -> None:
         """Warn of finite values that overflowed."""
         if not self._overflows:
             return
@@ -362,10 +361,9 @@ class Cast:
         total = sum(count for count, _ in self._overflows.values())
         limits = sorted(f"{str(k).removeprefix('torch.')} (at most {torch.finfo(k).max:.4g})" for k in kinds)
         remedy = "bf16 or fp32" if kinds == {torch.float16} else "fp32" if kinds == {torch.bfloat16} else "fp64"
-        warnings.warn(
+        warn(
             f"{total} finite values overflow {' and '.join(limits)} and were exported as inf: "
             f"{', '.join(shown[:_SHOWN])}{more}. Export with dtype {remedy}.",
-            stacklevel=stacklevel + 1,
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from lt_zero.checkpoint.source import Source, Spec
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
+from lt_zero.common.users_code import warn
 from lt_zero.engine.lazy_tensor import LazyTensor
 
 _PER_TENSOR = 4096  # maximum bytes that a directory adds to a tensor
@@ -85,9 +85,8 @@ def import_checkpoint(
         unchecked = opened.verify() if isinstance(opened, Archive | ForeignSource) else None
     if isinstance(unchecked, list) and unchecked:
         more = f" and {len(unchecked) - _SHOWN} more" if len(unchecked) > _SHOWN else ""
-        warnings.warn(
+        warn(
             f"{', '.join(unchecked[:_SHOWN])}{more}: without checksums, so damaged values cannot be detected.",
-            stacklevel=2,
         )
     path = os.fspath(source)
     comm = Comm(None, None, torch.device("cpu"))
@@ -192,8 +191,7 @@ def _begin_epoch(source: Source, checkpoint: dict[str, Any], target: str) -> Non
     steps: int = getattr(source, "steps", checkpoint.get("global_step") or max(counted, default=0))
     checkpoint.update(beginning_of_epoch(checkpoint, steps))
     schedules = "the saved states of schedulers" if checkpoint.setdefault("lr_schedulers", []) else "new schedulers"
-    warnings.warn(
+    warn(
         f"The state was not saved by Lightning: a run that resumes from {target} continues at step {steps}, at the "
         f"beginning of epoch {checkpoint['epoch']}, with {schedules}.",
-        stacklevel=4,
     )

@@ -14,6 +14,7 @@ from lt_zero.checkpoint.native.directory import MANIFEST, find, published_name
 from lt_zero.checkpoint.open import open_source
 from lt_zero.common.arguments import expect_path
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.users_code import warn
 
 _MOST = 20  # checkpoints that are opened to find a later one
 
@@ -43,7 +44,7 @@ def last_checkpoint(*folders: str | os.PathLike[str]) -> str | None:
             if whole:
                 return path
         except CheckpointError as error:
-            warnings.warn(f"Passed over an incomplete checkpoint: {error}", stacklevel=2)
+            warn(f"Passed over an incomplete checkpoint: {error}")
     return None
 
 
@@ -63,10 +64,9 @@ def tell_of_newer(path: str | os.PathLike[str], step: Any) -> None:
         if known is not None and isinstance(step, int) and known > max(step, latest[0] if latest else step):
             latest = known, other
     if latest is not None:
-        warnings.warn(
+        warn(
             f"{os.fspath(path)} (step {step}) is older than {latest[1]} (step {latest[0]}), which is complete. The "
             "former is loaded; pass the path of the latter, or lt_zero.last_checkpoint(folder), to resume from it.",
-            stacklevel=2,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from lt_zero.checkpoint.native.directory import MANIFEST, find, is_url
 from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
+from lt_zero.common.users_code import warn
 
 _KINDS = (DeepSpeedSource, DcpSource, FileSource)
 _SHOWN = 10  # maximum warnings about a source
@@ -83,7 +83,7 @@ def open_source(
         notes = list(dict.fromkeys(source.notes))
         more = [f"{len(notes) - _SHOWN} more notes of this kind."] if len(notes) > _SHOWN else []
         for note in notes[:_SHOWN] + more:
-            warnings.warn(note, stacklevel=2)
+            warn(note)
     return source
 
 

@@ -39,9 +39,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm.work import Launch, Watch
+from lt_zero.common.users_code import is_users
 from lt_zero.common.variables import switched
 
-PACKAGES = {"lt_zero", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics", "contextlib"}
 WHERE = ", here or in a log of its own (torchrun: --log-dir, SLURM: --output)"
 COUNTS = (
     "Every rank has to run the same number of batches: let a sampler cut the data (`DistributedSampler`), cut an"
@@ -308,16 +308,12 @@ def innermost(trace: TracebackType | None) -> FrameType | None:
 def user_line(frame: FrameType | None) -> str:
     """``file:line`` of the innermost frame outside of this package, Lightning and torch."""
     first = frame
-    while frame is not None and not _is_users(frame):
+    while frame is not None and not is_users(frame):
         frame = frame.f_back
     shown = frame or first
     if shown is None:
         return "an unknown place"
     return f"{shown.f_code.co_filename.removeprefix(os.path.join(os.getcwd(), ''))}:{shown.f_lineno}"
-
-
-def _is_users(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").split(".")[0] not in PACKAGES
 
 
 # ---- the end of the process ------------------------------------------------------------------------------------------
@@ -403,9 +399,9 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def _telling(entries: list[TracebackType]) -> list[TracebackType]:
     """The user's entries of a traceback, and the last ones below them."""
-    deepest = max((n for n, entry in enumerate(entries) if _is_users(entry.tb_frame)), default=-1)
+    deepest = max((n for n, entry in enumerate(entries) if is_users(entry.tb_frame)), default=-1)
     deepest = max(deepest, len(entries) - 1 - _DEEPEST)
-    return [entry for n, entry in enumerate(entries) if n > deepest or _is_users(entry.tb_frame)]
+    return [entry for n, entry in enumerate(entries) if n > deepest or is_users(entry.tb_frame)]
 
 
 def debugs() -> bool:
@@ -431,7 +427,7 @@ def _rank() -> int | str:
 def _shortened(error: BaseException, trace: TracebackType | None, path: str) -> TracebackType | None:
     """Leave of an error, which a file has in full, its text and the user's innermost frames: another rank's matters."""
     entries = _entries(trace)
-    short = _joined(([entry for entry in entries if _is_users(entry.tb_frame)] or entries)[-_SHOWN:])
+    short = _joined(([entry for entry in entries if is_users(entry.tb_frame)] or entries)[-_SHOWN:])
     first, *rest = str(error).splitlines() or [""]
     text = [first, f"(The whole traceback: {path})", rest[-1]] if rest else [f"(In full: {path}) {first}"]
     error.args = ("\n".join(text),)

@@ -6,8 +6,6 @@ import copy
 import json
 import os
 import shlex
-import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import PrivateAttr, ValidationError, model_validator
 
 from lt_zero.common.errors import BLOCK_CHECKS, MOST_SHOWN, Check, ConfigError, Mark, Path, dotted, path_of
+from lt_zero.common.users_code import warn
 from lt_zero.common.variables import check_variables
 from lt_zero.config.blocks import (
     ActivationCheckpointing,
@@ -142,12 +141,9 @@ class Loaded(Document):
         if idle:
             reasons = ", ".join(f"{', '.join(keys)} ({why})" for why, keys in idle.items())
             told.append(f"These keys have no effect here: {reasons}.")
-        level, frame = 1, sys._getframe()  # of the code that called into this package
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "lt_zero":
-            level, frame = level + 1, frame.f_back
         more = [f"... and {len(told) - MOST_SHOWN:,} more notices"] if len(told) > MOST_SHOWN else []
         for text in [*told[:MOST_SHOWN], *more]:
-            warnings.warn(text, ConfigWarning, stacklevel=level)
+            warn(text, ConfigWarning)
 
 
 def examine(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lt_zero.common.errors import ConfigError, dotted, path_of
+from lt_zero.common.users_code import warn
 from lt_zero.config.document import HIDDEN, MISSING, Document, leaves
 from lt_zero.config.load import ConfigWarning, Given, ZeroConfig, examine, plain, resolved, shown
 
@@ -73,7 +73,7 @@ def tell_without_trainer(config: ZeroConfig, rank: int, *more: str) -> None:
     found = [key for key in (*_TRAINER, *more) if _asks(document.get(path_of(key)))]
     names = ", ".join(found).replace("async_save", "async")
     if found and rank == 0:
-        warnings.warn(f"These keys have no effect without a Trainer: {names}.", ConfigWarning, stacklevel=3)
+        warn(f"These keys have no effect without a Trainer: {names}.", ConfigWarning)
 
 
 def _asks(value: Any) -> bool:

@@ -21,7 +21,6 @@ Note [Late changes]
 from __future__ import annotations
 
 import math
-import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import Work
 from lt_zero.common.compat import versions_of, without_torch_function
 from lt_zero.common.module_hooks import ProcessLocal
+from lt_zero.common.users_code import warn
 from lt_zero.engine.fp32_modules import BATCH_NORMS
 from lt_zero.engine.layout import split_by_size
 
@@ -199,12 +199,11 @@ class BufferSync(ProcessLocal):
                 buffer.changes, buffer.left = True, 0
                 differ.append(repr(buffer.name))
         if differ and self._comm.rank == 0:
-            warnings.warn(
+            warn(
                 f"Buffer {', '.join(differ[:5])} began to change outside of forward and backward, or through `.data`, "
                 "after steps in which it had not, and to different values on different ranks. Forwards since then used "
                 "each rank's own; from now on rank 0's are sent before each forward. To have that from the first "
                 "change on, make it in the training step and in place.",
-                stacklevel=2,
             )
 
     # ---- which buffers there are -------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from torch.nn import Parameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import resolve_sizes
 from lt_zero.config.blocks import ZeroOptimization
@@ -148,11 +148,10 @@ def warn_of_padding(plan: EnginePlan, zero: ZeroOptimization, world: int) -> Non
     if zero.stage < 3:
         sizes = f"reduce_bucket_size={zero.reduce_bucket_size} and allgather_bucket_size={zero.allgather_bucket_size}"
         remedy = f"Raise zero_optimization.{sizes}, so that a bucket holds more parameters,"
-    warnings.warn(
+    warn(
         f"zero_optimization.shard_along='parameter': buckets are {share:.0%} larger than the parameters in them, as "
         f"some have too few, or too unequal, parameters to divide among {world} ranks. {remedy} or train with fewer "
         "ranks; element-wise optimizers (AdamW) need no whole parameters: shard_along='element'.",
-        stacklevel=5,  # of the call of ``shard``, which is decorated
     )
 
 

@@ -10,7 +10,6 @@ Note [Precedence of values]
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +27,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, path_of
 from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import sizes_of
+from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
 from lt_zero.config.document import Document
@@ -137,7 +137,7 @@ class Reconciler:
             if config.scheduler is not None and not module.automatic_optimization:
                 call = "step(metric) after each epoch" if config.scheduler.type == PLATEAU else "step() after each step"
                 text = f"scheduler.type={config.scheduler.type!r}: the module optimizes manually, so it must call "
-                warnings.warn(f"{text}self.lr_schedulers().{call}.", ConfigWarning, stacklevel=2)
+                warn(f"{text}self.lr_schedulers().{call}.", ConfigWarning)
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
@@ -181,7 +181,7 @@ class Reconciler:
         elif given and show:
             names = " and ".join(f"{key}={value}" for key, value in given.items())
             text = f"{names} cannot be compared with the first batch: its size is ambiguous."
-            warnings.warn(text, ConfigWarning, stacklevel=2)
+            warn(text, ConfigWarning)
 
     # ---- optimizers --------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -53,6 +52,7 @@ from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.tensor_tree import map_tensors
+from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine, resolved, shown
 from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
@@ -544,7 +544,7 @@ class TrainingEngine(nn.Module):
             self.lr_scheduler.load_state_dict(saved[0])
         elif (self.lr_scheduler is not None or saved) and self.comm.rank == 0:
             has = "a schedule, and the engine has none" if saved else "no schedule, and the engine's begins anew"
-            warnings.warn(f"The checkpoint {path} has {has}. load_lr_scheduler_states=False expects so.", stacklevel=3)
+            warn(f"The checkpoint {path} has {has}. load_lr_scheduler_states=False expects so.")
 
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin", **options: Any

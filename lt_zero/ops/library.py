@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lt_zero.common.users_code import warn
 from lt_zero.common.variables import switched
 from lt_zero.ops.compiler import CSRC, BuildError, Built, Recipe, build, cached, load, recipe_of
 from lt_zero.ops.own_folder import OwnFolder, UntrustedError
@@ -455,7 +456,7 @@ def remedy(status: Status) -> str:
 
 def _warn(problem: str) -> None:
     if _level() == logging.WARNING:
-        warnings.warn(problem, stacklevel=4)
+        warn(problem)
     else:
         log.info("%s", problem)
 

@@ -14,12 +14,13 @@ Note [Position]
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from lt_zero.common.users_code import warn
 
 Number = TypeVar("Number", int, float)
 PerGroup = float | Sequence[float]  # one value for all parameter groups, or one for each
@@ -205,10 +206,9 @@ class OneCycle(Schedule):
         self.max_moms = per_group(optimizer, "cycle_max_mom", cycle_max_mom)
         self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
         if cycle_momentum and not self.cycle_momentum:
-            warnings.warn(
+            warn(
                 f"cycle_momentum=True, but {type(optimizer).__name__} has no betas: it keeps its momentum. Set it to "
                 "False, or use an optimizer such as AdamW.",
-                stacklevel=2,
             )
         super().__init__(optimizer, last_batch_iteration)
 
@@ -399,8 +399,7 @@ SCHEDULES: Mapping[str, type[Schedule]] = {
 
 def _compare(total: int, warmup: int) -> None:
     if total < warmup:
-        warnings.warn(
+        warn(
             f"total_num_steps={total} is less than warmup_num_steps={warmup}: training ends within the warm-up. "
             "Raise total_num_steps or lower warmup_num_steps.",
-            stacklevel=3,
         )

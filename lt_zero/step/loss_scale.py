@@ -30,13 +30,13 @@ Note [Unchecked steps]
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lt_zero.common.users_code import warn
 from lt_zero.config.precision import DtypePolicy, ScalerRules
 from lt_zero.engine.engine import Engine
 from lt_zero.step.overflow import FiniteWatch, nonfinite_parameters, nonfinite_warning, overflow_report
@@ -241,7 +241,7 @@ class LossScaleController:
         self._told = True
         parameters = nonfinite_parameters(engine)
         if engine.comm.rank == 0:
-            warnings.warn(nonfinite_warning(engine, parameters), stacklevel=2)
+            warn(nonfinite_warning(engine, parameters))
 
     def _forget(self) -> None:
         if self._examined is not None:
@@ -398,7 +398,7 @@ class LossScaleController:
         if fatal:
             raise LossScaleError(f"{report} The scale is at its minimum; on_min_scale=hold or warn goes on.")
         if engine.comm.rank == 0:
-            warnings.warn(report, stacklevel=2)
+            warn(report)
 
     def stop_watching(self) -> None:
         """Remove the hooks that watch module outputs."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -29,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from lt_zero.common.arguments import expect
 from lt_zero.common.compat import bare_step, version_of
 from lt_zero.common.module_hooks import ProcessLocal
+from lt_zero.common.users_code import warn
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.compressed_momentum import CompressedMomentum
 from lt_zero.engine.engine import Engine
@@ -170,10 +170,9 @@ class ShardedOptimizer(ProcessLocal):
         self.grads = ReducedGrads(self.fragments)
         self.overlap = Overlap(self.fragments, self.fused, self.grads)
         if manager.partially_stepped:
-            warnings.warn(
+            warn(
                 f"Training goes on although the weights of {manager.partially_stepped} are a step ahead "
                 "of the others: load a checkpoint.",
-                stacklevel=3,
             )
             manager.partially_stepped = ""
         self.fragments.adopt_state()

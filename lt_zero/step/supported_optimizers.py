@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lt_zero.common.compat import bare_step
+from lt_zero.common.users_code import warn
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.onebit import OneBitOptimizer
 from lt_zero.optim.zero_one import ZeroOneAdam
@@ -92,9 +93,8 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) ->
         held = "a part of the parameters" if whole else "flat pieces of parameters"
         why = "treats parameters one by one" if whole else "is element-wise (zero_optimization.shard_along=parameter "
         why += "" if whole else "gives it whole parameters)"
-        warnings.warn(
+        warn(
             f"{name} is not known to lt_zero: each rank runs it on {held}, which is exact only if its update {why}.",
-            stacklevel=4,
         )
 
 

@@ -28,6 +28,7 @@ from lt_zero import FabricZeroStrategy
 from lt_zero.checkpoint.native.save import DirectoryWriter
 from lt_zero.comm import ended_ranks, hang_detection, process_groups
 from lt_zero.comm.communicator import Comm
+from lt_zero.common.users_code import warn
 from lt_zero.lightning import checkpoint_service
 from tests.support.launchers import environment
 from tests.support.lightning_tools import GPT, quick, sharded_trainer, torchrun_env
@@ -264,18 +265,29 @@ def test_a_hook_that_was_installed_later_hides_no_error(monkeypatch: pytest.Monk
 LIGHTNING = "def call(depth, function):\n    return call(depth - 1, function) if depth else function()\n"
 
 
-def _raise_through_lightning(first: Exception, error: Exception) -> None:
-    """Raise ``error`` in the user's code while it handles ``first``; many frames of Lightning have called each."""
+def _lightning() -> Any:
+    """A function of Lightning that calls another at the end of many frames."""
     frames: dict[str, Any] = {"__name__": "lightning.fake"}
     exec(compile(LIGHTNING, "lightning/fake.py", "exec"), frames)
+    return frames["call"]
+
+
+def test_warnings_point_at_the_line_that_called_lightning() -> None:
+    with pytest.warns(UserWarning, match="told") as caught:
+        _lightning()(9, partial(warn, "told"))
+    assert [entry.filename for entry in caught] == [__file__]
+
+
+def _raise_through_lightning(first: Exception, error: Exception) -> None:
+    """Raise ``error`` in the user's code while it handles ``first``; many frames of Lightning have called each."""
 
     def training_step(raised: Exception) -> None:
         raise raised
 
     try:
-        frames["call"](9, partial(training_step, first))
+        _lightning()(9, partial(training_step, first))
     except type(first):
-        frames["call"](9, partial(training_step, error))
+        _lightning()(9, partial(training_step, error))
 
 
 @pytest.mark.parametrize("whole", [False, True])

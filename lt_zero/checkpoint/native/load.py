@@ -8,7 +8,6 @@ Note [Options of parameter groups]
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -26,6 +25,7 @@ from lt_zero.checkpoint.native.plain import MISSING
 from lt_zero.checkpoint.native.save import KEY, LOOP, REFERENCE
 from lt_zero.checkpoint.source import Source, Spec
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.users_code import warn
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.lazy_tensor import LazyTensor
 from lt_zero.optim.schedules import Schedule
@@ -184,10 +184,9 @@ def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
         put_back(meta, archive.objects())
     elif left:
         places = ", ".join(map(repr, left[:5]))
-        warnings.warn(
+        warn(
             f"{archive.path} has entries without a plain form, which are left out: {places}. If you trust the "
             "checkpoint and need them, pass weights_only=False.",
-            stacklevel=2,
         )
     found: dict[str, Any] = resolve(meta)
     return found
@@ -255,10 +254,9 @@ def fitting_state(
         groups, dropped = settings_here(saved["param_groups"], optimizer.param_groups)
         saved = {**saved, "param_groups": groups}
         if dropped and tell:
-            warnings.warn(
+            warn(
                 f"Options of the checkpoint's optimizer {number} that the running optimizer does not have are left "
                 f"out: {', '.join(dropped)}.",
-                stacklevel=2,
             )
     groups = [dict(group) for group in saved["param_groups"]]
     for group, own in zip(groups, optimizer.param_groups, strict=False):

@@ -45,6 +45,7 @@ from lt_zero.checkpoint.native.torchfile import Stored, TorchFile
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.compat import storage_info
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.users_code import warn
 from lt_zero.engine.lazy_tensor import LazyTensor
 from lt_zero.io.checked_file import FileRecord, Sink
 from lt_zero.io.direct_file import in_words
@@ -227,9 +228,9 @@ def _pickled(left: Mapping[Path, Any]) -> bytes | None:
             failed.append(f"{where(path)!r} ({error})")
     places = ", ".join(repr(where(path)) for path in list(left)[:5])
     text = f"The checkpoint has entries without a plain form: {places}. They are in objects.pkl, which is only read "
-    warnings.warn(text + "with weights_only=False.", stacklevel=2)
+    warn(text + "with weights_only=False.")
     if failed:
-        warnings.warn(f"Entries that cannot be pickled are not saved: {', '.join(failed)}.", stacklevel=2)
+        warn(f"Entries that cannot be pickled are not saved: {', '.join(failed)}.")
     return pickle.dumps(kept) if kept else None
 
 

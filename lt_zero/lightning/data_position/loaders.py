@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,6 +34,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lt_zero.common.module_hooks import ProcessLocal
+from lt_zero.common.users_code import warn
 from lt_zero.lightning.data_position.random_state import RandomStates
 
 Make = Callable[[], Iterator[Any]]
@@ -234,7 +234,7 @@ class LoaderPosition:
         return batches
 
     def _warn(self, text: str) -> None:
-        warnings.warn(f"The training loader {_name(self.loader)} {text}.", UserWarning, stacklevel=2)
+        warn(f"The training loader {_name(self.loader)} {text}.", UserWarning)
 
 
 class Feed:

@@ -22,7 +22,6 @@ Note [Lightning's counters]
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -31,6 +30,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.users_code import warn
 from lt_zero.lightning.data_position.loaders import Feed, LazyIterator, Make, tracked, untracked
 from lt_zero.lightning.data_position.random_state import RandomStates, own_or_derived
 
@@ -211,11 +211,10 @@ class DataPosition:
         if not reasons and len(positions) != len(saved):
             reasons = [f"there are {len(positions)} loaders, but {len(saved)} when the checkpoint was saved"]
         if reasons:
-            warnings.warn(
+            warn(
                 f"The position in the training loaders cannot be restored: {'; '.join(reasons)}. Samples of this epoch "
                 "may be seen twice. Use a DataLoader, or an object with `state_dict` and `load_state_dict`.",
                 UserWarning,
-                stacklevel=2,
             )
         if not (saved and positions) or saved[0]["unit"] == positions[0].unit:
             return

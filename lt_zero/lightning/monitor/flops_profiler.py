@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from torch import nn
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.module_hooks import Hook
 from lt_zero.common.tables import show
+from lt_zero.common.users_code import warn
 from lt_zero.config.blocks import FlopsProfiler
 from lt_zero.lightning.monitor.flops import ROOT, Counted, FlopCount, Flops
 
@@ -116,11 +116,10 @@ class Profiler:
             with open(file, "w", encoding="utf-8") as stream:
                 self._write(Console(file=stream, width=_WIDTH, color_system=None, highlight=False), times)
         elif clean:
-            warnings.warn(
+            warn(
                 f"flops_profiler counted nothing: flops_profiler.profile_step={self._block.profile_step}, and the last "
                 f"micro-batch came after {self._steps} optimizer steps (a fit's first one is never counted). Lower "
                 "profile_step, or train longer.",
-                stacklevel=2,
             )
 
     # ---- the table ---------------------------------------------------------------------------------------------------
