@@ -173,7 +173,8 @@ def examine(
             if for_run and "stage" not in config.zero_optimization.model_fields_set:
                 told.append(_UNSHARDED)
             return Loaded({}, config=config, notices=told)
-        known, config = config.secret, literal(plain(config))  # resolved once, when it was made
+        values: dict[str, Any] = literal(plain(config))  # resolved once, when it was made
+        known, config = config.secret, values
     document = resolve(apply(read(config), overrides))
     document.secret |= known
     written, mask = document.values, masking(document)
