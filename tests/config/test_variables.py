@@ -45,7 +45,7 @@ def test_right_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right |= {"LT_ZERO_NVME": str(tmp_path / "new"), "LT_ZERO_TRIAL": str(tmp_path), "LT_ZERO_NATIVE": "no"}
     for name, value in right.items():
         monkeypatch.setenv(name, value)
-    assert not examine(ZeroConfig(), for_run=True).notices
+    assert not examine(ZeroConfig(stage=0), for_run=True).notices
     assert switched("LT_ZERO_DEBUG", False)
     assert not switched("LT_ZERO_NATIVE", True)
     assert switched("LT_ZERO_MEMORY_CHECK", True)
@@ -57,7 +57,7 @@ def test_unknown_names_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("LT_ZERO_SHARED_MEMROY", "0")
     monkeypatch.setenv("LT_ZERO_TEST_ONLY", "x")
-    for config in ({}, ZeroConfig()):
+    for config in ({"zero_optimization": {"stage": 0}}, ZeroConfig(stage=0)):
         told = [str(notice) for notice in examine(config, for_run=True).notices]
         assert told == [
             "LT_ZERO_SHARED_MEMROY in the environment is no variable of lt_zero's. Did you mean LT_ZERO_SHARED_MEMORY?",
