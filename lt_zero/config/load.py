@@ -69,6 +69,12 @@ class ZeroConfig(Schema):
             keys["zero_optimization"] = {**block, "stage": stage}
         super().__init__(**keys)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether all values are equal, whatever they were written as; ``secret`` does not matter."""
+        return isinstance(other, ZeroConfig) and vars(self) == vars(other) and self._autos == other._autos
+
+    __hash__ = Schema.__hash__
+
     @model_validator(mode="after")
     def _consistent(self) -> ZeroConfig:
         if problems := list(contradictions(self)):

@@ -171,6 +171,19 @@ def test_order_arrays_and_tensors() -> None:
     assert seen == [("a", 0)]
 
 
+def test_what_readers_would_refuse_as_too_deep_is_put_aside() -> None:
+    deep: Any = [torch.ones(1)]
+    for _ in range(300):
+        deep = {"a": [deep]}
+    made, rest = plain({"x": [deep]})
+    (path,) = rest
+    assert len(path) == 150
+    put_back(made, rest)
+    while isinstance(made, dict | list):
+        made = made[next(iter(made))] if isinstance(made, dict) else made[0]
+    assert torch.equal(made, torch.ones(1))
+
+
 def test_what_is_not_plain_is_put_aside_and_back() -> None:
     value = {
         "a": Custom(1),

@@ -125,6 +125,12 @@ def raised(results: list[str], *words: str) -> None:
             assert word in text, (rank, word, text)
 
 
+def has_values(path: Path, start: int = 0, stop: int | None = None) -> bool:
+    """Whether a file of ``torch.save``, or a part of one, has a tensor."""
+    with opened(path, start, stop) as file:
+        return any(map(is_values, records_of(file)))
+
+
 def flip_a_value(path: Path, start: int = 0, stop: int | None = None) -> bytes:
     """One bit in the longest record, which has a tensor; returns the content before."""
     with opened(path, start, stop) as file:

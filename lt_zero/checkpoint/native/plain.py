@@ -29,6 +29,7 @@ from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.engine.lazy_tensor import AbsentTensor, LazyTensor
 
 MISSING = "<left out: not a plain value>"
+_DEEPEST = 150  # levels of containers; readers refuse 200, as strangers could use up their stack
 
 
 def plain(value: Any, swap: Callable[[Path, Tensor], Any] = lambda _, tensor: tensor) -> tuple[Any, dict[Path, Any]]:
@@ -81,7 +82,8 @@ class _Converter:
         if isinstance(value, np.ndarray):
             with contextlib.suppress(TypeError):  # strings, objects, dtypes that torch lacks
                 return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C", copy=True))
-        if isinstance(value, Mapping | tuple | list | set | frozenset) and id(value) not in self.open:
+        holds = isinstance(value, Mapping | tuple | list | set | frozenset)
+        if holds and id(value) not in self.open and len(path) < _DEEPEST:
             if id(value) in self._made:
                 return self._made[id(value)][1]
             self.open.add(id(value))
