@@ -34,7 +34,8 @@ Note [Aliases]
     Tensors in objects cannot be replaced, and the gradient of keys in a cache may need other layers' backward first.
     So these are hooked only if no other input needs a gradient.
     An alias that the module returns (T5's blocks pass on their relative bias) is not hooked as an output: its gradient
-    is not the beginning of the module's backward, and comes after its end.
+    is not the beginning of the module's backward, and comes after its end. If a call returns nothing else (no expert
+    had a token), ranks whose calls used weights gather in backward, so this one does when that gradient is there.
 """
 
 from __future__ import annotations
@@ -277,7 +278,8 @@ class Engine(ProcessLocal):
             # With values that the forward stored in attributes of the module or its children (auxiliary losses).
             modules = unit.module.modules() if unit.sharded else ()
             stored = [value for m in modules for key, value in vars(m).items() if key not in _MODULE_INTERNALS]
-            hook_nodes([*tensors, *iter_tensors(stored)], lambda: self._pre_backward(unit, call), given)
+            hooked = hook_nodes([*tensors, *iter_tensors(stored)], lambda: self._pre_backward(unit, call), given)
+            call.passed = not hooked
         if not unit.sharded:
             return
         for bucket in unit.sharded:
@@ -365,6 +367,8 @@ class Engine(ProcessLocal):
         """Called when a call's input gradients are there. See grad_bucket.py, Note [When a bucket is ready]."""
         if not self.in_backward:
             return
+        if call.passed and not call.held:  # before its reduction, for which ranks wait that gather
+            self._pre_backward(unit, call)
         self._ranges.leave(unit.name)
         unit.awaited -= 0 if call.done else 1
         call.done = True
@@ -511,8 +515,8 @@ def _call(fn: Callable[[], None], grads: Any) -> None:
 _call_uncompiled: Any = torch.compiler.disable(_call)  # torch.compile breaks the graph here
 
 
-def hook_nodes(outputs: Iterable[Tensor], fn: Callable[[], None], given: ReplacedTensors | None = None) -> None:
-    """Call ``fn`` before autograd runs the nodes that made ``outputs``.
+def hook_nodes(outputs: Iterable[Tensor], fn: Callable[[], None], given: ReplacedTensors | None = None) -> bool:
+    """Call ``fn`` before autograd runs the nodes that made ``outputs``; returns whether there are any.
 
     Unlike tensor hooks, node hooks survive a caller that adds to the output in place. The in-place history of a view is
     that of its base, so the base's node is hooked too. Aliases in ``given`` are not hooked, see Note [Aliases].
@@ -526,6 +530,7 @@ def hook_nodes(outputs: Iterable[Tensor], fn: Callable[[], None], given: Replace
             if node is not None and node not in seen:
                 seen.add(node)
                 node.register_prehook(partial(_call_uncompiled, fn))
+    return bool(seen)
 
 
 def shares_storage(tensor: Tensor, flat: Tensor) -> bool:

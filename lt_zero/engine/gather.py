@@ -49,6 +49,7 @@ class Call:
     references: list[int] = field(default_factory=list)  # of Python objects to the unit's parameters, at its beginning
     held: bool = False  # it has a lease
     done: bool = False  # its backward has ended
+    passed: bool = False  # it returned no more than its inputs
 
 
 class Order:

@@ -316,6 +316,35 @@ def test_experts_of_another_name_are_told_what_to_write(pool: Pool) -> None:
     assert str(caught.value).count("The ranks called different members of 'mixture.towers'") == 2
 
 
+class Passing(Block):
+    """Returns its input, as a mixture does to which no token is sent."""
+
+    passes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.passes else super().forward(x)
+
+
+class PassingNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Passing() for _ in range(3))
+
+
+def _passing_loss(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    for index, block in enumerate(model.blocks):  # type: ignore[arg-type]
+        block.passes = step == 3 or (index > 0 and (rank + step) % 2 == 1)
+    return next_token_loss(model, step, micro, rank)
+
+
+def _passing() -> None:
+    check(Case(PassingNet, _passing_loss, 3, "sgd", steps=5, zero=RELEASE | {"reduce_bucket_size": 300}))
+
+
+def test_units_that_return_their_input_on_one_rank(pool: Pool) -> None:
+    pool.run(2, _passing)
+
+
 class Optional(Block):
     """Uses one of its parameters on rank 0 only."""
 
