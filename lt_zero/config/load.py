@@ -187,7 +187,7 @@ def examine(
     document = _with_arguments(document, stage, default_stage, activations, broadcast_buffers)
     document = rename(document)
     if last:
-        document = rename(resolve(apply(replace(document, values=literal(document.values)), last)))
+        document = rename(_of_environment(replace(document, values=literal(document.values)), last))
         text = f"{OVERRIDES} in the environment sets {', '.join(text.partition('=')[0] for text in last)}."
         told.append(Notice("", text, kind="environment"))
     if for_run and document.get(("zero_optimization", "stage")) in (MISSING, None):
@@ -211,6 +211,15 @@ def examine(
         secret=document.secret,
         config=None if problems else made,
     )
+
+
+def _of_environment(document: Document, overrides: Sequence[str]) -> Document:
+    """Apply overrides from ``LT_ZERO_OVERRIDES``, which errors name."""
+    try:
+        return resolve(apply(document, overrides))
+    except ConfigError as error:
+        where = f"{OVERRIDES} in the environment: "
+        raise ConfigError([replace(problem, message=where + problem.message) for problem in error.problems]) from None
 
 
 def plain(config: ZeroConfig) -> dict[str, Any]:

@@ -293,3 +293,13 @@ def test_files_have_the_rights_that_the_user_wants(tmp_path: Path) -> None:
         os.umask(before)
     assert os.stat(Path(place.folder, "a")).st_mode & 0o777 == 0o664
     place.discard()
+
+
+def test_a_folder_that_cannot_be_opened_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(folder: str) -> int:
+        raise OSError(errno.EROFS, "Read-only file system", folder)
+
+    monkeypatch.setattr(directory, "_open_folder", fails)
+    with pytest.raises(CheckpointError, match=f"Cannot make {tmp_path}/.one.*read-only"):
+        Place.make(str(tmp_path / "one"))
+    assert not _names(tmp_path)

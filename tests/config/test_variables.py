@@ -40,6 +40,14 @@ def test_wrong_values_are_errors_that_name_them_all(monkeypatch: pytest.MonkeyPa
             assert re.fullmatch(pattern, problem.message)
 
 
+@pytest.mark.parametrize("text", ["x", "a=1 =", "-1", "zero_optimization.stage=${oc.env:NO_SUCH_NAME}"])
+def test_errors_of_overrides_name_the_variable(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("LT_ZERO_OVERRIDES", text)
+    with pytest.raises(ConfigError) as caught:
+        examine({}, for_run=True).usable()
+    assert all(problem.message.startswith("LT_ZERO_OVERRIDES in the") for problem in caught.value.problems)
+
+
 def test_right_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right = dict.fromkeys(KNOWN, "") | {"LT_ZERO_ISA": "AVX2", "LT_ZERO_NODE_RANK": "12", "LT_ZERO_DEBUG": " On "}
     right |= {"LT_ZERO_NVME": str(tmp_path / "new"), "LT_ZERO_TRIAL": str(tmp_path), "LT_ZERO_NATIVE": "no"}

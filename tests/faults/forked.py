@@ -12,6 +12,7 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -81,7 +82,8 @@ def start(
             _die_with(this)
             if node is not None:
                 enter(node)
-            os.environ.update(environment)
+            os.environ.update(environment, TMPDIR=str(log.parent))  # tracebacks of ranks go with the case's folder
+            tempfile.tempdir = None
             _be(call, arguments)
         code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
         log.with_suffix(".part").write_text(str(code))

@@ -271,7 +271,12 @@ class Place:
                 _refuse_others(name, os.listdir(path))
             remove_leftovers(path.parent)
             os.mkdir(place.folder)
-            place._lock = _open_folder(place.folder)
+            try:
+                place._lock = _open_folder(place.folder)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.rmdir(place.folder)
+                raise
             with contextlib.suppress(OSError):  # without locks, leftovers are kept for ``_OLD_AGE``
                 fcntl.flock(place._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
