@@ -174,6 +174,20 @@ class EndedRanks:
                     return  # the same error on all ranks, say
                 time.sleep(0.1)
 
+    def part(self, seconds: float) -> None:
+        """End the use of the store after an error. The rank that may serve it waits for the others, some seconds."""
+        until = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):
+            if self._ranks[self._rank] != 0:
+                if not self._store_has_ended():
+                    self._store.set(f"parted/{self._rank}", "")
+                return
+            while time.monotonic() < until:
+                here = [rank for rank in range(self._world) if rank != self._rank and not self.has_ended(rank)]
+                if not here or self._store.check([f"parted/{rank}" for rank in here]):
+                    return
+                time.sleep(0.1)
+
     def find_server(self) -> None:
         """Set ``server_gone`` if the process that may serve the store has ended."""
         self._store_has_ended()

@@ -28,8 +28,7 @@ Note [Life of the thread]
     because a daemon thread must not be in torch's C++ code when the interpreter ends. It ends, too, with its process
     group. A forked child has no such thread, and must not use the store's connection.
     Scripts without a Trainer do not tell that they end. Rank 0 mostly serves the store, and a thread that polls a store
-    that is gone makes torch print its stack. So rank 0 asks the others' threads to end, and waits some seconds for it;
-    after an error they end without being asked.
+    that is gone makes torch print its stack. So rank 0 asks the others' threads to end, and waits some seconds for it.
 """
 
 from __future__ import annotations
@@ -334,18 +333,15 @@ class HangDetector:
             return
         self.ends.await_readers(2.5 * self._patience.poll)
         self.stop()
-        if self._ranks[self._rank] != 0 or self._watch.verdict is not None or self._end is not None:
-            return
-        failed = self.ends.failed  # the others end by the same error, or because of this one
-        deadline = time.monotonic() + (2.5 if failed else 5.0) * self._patience.poll
-        with contextlib.suppress(RuntimeError):  # another process serves the store, and has ended
-            if not failed:
+        if self.ends.failed:
+            self.ends.part(2.5 * self._patience.poll)
+        elif self._ranks[self._rank] == 0 and self._watch.verdict is None and self._end is None:
+            deadline = time.monotonic() + 5.0 * self._patience.poll
+            with contextlib.suppress(RuntimeError):  # another process serves the store, and has ended
                 self._store.set("closing", "")
                 self._store.add("asks", 1)
-            while self._store.add("listening", 0) > 0 and time.monotonic() < deadline:
-                if failed and len(self.ends.ended()) == self._world - 1:
-                    return
-                time.sleep(self._patience.poll / 20)
+                while self._store.add("listening", 0) > 0 and time.monotonic() < deadline:
+                    time.sleep(self._patience.poll / 20)
 
     def go_on(self) -> None:
         """This rank launches a collective, so no error of an operation or run that is over has ended it."""

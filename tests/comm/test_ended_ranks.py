@@ -429,3 +429,19 @@ def test_a_store_whose_process_has_ended_is_left_alone(
     thread.run()
     assert agreement.poll.call_count == (1 if told else 3)
     assert reporter._store.add("listening", 0) == told
+
+
+def _part() -> float:
+    comm = Comm.for_world(torch.device("cpu"))
+    assert comm._hang_detector is not None
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    before = time.monotonic()
+    comm._hang_detector.ends.part(60.0)
+    return time.monotonic() if dist.get_rank() == 0 else before
+
+
+def test_the_rank_that_serves_the_store_parts_last(pool: Pool) -> None:
+    """Ranks that end by the same error tell of it in the store: its end would be the last that they print."""
+    server, other = pool.run(2, _part)
+    assert server >= other
