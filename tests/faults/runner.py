@@ -46,7 +46,7 @@ class Runner:
     Attributes:
         folder: of the campaign; each case has one in it while it runs.
         beside: cases at a time.
-        limit: seconds after which a case counts as a hang, and its processes are ended.
+        limit: seconds after which a case counts as a hang, and its processes are ended; more on a busy machine.
         tell: is called with a line for each case that has ended.
         keep: whether the folders of failed cases are kept.
     """
@@ -100,7 +100,7 @@ class Runner:
         pid, status = os.waitpid(running.pid, os.WNOHANG)
         if pid:
             outcome = _outcome_of(running.folder, os.waitstatus_to_exitcode(status))
-        elif seconds > self.limit:
+        elif seconds > self.limit * _busy():
             outcome = self._end(running)
         else:
             return
@@ -125,6 +125,11 @@ class Runner:
         tree.send(running.pid, signal.SIGKILL)
         os.waitpid(running.pid, 0)
         return Outcome(False, f"hang: not over after {self.limit:.0f} s", last_lines(running.folder))
+
+
+def _busy() -> float:
+    """By what the machine is slower than an idle one, for limits."""
+    return min(6.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def _live(case: Case, folder: Path) -> None:
