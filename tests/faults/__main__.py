@@ -102,7 +102,8 @@ def _mounts() -> set[str]:
 def _left(temporary: Path, shared: set[str], mounts: set[str]) -> list[str]:
     """What the cases have left on the machine."""
     left = [f"process {pid}: {tree.command_of(pid)}" for pid in tree.descendants(os.getpid())]
-    left += [f"temporary file {path}" for path in temporary.iterdir() if path.name != "torchinductor_root"]
+    kept = "torchinductor_root", f"lt_zero-{os.geteuid()}"  # caches of kernels, which outlive processes
+    left += [f"temporary file {path}" for path in temporary.iterdir() if path.name not in kept]
     left += [f"mount {path}" for path in sorted(_mounts() - mounts)]
     left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - shared)]
     tree.end_all(os.getpid())

@@ -108,6 +108,8 @@ def judge(done: Run, launcher: str, fault: str, rank: int) -> tuple[str, str]:
         return "the other rank finished", ""
     if fault == "SIGTERM" and not any(done.codes) and "SIGTERM: all ranks stop" in "".join(done.logs):
         return "all ranks stopped after the batch", ""
+    if launcher == "lightning" and rank == 0 and "attempting graceful shutdown" in done.logs[0]:
+        return "Ctrl-C on rank 0, whose launcher ended the other rank", ""
     line = done.last_line(other)
     if not line and launcher == "lightning" and rank == 0:
         return "the other rank was not started yet", ""
