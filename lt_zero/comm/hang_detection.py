@@ -446,7 +446,7 @@ def _sentence(states: dict[int, _RankState], head: int, lost: int) -> str:
 
 
 def _remedy(one: Launch, other: Launch | None) -> str:
-    """What to do if ranks ran these."""
+    """Tell the user what to do if ranks ran these two collectives."""
     if other is None or not ("all-gather" in one.operation and "all-gather" in other.operation):  # of weights
         return _RAN
     inside = one.name.rpartition(".")[0]

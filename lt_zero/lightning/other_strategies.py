@@ -104,7 +104,7 @@ def explained(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def _advice(name: str, value: Any, known: list[str]) -> str:
-    """What to write instead of the argument ``name``."""
+    """Advise on what to write instead of the argument ``name``."""
     if name in _ELSEWHERE:
         return f"{_ELSEWHERE[name]}."
     keys = list(dotted_keys(ZeroConfig))

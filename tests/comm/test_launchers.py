@@ -243,7 +243,7 @@ def test_wrong_options_are_refused_where_they_are_passed(
 
 def test_backends_of_torch_are_taken() -> None:
     for backend in (None, "gloo", "NCCL", "cpu:gloo,cuda:nccl", "mpi"):
-        ZeroStrategy(timeout=None, process_group_backend=backend)
+        assert ZeroStrategy(timeout=None, process_group_backend=backend).process_group_backend == backend
 
 
 @pytest.mark.slow

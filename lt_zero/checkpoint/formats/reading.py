@@ -234,7 +234,7 @@ def load_plain(data: bytes, name: str) -> Any:
         _check_tensors(value)
     except CheckpointError:
         raise
-    except Exception as error:  # a file that somebody else wrote may be anything to the loader
+    except Exception as error:  # torch.load raises errors of many types for damaged files
         raise _explained(error, Path(name)) from None
     return value
 

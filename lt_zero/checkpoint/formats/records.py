@@ -2,7 +2,7 @@
 
 Note [Checked when used]
     Files of ``torch.save`` are zips, with a CRC for each tensor, which torch does not look at. Their tensors are mapped
-    into memory, so whoever has one finds its record by the address. Before a tensor is used, threads read its record
+    into memory, so the address of a tensor leads to its record. Before a tensor is used, threads read its record
     from the file, piece by piece: that fills the page cache, from which the mapping is then served, so the disk reads
     each byte once. They read a little ahead, and the caller does not wait for what it does not use. A disk that fails
     is an error with the file's name here, and would be a SIGBUS in the mapping. For the latter reason files without
@@ -165,7 +165,7 @@ def _compare(record: Record, crc: int, path: Path) -> None:
 _Mapped = tuple[int, Tensor] | None
 
 
-class Job:
+class ChecksumJob:
     """Records of a file that are checked together, at most once: neighbours, or a large one in several threads.
 
     ``mapped``: the address at which the file is mapped, if it is, and a tensor that keeps it there. ``place``: where
@@ -177,7 +177,7 @@ class Job:
     def __init__(self, path: Path, identity: tuple[int, ...], records: Sequence[Record], mapped: _Mapped) -> None:
         self.path, self.records, self._identity, self._mapped = path, records, identity, mapped
         self.size = sum(record.size for record in records)
-        self.next: Job | None = None
+        self.next: ChecksumJob | None = None
         self._started: list[Future[list[int]]] = []
         self._right = False
         self._lock = threading.Lock()
@@ -238,8 +238,10 @@ def identity_of(file: IO[bytes]) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def jobs_of(path: Path, identity: tuple[int, ...], records: Sequence[Record], mapped: _Mapped = None) -> list[Job]:
-    """Neighbours of a file together, up to ``_JOB`` bytes. ``mapped``: see ``Job``."""
+def jobs_of(
+    path: Path, identity: tuple[int, ...], records: Sequence[Record], mapped: _Mapped = None
+) -> list[ChecksumJob]:
+    """Neighbours of a file together, up to ``_JOB`` bytes. ``mapped``: see ``ChecksumJob``."""
     groups: list[list[Record]] = []
     filled = _JOB
     for record in records:
@@ -248,7 +250,7 @@ def jobs_of(path: Path, identity: tuple[int, ...], records: Sequence[Record], ma
             filled = 0
         groups[-1].append(record)
         filled += record.size
-    jobs = [Job(path, identity, group, mapped) for group in groups]
+    jobs = [ChecksumJob(path, identity, group, mapped) for group in groups]
     for job, after in zip(jobs, jobs[1:], strict=False):
         job.next = after
     return jobs
@@ -264,8 +266,8 @@ class MappedRecords:
 
     def __init__(self) -> None:
         self._starts: list[int] = []  # addresses, ascending
-        self._places: list[tuple[int, Job]] = []  # where each ends, and its job
-        self._jobs: list[Job] = []
+        self._places: list[tuple[int, ChecksumJob]] = []  # where each ends, and its job
+        self._jobs: list[ChecksumJob] = []
 
     @functools.cached_property
     def _pool(self) -> ThreadPoolExecutor:
@@ -298,7 +300,7 @@ class MappedRecords:
         address = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
         at = bisect.bisect(self._starts, address) - 1
         if at >= 0 and address < self._places[at][0]:
-            job: Job | None = self._places[at][1]
+            job: ChecksumJob | None = self._places[at][1]
             asked = job
             ahead = 0
             while job is not None and (job is asked or ahead + job.size <= _AHEAD):
@@ -313,7 +315,7 @@ class MappedRecords:
         """Check what is left. Errors are those of ``check``."""
         self._wait(self._jobs)
 
-    def _wait(self, jobs: Sequence[Job]) -> None:
+    def _wait(self, jobs: Sequence[ChecksumJob]) -> None:
         for job in jobs:
             job.start(self._pool)
         for job in jobs:
@@ -322,13 +324,10 @@ class MappedRecords:
 
 def _start_of_file(address: int) -> int | None:
     """The address at which the file begins that is mapped to ``address``; None if that cannot be found out."""
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                span, _, offset, _, inode, *_ = line.split()
-                low, high = (int(end, 16) for end in span.split("-"))
-                if low <= address < high:
-                    return low - int(offset, 16) if inode != "0" else None
-    except OSError:
-        pass
+    maps = Path("/proc/self/maps")  # Linux
+    for line in maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.is_file() else []:
+        span, _, offset, _, inode, *_ = line.split()
+        low, high = (int(end, 16) for end in span.split("-"))
+        if low <= address < high:
+            return low - int(offset, 16) if inode != "0" else None
     return None
