@@ -546,8 +546,8 @@ def test_a_file_that_goes_while_it_is_used(tmp_path: Path, monkeypatch: pytest.M
         else:
             assert all(torch.equal(source.read(name), value) for name, value in values.items())
     torch.save(values, path)
-    start = records.Job.start
-    monkeypatch.setattr(records.Job, "start", lambda job, pool: (path.exists() and go(), start(job, pool))[1])
+    start = records.ChecksumJob.start
+    monkeypatch.setattr(records.ChecksumJob, "start", lambda job, pool: (path.exists() and go(), start(job, pool))[1])
     check_file(path)
     assert not path.exists() or path.stat().st_size < 10_000
 
