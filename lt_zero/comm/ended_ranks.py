@@ -30,9 +30,10 @@ import time
 import traceback
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ from lt_zero.comm.work import Launch, Watch
 from lt_zero.common.users_code import is_users
 from lt_zero.common.variables import switched
 
+_T = TypeVar("_T")
 WHERE = ", here or in a log of its own (torchrun: --log-dir, SLURM: --output)"
 COUNTS = (
     "Every rank has to run the same number of batches: let a sampler cut the data (`DistributedSampler`), cut an"
@@ -363,7 +365,7 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
     follows = [member.end_process(error) for member in members]
     if any(follows) and not debugs() and (path := _kept(error)) is not None:
         trace = _shortened(error, trace, path)
-    elif members and not debugs() and _prints(_installed[0]) and _cut(error, trace):
+    elif members and not debugs() and _prints(_installed[0]) and _cut(error):
         return
     _installed[0](kind, error, trace)
 
@@ -373,32 +375,55 @@ def _prints(hook: Any) -> bool:
     return hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch.")
 
 
-def _cut(error: BaseException, trace: TracebackType | None) -> bool:
+def _cut(error: BaseException) -> bool:
     """Print this rank's own error without the frames of PACKAGES between the user's; a file has them all.
 
     Returns whether it did: no-op if it has few of them. The last line names the rank, error, place and file.
     """
-    chain, frames, shown = _chain(error), 0, 0
-    cut: list[tuple[BaseException, TracebackType | None]] = []
-    for link in chain:
-        entries = _entries(link.__traceback__)
-        kept = _telling(entries)
-        frames, shown = frames + len(entries), shown + len(kept)
-        cut.append((link, _joined(kept)))
-    if frames - shown <= _DEEPEST or (path := _kept(error)) is None:
+    whole = [(link, link.__traceback__) for link in _chain(error)]
+    line = _leave_out(error)
+    if line is None:
         return False
-    whole = [(link, link.__traceback__) for link in chain]
-    for link, short in cut:
-        link.__traceback__ = short
     try:
         _installed[0](type(error), error, error.__traceback__)
     finally:
         for link, full in whole:  # for debuggers
             link.__traceback__ = full
-    left_out = f"{frames - shown} frames of Lightning, torch and lt_zero are left out here"
-    rank = _rank()
-    print(f"[rank{rank}]: Rank {rank} ended with {summary(error)}. {left_out}: {path}", file=sys.stderr, flush=True)
+    print(f"[rank{_rank()}]: {line}", file=sys.stderr, flush=True)
     return True
+
+
+def call_with_short_errors(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+    """Call ``function`` in a process of multiprocessing, which hands the text of an error to the one that waits for it.
+
+    Frames are left out of it as of errors that a rank prints; its last line names the rank, error, place and file.
+    """
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        if not debugs() and (line := _leave_out(error)) is not None:
+            error.add_note(line)
+        raise
+
+
+def _leave_out(error: BaseException) -> str | None:
+    """Take the frames of PACKAGES between the user's out of an error's tracebacks; a file has them all.
+
+    Returns a line that names the rank, error, place and file; None, and changes nothing, if it has few of them.
+    """
+    chain, frames = _chain(error), 0
+    cut: list[tuple[BaseException, list[TracebackType]]] = []
+    for link in chain:
+        entries = _entries(link.__traceback__)
+        frames += len(entries)
+        cut.append((link, _telling(entries)))
+    left = frames - sum(len(kept) for _, kept in cut)
+    if left <= _DEEPEST or (path := _kept(error)) is None:
+        return None
+    text = summary(error)
+    for link, kept in cut:
+        link.__traceback__ = _joined(kept)
+    return f"Rank {_rank()} ended with {text}. {left} frames of Lightning, torch and lt_zero are left out here: {path}"
 
 
 def _chain(error: BaseException) -> list[BaseException]:

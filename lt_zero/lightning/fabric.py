@@ -56,6 +56,7 @@ from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.lightning.fabric_items import BESIDE, Opened, open_directory, opened_file, prefixes_of
 from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision
+from lt_zero.lightning.setup import shorten_errors
 from lt_zero.memory.check import check_optimizers
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
@@ -175,6 +176,8 @@ class FabricZeroStrategy(DDPStrategy):
         if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
             refuse_own_launcher()
         super()._configure_launcher()
+        if self._start_method != "popen":
+            shorten_errors(self._launcher)
 
     @override
     def _setup_distributed(self) -> None:

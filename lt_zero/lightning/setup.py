@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
@@ -20,6 +22,7 @@ from torch.optim import Optimizer
 from lt_zero.activation.checkpointing import installed
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.communicator import Comm
+from lt_zero.comm.ended_ranks import call_with_short_errors
 from lt_zero.common.compat import SignalOverride
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
@@ -43,6 +46,15 @@ _NEEDS_WHOLE: dict[type[callbacks.Callback], str] = {
     **({callbacks.WeightAveraging: _COPIES} if hasattr(callbacks, "WeightAveraging") else {}),  # since Lightning 2.6
     callbacks.ModelPruning: "computes masks from full parameters and replaces these",
 }
+
+
+def shorten_errors(launcher: Any) -> None:
+    """Let the processes that a launcher of multiprocessing starts hand on errors without the frames of packages."""
+    launcher.launch = partial(_launch, launcher)  # not a closure: it is pickled with the strategy
+
+
+def _launch(launcher: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return type(launcher).launch(launcher, partial(call_with_short_errors, function), *args, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -269,6 +269,8 @@ class ZeroStrategy(DDPStrategy):
         if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
             refuse_own_launcher()
         super()._configure_launcher()
+        if self._start_method != "popen":
+            set_up.shorten_errors(self._launcher)
 
     @override
     def setup_distributed(self) -> None:

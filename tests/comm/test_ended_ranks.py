@@ -320,6 +320,25 @@ def test_an_own_error_is_printed_without_the_frames_of_packages(
     Path(found[1]).unlink()
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_text_of_an_error_that_a_process_hands_on_has_no_frames_of_packages(
+    monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """As torch.multiprocessing hands it to the notebook or script that has started the processes."""
+    monkeypatch.setenv("LT_ZERO_DEBUG", str(int(whole)))
+    with pytest.raises(ValueError, match="on purpose") as caught:
+        ended_ranks.call_with_short_errors(_raise_through_lightning, KeyError("first"), ValueError("on purpose"))
+    text = "".join(traceback.format_exception(caught.value))
+    assert ("fake.py" in text) == whole
+    assert text.count("in training_step") == 2
+    if not whole:
+        last = text.splitlines()[-1]
+        assert last.startswith("Rank 0 ended with ValueError: on purpose (")
+        path = Path(last.rpartition(": ")[2])
+        assert "fake.py" in path.read_text(encoding="utf-8")
+        path.unlink()
+
+
 HOOKS = ("on_save_checkpoint", "configure_optimizers", "on_train_epoch_start", "on_validation_batch_end")
 MORE_HOOKS = (
     "setup",

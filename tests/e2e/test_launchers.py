@@ -90,8 +90,13 @@ def test_slurm(expected: float) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_on_one_rank_ends_all() -> None:
-    command = [sys.executable, SCRIPT, "popen", "--fail=1"]
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
+def test_an_error_on_one_rank_ends_all(start_method: str) -> None:
+    """And is told without the frames of Lightning between the script's and the cause."""
+    command = [sys.executable, SCRIPT, start_method, "--fail=1"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode != 0
-    assert "broken on purpose" in done.stdout + done.stderr
+    assert "ValueError: broken on purpose" in done.stderr
+    assert "Rank 1 ended with ValueError: broken on purpose" in done.stderr
+    _, _, of_rank = done.stderr.partition("Process 1 terminated")
+    assert of_rank.count("  File ") <= 4
