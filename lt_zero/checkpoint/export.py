@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.reading import VERSION
-from lt_zero.checkpoint.native.directory import find, is_url
+from lt_zero.checkpoint.native.directory import is_url
 from lt_zero.checkpoint.native.torchfile import Stored, TorchFile, Write
-from lt_zero.checkpoint.open import open_source
+from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space, whole_file, whole_folder
 from lt_zero.checkpoint.source import SavedOptimizer, Source, Spec
 from lt_zero.common.arguments import expect, expect_path
@@ -214,7 +214,7 @@ def _target(
             f"A Lightning checkpoint is one file. Name a file instead of the folder {out}, and leave out shard_size."
         )
     if isinstance(source, str | os.PathLike) and not is_url(source):
-        saved = Path(os.path.realpath(find(source)))
+        saved = Path(os.path.realpath(found_at(source)))
         if out == saved or saved in out.parents or (out.exists() and saved.exists() and out.samefile(saved)):
             raise CheckpointError(f"{out} is (in) the checkpoint {saved} itself. Export to another path.")
     if not folder:

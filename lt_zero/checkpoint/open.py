@@ -13,12 +13,16 @@ from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
 from lt_zero.checkpoint.formats.foreign import ForeignSource
 from lt_zero.checkpoint.formats.torch_file import FileSource
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import MANIFEST, find, is_url
+from lt_zero.checkpoint.native.directory import MANIFEST, file_system, find, inside, is_url
 from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.users_code import warn
+from lt_zero.io.checked_file import unreadable
+from lt_zero.io.regular_file import read_bytes
 
+LATEST = "latest"  # the file that names the last checkpoint of a folder
+_LONGEST = 4096  # bytes of a tag
 _KINDS = (DeepSpeedSource, DcpSource, FileSource)
 _SHOWN = 10  # maximum warnings about a source
 _LOOKED_FOR = (
@@ -35,13 +39,44 @@ def is_directory(path: str | os.PathLike[str]) -> bool:
     return Path(found_at(path)).is_dir()
 
 
-def found_at(path: str | os.PathLike[str]) -> str:
-    """The checkpoint that ``path`` refers to: a folder of another format is one itself, else see ``find``."""
-    if not is_url(path):
-        target = Path(path)
-        if target.is_dir() and not (target / MANIFEST).is_file() and _kind_of(target) is not None:
+def found_at(path: str | os.PathLike[str], tag: str | None = None) -> str:
+    """The checkpoint that ``path`` refers to: a folder of another format is one itself, else see ``find``.
+
+    ``tag``: which one, where ``path`` is the folder of a loop's checkpoints; default: the one in its file ``latest``.
+    """
+    found = find(path)
+    whole, url = Archive.is_at(found), is_url(path)
+    if whole and (url or os.path.isfile(Path(path, MANIFEST))):
+        return found
+    if url or Path(path).is_dir():
+        tag = tag if tag is not None else read_latest(path)
+        if tag and Path(tag).name == tag and Archive.is_at(named := inside(found if url else path, tag)):
+            return named
+        if not url and _kind_of(Path(path)) is not None:
             return str(path)
-    return find(path)
+    return found
+
+
+def read_latest(folder: str | os.PathLike[str]) -> str | None:
+    """The name of the last checkpoint in a folder or at a URL; None if no file ``latest`` names one.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is empty.
+    """
+    latest, data = inside(folder, LATEST), None
+    if is_url(folder):
+        files = file_system(latest)
+        data = bytes(files.cat_file(latest)) if files.exists(latest) else None
+    else:
+        try:
+            data = read_bytes(latest, _LONGEST) if os.path.lexists(latest) else None
+        except OSError as error:
+            raise unreadable(latest, error) from error
+    if data is None:
+        return None
+    if not (found := data.decode("utf-8", "replace").strip()):
+        raise CheckpointError(f"{latest} is empty. Pass the checkpoint's name: load_checkpoint(..., tag=...).")
+    return found
 
 
 def open_source(
@@ -52,14 +87,14 @@ def open_source(
     Args:
         path: a checkpoint of lt_zero, DeepSpeed, Lightning's sharded strategies, ``torch.save``, safetensors or Hugging
             Face's tools.
-        tag: of a DeepSpeed directory; default: the one in its file ``latest``.
+        tag: of a folder of DeepSpeed's, or of a loop's, checkpoints; default: the one in its file ``latest``.
         tell: warn of what cannot be converted.
         inert: names of further classes whose objects are left out instead of refused, in files of other formats.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or its format is unknown.
     """
-    found = found_at(path)
+    found = found_at(path, tag)
     target = Path(found)
     native = is_url(found) or (target / MANIFEST).is_file()
     if not native and not target.exists():
@@ -71,11 +106,11 @@ def open_source(
         if target.is_dir():
             names = sorted(path.name for path in target.iterdir())
             contents = f"a directory with {', '.join(names[:5]) or 'nothing'}{', ...' if len(names) > 5 else ''}"
-        raise CheckpointError(
-            f"{target} is not a checkpoint, or not a complete one: it is {contents}. Looked for {_LOOKED_FOR}."
-        )
-    if tag is not None and kind is not DeepSpeedSource:
-        raise CheckpointError(f"{found} has no tags, only DeepSpeed's directories have. Leave out the tag {tag!r}.")
+        lacks = "is not a checkpoint, or not a complete one" if tag is None else f"has no checkpoint {tag!r}"
+        raise CheckpointError(f"{target} {lacks}: it is {contents}. Looked for {_LOOKED_FOR}.")
+    if tag is not None and kind is not DeepSpeedSource and os.path.basename(found) != tag:
+        text = f"{found} has no tag {tag!r}: only a folder with several checkpoints has tags. Leave it out."
+        raise CheckpointError(text)
     if kind is None:
         return Archive(found)
     source = DeepSpeedSource(target, tag, inert) if kind is DeepSpeedSource else kind(target, inert)

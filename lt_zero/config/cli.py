@@ -15,7 +15,7 @@ from lt_zero.common.errors import ConfigError, Path, dotted
 from lt_zero.config import catalog
 from lt_zero.config.blocks import scalars
 from lt_zero.config.document import HIDDEN, MISSING, Document, leaves, masked, without_told
-from lt_zero.config.keys import AUTO, lookup
+from lt_zero.config.keys import AUTO, NO_EFFECT, lookup
 from lt_zero.config.load import Loaded, ZeroConfig, examine, plain, resolved
 from lt_zero.config.rules import switched_off
 
@@ -102,7 +102,7 @@ def key_statuses(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
         if any(name in wrong for name in around):
             yield named, shown, "error", "see below"
         elif (notice := next((notices[name] for name in around if name in notices), None)) is not None:
-            said = notice.message.removeprefix(f"{notice.key} ").removeprefix("has no effect here: ")
+            said = notice.message.removeprefix(f"{notice.key}{NO_EFFECT}").removeprefix(f"{notice.key} ")
             yield named, shown, notice.kind, said.removesuffix(" Write the latter.")
         elif value == "auto" and key in AUTO:
             yield named, shown, "auto", AUTO[key]

@@ -27,6 +27,7 @@ from lt_zero.config.document import MISSING, Document, Notice
 TABLE = Path(__file__).with_name("keys.tsv")
 STATUSES = ("alias", "no_effect", "later", "unsupported")
 Z = "zero_optimization"
+NO_EFFECT = " has no effect here: "  # between a key and the reason
 
 # How each key is resolved, for docs/config.md and errors. Excludes keys with "auto" as a value of their own.
 AUTO: Mapping[str, str] = {
@@ -290,7 +291,7 @@ def _foreign(document: Document, path: KeyPath, value: Any, hint: Callable[[KeyP
         document.problem(path, f"{key} is not a key of lt_zero or DeepSpeed.{hint(path, value)}")
     elif row.status == "no_effect":
         if value is not None:
-            text = f"{key} has no effect here: {row.note}"
+            text = f"{key}{NO_EFFECT}{row.note}"
             document.notices.append(Notice(key, text, document.mark(path), "no effect"))
     elif row.status == "alias":  # an alias, but the value has another type
         document.problem(path, f"{key}={value!r} cannot be read as {row.to}. Write {row.to}.")

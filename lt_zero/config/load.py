@@ -28,7 +28,7 @@ from lt_zero.config.blocks import (
 )
 from lt_zero.config.document import MISSING, Document, Notice, masked, masking, secrets
 from lt_zero.config.interpolations import literal, resolve
-from lt_zero.config.keys import classify, rename
+from lt_zero.config.keys import NO_EFFECT, classify, rename
 from lt_zero.config.overrides import apply
 from lt_zero.config.read import read
 from lt_zero.config.rules import contradictions, inactive
@@ -138,18 +138,27 @@ class Loaded(Document):
         """Warn of each notice, on the first rank only; of all keys that have no effect at once."""
         if any(os.environ.get(name, "0") not in ("0", "") for name in _RANKS):
             return
-        told, idle = [], defaultdict(list)
+        idle: dict[str, list[str]] = defaultdict(list)
+        alike: dict[str, list[Notice]] = defaultdict(list)
         for notice in self.notices:
             if notice.kind == "inactive":
                 idle[notice.message].append(notice.key)
             else:
-                told.append(str(notice))
+                reason = notice.message.removeprefix(f"{notice.key}{NO_EFFECT}")
+                alike[reason if notice.kind == "no effect" else str(notice)].append(notice)
+        told = [str(found[0]) if len(found) == 1 else _joined(found, why) for why, found in alike.items()]
         if idle:
             reasons = ", ".join(f"{', '.join(keys)} ({why})" for why, keys in idle.items())
             told.append(f"These keys have no effect here: {reasons}.")
         more = [f"... and {len(told) - MOST_SHOWN:,} more notices"] if len(told) > MOST_SHOWN else []
         for text in [*told[:MOST_SHOWN], *more]:
             warn(text, ConfigWarning)
+
+
+def _joined(notices: list[Notice], why: str) -> str:
+    """One sentence about several keys that have no effect for the same reason, with the place of the first."""
+    text = f"{', '.join(notice.key for notice in notices)} have no effect here: {why}"
+    return str(replace(notices[0], message=text))
 
 
 def examine(

@@ -44,6 +44,7 @@ from lt_zero.checkpoint.native.restore import (
     trained_weights,
 )
 from lt_zero.checkpoint.native.save import LOOP, bundle, make_place, write
+from lt_zero.checkpoint.open import LATEST, read_latest
 from lt_zero.comm.communicator import Comm, together
 from lt_zero.comm.launchers import local_rank
 from lt_zero.comm.process_groups import init_distributed, joining, own_gpu
@@ -61,8 +62,6 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, sync_buffers
 from lt_zero.engine.partition import with_sizes
 from lt_zero.engine.same_on_ranks import compare_models
-from lt_zero.io.checked_file import unreadable
-from lt_zero.io.regular_file import read_bytes
 from lt_zero.memory.check import check_optimizers
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.step.loss_scale import LossScaleController
@@ -71,8 +70,6 @@ from lt_zero.step.skipped_steps import hold_schedule
 from lt_zero.step.step_options import compare_optimizers
 from lt_zero.tuning.trial import Trial
 
-LATEST = "latest"  # the file that names the last checkpoint of a folder
-_LONGEST = 4096  # bytes of a tag
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -492,7 +489,7 @@ class TrainingEngine(nn.Module):
         comm = self.comm
         if tag is None:
             with comm.agree("reading the latest checkpoint's name", CheckpointError):
-                found = _read_latest(load_dir) if comm.rank == 0 else None
+                found = read_latest(load_dir) if comm.rank == 0 else None
             tag = comm.host_broadcast(found, "the latest checkpoint")
         if tag is None:
             return None, {}
@@ -586,24 +583,6 @@ def _batch_sizes(config: ZeroConfig, world: int) -> tuple[int | None, int]:
         gas = gas or (rest if micro is not None else 1)
         micro = micro or total // (gas * world)
     return micro, gas or 1
-
-
-def _read_latest(folder: str | os.PathLike[str]) -> str | None:
-    """The name of the folder's last checkpoint; None if no file names one."""
-    latest, data = inside(folder, LATEST), None
-    if is_url(folder):
-        files = file_system(latest)
-        data = bytes(files.cat_file(latest)) if files.exists(latest) else None
-    else:
-        try:
-            data = read_bytes(latest, _LONGEST) if os.path.lexists(latest) else None
-        except OSError as error:
-            raise unreadable(latest, error) from error
-    if data is None:
-        return None
-    if not (found := data.decode("utf-8", "replace").strip()):
-        raise CheckpointError(f"{latest} is empty. Pass the checkpoint's name: load_checkpoint(..., tag=...).")
-    return found
 
 
 def _write_atomically(path: str, text: str) -> None:

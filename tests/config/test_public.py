@@ -247,6 +247,15 @@ def test_keys_that_do_nothing_are_told_together() -> None:
         ZeroStrategy(config={"zero_optimization": quiet, "aio": {"queue_depth": 4}})
 
 
+def test_keys_without_effect_for_one_reason_are_told_in_one_sentence() -> None:
+    """Many DeepSpeed files have the keys of fp16 under bf16."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ZeroStrategy(stage=2, config={"bf16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}})
+    (text,) = {str(entry.message) for entry in seen}
+    assert text.startswith("bf16.loss_scale, bf16.hysteresis have no effect here: bf16 has the range of fp32")
+
+
 def test_a_notice_is_one_warning() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import lt_zero
 from lt_zero import CheckpointError, ConfigError
+from lt_zero.checkpoint.open import open_source
 from lt_zero.config.load import ConfigWarning
 from tests.support.lightning_tools import GPT, quick, sharded_trainer
 from tests.support.matrix import cover
@@ -231,6 +232,12 @@ def test_checkpoints_load_at_other_stages_and_ranks(
         assert all(map(torch.equal, values[name], pair)), name
     weights = torch.load(tmp_path / "weights.bin", weights_only=True)
     assert all(torch.equal(weights[name], pair[0].half()) for name, pair in wanted.items())
+    lt_zero.export(tmp_path, tmp_path / "last.bin", dtype=torch.float32)  # what ``latest`` names
+    weights = torch.load(tmp_path / "last.bin", weights_only=True)
+    assert all(torch.equal(weights[name], pair[0]) for name, pair in wanted.items())
+    assert open_source(tmp_path, "global_step1").meta["global_step"] == 1
+    with pytest.raises(CheckpointError, match="has no checkpoint 'global_step7': it is a directory with global_step1"):
+        open_source(tmp_path, "global_step7")
 
 
 def _with(folder: str, ranks: int, step: int, load: bool) -> Any:
