@@ -21,8 +21,9 @@ from torch import nn
 
 from lt_zero.activation.checkpointing import find_modules, install
 from lt_zero.attention.huggingface import install as install_sparse_attention
-from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import with_index
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
 from lt_zero.common.arguments import expect
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError, Problem
@@ -34,6 +35,7 @@ from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.config.rules import one_bit
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.compressed_momentum import MOMENTA, CompressedMomentum
+from lt_zero.engine.divergence import remedy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
 from lt_zero.engine.full_params import install_load_hooks, use_outside
@@ -60,7 +62,7 @@ def shard(
     config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str],
     device: torch.device | None = None,
     policy: DtypePolicy | None = None,
-    comm: Comm | None = None,
+    group: ShardGroup | None = None,
     training: bool = True,
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None = None,
 ) -> Engine:
@@ -71,7 +73,7 @@ def shard(
         config: the ZeRO stage and sizes: ``ZeroConfig(stage=3)``, a mapping, or the path of a file.
         device: where to compute; default: the device of the first parameter.
         policy: dtypes of weights, gradients and master weights; default: as configured.
-        comm: the collectives; default: over all ranks.
+        group: the ranks to shard over; default: all.
         training: make master weights and keep weights gathered for backward; without it both wait until an optimizer
             is sharded, and weights are released after each use.
         saved: reads the full values of parameters, of which only the shapes count then.
@@ -93,9 +95,10 @@ def shard(
             f"device={device} is not the current device, cuda:{torch.cuda.current_device()}, whose streams torch uses: "
             f"call torch.cuda.set_device({device.index}) first."
         )
-    comm = comm or Comm.for_world(device, config)
-    with comm.together("lt_zero.shard"):  # reads files, and calls the initialisation of the user's modules
-        return _shard(module, config, device, policy, comm, training, saved)
+    group = group or ShardGroup.of_all(World.join(device, config))
+    group.world.advise(remedy)
+    with group.world.together("lt_zero.shard"):  # reads files, and calls the initialisation of the user's modules
+        return _shard(module, config, device, policy, group, training, saved)
 
 
 def _shard(
@@ -103,7 +106,7 @@ def _shard(
     config: ZeroConfig,
     device: torch.device,
     policy: DtypePolicy | None,
-    comm: Comm,
+    group: ShardGroup,
     training: bool,
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
 ) -> Engine:
@@ -114,22 +117,22 @@ def _shard(
     elif config.quantize is not None:
         policy = replace(policy, low_master=True)  # no wider values are kept beside the codes
     zero = config.zero_optimization
-    compare_models(comm, module, policy)
-    _check_kernels(config, device, comm)
+    compare_models(group.world, module, policy)
+    _check_kernels(config, device, group.world)
     _check_late_gradients(config, policy)
-    comm.configure(config)
+    group.configure(config)
     with without_torch_function():  # guards of parameters that are sharded already would intercept each access
-        plan = plan_engine(module, config, policy, comm.mesh.shards)
+        plan = plan_engine(module, config, policy, group.mesh.shards)
         _check_whole(plan)
         _check_hooks(plan)
         if training and config.activation_checkpointing.mode != "none":
             find_modules(module, config.activation_checkpointing)  # raises before the module is changed
-        if comm.rank == 0:
-            warn_of_padding(plan, zero, comm.mesh.shards)
-        check_build(plan, config, policy, comm, training)
+        if group.world.rank == 0:
+            warn_of_padding(plan, zero, group.mesh.shards)
+        check_build(plan, config, policy, group, training)
     if config.sparse_attention is not None:
-        install_sparse_attention(module, config, comm.rank)
-    return _build(module, device, plan, config, policy, comm, training, saved)
+        install_sparse_attention(module, config, group.world.rank)
+    return _build(module, device, plan, config, policy, group, training, saved)
 
 
 def _build(
@@ -138,7 +141,7 @@ def _build(
     plan: EnginePlan,
     config: ZeroConfig,
     policy: DtypePolicy,
-    comm: Comm,
+    group: ShardGroup,
     training: bool,
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
 ) -> Engine:
@@ -148,21 +151,21 @@ def _build(
     def owner() -> Owner | None:
         return engine_ref[0]() if engine_ref else None
 
-    materializer = Materializer(module, comm, saved)
-    made = {bucket: Bucket(bucket, comm, owner, policy) for bucket in plan.buckets}
-    use_zero_plus_plus(config, made.values(), comm)
+    materializer, world = Materializer(module, group.device, saved), group.world
+    made = {bucket: Bucket(bucket, group, owner, policy) for bucket in plan.buckets}
+    use_zero_plus_plus(config, made.values())
     offload_manager = open_offload_manager(list(made.values()), config, device)
     rest_quantized(config, made.values())
-    with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=comm.rank) as work:
-        units, root = _move_in(plan, made, materializer, comm, work, training)
+    with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=world.rank) as work:
+        units, root = _move_in(plan, made, materializer, work, training)
         materializer.fill_buffers()
     if policy.buffers is not None:
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
         _cast_buffers(module, policy.buffers, plan.fp32_modules, names)
-    engine = Engine(module, units, root, comm, config, policy, offload_manager, training)
+    engine = Engine(module, units, root, [group], config, policy, offload_manager, training)
     engine.compression = _compression(engine, plan)
     engine.plan, engine.on_guarded_use = plan, partial(use_outside, engine)
-    offload_manager.check(comm, "the files of states")
+    offload_manager.check(world, "the files of states")
     engine.kept = find_fp32_modules(module, policy.keep_fp32).parameters
     if policy.low and policy.compute is not None:
         engine.handles += install_fp32_modules(
@@ -180,7 +183,7 @@ def _check_whole(plan: EnginePlan) -> None:
         engine = owner_of(parameter)
         if isinstance(engine, Engine) and engine.attached:
             raise ValueError(
-                f"Parameter {name!r} of {type(plan.root).__name__} is sharded already, over {engine.comm.world} ranks. "
+                f"Parameter {name!r} of {type(plan.root).__name__} is sharded already, over {engine.world.size} ranks. "
                 "Use the module as it is, or make a new one, with weights that lt_zero.export has written."
             )
 
@@ -202,7 +205,6 @@ def _move_in(
     plan: EnginePlan,
     made: dict[BucketPlan, Bucket],
     materializer: Materializer,
-    comm: Comm,
     work: ProgressBar,
     training: bool,
 ) -> tuple[list[Unit], Unit]:
@@ -213,7 +215,9 @@ def _move_in(
             materializer.fill(p for _, p in planned.parameters)
     arriving = [[made[bucket] for bucket in planned.buckets] for planned in plan.units]
     arriving[-1] += [made[bucket] for bucket in plan.rest]  # the root is the last
-    comm.foresee_broadcasts((bucket.name, bucket.layout.numel) for buckets in arriving for bucket in buckets)
+    ordered = [bucket for buckets in arriving for bucket in buckets]
+    for group in dict.fromkeys(bucket.group for bucket in ordered):
+        group.foresee_broadcasts((bucket.name, bucket.layout.numel) for bucket in ordered if bucket.group is group)
     for planned, buckets in zip(plan.units, arriving, strict=True):
         materializer.fill([p for _, p in planned.parameters])
         for bucket in buckets:
@@ -234,7 +238,7 @@ def _check_late_gradients(config: ZeroConfig, policy: DtypePolicy) -> None:
         raise ConfigError([Problem(key, f"{text}. Train in bf16 or fp32, or remove the key.")])
 
 
-def _check_kernels(config: ZeroConfig, device: torch.device, comm: Comm) -> None:
+def _check_kernels(config: ZeroConfig, device: torch.device, world: World) -> None:
     """Check that all ranks have native kernels if ``ops`` is "required". Collective then.
 
     Raises:
@@ -246,7 +250,7 @@ def _check_kernels(config: ZeroConfig, device: torch.device, comm: Comm) -> None
     kinds = {device.type, "cpu"} if offloads else {device.type}
     mine = " ".join(filter(None, map(missing, sorted(kinds))))
     ranks: dict[str, list[str]] = {}
-    for rank, problem in enumerate(comm.host_gather(mine, "native kernels")):
+    for rank, problem in enumerate(world.host_gather(mine, "native kernels")):
         if problem:
             ranks.setdefault(problem, []).append(str(rank))
     if ranks:
@@ -257,22 +261,22 @@ def _check_kernels(config: ZeroConfig, device: torch.device, comm: Comm) -> None
 
 def _compression(engine: Engine, plan: EnginePlan) -> GradientCompression | None:
     """What compresses the engine's gradients; None if nothing does. Collective."""
-    block, codec, comm = engine.config.gradient_compression, codec_of(engine.config), engine.comm
+    block, codec, group = engine.config.gradient_compression, codec_of(engine.config), engine.groups[0]
     made: GradientCompression | None
     if optimizer := one_bit(engine.config):
-        if not comm.use_compression(MOMENTA, hierarchical=False):
+        if not group.use_compression(MOMENTA, hierarchical=False):
             return None  # a single rank
         kind = LocalSteps if optimizer == "zerooneadam" else CompressedMomentum
-        made = kind(comm, engine.buckets, engine.policy.check_overflow)
+        made = kind(group, engine.buckets, engine.policy.check_overflow)
         engine.after_step.append(made.end_step)
         return made
     if codec is None or not any(bucket.compresses for bucket in plan.buckets):
         return None
-    if not comm.use_compression(codec, block.hierarchical_compress):
-        if comm.rank == 0:
-            log.info("gradient_compression has nothing to do: there is one %s.", "rank" if comm.world == 1 else "node")
+    if not group.use_compression(codec, block.hierarchical_compress):
+        if group.world.rank == 0:
+            log.info("gradient_compression has nothing to do: there is one %s.", "rank" if group.size == 1 else "node")
         return None
-    made = GradientCompression(comm, engine.buckets, block.warmup_steps, engine.policy.check_overflow)
+    made = GradientCompression(group, engine.buckets, block.warmup_steps, engine.policy.check_overflow)
     engine.after_step.append(made.end_step)
     return made
 

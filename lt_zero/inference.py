@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from lt_zero.build import shard
 from lt_zero.checkpoint.identity import open_same
 from lt_zero.checkpoint.source import Source
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
 from lt_zero.common.arguments import expect
 from lt_zero.common.errors import CheckpointError
 from lt_zero.config import ZeroConfig
@@ -36,7 +37,7 @@ def inference(
     config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
     device: torch.device | None = None,
-    comm: Comm | None = None,
+    group: ShardGroup | None = None,
 ) -> Module:
     """Shard ``module`` in place for inference over all ranks of the default process group, and return it. Collective.
 
@@ -50,7 +51,7 @@ def inference(
         weights: where to read the weights: anything that ``lt-zero export`` reads, or a folder of Hugging Face's.
             They are read and sharded unit by unit.
         device: where to compute; default: the device of the first parameter or buffer, or the CPU.
-        comm: the collectives; default: over all ranks.
+        group: the collectives; default: over all ranks.
 
     Raises:
         ConfigError: the configuration is wrong.
@@ -61,20 +62,20 @@ def inference(
     chosen, ignored = without_training(config)
     placed = (t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta")
     device = device or next(placed, torch.device("cpu"))
-    comm = comm or Comm.for_world(device, chosen)
-    check_same(chosen, comm.host_gather)
-    tell_ignored(ignored, comm.rank)
+    group = group or ShardGroup.of_all(World.join(device, chosen))
+    check_same(chosen, group.world.host_gather)
+    tell_ignored(ignored, group.world.rank)
     policy = dtype_policy(chosen, resolve_mode(chosen, "32-true"))
     saved = None
     if weights is not None:
-        saved = open_same(comm, weights, partial(_readers, module, path=str(weights)))
+        saved = open_same(group.world, weights, partial(_readers, module, path=str(weights)))
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             if not buffer.is_meta and buffer.device != device:
                 setattr(part, name, buffer.to(device))
     module.eval().requires_grad_(False)
     # Weights rest in the dtype in which they compute.
-    engine = shard(module, chosen, device, replace(policy, low_master=True), comm, training=False, saved=saved)
+    engine = shard(module, chosen, device, replace(policy, low_master=True), group, training=False, saved=saved)
     sync_buffers(engine)
     return module
 

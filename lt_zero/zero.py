@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import init_distributed, is_part, joining
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
 from lt_zero.config.load import examine
 from lt_zero.engine.full_params import gathered
 from lt_zero.engine.materialize import ConstructionSharder
@@ -98,10 +99,10 @@ class Init:
             device = (
                 torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
             )
-            comm = Comm.for_world(device, made)
-            if comm.world > 1:
-                comm.configure(made)
-                self._sharder = ConstructionSharder(comm, zero.stage3_param_persistence_threshold)
+            group = ShardGroup.of_all(World.join(device, made))
+            if group.size > 1:
+                group.configure(made)
+                self._sharder = ConstructionSharder(group, zero.stage3_param_persistence_threshold)
 
     def _shard(self, module: nn.Module) -> None:
         if not isinstance(module, nn.Module):

@@ -269,20 +269,20 @@ def install(engine: Engine) -> Checkpointing | None:
         ConfigError: there is nothing to checkpoint.
         SwapError: a rank cannot create files in ``nvme_path``.
     """
-    config, comm, known = engine.config, engine.comm, installed(engine)
+    config, world, known = engine.config, engine.world, installed(engine)
     block = config.activation_checkpointing
     if known is not None or block.mode == "none" or not engine.buckets:  # without parameters nothing trains
         return known
     count, device = len(find_modules(engine.root, block).chosen), engine.buckets[0].flat.device
-    opening = comm.agree("opening the folder for saved inputs", SwapError) if block.nvme_path else nullcontext()
+    opening = world.agree("opening the folder for saved inputs", SwapError) if block.nvme_path else nullcontext()
     with ExitStack() as undo:  # if another rank failed, this rank's folder would stay until the process ends
         with opening:
-            store = open_store(block, device, count, config.aio, comm.rank)
+            store = open_store(block, device, count, config.aio, world.rank)
             if store is not None:
                 undo.callback(store.close)
-        boundary = open_boundary(block, device, comm.rank, config.steps_per_print)
+        boundary = open_boundary(block, device, world.rank, config.steps_per_print)
         around = boundary.around if boundary is not None else None
-        made = Checkpointing(engine.root, block, store, around, comm.rank == 0)
+        made = Checkpointing(engine.root, block, store, around, world.rank == 0)
         made.boundary = boundary
         hooks: list[tuple[list[Any], Callable[[], object]]] = []
         if boundary is not None:

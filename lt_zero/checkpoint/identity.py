@@ -33,7 +33,7 @@ from lt_zero.checkpoint.formats.reading import check_file, opened
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.open import open_source
 from lt_zero.checkpoint.source import Source
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io.checked_file import unreadable
 
@@ -74,7 +74,7 @@ def of_content(content: Mapping[str, Any], file: str | os.PathLike[str] | None =
     return Identity(_number(content.get("global_step")), digest)
 
 
-def checked_file(path: str | os.PathLike[str] | None, comm: Comm | None) -> bool:
+def checked_file(path: str | os.PathLike[str] | None, world: World | None) -> bool:
     """Whether ``path`` is a local file of ``torch.save``, whose checksums are right; each rank of a node does a share.
 
     ``path``: None if it is no local file, or if something else reads it. A file of another kind is left to its reader.
@@ -87,8 +87,8 @@ def checked_file(path: str | os.PathLike[str] | None, comm: Comm | None) -> bool
     with opened(Path(path)) as file, reading(path):
         if not zipfile.is_zipfile(file):
             return False
-    node = next(ranks for ranks in comm.nodes if comm.rank in ranks) if comm is not None else [0]
-    check_file(Path(path), node.index(comm.rank) if comm is not None else 0, len(node))
+    node = next(ranks for ranks in world.nodes if world.rank in ranks) if world is not None else [0]
+    check_file(Path(path), node.index(world.rank) if world is not None else 0, len(node))
     return True
 
 
@@ -112,13 +112,13 @@ def _number(step: Any) -> int | None:
 
 
 def open_same(
-    comm: Comm | None, path: str | os.PathLike[str], use: Callable[[Source], Found], tell: bool = True
+    world: World | None, path: str | os.PathLike[str], use: Callable[[Source], Found], tell: bool = True
 ) -> Found:
     """What ``use`` makes of the open checkpoint, if all ranks have the same. Collective.
 
     ``tell``: see ``open_source``. Errors are those of ``load_same``.
     """
-    return load_same(comm, path, lambda: opened_source(path, use, tell))
+    return load_same(world, path, lambda: opened_source(path, use, tell))
 
 
 def opened_source(
@@ -130,14 +130,14 @@ def opened_source(
 
 
 def load_same(
-    comm: Comm | None,
+    world: World | None,
     path: str | os.PathLike[str] | None,
     read: Callable[[], tuple[Found, Callable[[], Identity]]],
 ) -> Found:
     """What ``read`` returns, if all ranks have opened the same checkpoint. See Note [One checkpoint]. Collective.
 
     Args:
-        comm: the collectives; None: this process is on its own.
+        world: the collectives; None: this process is on its own.
         path: of this rank's checkpoint; None: it has none, and ``read`` returns what stands for that.
         read: opens the checkpoint; also returns what tells its identity, which is not asked of a single rank.
 
@@ -145,7 +145,7 @@ def load_same(
         CheckpointError: on all ranks: they differ, or some cannot open theirs; names each. If none can, each rank
             raises its own error.
     """
-    if comm is None or comm.world == 1:
+    if world is None or world.size == 1:
         return read()[0]
     problem: Exception | None = None
     try:
@@ -154,7 +154,7 @@ def load_same(
     except Exception as error:
         problem, told = error, str(error) or repr(error)
     place = None if path is None else os.fspath(path)
-    every: list[tuple[str | None, str | Identity | None]] = comm.host_gather((place, told), "the checkpoint to load")
+    every: list[tuple[str | None, str | Identity | None]] = world.host_gather((place, told), "the checkpoint to load")
     if problem is not None and all(isinstance(other, str) for _, other in every):
         raise problem
     if problem is not None or len({other for _, other in every}) > 1:

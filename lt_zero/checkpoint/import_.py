@@ -29,7 +29,8 @@ from lt_zero.checkpoint.native.save import HERE, KEY, TRAINED, Bundle, bundle, w
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space
 from lt_zero.checkpoint.source import Source, Spec
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.users_code import warn
@@ -89,13 +90,13 @@ def import_checkpoint(
             f"{', '.join(unchecked[:_SHOWN])}{more}: without checksums, so damaged values cannot be detected.",
         )
     path = os.fspath(source)
-    comm = Comm(None, None, torch.device("cpu"))
+    world = World(None, torch.device("cpu"))
     with progress_bar(f"Importing {os.path.basename(target)}", rank=0, in_bytes=True, shown=progress) as work:
         work.total = sum(spec.nbytes for spec in specs)
-        content = _content(opened, target, path if is_url(path) else os.path.abspath(path), comm, add_prefix)
+        content = _content(opened, target, path if is_url(path) else os.path.abspath(path), world, add_prefix)
         place = Place.make(target)
         try:
-            write(content, place, comm, None, tick=work.advance)
+            write(content, place, world, None, tick=work.advance)
         except BaseException:
             place.discard()
             raise
@@ -116,7 +117,7 @@ def _target(source: str | os.PathLike[str], out: str) -> str:
     return target
 
 
-def _content(source: Source, target: str, path: str, comm: Comm, prefix: str) -> Bundle:
+def _content(source: Source, target: str, path: str, world: World, prefix: str) -> Bundle:
     """The content of the directory ``target``, with tensors that are read from the source at ``path``."""
     checkpoint = _prefixed(as_lightning(source), prefix)
     own = checkpoint.pop(KEY)
@@ -140,7 +141,7 @@ def _content(source: Source, target: str, path: str, comm: Comm, prefix: str) ->
     checkpoint[KEY] = {"hparams": own["hparams"], "foreign": any(state.get("foreign") for state in states)}
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     run = {"imported_from": path, "ranks": 1, "created": created, "torch": str(torch.__version__)}
-    return bundle(checkpoint, names, comm, run, saved.get("config", {}), own["frozen_left_out"])
+    return bundle(checkpoint, names, ShardGroup.of_all(world), run, saved.get("config", {}), own["frozen_left_out"])
 
 
 def _prefixed(checkpoint: dict[str, Any], prefix: str) -> dict[str, Any]:

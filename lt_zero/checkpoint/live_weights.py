@@ -57,7 +57,7 @@ class EngineSource:
         if bucket is not self._bucket:
             self._flat = None  # free it before gathering the next one
             number = self._engine.buckets.index(bucket)
-            self._engine.comm.host_broadcast(number, "export")
+            self._engine.world.host_broadcast(number, "export")
             self._bucket, self._flat = bucket, _flat(self._engine, number)
         span = bucket.layout.spans[index]
         assert self._flat is not None
@@ -71,13 +71,13 @@ def _flat(engine: Engine, number: int) -> Tensor:
     """All elements of a bucket. Collective."""
     flat = full_flat(engine.buckets[number])
     engine.buckets[number].put_away()
-    engine.offload_manager.check(engine.comm, "weights in files")
+    engine.offload_manager.check(engine.world, "weights in files")
     return flat
 
 
 def _serve(engine: Engine) -> None:
     """Take part in gathering until rank 0 signals the end."""
-    while (number := engine.comm.host_broadcast(None, "export")) != _END:
+    while (number := engine.world.host_broadcast(None, "export")) != _END:
         _flat(engine, number)
 
 
@@ -101,16 +101,16 @@ def export_engine(
         CheckpointError, ValueError: on all ranks; an existing file at ``path`` is unchanged.
     """
     engine.prepare_reading()
-    engine.offload_manager.refuse_partially_stepped(engine.comm)
-    with engine.comm.agree("the export", CheckpointError):
-        if engine.comm.rank == 0:
+    engine.offload_manager.refuse_partially_stepped(engine.world)
+    with engine.world.agree("the export", CheckpointError):
+        if engine.world.rank == 0:
             kept = {id(p) for p in engine.kept}
             source = EngineSource(engine)
             names = [name for name, p in engine.root.named_parameters() if id(p) in kept]
             try:
                 export(source, path, dtype, format, shard_size, False, names, True, strip_prefix, overwrite)
             finally:
-                engine.comm.host_broadcast(_END, "export")
+                engine.world.host_broadcast(_END, "export")
         else:
             engine.root.state_dict(keep_vars=True)  # metrics may synchronise in it
             _serve(engine)

@@ -2,8 +2,8 @@
 
 Note [What is measured]
     bytes   of the buffer: all shards together for all_gather and reduce_scatter, the tensor for all_reduce and
-            broadcast, as the "size" of nccl-tests. For Python objects the pickled size on this rank, without a
-            bandwidth; 0 for a barrier.
+            broadcast, as the "size" of nccl-tests. For Python objects the pickled size that this rank sends, without
+            a bandwidth; 0 for a barrier.
     time    from the launch to the end of ``wait``, with local sums (gloo), the wait for late ranks, and computation
             that hides the communication. The bandwidths are therefore lower bounds.
     waited  the part of the time in which the caller did nothing else; all of it in a blocking call.
@@ -14,13 +14,12 @@ Note [What is measured]
     plain, sent   bytes that this rank sends to others in compressed collectives, before and after.
     coding  the time in which it encodes and decodes, on a CPU; it is part of the time.
 
-    A collective here may be several of torch.distributed's, or a copy through shared memory (communicator.py). Checks
+    A collective here may be several of torch.distributed's, or a copy through shared memory (transport.py). Checks
     of the sequence, roll calls, and Lightning's collectives are not included.
 """
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections import deque
@@ -30,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
-from lt_zero.comm.communicator import Comm
 from lt_zero.comm.compression import Compressed, Costs
 from lt_zero.comm.work import All, Work
 from lt_zero.config.blocks import CommsLogger
@@ -99,7 +97,22 @@ class _Open(NamedTuple):
     costs: Costs = Costs()  # of a compressed one
 
 
-class CommLog:
+class Unlogged:
+    """Records nothing."""
+
+    def open(self, operation: str, name: str, nbytes: int, host: bool = False) -> _Open | None:
+        """Call before a launch; None if it is not recorded. ``host``: the collective is on the host, not the device."""
+        return None
+
+    def follow(self, opened: _Open | None, work: Work) -> Work:
+        """Record ``work``, which was launched after ``open``, once it was waited for; returns what to wait for."""
+        return work
+
+    def ended(self, opened: _Open | None) -> None:
+        """Record a collective that was waited for where it was launched."""
+
+
+class CommLog(Unlogged):
     """Adds up collectives. Two threads may use it (offload/background.py).
 
     Args:
@@ -130,10 +143,20 @@ class CommLog:
         self._unread.clear()
 
     def open(self, operation: str, name: str, nbytes: int, host: bool = False) -> _Open | None:
-        """Call before a launch; None if it is not recorded. ``host``: the collective is on the host, not the device."""
         if operation not in self._block.operations:
             return None
         return _Open(operation, name, nbytes, self._now(host))
+
+    def follow(self, opened: _Open | None, work: Work) -> Work:
+        if opened is not None and isinstance(work, All):
+            works = work.works if work.watch is None else ()  # a wait for gloo's works blocks the host
+            return _Recorded(self, self.launched(opened, works), work)
+        self.ended(opened)  # anything else is complete
+        return work
+
+    def ended(self, opened: _Open | None) -> None:
+        if opened is not None:
+            self.close(opened, opened.launched)
 
     def launched(self, opened: _Open, works: Sequence[Work]) -> _Open:
         """Call after the launch of ``works``, which streams can wait for and which run beside the computation.
@@ -267,77 +290,3 @@ class _Recorded:
             costs = self._work.costs if isinstance(self._work, Compressed) else Costs()
             self._log.close(self._opened._replace(costs=costs), waiting)
         return result
-
-
-def _recorded(method: str, describe: Callable[..., tuple[str, str, int] | None], host: bool = False) -> Any:
-    """``method`` of ``Comm``, recorded.
-
-    Args:
-        describe: called with the arguments; returns operation, name and bytes; None if this call is no collective.
-        host: the collective is on the host, not the device.
-    """
-
-    def call(self: LoggedComm, *args: Any, **kwargs: Any) -> Any:
-        found = describe(self, *args, **kwargs) if self._group is not None else None
-        opened = self.log.open(*found, host) if found is not None else None
-        result = getattr(super(LoggedComm, self), method)(*args, **kwargs)
-        if opened is None:
-            return result
-        if isinstance(result, All):
-            works = result.works if result.watch is None else ()  # a wait for gloo's works blocks the host
-            return _Recorded(self.log, self.log.launched(opened, works), result)
-        self.log.close(opened, opened.launched)
-        return result
-
-    return call
-
-
-class LoggedComm(Comm):
-    """``Comm`` that records what it does; the same collectives in the same order."""
-
-    def __init__(self, group: Any, reductions: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
-        super().__init__(group, reductions, device, *args, **kwargs)
-        show = (lambda text: print(text, flush=True)) if self.rank == 0 else None
-        self.log = CommLog(device, self.world, show)
-
-    all_gather = _recorded("all_gather", lambda _, flat, name, own=None: ("all_gather", name, flat.nbytes))
-    all_gather_encoded = _recorded(
-        "all_gather_encoded", lambda _, flat, name, codec, own=None: ("all_gather", name, flat.nbytes)
-    )
-    all_gather_in_node = _recorded("all_gather_in_node", lambda _, flat, name: ("all_gather", name, flat.nbytes))
-    reduce_scatter = _recorded(
-        "reduce_scatter", lambda _, out, flat, scratch, add, name: ("reduce_scatter", name, flat.nbytes)
-    )
-    all_reduce = _recorded("all_reduce", lambda _, out, flat, scratch, add, name: ("all_reduce", name, flat.nbytes))
-    reduce_compressed = _recorded(
-        "reduce_compressed",
-        lambda _, out, flat, residuals, add, name: (
-            "all_reduce" if residuals.server is not None else "reduce_scatter",
-            name,
-            flat.nbytes,
-        ),
-    )
-    broadcast = _recorded("broadcast", lambda _, tensor, name, src=0: ("broadcast", name, tensor.nbytes))
-    _reduce_small = _recorded("_reduce_small", lambda _, value, op, name: ("all_reduce", name, value.nbytes))
-    host_max = _recorded("host_max", lambda _, flags, name: ("all_reduce", name, flags.nbytes), host=True)
-    host_broadcast = _recorded(
-        "host_broadcast", lambda _, value, name: ("broadcast_object_list", name, len(pickle.dumps(value))), host=True
-    )
-    host_gather = _recorded(
-        "host_gather", lambda _, value, name: ("all_gather_object", name, len(pickle.dumps(value))), host=True
-    )
-    fence = _recorded("fence", lambda self: ("barrier", "shared memory", 0) if self.shares_memory else None, host=True)
-    allow_background = _recorded(
-        "allow_background", lambda self: ("barrier", "background", 0) if self._background is None else None
-    )
-    saving_group = _recorded(
-        "saving_group",
-        lambda self, background: ("barrier", "saving", 0) if background and self._saving is None else None,
-    )
-
-    background_gather = _recorded(
-        "background_gather", lambda _, flat, codec=None: ("all_gather", "background", flat.nbytes)
-    )
-    background_fence = _recorded(
-        "background_fence", lambda self: ("barrier", "background", 0) if self.shares_memory else None
-    )

@@ -116,10 +116,10 @@ class _Event:
 
 
 class Compressor:
-    """Compressed reductions over the ranks of one communicator.
+    """Compressed reductions over the ranks of one group.
 
     Args:
-        world, rank: of the communicator.
+        world, rank: of the group.
         device: of the tensors; on a GPU reductions run on a stream of their own, on a CPU in a thread.
         watch: waits for the thread.
         codec: how parts are encoded.

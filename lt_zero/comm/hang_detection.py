@@ -15,7 +15,7 @@ Note [The verdict reaches all ranks]
     One rank writes the verdict to the store and waits until the other ranks' threads have read it before it raises and
     closes its connections: otherwise they would only see "closed by peer". Waits on gloo check the verdict (work.py)
     and raise it. If the main thread waits elsewhere, its thread logs the verdict and closes the connections; the error
-    that follows is explained by the verdict (``Comm.explain``).
+    that follows is explained by the verdict (``World.explain``).
 
 Note [Closing connections]
     A process group with a collective that does not end cannot be destroyed: the process would wait at exit. gloo closes
@@ -41,7 +41,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import FrameType
@@ -91,16 +91,17 @@ PATIENCE = Patience()  # tests replace this
 
 
 class HangDetector:
-    """Finds ranks that will not enter the collectives of one process group, and ranks that have ended.
+    """Finds ranks of a run that will not enter its collectives, and ranks that have ended.
 
     Args:
-        groups: process groups over the same ranks; more may be added.
+        groups: process groups, the first over all ranks; more may be added.
         host: a gloo group over the same ranks.
         watch: the state of this rank's collectives.
         link_timeout: ``communication.link_timeout``.
 
     Attributes:
         ends: the ends of the ranks.
+        remedy: what to tell the user whose ranks ran these two collectives, or this one.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class HangDetector:
         self._last_answers: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
         self._heeded = 0.0  # when errors of others were read
         self._end: str | None = None  # why another rank has ended
+        self.remedy: Remedy = lambda launch, other: _RAN
         self.ends = EndedRanks(store, self._ranks, self._rank, host, watch)
         this = weakref.ref(self)
 
@@ -179,14 +181,15 @@ class HangDetector:
                 self._examined, self._first_question = launch, 0
                 self._last_answers.clear()
             else:
-                states = {r: self._state_of(r, launch, now) for r in range(self._world) if r != self._rank}
+                members = self._watch.channels[launch.channel].ranks
+                states = {r: self._state_of(r, launch, now) for r in members if r != self._rank}
                 states[self._rank] = _RankState.waiting(launch, user_line(sys._getframe()))
                 lost = next((rank for rank, state in states.items() if state.never), None)
                 if lost is None and launch.operation == CALL and waited > self._patience.limit:
                     lost = next((rank for rank, state in states.items() if not state.came), None)
                 if lost is not None:
                     readers = sum(not state.text.startswith(_GONE) for state in states.values())
-                    self._fail(_sentence(states, self._rank, lost), readers)
+                    self._fail(_sentence(states, self._rank, lost, self.remedy), readers)
             self._asked = now
             self._store.set(f"question/{self._rank}", json.dumps([launch.channel, launch.number]))
             asks = self._store.add("asks", 1)
@@ -213,14 +216,14 @@ class HangDetector:
         state = _RankState(theirs, answer["place"], answer["text"])
         stuck = answer["seconds"] >= self._patience.stuck
         ran = answer["ran"].get(str(self._rank))
-        channel = self._watch.channels[theirs.channel] if theirs is not None else None
+        channel = self._watch.channels.get(theirs.channel) if theirs is not None else None
         if ran is not None:
             state.compare(launch, Launch(*ran))
         elif theirs is not None and channel is not None and channel.launched >= theirs.number:
             mine = channel.find(theirs.number)
             state.never = mine is not None and not mine.like(theirs)  # otherwise it is on its way
-        elif theirs is not None:
-            state.never = stuck
+        elif theirs is not None:  # in a channel of others it waits for these, who find out whether they come
+            state.never = stuck and channel is not None
         else:
             state.never = stuck and answer["ranks"] is not None and self._ranks[self._rank] in answer["ranks"]
         return state
@@ -231,11 +234,12 @@ class HangDetector:
         Raises:
             RuntimeError: always.
         """
-        mine = self._watch.channels[launch.channel].history(), user_line(sys._getframe())
+        channel = self._watch.channels[launch.channel]
         with contextlib.suppress(dist.DistError):
-            self._store.set(f"ran/{self._rank}", json.dumps(mine))
-            histories = [json.loads(self._store.get(f"ran/{rank}")) for rank in range(self._world)]
-            self._fail(diverged([([Launch(*entry) for entry in ran], place) for ran, place in histories]), self._world)
+            self._store.set(f"ran/{self._rank}", json.dumps([channel.history(), user_line(sys._getframe())]))
+            told = {rank: json.loads(self._store.get(f"ran/{rank}")) for rank in channel.ranks}
+            histories = {rank: ([Launch(*entry) for entry in ran], place) for rank, (ran, place) in told.items()}
+            self._fail(diverged(histories, self.remedy), len(channel.ranks))
         raise RuntimeError(f"The ranks diverged at {launch}. {_RAN}")
 
     def _fail(self, verdict: str, readers: int) -> None:
@@ -264,7 +268,11 @@ class HangDetector:
         self._heeded = now
         with contextlib.suppress(dist.DistError):  # the process that serves the store has ended: gloo will notice
             found = self.ends.error()
-            if found is not None and found[1].precedes(launch):
+            if (
+                found is not None
+                and found[0] in self._watch.channels[launch.channel].ranks
+                and found[1].precedes(launch)
+            ):
                 raise RuntimeError(self._follow(described(*found)))
 
     def _follow(self, cause: str) -> str:
@@ -365,11 +373,10 @@ _CALLED = (
     " `rank_zero_only` around it."
 )
 _RAN = (
-    "Every rank has to run the same modules, and the same calls that need all ranks, in the same order: look for a"
-    " branch or a loop that depends on the rank or its data. Texts of different lengths: generate with"
-    " `synced_gpus=True`, or inside of `lt_zero.gathered(module)` on every rank. Experts that only some ranks call:"
-    " name their list in zero_optimization.leaf_module.names."
+    "Every rank has to launch the same collectives in the same order: look for a branch or a loop that depends on the"
+    " rank or its data."
 )
+Remedy = Callable[[Launch, Launch | None], str]
 
 
 @dataclass
@@ -397,27 +404,28 @@ class _RankState:
             self.text += f", and ran {ran} ({ran.numel:,} elements) in its place"
 
 
-def diverged(histories: list[tuple[list[Launch], str]]) -> str:
+def diverged(histories: Mapping[int, tuple[list[Launch], str]], remedy: Remedy) -> str:
     """The verdict on ranks that meet in different collectives, from the history and user line of each.
 
     The same text on every rank.
     """
-    least = min(ran[-1].number for ran, _ in histories)
-    ran_at = [{launch.number: launch for launch in ran} for ran, _ in histories]
-    common = sorted(set.intersection(*(set(ran) for ran in ran_at)))
-    number = next((n for n in common if not all(ran[n].like(ran_at[0][n]) for ran in ran_at)), least)
-    head = next(rank for rank, (ran, _) in enumerate(histories) if ran[-1].number == least)
-    states = {rank: _RankState.waiting(ran[-1], place) for rank, (ran, place) in enumerate(histories)}
-    for state, ran in zip(states.values(), ran_at, strict=True):
-        if number in ran:
-            state.compare(ran_at[head][number], ran[number])
+    least = min(ran[-1].number for ran, _ in histories.values())
+    ran_at = {rank: {launch.number: launch for launch in ran} for rank, (ran, _) in histories.items()}
+    first, *others = ran_at.values()
+    common = sorted(set(first).intersection(*others))
+    number = next((n for n in common if not all(ran[n].like(first[n]) for ran in others)), least)
+    head = next(rank for rank, (ran, _) in histories.items() if ran[-1].number == least)
+    states = {rank: _RankState.waiting(ran[-1], place) for rank, (ran, place) in histories.items()}
+    for rank, state in states.items():
+        if number in ran_at[rank]:
+            state.compare(ran_at[head][number], ran_at[rank][number])
         else:
             state.came, state.never = False, True
-    lost = next((rank for rank, state in states.items() if state.never), int(head == 0))
-    return _sentence(states, head, lost)
+    lost = next((rank for rank, state in states.items() if state.never), next(rank for rank in states if rank != head))
+    return _sentence(states, head, lost, remedy)
 
 
-def _sentence(states: dict[int, _RankState], head: int, lost: int) -> str:
+def _sentence(states: dict[int, _RankState], head: int, lost: int, remedy: Remedy) -> str:
     """The verdict: rank ``head`` waits for rank ``lost``, which will never arrive."""
     first, other = states[head], states[lost]
     assert first.launch is not None
@@ -426,7 +434,7 @@ def _sentence(states: dict[int, _RankState], head: int, lost: int) -> str:
     sooner = other.launch is not None and other.launch[:2] <= first.launch[:2]
     if other.launch is not None and sooner and _known(other.launch) < _known(first.launch):
         states = {rank: replace(state, came=False) for rank, state in states.items()}
-        return _sentence(states, lost, head)
+        return _sentence(states, lost, head, remedy)
     came = sorted(rank for rank, state in states.items() if state.launch == first.launch)
     if called and calls:
         return (
@@ -439,24 +447,12 @@ def _sentence(states: dict[int, _RankState], head: int, lost: int) -> str:
     done = "was called" if called else "was reached" if meets else "was begun"
     begun = f"{first.launch} {done}" if called else f"T{str(first.launch)[1:]} {done}"
     if meets or other.text.startswith(_OVER):
-        remedy = COUNTS
+        advice = COUNTS
+    elif other.text.startswith(_GONE):
+        advice = _ENDED
     else:
-        remedy = _ENDED if other.text.startswith(_GONE) else _CALLED if called else _remedy(first.launch, other.launch)
-    return f"{begun} on {_names(came)} ({first.place}) and not on rank {lost}, which {other.text}{also}. {remedy}"
-
-
-def _remedy(one: Launch, other: Launch | None) -> str:
-    """Tell the user what to do if ranks ran these two collectives."""
-    if other is None or not ("all-gather" in one.operation and "all-gather" in other.operation):  # of weights
-        return _RAN
-    inside = one.name.rpartition(".")[0]
-    if inside and other.name != one.name and other.name.rpartition(".")[0] == inside:
-        return (
-            f"The ranks called different members of {inside!r}. If the data decides which are called (experts), write"
-            f' zero_optimization.leaf_module.names: ["{inside}"], and they are gathered together; otherwise look for a'
-            " branch or a loop that depends on the rank."
-        )
-    return _RAN
+        advice = _CALLED if called else remedy(first.launch, other.launch)
+    return f"{begun} on {_names(came)} ({first.place}) and not on rank {lost}, which {other.text}{also}. {advice}"
 
 
 def _known(launch: Launch) -> int:
@@ -590,7 +586,8 @@ class _Reporter:
         for rank in range(self._world):
             if rank != self._rank and self._store.check([f"question/{rank}"]):
                 channel, number = json.loads(self._store.get(f"question/{rank}"))
-                if (found := self._watch.channels[channel].find(number)) is not None:
+                asked = self._watch.channels.get(channel)
+                if asked is not None and (found := asked.find(number)) is not None:
                     ran[rank] = found
         answer = {"asks": asks, "seconds": time.monotonic() - self._since, "ran": ran}
         answer |= {"launch": launch, "place": place, "text": text, "ranks": ranks}

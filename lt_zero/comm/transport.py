@@ -77,8 +77,8 @@ class Transport:
     """The collectives of a device's backend, such as NCCL. Methods start them; tensors are 1D."""
 
     overlaps = True  # gathers overlap with computation
-    send_buffers = 2  # see ``Comm.send_buffers``
-    sums_wide = False  # see ``Comm.sums_wide``
+    send_buffers = 2  # see ``ShardGroup.send_buffers``
+    sums_wide = False  # see ``ShardGroup.sums_wide``
 
     def __init__(self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool = True) -> None:
         self._mesh, self._groups, self._scatters = mesh, groups, scatters

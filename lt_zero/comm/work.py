@@ -11,9 +11,9 @@ Note [Unforeseen collectives]
     Comparing each collective before its launch would cost a round trip. But training repeats itself: a rank predicts
     the collective that followed the same two the last time. All ranks have the same history, so they predict the same,
     and at the first difference at least one of them launches a collective that it did not predict. Such a collective is
-    compared before its launch (``Comm._compare``): the ranks exchange a checksum of their histories. They agree, or the
+    compared before its launch (``LaunchOrder``): the ranks exchange a checksum of their histories. They agree, or the
     checksums differ, or a rank waits until hang detection ends that (hang_detection.py). A repeated step costs nothing.
-    A long sequence that all ranks know beforehand is compared at once (``Comm.foresee_broadcasts``).
+    A long sequence that all ranks know beforehand is compared at once (``Ranks.foresee_broadcasts``).
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Launch(NamedTuple):
 
 
 class Channel:
-    """The collectives of one order on this rank; equal numbers are the same collective on all ranks.
+    """The collectives of one order on this rank; equal numbers are the same collective on all of ``ranks``.
 
     ``launched``: the number of the last one. Other threads may read it, and call ``find``.
     """
 
-    def __init__(self, name: str) -> None:
-        self.launched = 0
+    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+        self.launched, self.ranks = 0, ranks
         self._name = name
         self._recent: dict[int, Launch] = {}
         # The last two collectives -> the one that followed, and its checksum. See Note [Unforeseen collectives].
@@ -121,18 +121,25 @@ def checksum_of(label: Label) -> int:
 
 
 class Watch:
-    """The state of one group's collectives on this rank; other threads may read it.
+    """The state of this rank's collectives; other threads may read it.
 
-    ``waiting``: the launch that is waited for. ``verdict``: why no collective can complete any more. ``detector``: weak
-    reference to the ``HangDetector``, which examines a wait after every ``slice`` and explains its error.
+    ``channels``: by name; those that this rank takes part in. ``waiting``: the launch that is waited for. ``verdict``:
+    why no collective can complete any more. ``detector``: weak reference to the ``HangDetector``, which examines a wait
+    after every ``slice`` and explains its error.
     """
 
     def __init__(self) -> None:
-        self.channels = {name: Channel(name) for name in ("collective", "reduction")}
+        self.channels: dict[str, Channel] = {}
         self.waiting: Launch | None = None
         self.verdict: str | None = None
         self.slice = timedelta(seconds=_SLICE)
         self.detector: Callable[[], Any] = lambda: None
+
+    def open(self, name: str, ranks: Sequence[int]) -> Channel:
+        """The channel of that name, of these ranks of the run."""
+        if name not in self.channels:  # replaced, not extended: other threads iterate over it
+            self.channels = {**self.channels, name: Channel(name, ranks)}
+        return self.channels[name]
 
     def wait(self, work: Any, launch: Launch | None) -> None:
         """Wait for a gloo work, or a ``Barrier``, in slices.

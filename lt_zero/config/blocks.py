@@ -436,7 +436,7 @@ class Checkpoint(Block):
     load_lr_scheduler_states: bool = key(True, "false: fit(ckpt_path=...) starts with fresh schedules")
 
 
-# Operations of comm/communicator.py, by their names in torch.distributed and DeepSpeed.
+# Operations of comm/, by their names in torch.distributed and DeepSpeed.
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "all_gather": ("all_gather_into_tensor", "all_gather_single", "all_gather_base"),
     "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter_base"),

@@ -17,6 +17,7 @@ they shared the flat tensor's counter, autograd would report "modified by an inp
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Work
 from lt_zero.common.compat import held_by_autograd, without_torch_function
 from lt_zero.common.flat_storage import FlatStorage, flat_empty
@@ -90,26 +91,28 @@ class Bucket:
         policy: dtypes of master weights, accumulators and gradients in collectives.
     """
 
-    def __init__(self, plan: BucketPlan, comm: Comm, owner: Callable[[], Owner | None], policy: DtypePolicy) -> None:
-        self.name, self.dtype, self.sharding, self.comm = plan.name, plan.dtype, plan.sharding, comm
+    def __init__(
+        self, plan: BucketPlan, group: ShardGroup, owner: Callable[[], Owner | None], policy: DtypePolicy
+    ) -> None:
+        self.name, self.dtype, self.sharding, self.group = plan.name, plan.dtype, plan.sharding, group
         self.compresses = plan.compresses
         dtype, sharding = plan.dtype, plan.sharding
         self.params = [p for _, p in plan.parameters]
         cut = sharding.optim or sharding.params
-        self.layout = plan.layout(comm.mesh.shards if cut else comm.world)
+        self.layout = plan.layout(group.mesh.shards if cut else group.size)
         self.shapes = [span.shape for span in self.layout.spans]
         # Dtypes to restore when the engine is removed; an fp64 run stays fp64.
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
         self.step_dtype = policy.step_of(dtype)
-        self.shard_range = self.layout.shard(comm.mesh.shard_rank) if cut else (0, self.layout.numel)
+        self.shard_range = self.layout.shard(group.mesh.shard_rank) if cut else (0, self.layout.numel)
         self.pieces = self.layout.pieces(*self.shard_range)  # that master weights and accumulator of this rank hold
         self._piece_of = {piece.index: [piece] for piece in self.pieces}  # a bucket may have thousands
-        self._storage = FlatStorage(self.layout.numel, dtype, comm.device) if sharding.params else None
+        self._storage = FlatStorage(self.layout.numel, dtype, group.device) if sharding.params else None
         self._references = 0  # of the engine itself to the storage
         self.lent = False  # released, and its memory is kept: user code, or autograd, holds weights or views of them
         self.handed_over = False  # Python objects hold the parameters themselves until the next gather
         self.changes = 0  # of the weights: steps
-        self.flat = self._storage.tensor if self._storage else comm.allocate(self.layout.numel, dtype)  # 1D
+        self.flat = self._storage.tensor if self._storage else group.allocate(self.layout.numel, dtype)  # 1D
         self.param_views = self.layout.views(self.flat)
         if self._storage is not None:
             self._storage.free()  # until ``adopt``: all buckets are made before the first is filled
@@ -117,16 +120,16 @@ class Bucket:
         self._background = BackgroundStep()
         gaps = gaps_between(((p.offset, p.offset + p.numel) for p in self.pieces), self.shard.numel())
         self.weights = Weights(self.shard, policy.master_of(dtype), sharding.params, gaps, self._background)
-        self.grads = Accumulator(plan, self.layout, self.pieces, self.shard_range, comm, policy, self._background)
+        self.grads = Accumulator(plan, self.layout, self.pieces, self.shard_range, group, policy, self._background)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
         self.average: Store | None = None  # of the master weights, and with their rows
 
         def readable_by_peers(numel: int, dtype: torch.dtype) -> Tensor:
-            window = comm.allocate(numel, dtype)
-            comm.after_write()
+            window = group.allocate(numel, dtype)
+            group.after_write()
             return window
 
-        allocate = partial(flat_empty, device=comm.device)
+        allocate = partial(flat_empty, device=group.device)
         self.memory = device_place(allocate, readable_by_peers if sharding.params else None)
         self.use(self.memory, self.memory)
         self.state = State.RESIDENT
@@ -140,6 +143,8 @@ class Bucket:
         self._sentinels: list[Tensor] = []  # one for each parameter, with sharded parameters
         self.edits = InplaceEdits(self)
         self.stepped_early = False  # in the running backward; see overlap.py, Note [Beside backward]
+        # Buckets whose updates the thread that waits gathers, in the order of their steps; one for an engine.
+        self.unpublished: deque[Bucket] = deque()
         self._unpublished = False  # the compute copy has yet to be updated: by the background step, or
         self._arriving: Work | None = None  # by this gather of the other ranks' updates
         self._pending: Waits | None = None
@@ -175,7 +180,7 @@ class Bucket:
             unguard(parameter)
             parameter.data = view
             own(parameter, self._owner)
-        self.comm.broadcast(full, self.name)
+        self.group.broadcast(full, self.name)
         if full is not self.flat:
             self.flat.copy_(full)
             self.weights.keep(full[self.shard_range[0] : self.shard_range[1]], train)
@@ -215,7 +220,7 @@ class Bucket:
                 self._pending = self.route.launch()
             else:
                 gather = self.weights.gather_source.launch_gather
-                self._pending = gather(self.shard, lambda own: self.comm.all_gather(self.flat, self.name, own))
+                self._pending = gather(self.shard, lambda own: self.group.all_gather(self.flat, self.name, own))
         self.state = State.GATHERING
         self.live.elements += self.layout.numel
         self.live.flying += self.layout.numel
@@ -414,13 +419,13 @@ class Bucket:
         if not sharded:
             self._unpublished = True
             self._guard()
-            if self.sharding.optim and not self.comm.gathers_in_threads:
-                self.comm.unpublished.append(self)
+            if self.sharding.optim and not self.group.gathers_in_threads:
+                self.unpublished.append(self)
                 return None
 
         def publish() -> None:
             with self.weights.copy.publishing():
-                (self.comm.background_fence() if sharded else self._gather_in_background()).wait()
+                (self.group.background_fence() if sharded else self._gather_in_background()).wait()
 
         return publish if self.sharding.optim or sharded else None
 
@@ -437,15 +442,15 @@ class Bucket:
         self._arriving = self._gather_in_background()
 
     def _gather_in_background(self) -> Work:
-        return self.comm.background_gather(self.flat, self.weights.codec)
+        return self.group.background_gather(self.flat, self.weights.codec)
 
     def wait_background_step(self) -> bool:
         """Wait until this bucket's step is complete; returns whether it was not."""
         waited = self._background.wait()
         if self._unpublished:
             self._unpublished, waited = False, True
-            while self in self.comm.unpublished:
-                self.comm.unpublished.popleft().launch_background_gather()
+            while self in self.unpublished:
+                self.unpublished.popleft().launch_background_gather()
             if self._arriving is not None:
                 with phase("gather", self.name):
                     self._arriving.wait()
@@ -482,8 +487,8 @@ class Bucket:
         if not self.weights.trains or self.sharding.params or not self.sharding.optim:
             return None
         if self.weights.codec is not None:
-            return self.comm.all_gather_encoded(self.flat, self.name, self.weights.codec)
-        return self.comm.all_gather(self.flat, self.name, self.flat)
+            return self.group.all_gather_encoded(self.flat, self.name, self.weights.codec)
+        return self.group.all_gather(self.flat, self.name, self.flat)
 
     def round_as_steps_do(self) -> None:
         """After the weights of a trained model were loaded: go on with the compute copy that its last step left.
@@ -503,7 +508,7 @@ class Bucket:
             self.release()
         if self.resident and self._rounded:
             self.gather(exact=True)  # all of them: shown values are compared with master weights
-        self.comm.before_write()
+        self.group.before_write()
         self._weights_change()
         if self.resident or self.lent:
             value = whole(value)
@@ -515,14 +520,14 @@ class Bucket:
             self.weights.writable_values()[rows].copy_(row)
             self.weights.follow_edit()
             self.weights.note_shown(rows)
-        self.comm.after_write()
+        self.group.after_write()
 
     @torch.no_grad()
     def adopt_edits(self) -> None:
         """Copy rank 0's values of the (resident) compute copy to the master weights of all ranks."""
-        self.comm.before_write()
+        self.group.before_write()
         self._weights_change()
-        self.comm.broadcast(self.flat, self.name)
-        self.comm.after_write()
+        self.group.broadcast(self.flat, self.name)
+        self.group.after_write()
         self.weights.keep_edits()
         self.edits.note()

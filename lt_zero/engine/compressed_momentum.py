@@ -20,8 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lt_zero.comm.communicator import Comm
 from lt_zero.comm.compression import Residuals
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Work
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.gradient_compression import ErrorFeedback, GradientCompression
@@ -54,7 +54,7 @@ class CompressedMomentum(GradientCompression):
     """What one engine's ranks exchange for a 1-bit optimizer. See Note [Averages of momenta].
 
     Args:
-        comm, buckets, keeps: as for ``GradientCompression``.
+        group, buckets, keeps: as for ``GradientCompression``.
 
     Attributes:
         states: of the optimizer; None until there is one.
@@ -64,8 +64,8 @@ class CompressedMomentum(GradientCompression):
 
     everywhere = True
 
-    def __init__(self, comm: Comm, buckets: Sequence[Bucket], keeps: bool) -> None:
-        super().__init__(comm, buckets, 0, keeps)
+    def __init__(self, group: ShardGroup, buckets: Sequence[Bucket], keeps: bool) -> None:
+        super().__init__(group, buckets, 0, keeps)
         self.states: MomentumStates | None = None
         self.limit = 0.0
         self.clipped: tuple[float, Tensor] | None = None
@@ -76,14 +76,14 @@ class CompressedMomentum(GradientCompression):
         self.clipped = None
         if not (self.limit and self.compresses):
             return
-        comm, total = self._comm, torch.zeros((), dtype=torch.float64, device=self._comm.device)
+        group, total = self._group, torch.zeros((), dtype=torch.float64, device=self._group.device)
         for bucket in buckets:
             assert bucket.grads.local is not None
             bucket.grads.take(bucket.grads.local, add=True)  # those that came late
             total += torch.linalg.vector_norm(bucket.grads.local, dtype=torch.float64).square()
-        before, after = comm.factors(torch.float32)
-        norm = (comm.sum_scalar(total, "gradient norm") / comm.world).sqrt() * (
-            before * after * comm.world / self.scale
+        before, after = group.factors(torch.float32)
+        norm = (group.sum_scalar(total, "gradient norm") / group.size).sqrt() * (
+            before * after * group.size / self.scale
         )
         factor = torch.where(norm.isfinite(), (self.limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
         for bucket in buckets:
@@ -170,7 +170,7 @@ class MomentumFeedback(ErrorFeedback):
     def _gathered(self, shard: Tensor) -> Tensor:
         full, (lo, hi) = shard.new_zeros(self._layout.numel), self._bucket.shard_range
         full[lo:hi] = shard
-        self._comm.all_gather(full, f"momentum of {self._name}").wait()
+        self._group.all_gather(full, f"momentum of {self._name}").wait()
         return full
 
     @torch.no_grad()
@@ -185,17 +185,17 @@ class MomentumFeedback(ErrorFeedback):
                 f"The gradients of {self._name!r} were not cleared after they became the averaged momentum of a 1-bit "
                 "optimizer. Call optimizer.zero_grad() before each step's first backward."
             )
-        states, last, comm = self._exchange.states, self._last(), self._comm
+        states, last, group = self._exchange.states, self._last(), self._group
         assert states is not None
-        mine, after = send.to(torch.float32, copy=True), comm.factors(torch.float32)[1]
-        mine.mul_(comm.factors(send.dtype)[1] / after)  # 16-bit gradients may have other factors
-        share = self._exchange.scale / (after * comm.world)
+        mine, after = send.to(torch.float32, copy=True), group.factors(torch.float32)[1]
+        mine.mul_(group.factors(send.dtype)[1] / after)  # 16-bit gradients may have other factors
+        share = self._exchange.scale / (after * group.size)
         rules = states.rules(self._bucket)
         for span, (beta, factor) in zip(self._layout.spans, rules, strict=True):
             old = last[span.lo : span.hi]
             mine[span.lo : span.hi].mul_((1 - beta) * factor).add_(old, alpha=beta * share * factor)
         full = torch.empty_like(mine) if self._sharded else out
-        work = comm.reduce_compressed(full, mine, residuals, False, self._name)
+        work = group.reduce_compressed(full, mine, residuals, False, self._name)
         return _Averaged(work, mine, partial(self._take, full, out, [factor for _, factor in rules]))
 
     @torch.no_grad()

@@ -41,7 +41,8 @@ Note [Aliases]
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -52,7 +53,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
 
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import in_running_backward, queue_backward_callback, running_transform, view_base
 from lt_zero.common.module_hooks import Hook, ProcessLocal
 from lt_zero.common.tensor_tree import ReplacedTensors, iter_tensors
@@ -81,6 +82,7 @@ class Engine(ProcessLocal):
     Args:
         units: all units but the root, in registration order.
         root_unit: parameters that belong to no unit, are shared by several, or are too small to shard.
+        groups: of the buckets; the first may have none.
         training: train from the start; otherwise from ``begin_training`` on.
     """
 
@@ -92,7 +94,7 @@ class Engine(ProcessLocal):
         root: nn.Module,
         units: list[Unit],
         root_unit: Unit,
-        comm: Comm,
+        groups: Sequence[ShardGroup],
         config: ZeroConfig,
         policy: DtypePolicy,
         offload_manager: OffloadManager,
@@ -101,19 +103,23 @@ class Engine(ProcessLocal):
         self.config, self.policy, self.offload_manager, self.training = config, policy, offload_manager, training
         self.kept: frozenset[Parameter] = frozenset()  # parameters that the user keeps in fp32, in exports as well
         self.root, self.units, self.root_unit = root, units, root_unit
-        self.comm, zero = comm, config.zero_optimization
+        self.groups, world, zero = list(groups), groups[0].world, config.zero_optimization
+        self.world, self.device = world, world.device
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
+        unpublished = deque[Bucket]()
+        for bucket in self.buckets:
+            bucket.unpublished = unpublished
         self.owner = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.params)}
         first_order = [b for u in reversed(units) for b in u.buckets] + root_unit.buckets  # in the first backward
-        self.reducer = Reducer(comm, first_order, zero.overlap_comm, zero.reduce_bucket_size)
+        self.reducer = Reducer(world, first_order, zero.overlap_comm, zero.reduce_bucket_size)
         self._residency = Residency(
             zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
         )
         limits = self._residency if training else self._residency.without_training()
         # Whether the gathers of unsharded parameters after a step go on beside the next forward.
-        self._publishes_later = zero.overlap_comm and comm.gathers_in_background
+        self._publishes_later = zero.overlap_comm and all(group.gathers_in_background for group in self.groups)
         self._awaits_steps = offload_manager.overlaps or self._publishes_later
-        self.gatherer = Gatherer(units, root_unit, comm, limits, offload_manager, self._awaits_steps)
+        self.gatherer = Gatherer(units, root_unit, groups, limits, offload_manager, self._awaits_steps)
         self.compression: GradientCompression | None = None
         self.in_backward = False
         self.backwards = 0  # backwards that have ended
@@ -124,10 +130,11 @@ class Engine(ProcessLocal):
         self._entered = 0  # the depth of the outermost module that is called; 0: none is
         self._span: Span = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
-        self.buffers = BufferSync(root, comm, config.broadcast_buffers and comm.tolerance is None)
-        self.same_on_ranks = SameOnRanks(comm, root, [p for b in self.buckets for p in b.params])
+        tolerates = any(group.tolerance is not None for group in self.groups)
+        self.buffers = BufferSync(root, world, config.broadcast_buffers and not tolerates)
+        self.same_on_ranks = SameOnRanks(world, root, [p for b in self.buckets for p in b.params])
         problem, travel = offload_manager.find_problem, (self.same_on_ranks, self.buffers)
-        self.used_parameters = UsedParameters(comm, self.reducer, self.buckets, problem, *travel)
+        self.used_parameters = UsedParameters(world, self.reducer, self.buckets, problem, *travel)
         self.finish_reductions = self.used_parameters.finish_reductions
         self.sharded_optim = any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
@@ -461,20 +468,26 @@ class Engine(ProcessLocal):
             bucket.refresh_after_step()
         for bucket in changed:
             bucket.weights.copy.wait_copied()  # other ranks read it next
-        self.comm.after_write()
+        for group in self.groups:
+            group.after_write()
         gathers = [(bucket, bucket.launch_publish()) for bucket in changed]
         for bucket, gather in gathers:
             if gather is not None and self._publishes_later:
                 bucket.publish_later(gather)
             elif gather is not None:
                 gather.wait()
-        self.comm.before_write()  # user code may write to the parameters now
+        self.before_write()  # user code may write to the parameters now
         for bucket, gather in gathers:
             if gather is None or not self._publishes_later:
                 bucket.edits.note()
         self.stepped |= stepped
         for listener in self.after_step if stepped else ():
             listener()
+
+    def before_write(self) -> None:
+        """Before writing to parameters, or what gathers read: wait until no rank reads them."""
+        for group in self.groups:
+            group.before_write()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

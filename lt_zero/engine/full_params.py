@@ -77,7 +77,7 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
             "nothing can be gathered. Enter it around the call of the transform."
         )
     for engine in dict.fromkeys(e for b, e in found.items() if write or b.state is State.RELEASED):
-        engine.comm.roll_call("lt_zero.gathered")
+        engine.world.roll_call("lt_zero.gathered")
     for bucket in held:
         found[bucket].gatherer.hold(bucket)
     try:
@@ -103,13 +103,13 @@ def full_parameters(engine: Engine) -> Iterator[tuple[str, Parameter, Tensor]]:
     At most one more bucket than before is in memory.
     """
     engine.prepare_reading()
-    engine.offload_manager.refuse_partially_stepped(engine.comm)
+    engine.offload_manager.refuse_partially_stepped(engine.world)
     for bucket in engine.buckets:
         flat = full_flat(bucket)
         for parameter, span in zip(bucket.params, bucket.layout.spans, strict=True):
             yield span.name, parameter, flat[span.lo : span.hi].view(span.shape)
         bucket.put_away()
-        engine.offload_manager.check(engine.comm, "weights in files")
+        engine.offload_manager.check(engine.world, "weights in files")
 
 
 @torch.no_grad()
@@ -127,9 +127,9 @@ def gather_own(bucket: Bucket, shard: Tensor) -> Tensor:
     """All elements (1D) of a tensor sharded as the master weights (a moment, the accumulator). Collective."""
     if bucket.shard_range == (0, bucket.layout.numel):
         return shard
-    flat = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=bucket.comm.device)
+    flat = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=bucket.group.device)
     flat[bucket.shard_range[0] : bucket.shard_range[1]] = shard
-    bucket.comm.all_gather(flat, bucket.name).wait()
+    bucket.group.all_gather(flat, bucket.name).wait()
     return flat
 
 
@@ -138,9 +138,9 @@ def full_state_dict(engine: Engine) -> dict[str, Any]:
 
     Names, order and aliases of tied weights are those of the unsharded module.
     """
-    keep = engine.comm.rank == 0
+    keep = engine.world.rank == 0
     values: dict[int, Tensor] = {}
-    with progress_bar("Gathering weights", sum(len(b.params) for b in engine.buckets), rank=engine.comm.rank) as work:
+    with progress_bar("Gathering weights", sum(len(b.params) for b in engine.buckets), rank=engine.world.rank) as work:
         for _, parameter, value in full_parameters(engine):
             work.advance()
             if keep:
@@ -228,7 +228,7 @@ def take_over_assigned(engine: Engine) -> None:
             elif id(parameter) in names:  # others get the engine's values when the model is whole again
                 what = f"{tuple(view.shape)}, {view.dtype}, {view.device}"
                 changed.append(f"{names[id(parameter)]!r} (it was {what})")
-    told = engine.comm.host_gather((assigned, changed), "assigned parameters")
+    told = engine.world.host_gather((assigned, changed), "assigned parameters")
     if every := list(dict.fromkeys(name for _, some in told for name in some)):
         more = f" and {len(every) - 5} more" if len(every) > 5 else ""
         raise RuntimeError(
@@ -262,7 +262,7 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
     if in_transform():
         raise RuntimeError(
             f"The values of parameter {bucket.layout.spans[index].name!r} are read inside of a transform of torch.func "
-            f"(grad, vmap, jvp, jacrev, ...). They are sharded over {engine.comm.world} ranks and cannot be gathered "
+            f"(grad, vmap, jvp, jacrev, ...). They are sharded over {engine.world.size} ranks and cannot be gathered "
             "there: wrap the whole call in `with lt_zero.gathered(parameter):` on every rank."
         )
     if func is Tensor.copy_ and args[0] is parameters[0] and len(parameters) == 1:
@@ -278,7 +278,7 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
     if all(used.state is State.RESIDENT for used in buckets):
         with without_torch_function():
             return func(*args, **kwargs)
-    name, world = bucket.layout.spans[index].name, engine.comm.world
+    name, world = bucket.layout.spans[index].name, engine.world.size
     if func is Tensor.detach and len(buckets) == 1:  # this is what state_dict() puts into a state dict
 
         def refuse(lo: int, hi: int) -> Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import outside_of_transforms
 from lt_zero.common.tensor_tree import ReplacedTensors
 from lt_zero.common.timing import NOTHING, Span
@@ -119,13 +119,15 @@ class Gatherer:
         self,
         units: list[Unit],
         root_unit: Unit,
-        comm: Comm,
+        groups: Sequence[ShardGroup],
         residency: Residency,
         offload_manager: OffloadManager,
         awaits_steps: bool = False,
     ) -> None:
         self._units, self._root_unit = units, root_unit
-        self._comm, self._offload_manager, self._awaits_steps = comm, offload_manager, awaits_steps
+        self._offload_manager, self._awaits_steps = offload_manager, awaits_steps
+        self._groups = groups
+        self._overlaps = all(group.gathers_in_background for group in groups)
         self.limit(residency)
         root_unit.keep = True
         self._live = Live()  # of the units; the root's buckets are not counted
@@ -174,7 +176,7 @@ class Gatherer:
         self._order = order = self._backward if backward else self._forward
         order.visit(unit)
         manager, limits, live = self._offload_manager, self._residency, self._live
-        if not self._comm.gathers_in_background and manager.params is None:
+        if not self._overlaps and manager.params is None:
             return
         limit, most = limits.prefetch, float("inf")
         if manager.params is not None:
@@ -255,7 +257,7 @@ class Gatherer:
             name = f"Module {unit.name!r} ({type(unit.module).__name__})" if unit.name else type(unit.module).__name__
             raise RuntimeError(
                 f"{name} is called inside of {transform}, where its weights, which are sharded over "
-                f"{self._comm.world} ranks, cannot be gathered. Wrap the whole call of the transform in "
+                f"{self._groups[0].world.size} ranks, cannot be gathered. Wrap the whole call of the transform in "
                 "`with lt_zero.gathered(module):` on every rank."
             )
         if self._awaits_steps:

@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from lt_zero.comm.communicator import Comm
-from lt_zero.common.flat_storage import flat_empty
+from lt_zero.comm.send_buffers import SendBuffer
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.shard import Accumulator
@@ -31,21 +31,20 @@ from lt_zero.offload.store import Waits
 class Reducer:
     """Launches and finishes the gradient reductions of one engine."""
 
-    def __init__(self, comm: Comm, buckets: list[Bucket], overlap: bool, max_buffer: int) -> None:
-        self._comm, self._overlap = comm, overlap
+    def __init__(self, world: World, buckets: list[Bucket], overlap: bool, max_buffer: int) -> None:
+        self._world, self._overlap = world, overlap
         self._order = list(buckets)
-        # Elements of a reusable buffer; a larger bucket gets buffers of its own, freed after its reduction.
-        self._largest: dict[torch.dtype, int] = {}
+        largest: dict[ShardGroup, dict[torch.dtype, int]] = {}  # elements of a bucket
         for bucket in buckets:
             dtype, numel = bucket.grads.send_dtype(bucket.dtype), bucket.layout.numel
+            known = largest.setdefault(bucket.group, {})
             if numel <= max_buffer:
-                self._largest[dtype] = max(numel, self._largest.get(dtype, 0))
+                known[dtype] = max(numel, known.get(dtype, 0))
+        self._buffers = {group: group.send_buffers(numels) for group, numels in largest.items()}
         self._head = 0
         self._ready: dict[Bucket, None] = {}  # in the order of completion in this backward
         self._learnt = False  # ``_order`` is that of rank 0
-        self._buffers: dict[torch.dtype, deque[tuple[Tensor, Tensor]]] = {}  # free (send, scratch) pairs
-        self._made: dict[torch.dtype, int] = {}  # number of pairs, free or not
-        self._flying: deque[tuple[Bucket, Waits, tuple[Tensor, Tensor] | None]] = deque()
+        self._flying: deque[tuple[Bucket, Waits, SendBuffer | None]] = deque()
         self._leaving: deque[Accumulator] = deque()  # being written
         self.on_landed: Callable[[Bucket], bool] | None = None  # steps a reduced bucket early, if it returns True
         self.at_step: Callable[[], bool] = lambda: False  # reductions wait for the step (compressed_momentum.py)
@@ -80,7 +79,7 @@ class Reducer:
             # From now on, buckets are reduced in the order in which rank 0 completed them in this backward.
             self._learnt = True
             index = {bucket: i for i, bucket in enumerate(self._order)}
-            seen = self._comm.host_broadcast([index[b] for b in self._ready], "the order of gradient buckets")
+            seen = self._world.host_broadcast([index[b] for b in self._ready], "the order of gradient buckets")
             self._order = [self._order[i] for i in dict.fromkeys([*seen, *range(len(self._order))])]
         self._head = 0
         self._ready.clear()
@@ -92,7 +91,7 @@ class Reducer:
             bucket.weights.enable_training()
             grads, add = bucket.grads, bucket.grads.local is not None
             if grads.local is None:
-                grads.local = torch.empty(bucket.layout.numel, dtype=grads.dtype, device=self._comm.device)
+                grads.local = torch.empty(bucket.layout.numel, dtype=grads.dtype, device=self._world.device)
             grads.take(grads.local, add)
 
     def flush(self) -> None:
@@ -112,53 +111,31 @@ class Reducer:
         bucket.weights.enable_training()
         while len(self._flying) >= 2:
             self._land()
-        grads, numel, buffers = bucket.grads, bucket.layout.numel, None
+        grads, buffers, send = bucket.grads, self._buffers[bucket.group], None
         if grads.local is not None:
             grads.take(grads.local, add=True)
-            dtype = grads.send_dtype(grads.local.dtype)
-            send, grads.local = grads.local.mul_(self._comm.factors(dtype)[0]).to(dtype), None
-            work = grads.launch_reduce(send, send.new_empty(self._comm.scratch_numel(numel)))
+            send, grads.local = buffers.filled(grads.local, grads.send_dtype(grads.local.dtype)), None
+            work = grads.launch_reduce(send)
         elif grads.direct:
             work = grads.launch_take()
         else:
-            buffers = self._take_buffers(bucket)
-            send = buffers[0][:numel]
+            send = buffers.take(bucket.layout.numel, grads.send_dtype(bucket.dtype))
             try:
-                grads.take(send, add=False, factor=self._comm.factors(send.dtype)[0])
-                work = grads.launch_reduce(send, buffers[1][:numel])
+                grads.take(send.flat, add=False, factor=send.factor)
+                work = grads.launch_reduce(send)
             except BaseException:
-                self._give_buffers(buffers, unused=True)  # the caller may go on: out of memory, with a smaller batch
+                buffers.give_back(send, unused=True)  # the caller may go on: out of memory, with a smaller batch
                 raise
-        self._flying.append((bucket, work, buffers))
+        self._flying.append((bucket, work, send))
         if not self._overlap:
             self._land()
 
-    def _take_buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Buffers for one reduction: (send, scratch). Reusable pairs take turns (shared_memory.py)."""
-        dtype, comm = bucket.grads.send_dtype(bucket.dtype), self._comm
-        largest = self._largest.get(dtype, 0)
-        if bucket.layout.numel > largest:
-            send = flat_empty(bucket.layout.numel, dtype, comm.device)
-            return send, flat_empty(comm.scratch_numel(bucket.layout.numel), dtype, comm.device)
-        free = self._buffers.setdefault(dtype, deque())
-        if self._made.get(dtype, 0) < comm.send_buffers:
-            self._made[dtype] = self._made.get(dtype, 0) + 1
-            scratch = 0 if comm.shares_sends else comm.scratch_numel(largest)
-            return comm.allocate_send(largest, dtype), flat_empty(scratch, dtype, comm.device)
-        return free.popleft()
-
-    def _give_buffers(self, buffers: tuple[Tensor, Tensor], unused: bool = False) -> None:
-        """Return what ``_take_buffers`` gave; ``unused``: its turn has not passed."""
-        if buffers[0].numel() == self._largest.get(buffers[0].dtype):
-            free = self._buffers[buffers[0].dtype]
-            free.insert(0 if unused else len(free), buffers)
-
     def _land(self) -> None:
-        bucket, pending, buffers = self._flying.popleft()
+        bucket, pending, send = self._flying.popleft()
         with torch.no_grad(), phase("reduce", bucket.name):
             pending.wait()
-        if buffers is not None:
-            self._give_buffers(buffers)
+        if send is not None:
+            self._buffers[bucket.group].give_back(send)
         taken = self.on_landed is not None and self.on_landed(bucket)
         if bucket.grads.streamed and not taken:
             bucket.grads.end_use()
@@ -182,4 +159,4 @@ class Reducer:
 
     @property
     def buffer_bytes(self) -> int:
-        return sum(t.nbytes for free in self._buffers.values() for pair in free for t in pair)
+        return sum(buffers.nbytes for buffers in self._buffers.values())

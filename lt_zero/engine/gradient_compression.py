@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lt_zero.comm.communicator import Comm
 from lt_zero.comm.compression import Costs, Residuals
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Work
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import Bucket
@@ -53,10 +53,10 @@ class ErrorFeedback:
     """
 
     def __init__(self, clock: GradientCompression, bucket: Bucket) -> None:
-        self._clock, self._device, self._comm, self._name = clock, bucket.comm.device, bucket.comm, bucket.name
+        self._clock, self._device, self._group, self._name = clock, bucket.group.device, bucket.group, bucket.name
         whole = clock.everywhere or not (bucket.sharding.optim or bucket.sharding.params)
         self._layout, self._whole = bucket.layout, whole
-        shard = bucket.layout.shard(bucket.comm.rank)
+        shard = bucket.layout.shard(bucket.group.rank)
         pieces = bucket.layout.pieces(*shard)
         own = gaps_between(((p.offset, p.offset + p.numel) for p in pieces), bucket.layout.shard_numel)
         self._gaps = tuple(sorted(bucket.layout.gaps)), own
@@ -96,7 +96,7 @@ class ErrorFeedback:
 
     def reduce(self, out: Tensor, send: Tensor, residuals: Residuals, add: bool) -> Work:
         """Start averaging ``send`` (1D, all elements) over the ranks, compressed, into ``out``, or add it there."""
-        return self._comm.reduce_compressed(out, send, residuals, add, self._name)
+        return self._group.reduce_compressed(out, send, residuals, add, self._name)
 
     @torch.no_grad()
     def restore(self, step: int) -> None:
@@ -119,7 +119,7 @@ class GradientCompression:
     """The residuals of one engine. Every bucket whose plan says so is compressed, after the warm-up.
 
     Args:
-        comm: reduces the gradients.
+        group: reduces the gradients.
         buckets: of the engine, in order.
         warmup: optimizer steps whose gradients are sent as they are.
         keeps: whether steps may be skipped. See Note [Skipped steps].
@@ -132,8 +132,8 @@ class GradientCompression:
 
     everywhere = False
 
-    def __init__(self, comm: Comm, buckets: Sequence[Bucket], warmup: int, keeps: bool) -> None:
-        self._comm, self._warmup, self.keeps = comm, warmup, keeps
+    def __init__(self, group: ShardGroup, buckets: Sequence[Bucket], warmup: int, keeps: bool) -> None:
+        self._group, self._warmup, self.keeps = group, warmup, keeps
         self.steps, self.scale = 0, 1.0
         self.of_bucket = {bucket: self._feedback(bucket) for bucket in buckets if bucket.compresses}
         for bucket, feedback in self.of_bucket.items():
@@ -152,14 +152,14 @@ class GradientCompression:
     def end_step(self) -> None:
         """After an optimizer step. Collective."""
         self.steps += 1
-        compressor = self._comm.compressor
+        compressor = self._group.compressor
         if compressor is None:
             return
         if self.steps == self._judge_from:
             compressor.costs = Costs()
         elif self.steps == self._warmup + JUDGED:
-            line = verdict(compressor.costs, self._comm.measure_rate(), self.steps - self._judge_from, self.steps)
-            if line and self._comm.rank == 0:
+            line = verdict(compressor.costs, self._group.measure_rate(), self.steps - self._judge_from, self.steps)
+            if line and self._group.world.rank == 0:
                 self.announce(line)
 
     def skip_step(self, counted: bool) -> None:

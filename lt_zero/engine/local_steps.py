@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lt_zero.comm.communicator import Comm
 from lt_zero.comm.compression import Residuals
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Done, Work
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.gradient_compression import ErrorFeedback, GradientCompression
@@ -43,14 +43,14 @@ class LocalSteps(GradientCompression):
     """The exchanges of one engine's ranks. See Note [Ranks that step apart].
 
     Args:
-        comm, buckets, keeps: as for ``GradientCompression``.
+        group, buckets, keeps: as for ``GradientCompression``.
 
     Attributes:
         kind: of the next step; None until there is an optimizer.
     """
 
-    def __init__(self, comm: Comm, buckets: Sequence[Bucket], keeps: bool) -> None:
-        super().__init__(comm, buckets, 0, keeps)
+    def __init__(self, group: ShardGroup, buckets: Sequence[Bucket], keeps: bool) -> None:
+        super().__init__(group, buckets, 0, keeps)
         self.kind: StepKind | None = None
 
     def _feedback(self, bucket: Bucket) -> ErrorFeedback:
@@ -97,7 +97,7 @@ class _LocalFeedback(ErrorFeedback):
     def reduce(self, out: Tensor, send: Tensor, residuals: Residuals, add: bool) -> Work:
         if not self._steps.local:
             return super().reduce(out, send, residuals, add)
-        own = send.to(out.dtype) * (self._comm.factors(send.dtype)[1] * self._comm.world)
+        own = send.to(out.dtype) * (self._group.factors(send.dtype)[1] * self._group.size)
         out.add_(own) if add else out.copy_(own)
         return Done()
 
@@ -108,7 +108,7 @@ class _LocalFeedback(ErrorFeedback):
         for rows in self._tensors() if self.scale != 1.0 else ():  # they were loaded
             rows.div_(self.scale)
         self.scale = 1.0
-        flat = flat / (self._comm.factors(flat.dtype)[1] * self._comm.world)
+        flat = flat / (self._group.factors(flat.dtype)[1] * self._group.size)
         mean = torch.empty_like(flat)
-        self._comm.reduce_compressed(mean, flat, residuals, False, self._name).wait()
+        self._group.reduce_compressed(mean, flat, residuals, False, self._name).wait()
         return mean

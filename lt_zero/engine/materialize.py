@@ -30,7 +30,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import versions_of
 from lt_zero.common.flat_storage import FlatStorage
 from lt_zero.engine.guard import guard, guarded_parameters, is_guarded, own, owner_of, sentinel, unguard
@@ -79,13 +79,13 @@ def empty_weights() -> Generator[None, None, None]:
 
 
 class ConstructionSharder:
-    """Context in which modules, the same on every rank, are built with their parameters sharded over ``comm``.
+    """Context in which modules, the same on every rank, are built with their parameters sharded over ``group``.
 
     Parameters with fewer than ``threshold`` elements are not sharded.
     """
 
-    def __init__(self, comm: Comm, threshold: int = 0) -> None:
-        self._comm, self._threshold = comm, threshold
+    def __init__(self, group: ShardGroup, threshold: int = 0) -> None:
+        self._group, self._threshold = group, threshold
         self._slices: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> this rank's 1D slice
         # Registered, or gathered for initialisation code: to be sharded, small ones together.
         self._open: dict[Parameter, None] = {}
@@ -169,15 +169,15 @@ class ConstructionSharder:
         if not parameters:
             return
         facts = {f"parameter {self._names[p]!r}": described(p) for p in parameters}
-        compare(self._comm, Snapshot.of(facts), "parameters at construction")
-        flat = _zeros(sum(p.nbytes for p in parameters), torch.uint8, self._comm.device)  # bytes: of any dtypes
+        compare(self._group.world, Snapshot.of(facts), "parameters at construction")
+        flat = _zeros(sum(p.nbytes for p in parameters), torch.uint8, self._group.device)  # bytes: of any dtypes
         rows = flat.split([p.nbytes for p in parameters])
         for parameter, row in zip(parameters, rows, strict=True):
             plain = parameter.resolve_conj().resolve_neg().contiguous()  # only then its bytes are its values
             row.copy_(plain.view(-1).view(torch.uint8))
-        self._comm.broadcast(flat, self._name(parameters))  # ranks may have drawn different numbers
+        self._group.broadcast(flat, self._name(parameters))  # ranks may have drawn different numbers
         for parameter, row in zip(parameters, rows, strict=True):
-            lo, hi = plan_bucket([("", parameter.shape)], self._comm.mesh.shards).shard(self._comm.mesh.shard_rank)
+            lo, hi = plan_bucket([("", parameter.shape)], self._group.mesh.shards).shard(self._group.mesh.shard_rank)
             mine = _zeros(hi - lo, parameter.dtype, parameter.device)
             kept = row[lo * mine.itemsize : hi * mine.itemsize]
             mine.view(torch.uint8)[: kept.numel()].copy_(kept)
@@ -188,7 +188,7 @@ class ConstructionSharder:
     def whole(self, parameters: Sequence[Parameter]) -> Iterator[Tensor]:
         """The full values of ``parameters``; frees this rank's slices. Collective, unless they are gathered."""
         sizes = [self._slices[p].nbytes if is_guarded(p) else 0 for p in parameters]
-        for group in split_by_size(sizes, _LARGE // self._comm.mesh.shards):
+        for group in split_by_size(sizes, _LARGE // self._group.mesh.shards):
             values = self._gather([parameters[index] for index in group if is_guarded(parameters[index])])
             for index in group:
                 yield values.pop(parameters[index]) if parameters[index] in values else parameters[index].detach()
@@ -198,12 +198,12 @@ class ConstructionSharder:
         parameters = sorted(parameters, key=lambda p: -p.itemsize)  # each begins at a multiple of its element's size
         pieces: list[Tensor] = [self._slices.pop(parameter) for parameter in parameters]
         sizes = [piece.nbytes for piece in pieces]
-        flat = _zeros(self._comm.mesh.shards * sum(sizes), torch.uint8, self._comm.device)
-        columns = flat.view(self._comm.mesh.shards, sum(sizes)).split(sizes, dim=1)  # a row is a rank's
+        flat = _zeros(self._group.mesh.shards * sum(sizes), torch.uint8, self._group.device)
+        columns = flat.view(self._group.mesh.shards, sum(sizes)).split(sizes, dim=1)  # a row is a rank's
         for column, piece in zip(columns, pieces, strict=True):
-            column[self._comm.mesh.shard_rank].copy_(piece.view(torch.uint8))
+            column[self._group.mesh.shard_rank].copy_(piece.view(torch.uint8))
         if parameters:
-            self._comm.all_gather(flat, self._name(parameters)).wait()
+            self._group.all_gather(flat, self._name(parameters)).wait()
         values = {}
         for parameter, column, piece in zip(parameters, columns, pieces, strict=True):
             value = column.reshape(-1).view(piece.dtype)[: parameter.numel()]
@@ -254,7 +254,7 @@ class ConstructionSharder:
         if write:
             self._shard_open(0)  # not after an error, which other ranks may not have
             return
-        if self._comm.problems("changed" if changed else None, "changes of gathered parameters"):
+        if self._group.world.problems("changed" if changed else None, "changes of gathered parameters"):
             raise RuntimeError(
                 f"A parameter of shape {tuple(unguarded[0].shape)} and {len(unguarded) - 1} others were gathered to be "
                 "read, and were changed: the changes are dropped. To keep those of rank 0 pass write=True to "
@@ -264,7 +264,7 @@ class ConstructionSharder:
     @torch.no_grad()
     def _has(self, parameter: Parameter, mine: Tensor) -> bool:
         """Whether this rank's elements of a whole parameter are those of ``mine``."""
-        lo = self._comm.mesh.shard_rank * mine.numel()
+        lo = self._group.mesh.shard_rank * mine.numel()
         row = parameter.detach().reshape(-1)[lo : lo + mine.numel()]
         return torch.equal(row.contiguous().view(torch.uint8), mine[: row.numel()].view(torch.uint8))
 
@@ -310,9 +310,9 @@ class Materializer:
     """
 
     def __init__(
-        self, root: nn.Module, comm: Comm, saved: Mapping[Parameter, Callable[[], Tensor]] | None = None
+        self, root: nn.Module, device: torch.device, saved: Mapping[Parameter, Callable[[], Tensor]] | None = None
     ) -> None:
-        self._device, self._modules, self._saved = comm.device, dict(root.named_modules()), saved or {}
+        self._device, self._modules, self._saved = device, dict(root.named_modules()), saved or {}
         self._named = list(self._modules.items())
 
     @cached_property  # before the first parameter is filled, and never if none is to be

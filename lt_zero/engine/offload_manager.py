@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.world import World
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OffloadOptimizer, OffloadParam, ZeroOptimization
@@ -69,18 +69,18 @@ class OffloadManager:
         problems += [find() for find in self.others]
         return self.failure or next(filter(None, problems), None)
 
-    def check(self, comm: Comm, name: str) -> None:
+    def check(self, world: World, name: str) -> None:
         """Raise SwapError on all ranks if one has an error. Collective if there are files or a background step."""
         if self.optim is not None or self.params is not None or self.background is not None:
-            with comm.agree(name, SwapError):
+            with world.agree(name, SwapError):
                 if (problem := self.find_problem()) is not None:
                     raise problem
 
-    def refuse_partially_stepped(self, comm: Comm) -> None:
+    def refuse_partially_stepped(self, world: World) -> None:
         """Raise SwapError on all ranks if one stepped buckets in a backward that no step followed. Collective."""
         if not self.overlaps:
             return
-        with comm.agree("checking steps beside backward", SwapError):
+        with world.agree("checking steps beside backward", SwapError):
             if self.partially_stepped:
                 raise SwapError(
                     f"{self.partially_stepped} were stepped during a backward that no optimizer step followed, so the "
@@ -88,10 +88,10 @@ class OffloadManager:
                     "zero_optimization.offload_optimizer.overlap_step=false."
                 )
 
-    def require(self, comm: Comm, states: int) -> None:
+    def require(self, world: World, states: int) -> None:
         """Raise SwapError if a disk has no room for ``states`` fp32 states per element. Collective with files."""
         if self.optim is not None:
-            with comm.agree("reserving room for optimizer states", SwapError):
+            with world.agree("reserving room for optimizer states", SwapError):
                 self.optim.require(states * 4)
 
     def announce(self, buckets: Sequence[Bucket], states: int) -> str:
@@ -112,15 +112,15 @@ class OffloadManager:
             if bucket.sharding.params and weights.gather_source.streamed:
                 read += 2 * numel * weights.gather_source.dtype.itemsize  # in forward and in backward
                 written += numel * bucket.dtype.itemsize if bucket.streamed and weights.copy is not NO_COPY else 0
-        comm, mine = buckets[0].comm, Speed(1.0, 1.0)
-        with comm.agree("measuring the disk", SwapError), progress_bar(f"Measuring the speed of {tier.where}"):
+        world, mine = buckets[0].group.world, Speed(1.0, 1.0)
+        with world.agree("measuring the disk", SwapError), progress_bar(f"Measuring the speed of {tier.where}"):
             mine = tier.speed(min(_PROBE, max(1 << 20, read)))
-        speeds = comm.host_gather(tuple(mine), "the speed of the disk")
+        speeds = world.host_gather(tuple(mine), "the speed of the disk")
         slowest = Speed(*(min(side) for side in zip(*speeds, strict=True)))
         seconds = slowest.seconds(read, written)
         return (
             f"{tier.where}: {slowest.read / 1e9:.2f} GB/s read, {slowest.write / 1e9:.2f} GB/s written by "
-            f"each of {comm.world} rank(s) at once. A step reads {read / 1e9:.2f} GB and writes {written / 1e9:.2f} GB "
+            f"each of {world.size} rank(s) at once. A step reads {read / 1e9:.2f} GB and writes {written / 1e9:.2f} GB "
             f"per rank: about {seconds:.1f} s, part of it overlapped with computation."
         )
 
@@ -153,13 +153,13 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
             log.info("zero_optimization.%s.device=cpu has no effect: the model is on the CPU already", name)
     if not buckets or (optim.device, params.device) == ("none", "none"):
         return manager
-    manager.how, manager.param_blocks, comm = optim, params, buckets[0].comm
+    manager.how, manager.param_blocks, world = optim, params, buckets[0].group.world
     pin = device.type == "cuda" and optim.pin_memory and params.pin_memory
     if _TIERS.keys() & {optim.device, params.device}:
         return_large_blocks()
-        files = (comm.rank, config.aio, [b.shard.numel() for b in buckets])
+        files = (world.rank, config.aio, [b.shard.numel() for b in buckets])
         with (
-            comm.agree("opening the folder for states", SwapError),
+            world.agree("opening the folder for states", SwapError),
             progress_bar("Preparing the files of states in nvme_path"),
         ):
             if optim.device in _TIERS:
@@ -191,7 +191,8 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
         streaming = manager.optim.streaming if manager.optim is not None else nullcontext  # without the manager
         manager.background, manager.overlaps = Background(*pipeline, streaming, device), True
         if optim.overlap_step is True:
-            comm.allow_background()
+            for group in dict.fromkeys(bucket.group for bucket in buckets):
+                group.allow_background()
     return manager
 
 

@@ -31,7 +31,7 @@ class CodedRoute:
     def launch(self) -> Waits:
         bucket, store = self._bucket, self._bucket.weights.gather_source
         assert isinstance(store, CodedStore)
-        return store.launch_codes(lambda own: bucket.comm.all_gather_encoded(bucket.flat, bucket.name, INT8, own))
+        return store.launch_codes(lambda own: bucket.group.all_gather_encoded(bucket.flat, bucket.name, INT8, own))
 
     def landed(self) -> None:
         pass
@@ -47,7 +47,7 @@ def rest_quantized(config: ZeroConfig, buckets: Iterable[Bucket]) -> None:
     """Keep sharded parameters in as many bits as ``quantize`` says. Before the buckets are filled."""
     for bucket in buckets if config.quantize is not None else ():
         if bucket.sharding.params and bucket.dtype in (torch.float32, torch.bfloat16, torch.float16):
-            bucket.use(bucket.step_place, coded_place(bucket.gather_place, INT8, bucket.comm.device))
+            bucket.use(bucket.step_place, coded_place(bucket.gather_place, INT8, bucket.group.device))
             bucket.route = CodedRoute(bucket)
 
 

@@ -27,7 +27,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.world import World
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import differences
 from lt_zero.config.precision import DtypePolicy
@@ -86,8 +86,8 @@ class SameOnRanks:
         parameters: that the engine owns.
     """
 
-    def __init__(self, comm: Comm, root: nn.Module, parameters: Iterable[Parameter]) -> None:
-        self._comm, self._root = comm, root
+    def __init__(self, world: World, root: nn.Module, parameters: Iterable[Parameter]) -> None:
+        self._world, self._root = world, root
         self._owned = {id(p): p for p in parameters}
         self._noted: list[Snapshot] = []  # of steps, until an exchange that had them is checked
         # Of these steps. References are strong, and dropped by the check: were they weak, the garbage collector, which
@@ -107,7 +107,7 @@ class SameOnRanks:
         Raises:
             RuntimeError: it has a problem.
         """
-        if self._comm.alone:
+        if self._world.alone:
             return
         snapshot = source.snapshot()
         if snapshot.problem:
@@ -117,7 +117,7 @@ class SameOnRanks:
 
     def note_value(self, what: str, value: float) -> None:
         """The next step is taken with this value."""
-        if not self._comm.alone:
+        if not self._world.alone:
             self._noted.append(Snapshot.of({what: float(value)}))
 
     def begin(self, source: Source) -> None:
@@ -126,8 +126,8 @@ class SameOnRanks:
         Raises:
             RuntimeError: on all ranks, if they differ, or have a problem.
         """
-        if not self._comm.alone:
-            compare(self._comm, source.snapshot(), "optimizers")
+        if not self._world.alone:
+            compare(self._world, source.snapshot(), "optimizers")
             self._sources[source] = None
 
     def check_now(self) -> None:
@@ -136,14 +136,14 @@ class SameOnRanks:
             raise RuntimeError(self._error)
         if self._noted:
             flags = torch.tensor(self._cover([]), dtype=torch.uint8)
-            self._comm.host_max(flags, "what was stepped with").wait()
+            self._world.host_max(flags, "what was stepped with").wait()
             self.check(flags.tolist())
             self._dropped += len(self._noted)
             self._noted = []
 
     def flags(self) -> list[int]:
         """This rank's bytes of an exchange, whose maximum over the ranks ``check`` gets."""
-        if self._comm.alone:
+        if self._world.alone:
             return [*_NOTHING]
         now = [source.snapshot() for source in self._sources]
         return self._cover([*now, self._frozen_parameters(), *self._find_unknown()])
@@ -179,7 +179,7 @@ class SameOnRanks:
         """The first difference between what the ranks had, and whether steps were taken with it. Collective."""
         taken = {exchange.number: exchange.taken for exchange in self._told}
         mine = {e.number: [(s.digest, dict(s.facts()), s.problem) for s in e.covered] for e in self._told}
-        every = self._comm.host_gather(mine, "what the ranks step with")
+        every = self._world.host_gather(mine, "what the ranks step with")
         for number in sorted(set.intersection(*map(set, every))):
             rows = [ran[number] for ran in every]
             for place in range(max(map(len, rows))):
@@ -225,16 +225,16 @@ class SameOnRanks:
         return [Snapshot(digest_of(names), lambda: facts, text)]
 
 
-def compare(comm: Comm, snapshot: Snapshot, what: str) -> None:
+def compare(world: World, snapshot: Snapshot, what: str) -> None:
     """Compare what all ranks have. Collective.
 
     Raises:
         RuntimeError: on all ranks, if they differ, or have a problem.
     """
     flags = torch.tensor(_flags(snapshot.digest), dtype=torch.uint8)
-    comm.host_max(flags, what).wait()
+    world.host_max(flags, what).wait()
     if not _equal(flags.tolist()):
-        found = comm.host_gather((dict(snapshot.facts()), snapshot.problem), what)
+        found = world.host_gather((dict(snapshot.facts()), snapshot.problem), what)
         raise RuntimeError(_sentence([facts for facts, _ in found], [text for _, text in found]))
     if snapshot.problem:
         raise RuntimeError(snapshot.problem)
@@ -258,7 +258,7 @@ def _equal(flags: Sequence[int]) -> bool:
     return all(one + other == 255 for one, other in zip(flags[:_DIGEST], flags[_DIGEST:], strict=True))
 
 
-def compare_models(comm: Comm, root: nn.Module, policy: DtypePolicy | None = None) -> None:
+def compare_models(world: World, root: nn.Module, policy: DtypePolicy | None = None) -> None:
     """Compare the parameters of all ranks: before the first collective that depends on them. Collective.
 
     ``policy``: of a model that is about to be sharded: it is compared, too, and buffers, which are then broadcast.
@@ -266,8 +266,8 @@ def compare_models(comm: Comm, root: nn.Module, policy: DtypePolicy | None = Non
     Raises:
         RuntimeError: on all ranks, if they differ; names parameters, ranks and values.
     """
-    if not comm.alone:
-        compare(comm, model_snapshot(root, policy), "the model's parameters")
+    if not world.alone:
+        compare(world, model_snapshot(root, policy), "the model's parameters")
 
 
 def model_snapshot(root: nn.Module, policy: DtypePolicy | None) -> Snapshot:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lt_zero import ops
-from lt_zero.comm.communicator import Comm
 from lt_zero.comm.compression import Residuals
+from lt_zero.comm.send_buffers import SendBuffer
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.shared_memory import wide
 from lt_zero.comm.work import Done
 from lt_zero.config.precision import DtypePolicy
@@ -246,11 +247,11 @@ class Accumulator:
         layout: BucketLayout,
         pieces: Sequence[Piece],  # of the layout, in ``shard_range``
         shard_range: tuple[int, int],  # the elements that this rank accumulates
-        comm: Comm,
+        group: ShardGroup,
         policy: DtypePolicy,
         background: BackgroundStep,
     ) -> None:
-        self._name, self._params, self._layout, self._comm = plan.name, [p for _, p in plan.parameters], layout, comm
+        self._name, self._params, self._layout, self._group = plan.name, [p for _, p in plan.parameters], layout, group
         self._numel, self._pieces = shard_range[1] - shard_range[0], pieces
         self._whole = not (plan.sharding.optim or plan.sharding.params)
         self.dtype, self._wire = policy.accumulate_of(plan.dtype), policy.wire_of(plan.dtype)
@@ -273,7 +274,7 @@ class Accumulator:
         """Dtype in which gradients of dtype ``have`` are sent: as configured, else ``have`` if that is as precise."""
         if self._wire is not None:
             return self._wire
-        return have if self._sharded and self._comm.sums_wide else self.dtype
+        return have if self._sharded and self._group.sums_wide else self.dtype
 
     @torch.no_grad()
     def take(self, out: Tensor, add: bool, factor: float = 1.0) -> None:
@@ -309,7 +310,7 @@ class Accumulator:
     @property
     def direct(self) -> bool:
         """Whether ``launch_take`` gives what ``launch_reduce`` would: a single rank, and no other dtype on the wire."""
-        return self._comm.alone and self._wire is None and self._comm.predivide in (None, 1.0)
+        return self._group.alone and self._wire is None and self._group.predivide in (None, 1.0)
 
     def launch_take(self) -> Waits:
         """Move the parameters' gradients into the accumulator of a single rank, without a send buffer."""
@@ -320,15 +321,15 @@ class Accumulator:
 
         return self._launch(take)
 
-    def launch_reduce(self, send: Tensor, scratch: Tensor) -> Waits:
-        """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
-        comm, name = self._comm, self._name
+    def launch_reduce(self, send: SendBuffer) -> Waits:
+        """Start averaging ``send`` (all elements) over the ranks into the accumulator."""
+        group, name = self._group, self._name
         feedback = self.feedback
         residuals = feedback.begin() if feedback is not None else None
         if feedback is not None and residuals is not None:
-            return self._launch(lambda out, add: feedback.reduce(out, send, residuals, add))
-        collective = comm.all_reduce if self._whole else comm.reduce_scatter
-        return self._launch(lambda out, add: collective(out, send, scratch, add, name))
+            return self._launch(lambda out, add: feedback.reduce(out, send.flat, residuals, add))
+        collective = group.all_reduce if self._whole else group.reduce_scatter
+        return self._launch(lambda out, add: collective(out, send, add, name))
 
     def _launch(self, reduce: Reduce) -> Waits:
         self.apply_deferred_scale()
@@ -437,7 +438,7 @@ class Accumulator:
         self._background.wait()
         self.changes += 1
         # On the host where the background step reads it: it would wait for all work queued on the device by then.
-        place, before = torch.device("cpu") if self._place.offloads else self._comm.device, self._factor
+        place, before = torch.device("cpu") if self._place.offloads else self._group.device, self._factor
         if (key := (id(before), place)) not in products:
             factor = factor_on(device=place)
             products[key] = before, factor if before is None else before * factor

@@ -25,7 +25,7 @@ class _Meeting:
     """What the ranks do next: an even number is a launch, the following odd one a wait."""
 
     def __init__(self, engines: list[Engine]) -> None:
-        self.comm = engines[0].comm
+        self.world = engines[0].world
         self.buckets = [bucket for engine in engines for bucket in engine.buckets if bucket.sharding.params]
         self._number = {bucket: 2 * index for index, bucket in enumerate(self.buckets)}
         self.broken = False  # all ranks raise
@@ -38,8 +38,8 @@ class _Meeting:
         """
         done, failed = what == _DONE, what == _FAILED
         said = [_DONE, _DONE] if done else [what, -what]
-        flags = torch.tensor([*said, self.comm.rank + 1 if failed else 0])
-        self.comm.host_max(flags, "lt_zero.synced").wait()
+        flags = torch.tensor([*said, self.world.rank + 1 if failed else 0])
+        self.world.host_max(flags, "lt_zero.synced").wait()
         most, least, failing = int(flags[0]), -int(flags[1]), int(flags[2])
         if failing:
             self.broken = True
@@ -97,10 +97,10 @@ def synced(module: nn.Module) -> Iterator[None]:
     for engine in found.values():
         engine.refuse_inside_units("lt_zero.synced")
     meeting = _Meeting(list(found.values())) if found else None
-    if meeting is None or not meeting.buckets or meeting.comm.world == 1:
+    if meeting is None or not meeting.buckets or meeting.world.size == 1:
         yield
         return
-    meeting.comm.roll_call("lt_zero.synced")
+    meeting.world.roll_call("lt_zero.synced")
     meeting.attend(True)
     try:
         yield

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import combine_rows
 from lt_zero.comm.shared_memory import wide
 from lt_zero.comm.work import Done, Work
+from lt_zero.comm.world import World
 from lt_zero.common.compat import TRACED, without_torch_function
 from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.common.timing import phase
@@ -161,7 +162,7 @@ class UsedParameters:
 
     def __init__(
         self,
-        comm: Comm,
+        world: World,
         reducer: Reducer,
         buckets: list[Bucket],
         problem: Callable[[], SwapError | None],
@@ -169,12 +170,13 @@ class UsedParameters:
         buffers: BufferSync,
     ) -> None:
         self._same_on_ranks, self._buffers = same_on_ranks, buffers  # whose news travel with the flags
-        self._comm, self._reducer, self._buckets = comm, reducer, buckets
+        self._world, self._reducer, self._buckets = world, reducer, buckets
+        # Ranks do not wait for late ones.
+        self._tolerates = any(bucket.group.tolerance is not None and not bucket.sharding.optim for bucket in buckets)
         self._problem = problem  # returns the error of files on this rank
         self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
         self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank
         self._earlier: tuple[Work, Tensor] | None = None  # the flags of the step before, if ranks may be late
-        self._sharded = any(bucket.sharding.optim for bucket in buckets)
         self._hold = False  # user code reads p.grad: ``finish_reductions`` goes on showing it
         self._shown: dict[Place, Tensor | None] = {}  # shown in p.grad; None: p.grad is a late gradient
         self._hidden: dict[Place, ShardedGrad] = {}  # of the last backward, for reuse
@@ -210,7 +212,7 @@ class UsedParameters:
         news = [*(b in self.late for b in self._buckets), self.nonfinite, self._problem() is not None, lost]
         seen = self._buffers.report()
         every = torch.tensor([*seen, *self._same_on_ranks.flags(), *used, *news], dtype=torch.uint8)
-        work, flags = self._comm.host_max(every, "used parameters"), every[len(seen) :]
+        work, flags = self._world.host_max(every, "used parameters"), every[len(seen) :]
         self._buffers.exchanged(work, every[: len(seen)])
         self._flags = work, flags
         return self._flags
@@ -230,7 +232,7 @@ class UsedParameters:
         self._reducer.flush()
         unseen = not self._shown and any(b.has_grads() for b in self._buckets if b not in self.late)
         pending, flags = self._launch() if self._flags is None or unseen else self._flags
-        if self._comm.tolerance is not None and not self._sharded:
+        if self._tolerates:
             pending, flags = self._of_the_step_before(pending, flags)
         with phase("reduce", "used parameters"):
             pending.wait()
@@ -279,11 +281,11 @@ class UsedParameters:
         """Raise the error of files, or of lost edits, that some rank has. Collective."""
         if files:
             problem = self._problem()
-            raise SwapError(" ".join(self._comm.problems(str(problem) if problem else None, "files")))
+            raise SwapError(" ".join(self._world.problems(str(problem) if problem else None, "files")))
         names = [name for bucket in self._buckets for name in bucket.edits.lost]
         for bucket in self._buckets:
             bucket.edits.lost = []
-        every = sorted({name for some in self._comm.host_gather(names, "lost edits") for name in some})
+        every = sorted({name for some in self._world.host_gather(names, "lost edits") for name in some})
         raise RuntimeError(
             f"Parameter {', '.join(map(repr, every[:5]))} was modified in place, but its master weights are stored "
             "elsewhere and would overwrite the edit. Wrap the edit in "
@@ -415,19 +417,19 @@ class UsedParameters:
 
     @torch.no_grad()
     def _compute_norms(self, norm_type: float) -> dict[Place, Tensor]:
-        row = torch.zeros(len(self._places), dtype=torch.float64, device=self._comm.device)
+        row = torch.zeros(len(self._places), dtype=torch.float64, device=self._world.device)
         infinite = norm_type == float("inf")
         for number, (bucket, index) in enumerate(self._places):
             if bucket.grads.local is not None:
                 continue  # not reduced: ``norm`` refuses it
-            if bucket.shard_range == (0, bucket.layout.numel) and self._comm.rank > 0:
+            if bucket.shard_range == (0, bucket.layout.numel) and bucket.group.rank > 0:
                 continue  # every rank has all elements: count them once
             for grad in _local(bucket, index, write=False):
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
                 row[number] = norm if infinite else norm**norm_type
             if number + 1 == len(self._places) or self._places[number + 1][0] is not bucket:
                 bucket.grads.put_away()
-        row = (self._comm.max_scalar if infinite else self._comm.sum_scalar)(row, "gradient norms")
+        row = combine_rows(row, [bucket.group for bucket, _ in self._places], "gradient norms", infinite)
         row = row if infinite else row ** (1.0 / norm_type)
         return {place: row[number].to(wide(place[0].grads.dtype)) for number, place in enumerate(self._places)}
 

@@ -19,7 +19,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lt_zero.comm.communicator import Comm
 from lt_zero.comm.compression import Residuals
 from lt_zero.comm.work import Work
 from lt_zero.config import ZeroConfig
@@ -45,7 +44,7 @@ class ShortRoute:
     def __init__(self, bucket: Bucket, quantizes: bool, frozen_only: bool, secondary: int) -> None:
         self._bucket, self._quantizes, self._frozen_only = bucket, quantizes, frozen_only
         numel = bucket.layout.numel // secondary
-        first = bucket.comm.rank % secondary * numel
+        first = bucket.group.rank % secondary * numel
         self._mine = slice(first, first + numel) if secondary > 1 else None
         self._kept: Tensor | None = None  # 1D: this rank's part of the second copy
         self._valid = self._keeps = False  # the copy is of the current weights; it is made when the gather has landed
@@ -63,14 +62,14 @@ class ShortRoute:
             assert self._kept is not None
             assert self._mine is not None
             flat[self._mine].copy_(self._kept)
-            return bucket.comm.all_gather_in_node(flat, bucket.name)
+            return bucket.group.all_gather_in_node(flat, bucket.name)
         codec = self.codec
         self._keeps, self._rounded = self._mine is not None, codec is not None
 
         def gather(own: Tensor | None) -> Work:
             if codec is None:
-                return bucket.comm.all_gather(flat, bucket.name, own)
-            return bucket.comm.all_gather_encoded(flat, bucket.name, codec)
+                return bucket.group.all_gather(flat, bucket.name, own)
+            return bucket.group.all_gather_encoded(flat, bucket.name, codec)
 
         return bucket.weights.gather_source.launch_gather(bucket.shard, gather)
 
@@ -109,8 +108,8 @@ class QuantizedGradients:
     """Reduces the gradients of one bucket in few bits, without error feedback (``Feedback``)."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self._comm, self._name = bucket.comm, bucket.name
-        first, last = bucket.layout.shard(bucket.comm.rank)
+        self._group, self._name = bucket.group, bucket.name
+        first, last = bucket.layout.shard(bucket.group.rank)
         own = gaps_between(((p.offset, p.offset + p.numel) for p in bucket.layout.pieces(first, last)), last - first)
         self._residuals = Residuals(torch.empty(0), None, (), own)
 
@@ -118,22 +117,25 @@ class QuantizedGradients:
         return self._residuals
 
     def reduce(self, out: Tensor, send: Tensor, residuals: Residuals, add: bool) -> Work:
-        return self._comm.reduce_compressed(out, send, residuals, add, self._name)
+        return self._group.reduce_compressed(out, send, residuals, add, self._name)
 
 
-def use_zero_plus_plus(config: ZeroConfig, buckets: Iterable[Bucket], comm: Comm) -> None:
+def use_zero_plus_plus(config: ZeroConfig, buckets: Iterable[Bucket]) -> None:
     """Give the buckets their routes. Before they are filled. Collective.
 
     Raises:
         ConfigError: the secondary shards' size does not divide the number of ranks.
     """
     zero = config.zero_optimization
-    reduces = zero.zero_quantized_gradients and zero.stage > 0 and comm.use_quantized_sums(GRADIENTS, GRADIENTS_INSIDE)
-    frozen_only, secondary = zero.zero_quantized_nontrainable_weights, comm.secondary_shards
+    buckets, frozen_only = list(buckets), zero.zero_quantized_nontrainable_weights
+    reduces = dict.fromkeys((bucket.group for bucket in buckets), False)  # those whose gradients are sent at all
+    if zero.zero_quantized_gradients and zero.stage > 0:
+        reduces = {group: group.use_quantized_sums(GRADIENTS, GRADIENTS_INSIDE) for group in reduces}
     for bucket in buckets:
-        sharding, codes = bucket.sharding, bucket.dtype != torch.float64 and not comm.alone  # no codec is for 64 bits
+        sharding, group, secondary = bucket.sharding, bucket.group, bucket.group.secondary_shards
+        codes = bucket.dtype != torch.float64 and not group.alone  # no codec is for 64 bits
         quantizes = codes and zero.zero_quantized_weights
-        if codes and reduces and sharding.optim:
+        if codes and reduces[group] and sharding.optim:
             bucket.grads.feedback = QuantizedGradients(bucket)
         if quantizes and sharding.optim and zero.stage < 3:
             bucket.weights.codec = WEIGHTS

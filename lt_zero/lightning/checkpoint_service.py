@@ -165,20 +165,20 @@ class CheckpointService:
         names = [parameter_names(optimizer, engine) for optimizer in run.optimizers]
         facts = {
             "stage": run.config.zero_optimization.stage,
-            "ranks": engine.comm.world,
+            "ranks": engine.world.size,
             "precision": engine.policy.mode,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": str(torch.__version__),
         }
-        made = bundle(content, names, engine.comm, facts, shown(run.config), self._frozen)
+        made = bundle(content, names, engine.groups[0], facts, shown(run.config), self._frozen)
         trainer = run.trainer
         ends = trainer is None or not trainer.training or trainer.state.status == TrainerStatus.INTERRUPTED
         background = run.config.checkpoint.async_save and not (ends or self._synchronous)
         if background:
             with run.agree("copying the state for an asynchronous save", CheckpointError):
                 self._buffer = stage(made, self._buffer)
-        group = engine.comm.saving_group(background)
-        place = make_place(engine.comm, path)  # from here on ``_write`` removes it after an error
+        group = engine.world.saving_group(background)
+        place = make_place(engine.world, path)  # from here on ``_write`` removes it after an error
         if background:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
             self._pending = self._thread.submit(_write, run, made, place, group)
@@ -192,8 +192,8 @@ class CheckpointService:
         content.pop(_HPARAMS_TYPE, None)
         if isinstance(content.get(_HPARAMS), Container):  # it is written as plain containers
             content[KEY] = {**content.get(KEY, {}), "hparams": "omegaconf"}
-        if run.comm is not None and "optimizer_states" in checkpoint:
-            content[POSITION] = run.comm.host_gather(self._data.state_dict(), "random states")
+        if run.world is not None and "optimizer_states" in checkpoint:
+            content[POSITION] = run.world.host_gather(self._data.state_dict(), "random states")
             sharded = run.built is not None and writes_directories(run)
             if run.built is not None and (found := residual_state(run.built, sharded)) is not None:
                 content[RESIDUALS] = found
@@ -207,7 +207,7 @@ class CheckpointService:
         """Rank 0 writes one file, in plain containers where possible. Collective."""
         content = self._collect(run, checkpoint, path)
         is_folder = run.rank == 0 and os.path.isdir(path)
-        if run.comm.host_broadcast(is_folder, "checkpoint path") if run.comm is not None else is_folder:
+        if run.world.host_broadcast(is_folder, "checkpoint path") if run.world is not None else is_folder:
             raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
         agreed = run.agree(f"saving {path}", CheckpointError)
         with agreed, progress_bar(f"Saving {path}", rank=run.rank):
@@ -240,7 +240,7 @@ class CheckpointService:
         """``wait`` for the pending save if it has ended. Collective."""
         if self._pending is not None:
             running = torch.tensor([not self._pending.done()], dtype=torch.uint8)
-            run.engine.comm.host_max(running, "save in the background").wait()
+            run.engine.world.host_max(running, "save in the background").wait()
             if not running.item():
                 self.wait(run)
 
@@ -268,11 +268,11 @@ class CheckpointService:
         if clean:
             with suppress(CheckpointError):  # ``wait`` was called earlier, where it can raise
                 self.wait(run)
-        elif self._pending is not None and run.comm is not None:
+        elif self._pending is not None and run.world is not None:
             with progress_bar("Waiting for the save in the background", rank=run.rank):
                 ended = bool(futures.wait([self._pending], GRACE).done)
             if not ended:
-                run.comm.leave_saving_group()  # owned by the save, which may still be running
+                run.world.leave_saving_group()  # owned by the save, which may still be running
         self._pending, self._after = None, []
         if self._thread is not None:
             self._thread.shutdown(wait=ended, cancel_futures=True)
@@ -317,7 +317,7 @@ class CheckpointService:
                 with progress_bar(f"Opening {path}", rank=run.rank):
                     return opened_source(path, partial(as_lightning, weights_only=weights_only), run.rank == 0)
             file = path if type(run.checkpoint_io) is TorchCheckpointIO and not is_url(path) else None
-            zipped = checked_file(file, run.comm)
+            zipped = checked_file(file, run.world)
             with reading(file):
                 if zipped:
                     assert file is not None
@@ -327,7 +327,7 @@ class CheckpointService:
                     found = dict(plugin())
             return found, partial(of_content, found, file)
 
-        opened = load_same(run.comm, path, read)
+        opened = load_same(run.world, path, read)
         fits = run.trainer is not None and run.trainer.state.fn == TrainerFn.FITTING
         if fits and run.rank == 0 and "last" in Path(path).stem and not is_url(path):
             tell_of_newer(path, opened.get("global_step"))
@@ -341,7 +341,7 @@ class CheckpointService:
         """
         if not self._compared:
             self.wait(run)
-            load_same(run.comm, None, lambda: (None, lambda: Identity(None, "")))
+            load_same(run.world, None, lambda: (None, lambda: Identity(None, "")))
 
     def select(self, run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Remove what the ``checkpoint`` block says not to restore."""
@@ -401,13 +401,13 @@ class CheckpointService:
 
     def load_optimizers(self, run: Run, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states and the position in the data. Collective."""
-        states, comm, how = checkpoint["optimizer_states"], run.engine.comm, run.config.checkpoint
+        states, world, how = checkpoint["optimizer_states"], run.engine.world, run.config.checkpoint
         running = run.trainer.lr_scheduler_configs if run.trainer is not None else []
         for state, config in zip(checkpoint.get("lr_schedulers", ()), running, strict=False):
             check_schedule(state, config.scheduler, checkpoint.get(KEY, {}).get("path") or "The checkpoint")
         if POSITION in checkpoint:
             with run.agree("restoring random states and the position in the data", CheckpointError):
-                self._data.load(checkpoint[POSITION], comm.rank)
+                self._data.load(checkpoint[POSITION], world.rank)
         if not states and (how.load_module_only or not how.load_optimizer_states):
             return
         restore_training(run.engine, checkpoint.get(RESIDUALS), bool(checkpoint.get("global_step")))
@@ -418,7 +418,7 @@ class CheckpointService:
                 run.engine.average.load(checkpoint["state_dict"], checkpoint[TRAINED]["updates"])
         total = sum(len(group["params"]) for state in states for group in state.get("param_groups", []))
         agreed = run.agree("loading optimizer states", CheckpointError)
-        with agreed, progress_bar("Loading optimizer states", total, rank=comm.rank) as work:
+        with agreed, progress_bar("Loading optimizer states", total, rank=world.rank) as work:
             if len(states) != len(run.optimizers):
                 raise CheckpointError(
                     f"The checkpoint has {len(states)} optimizer(s), configure_optimizers returns "
@@ -455,7 +455,7 @@ def _write(run: Run, made: Bundle, place: Place, group: Any, tick: Callable[[int
             names = [name for name, p in engine.root.named_parameters() if id(p) in kept]
             export(Archive(place.name), *beside, keep_fp32=names, strip_prefix="")
 
-    write(made, place, engine.comm, group, export_beside, tick)
+    write(made, place, engine.world, group, export_beside, tick)
 
 
 def _file_beside(run: Run, path: str) -> tuple[Path, torch.dtype] | None:

@@ -40,9 +40,10 @@ from lt_zero.checkpoint.native.residuals import residual_state
 from lt_zero.checkpoint.native.restore import restore_optimizer, restore_training, restore_weights
 from lt_zero.checkpoint.native.save import HERE, bundle, make_place, write
 from lt_zero.checkpoint.open import is_directory
-from lt_zero.comm.communicator import Comm, together
 from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted, check_launch, joining
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World, together
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
@@ -117,7 +118,7 @@ class FabricZeroStrategy(DDPStrategy):
         self.config: ZeroConfig = loaded.usable()
         loaded.announce()
         _refuse_what_the_script_does(self.config)
-        self._comm: Comm | None = None
+        self._group: ShardGroup | None = None
         self._engines: list[weakref.ref[Engine]] = []
         self._known: list[weakref.ref[ShardedOptimizer]] = []
         self._trial = Trial.of_environment()
@@ -155,21 +156,26 @@ class FabricZeroStrategy(DDPStrategy):
     # ---- set-up ------------------------------------------------------------------------------------------------
 
     @property
-    def comm(self) -> Comm:
-        """The collectives of all engines. Raises RuntimeError before ``fabric.launch()``."""
-        if self._comm is None and self._start_method != "popen":
+    def group(self) -> ShardGroup:
+        """The ranks of all engines. Raises RuntimeError before ``fabric.launch()``."""
+        if self._group is None and self._start_method != "popen":
             raise RuntimeError(
                 f"This process is no rank: with start_method={self._start_method!r} the ranks are processes that run "
                 "the function of fabric.launch(function), and end with it. Set up, train, save and load inside of it."
             )
-        if self._comm is None:
+        if self._group is None:
             raise RuntimeError("FabricZeroStrategy is not launched yet: call fabric.launch() before this.")
-        return self._comm
+        return self._group
 
     @property
-    def _reading(self) -> Comm:
-        """``comm`` for loading: before ``fabric.launch()`` each process reads for itself, as with DDP."""
-        return self._comm or Comm(None, None, self.root_device)
+    def world(self) -> World:
+        """All ranks. Raises RuntimeError before ``fabric.launch()``."""
+        return self.group.world
+
+    @property
+    def _reading(self) -> World:
+        """``world`` for loading: before ``fabric.launch()`` each process reads for itself, as with DDP."""
+        return self._group.world if self._group is not None else World(None, self.root_device)
 
     @override
     def _configure_launcher(self) -> None:
@@ -189,15 +195,16 @@ class FabricZeroStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self._comm is None:
+        if self._group is None:
             assert self.cluster_environment is not None
             node = self.cluster_environment.node_rank()
-            comm = Comm.for_world(self.root_device, self.config, self._timeout, node)
-            check_same(self.config, comm.host_gather)
-            tell_without_trainer(self.config, comm.rank, *_BATCH)
-            comm.configure(self.config)
-            comm.begin_run()
-            self._comm = comm
+            world = World.join(self.root_device, self.config, self._timeout, node)
+            check_same(self.config, world.host_gather)
+            tell_without_trainer(self.config, world.rank, *_BATCH)
+            group = ShardGroup.of_all(world)
+            group.configure(self.config)
+            world.begin_run()
+            self._group = group
 
     @override
     def setup_module(self, module: nn.Module) -> ShardedModule:  # type: ignore[override]
@@ -205,12 +212,12 @@ class FabricZeroStrategy(DDPStrategy):
         return self._set_up(module, module.training)
 
     def _set_up(self, module: nn.Module, training: bool) -> ShardedModule:
-        if self.engines and (self.comm.tolerance is not None or self.engines[0].compression is not None):
+        if self.engines and (self.group.tolerance is not None or self.engines[0].compression is not None):
             raise ConfigError(
                 "gradient_compression, 1-bit optimizers and communication.slow_node_tolerance keep track of the "
                 "gradients of one module, and this is another. Remove the key, or set up one module."
             )
-        engine = shard(module, self.config, self.root_device, self.precision.policy, self.comm, training)
+        engine = shard(module, self.config, self.root_device, self.precision.policy, self.group, training)
         sync_buffers(engine)
         self._engines.append(weakref.ref(engine))
         self.precision.engine = engine
@@ -288,8 +295,8 @@ class FabricZeroStrategy(DDPStrategy):
         """Parameters are sharded while they are constructed (stage 3), or made on the meta device if ``empty_init``."""
         zero = self.config.zero_optimization
         placed: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
-        if not empty_init and zero.stage == 3 and self.comm.world > 1:
-            placed = ConstructionSharder(self.comm, zero.stage3_param_persistence_threshold)
+        if not empty_init and zero.stage == 3 and self.world.size > 1:
+            placed = ConstructionSharder(self.group, zero.stage3_param_persistence_threshold)
         with placed, self.precision.module_init_context():
             yield
 
@@ -356,12 +363,12 @@ class FabricZeroStrategy(DDPStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._comm.explaining() if self._comm is not None else nullcontext():
+        with self._group.world.explaining() if self._group is not None else nullcontext():
             super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        with self._comm.explaining() if self._comm is not None else nullcontext():
+        with self._group.world.explaining() if self._group is not None else nullcontext():
             return super().broadcast(obj, src)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
@@ -371,7 +378,7 @@ class FabricZeroStrategy(DDPStrategy):
         """Full tensors on rank 0, {} elsewhere. Collective."""
         if not isinstance(module, ShardedModule):
             return dict(module.state_dict())
-        self.comm.roll_call("Fabric.save")
+        self.world.roll_call("Fabric.save")
         return full_state_dict(module.engine)
 
     @override
@@ -419,7 +426,7 @@ class FabricZeroStrategy(DDPStrategy):
         Raises:
             CheckpointError: on all ranks; an earlier checkpoint at ``path`` is kept.
         """
-        comm = self.comm
+        world = self.world
         self.precision.loss_scale_controller.read_skip_flag()
         path = str(self.broadcast(path))
         if not self.config.sharded_checkpoints or type(self.checkpoint_io) is not TorchCheckpointIO:
@@ -430,15 +437,15 @@ class FabricZeroStrategy(DDPStrategy):
         content, names = self._collect(state, filter or {})
         facts = {
             "stage": self.config.zero_optimization.stage,
-            "ranks": comm.world,
+            "ranks": world.size,
             "precision": self.precision.precision,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": str(torch.__version__),
         }
         prefixes = content[HERE]["modules"]
         frozen = [prefixes[key] + name for key in prefixes for name in sorted(self._frozen(state[key]))]
-        made, place = bundle(content, names, comm, facts, shown(self.config), frozen), make_place(comm, path)
-        write(made, place, comm, comm.saving_group(background=False))
+        made, place = bundle(content, names, self.group, facts, shown(self.config), frozen), make_place(world, path)
+        write(made, place, world, world.saving_group(background=False))
 
     def _save_file(
         self, path: str, state: Mapping[str, Any], options: Any, kept: Mapping[str, Callable[[str, Any], bool]]
@@ -447,13 +454,13 @@ class FabricZeroStrategy(DDPStrategy):
         own = {key: self.get_module_state_dict(m) for key, m in state.items() if isinstance(m, ShardedModule)}
         own |= {key: self.get_optimizer_state(o) for key, o in state.items() if isinstance(o, Optimizer)}
         for module in (value for value in state.values() if isinstance(value, ShardedModule)):
-            if rank_buffers(module.engine) is not None and self.comm.rank == 0:
+            if rank_buffers(module.engine) is not None and self.world.rank == 0:
                 log.warning("checkpoint.format: full keeps rank 0's buffers only, and other ranks have others.")
         parts, plugin = self._parts(state, kept, own), self.checkpoint_io
         modules = [value for value in state.values() if isinstance(value, ShardedModule)]
         parts[BESIDE] = self._beside(modules, {k: v for k, v in state.items() if isinstance(v, Optimizer)}, False)
-        with self.comm.agree(f"saving {path}", CheckpointError):
-            if self.comm.rank > 0:
+        with self.world.agree(f"saving {path}", CheckpointError):
+            if self.world.rank > 0:
                 return
             if os.path.isdir(path):
                 raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
@@ -466,7 +473,7 @@ class FabricZeroStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         """What each item is saved as; ``own``: of those that are sharded. Collective."""
         parts = dict[str, Any]()
-        with self.comm.agree("reading what is to be saved", CheckpointError):
+        with self.world.agree("reading what is to be saved", CheckpointError):
             for key, value in state.items():
                 part = own[key] if key in own else value.state_dict() if hasattr(value, "state_dict") else value
                 if key in kept and isinstance(part, Mapping):
@@ -509,7 +516,7 @@ class FabricZeroStrategy(DDPStrategy):
             if (different := rank_buffers(module.engine, prefixes[key])) is not None:
                 kept_buffers |= different["buffers"]
         if kept_buffers:
-            content[RANK_BUFFERS] = {"ranks": self.comm.world, "buffers": kept_buffers}
+            content[RANK_BUFFERS] = {"ranks": self.world.size, "buffers": kept_buffers}
         return {**content, **({RESIDUALS: owed} if owed is not None else {})}, names
 
     def _beside(
@@ -552,8 +559,8 @@ class FabricZeroStrategy(DDPStrategy):
     def _load(
         self, path: str, state: nn.Module | Optimizer | dict[str, Any] | None, strict: bool, weights_only: bool | None
     ) -> dict[str, Any]:
-        comm = self._reading
-        opened, of_items = load_same(comm, path, partial(self._opened, path, weights_only))
+        world = self._reading
+        opened, of_items = load_same(world, path, partial(self._opened, path, weights_only))
         saved = opened.saved
         if not state:
             return saved
@@ -604,7 +611,7 @@ class FabricZeroStrategy(DDPStrategy):
 
     def _restore_optimizer(self, opened: Opened, sharded: ShardedOptimizer, saved: Any, stepped: bool) -> None:
         restore_training(sharded.engine, opened.residuals, stepped)
-        with self.comm.agree(f"loading {type(sharded.optimizer).__name__}", CheckpointError):
+        with self.world.agree(f"loading {type(sharded.optimizer).__name__}", CheckpointError):
             if not isinstance(saved, Mapping) or "param_groups" not in saved:
                 raise CheckpointError("What the checkpoint has for the optimizer is no state of one: check the keys.")
             remedy = "leave the optimizer out of what fabric.load gets, to start with a new one."
@@ -623,8 +630,8 @@ class FabricZeroStrategy(DDPStrategy):
     def teardown(self) -> None:
         self.precision.loss_scale_controller.stop_watching()
         super().teardown()
-        if self._comm is not None:
-            self._comm.end_run()
+        if self._group is not None:
+            self._group.world.end_run()
 
 
 def _whole(module: nn.Module) -> nn.Module:

@@ -34,7 +34,7 @@ def unit_table(engine: Engine, console: Console | None = None) -> None:
         rows.append((*cells, name))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padding = sum(b.layout.numel for b in engine.buckets) - _elements(engine.buckets)
-    lines = [f"ZeRO units, {engine.comm.world} rank(s)" + (f", and {padding:,} elements of padding" if padding else "")]
+    lines = [f"ZeRO units, {engine.world.size} rank(s)" + (f", and {padding:,} elements of padding" if padding else "")]
     for *numbers, kind, name in rows:
         right = "  ".join(cell.rjust(width) for cell, width in zip(numbers, widths, strict=False))
         lines.append(f"  {right}  {kind.ljust(widths[-2])}  {name}")

@@ -23,7 +23,7 @@ from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, path_of
 from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import sizes_of
@@ -103,7 +103,7 @@ class Reconciler:
                 setattr(module, _HOOK, in_instance)
         self._patched = None
 
-    def agree(self, trainer: pl.Trainer, module: pl.LightningModule, comm: Comm, show: bool) -> None:
+    def agree(self, trainer: pl.Trainer, module: pl.LightningModule, world: World, show: bool) -> None:
         """Resolve "auto" and make the Trainer and the configuration agree. Collective.
 
         The ``module`` is fully constructed, and not sharded yet. ``show``: print the resolved values.
@@ -112,8 +112,8 @@ class Reconciler:
             ConfigError: on all ranks, if the values contradict each other, or an "auto" cannot be resolved.
         """
         self._seen, config = False, self._given
-        with comm.agree("reading the configuration", ConfigError), self._marked():
-            rows, config = _apply_to_trainer(config, trainer, module, comm.world)
+        with world.agree("reading the configuration", ConfigError), self._marked():
+            rows, config = _apply_to_trainer(config, trainer, module, world.size)
             self._steps = steps = trainer.accumulate_grad_batches
             facts = Facts(
                 accumulation=steps,
@@ -125,12 +125,12 @@ class Reconciler:
             config, resolutions = resolve(config, facts)
             micro, total = config.train_micro_batch_size_per_gpu, config.train_batch_size
             if micro is not None:
-                _check_batch(config, micro, steps, comm.world, "is configured")
+                _check_batch(config, micro, steps, world.size, "is configured")
             elif total is not None:  # it implies the micro-batch, with which the first batch is compared
-                micro = _quotient(total, "accumulation", steps, comm.world, "micro-batch")
-                source = f"train_batch_size: {total} / ({steps} * {comm.world} ranks)"
+                micro = _quotient(total, "accumulation", steps, world.size, "micro-batch")
+                source = f"train_batch_size: {total} / ({steps} * {world.size} ranks)"
                 rows.append(Resolution("batch_size of the data loader", micro, source))
-        check_same(config, comm.host_gather)
+        check_same(config, world.host_gather)
         self.config = config
         if show:
             show_table([*rows, *resolutions])
@@ -150,7 +150,7 @@ class Reconciler:
 
     # ---- in a run ----------------------------------------------------------------------------------------------
 
-    def see(self, batch: Any, trainer: pl.Trainer, comm: Comm, show: bool) -> None:
+    def see(self, batch: Any, trainer: pl.Trainer, world: World, show: bool) -> None:
         """Resolve the keys about batches and compare them with the first batch. Collective for that batch.
 
         If a resumed run begins with the short last batch of an epoch, the next batch is used.
@@ -172,11 +172,11 @@ class Reconciler:
         except RecursionError:
             sizes = set()
         size = sizes.pop() if len(sizes) == 1 else None
-        with comm.agree("reading the configuration", ConfigError), self._marked():
+        with world.agree("reading the configuration", ConfigError), self._marked():
             if size is not None:
-                _check_batch(self.config, size, self._steps, comm.world, "is the size of the first batch")
+                _check_batch(self.config, size, self._steps, world.size, "is the size of the first batch")
         if size is not None:
-            self.config, found = resolve_batch(self.config, size, self._steps, comm.world)
+            self.config, found = resolve_batch(self.config, size, self._steps, world.size)
             show_table(found if show else [])
         elif given and show:
             names = " and ".join(f"{key}={value}" for key, value in given.items())

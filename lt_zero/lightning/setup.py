@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from lt_zero.activation.checkpointing import installed
 from lt_zero.comm.agreement import Agreement
-from lt_zero.comm.communicator import Comm
 from lt_zero.comm.ended_ranks import call_with_short_errors
+from lt_zero.comm.world import World
 from lt_zero.common.compat import SignalOverride
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
@@ -65,7 +65,7 @@ class Run:
     checkpoint_io: CheckpointIO  # for checkpoints of one file
     loss_scale: LossScaleController
     optimizers: tuple[Optimizer, ...]
-    comm: Comm | None  # None before ``setup_environment``
+    world: World | None  # None before ``setup_environment``
     built: Engine | None  # None before ``setup``
     module: pl.LightningModule | None  # None before ``connect``
     rank: int
@@ -81,7 +81,7 @@ class Run:
 
     def refuse_parent(self, what: str) -> None:
         """Raise RuntimeError in the process whose launcher starts the ranks, as in a notebook: it is none of them."""
-        if self.start_method != "popen" and self.comm is None:
+        if self.start_method != "popen" and self.world is None:
             raise RuntimeError(
                 f"This process is no rank: with start_method={self.start_method!r} the ranks are processes that "
                 f"Trainer.fit starts, and {what} ended with them. After a fit the module here has the trained weights "
@@ -99,8 +99,8 @@ class Run:
         return [found for found in map(sharded_of, self.optimizers) if found is not None]
 
     def agree(self, what: str, error: type[Exception]) -> AbstractContextManager[None]:
-        """``Comm.agree``; outside of a run each process is on its own."""
-        return self.comm.agree(what, error) if self.comm is not None else nullcontext()
+        """``World.agree``; outside of a run each process is on its own."""
+        return self.world.agree(what, error) if self.world is not None else nullcontext()
 
 
 def check_callbacks(trainer: pl.Trainer, stage: int) -> None:
@@ -152,7 +152,7 @@ def find_engine(
 
 def show_model(engine: Engine, new: bool) -> None:
     """Print which modules are recomputed in backward, if any; of a ``new`` engine also its units and dtypes."""
-    if engine.comm.rank != 0:
+    if engine.world.rank != 0:
         return
     if new:
         unit_table(engine)

@@ -27,10 +27,11 @@ from lt_zero.activation.checkpointing import install, installed, uninstall
 from lt_zero.build import shard
 from lt_zero.checkpoint.export import Format
 from lt_zero.checkpoint.live_weights import export_engine
-from lt_zero.comm.comm_log import CommRecord, LoggedComm
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.comm_log import CommLog, CommRecord
 from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted, check_launch, joining
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
@@ -78,7 +79,7 @@ class ZeroStrategy(DDPStrategy):
         ConfigError: names every problem: unknown keys, wrong values, keys that contradict each other.
     """
 
-    _OF_A_RUN = frozenset({"_engine", "_comm", "_signals", "checkpoints", "monitor", "data"})
+    _OF_A_RUN = frozenset({"_engine", "_group", "_signals", "checkpoints", "monitor", "data"})
 
     @explained
     def __init__(
@@ -122,7 +123,7 @@ class ZeroStrategy(DDPStrategy):
 
     def _begin(self) -> None:
         self._engine: Engine | None = None
-        self._comm: Comm | None = None
+        self._group: ShardGroup | None = None
         self._signals: Signals | None = None
         self._epoch = 0  # of the last batch, on all ranks
         self.data = DataPosition()
@@ -147,7 +148,7 @@ class ZeroStrategy(DDPStrategy):
             checkpoint_io=self.checkpoint_io,
             loss_scale=self.precision_plugin.loss_scale_controller,
             optimizers=tuple(self.optimizers),
-            comm=self._comm,
+            world=self.world,
             built=self._engine,
             module=self.lightning_module,
             rank=self.global_rank,
@@ -177,9 +178,9 @@ class ZeroStrategy(DDPStrategy):
         return self.run.engine
 
     @property
-    def comm(self) -> Comm | None:
-        """The engine's collectives; set in ``setup_environment``."""
-        return self._comm
+    def world(self) -> World | None:
+        """All ranks; set in ``setup_environment``."""
+        return self._group.world if self._group is not None else None
 
     def memory_report(self) -> dict[str, tuple[int, int]]:
         """Bytes of model states per kind: (on this rank now, what a replicated run holds)."""
@@ -190,7 +191,7 @@ class ZeroStrategy(DDPStrategy):
         sharded = sharded_of(optimizer if optimizer is not None else self.optimizers[0])
         if sharded is None:
             raise ValueError("The optimizer has no parameters of this model.")
-        sharded.engine.comm.roll_call("grad_norm")
+        sharded.engine.world.roll_call("grad_norm")
         return sharded.grads.norm(norm_type) / sharded.grads.loss_scale
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -198,7 +199,7 @@ class ZeroStrategy(DDPStrategy):
 
         With ``EMA`` it has the averages, as exports have.
         """
-        self.engine.comm.roll_call("full_state_dict")
+        self.engine.world.roll_call("full_state_dict")
         with self._averaged():
             return full_state_dict(self.engine)
 
@@ -224,7 +225,7 @@ class ZeroStrategy(DDPStrategy):
 
         Rank 0 writes one bucket at a time. Arguments and errors are those of ``lt_zero.export``.
         """
-        self.engine.comm.roll_call("export")
+        self.engine.world.roll_call("export")
         with self._averaged():
             export_engine(self.engine, self.broadcast(path), dtype, format, shard_size, strip_prefix, overwrite)
         self.barrier("export")
@@ -234,14 +235,15 @@ class ZeroStrategy(DDPStrategy):
 
         Raises RuntimeError if nothing is recorded.
         """
-        if not isinstance(self._comm, LoggedComm):
-            if self._comm is None:
+        world = self.world
+        if world is None or not isinstance(world.log, CommLog):
+            if world is None:
                 self.run.refuse_parent("the record of collectives")
             raise RuntimeError(
                 "Collectives are only recorded with comms_logger.enabled: true, once Trainer.fit, validate, test or "
                 "predict has begun. Enable it and start a run first."
             )
-        return self._comm.log.records()
+        return world.log.records()
 
     # ---- precision ---------------------------------------------------------------------------------------------
 
@@ -284,15 +286,16 @@ class ZeroStrategy(DDPStrategy):
         super().setup_environment()
         if self.lightning_module is not None:  # else the caller wants the process group before there is a run
             self.monitor.attach(self._module.trainer, self.global_rank, self.local_rank)
-        known = self._comm
-        self._comm = known or self.monitor.comm_class.for_world(
-            self.root_device, self.config, self._group_timeout, self._node_rank
+        known = self.world
+        world = known or World.join(
+            self.root_device, self.config, self._group_timeout, self._node_rank, self.monitor.records_collectives
         )
-        self.monitor.record(self._comm, new=known is None)
+        self._group = group = self._group or ShardGroup.of_all(world)
+        self.monitor.record(world, new=known is None)
         if known is None:
-            check_same(self.config, self._comm.host_gather)
-            self._comm.configure(self.config)
-        self._comm.begin_run()
+            check_same(self.config, world.host_gather)
+            group.configure(self.config)
+        world.begin_run()
         self.checkpoints.begin_run()
 
     @property
@@ -308,15 +311,15 @@ class ZeroStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
-        if self._comm is None:
+        if self._group is None:
             raise RuntimeError("ZeroStrategy.setup needs the process group: call setup_environment() first.")
         self.checkpoints.open_none(self.run)
         self.accelerator.setup(trainer)
         set_up.check_callbacks(trainer, self.stage)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        compare_models(self._comm, self._module)  # "auto" depends on it, and whether an engine is used again
+        compare_models(self._group.world, self._module)  # "auto" depends on it, and whether an engine is used again
         if fitting:
-            self._reconciler.agree(trainer, self._module, self._comm, self.is_global_zero)
+            self._reconciler.agree(trainer, self._module, self._group.world, self.is_global_zero)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
             self._layer_sync = TorchSyncBatchNorm()
         if fitting and self._layer_sync:
@@ -325,7 +328,7 @@ class ZeroStrategy(DDPStrategy):
         plugin.convert_module(module)
         self.model_to_device()
         known = set_up.find_engine(module, self.config, plugin.policy, before, fitting)
-        self._engine = known or shard(module, self.config, self.root_device, plugin.policy, self._comm, fitting)
+        self._engine = known or shard(module, self.config, self.root_device, plugin.policy, self._group, fitting)
         self.checkpoints.load_deferred(self.run)
         if known is None:
             sync_buffers(self._engine)
@@ -340,7 +343,7 @@ class ZeroStrategy(DDPStrategy):
             plugin.loss_scale_controller.start_watching(self._engine)
             self.monitor.start(self.run, new=self._engine is not before)
         self.setup_precision_plugin()
-        self._signals = Signals(trainer, self._comm.agreement)
+        self._signals = Signals(trainer, self._group.world.agreement)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -379,11 +382,11 @@ class ZeroStrategy(DDPStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        if self.stage < 3 or self._comm is None or self._comm.world == 1:
+        if self.stage < 3 or self._group is None or self._group.size == 1:
             yield
             return
         threshold = self.config.zero_optimization.stage3_param_persistence_threshold
-        with ConstructionSharder(self._comm, threshold):
+        with ConstructionSharder(self._group, threshold):
             yield
 
     # ---- running -----------------------------------------------------------------------------------------------
@@ -402,7 +405,7 @@ class ZeroStrategy(DDPStrategy):
         super().on_train_batch_start(batch, batch_idx)
         if (epoch := self._module.current_epoch) != self._epoch:
             self._epoch = epoch
-            self.engine.comm.meet(f"the start of epoch {epoch}")
+            self.engine.world.meet(f"the start of epoch {epoch}")
         if self._signals is not None:
             self._signals.begin_batch(True, self.checkpoints.foreground)
 
@@ -410,7 +413,7 @@ class ZeroStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         run, module, batch = self.run, self._module, args[0] if args else None
         self.checkpoints.check_pending(run)
-        self._reconciler.see(batch, module.trainer, run.engine.comm, self.is_global_zero)
+        self._reconciler.see(batch, module.trainer, run.engine.world, self.is_global_zero)
         with phase("forward"), run.engine.forward_scope():
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))
 
@@ -457,7 +460,7 @@ class ZeroStrategy(DDPStrategy):
     @override
     def on_validation_start(self) -> None:
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            self.engine.comm.meet("the start of validation")
+            self.engine.world.meet("the start of validation")
         self.monitor.before_validation()
         self.data.before_validation()
         self.engine.prepare_reading()  # all ranks validate the same weights
@@ -480,12 +483,12 @@ class ZeroStrategy(DDPStrategy):
 
     def _release_weights(self) -> None:
         self.engine.gatherer.release_all()
-        self.engine.offload_manager.check(self.engine.comm, "weights in files")
+        self.engine.offload_manager.check(self.engine.world, "weights in files")
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         # Saves outside of a run are synchronous.
-        with self._comm.explaining() if self._comm is not None else nullcontext():
+        with self.world.explaining() if self.world is not None else nullcontext():
             super().barrier(*args, **kwargs)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
@@ -495,7 +498,7 @@ class ZeroStrategy(DDPStrategy):
         """Fragments on all ranks, or (full checkpoints) the full state dict on rank 0 and {} elsewhere. Collective."""
         if self._engine is None or not self._engine.attached or self._engine.root is not self.lightning_module:
             return super().lightning_module_state_dict()
-        self._engine.comm.roll_call("Trainer.save_checkpoint")  # Lightning calls this first
+        self._engine.world.roll_call("Trainer.save_checkpoint")  # Lightning calls this first
         return self.checkpoints.model_state(self.run)
 
     @override
@@ -510,8 +513,8 @@ class ZeroStrategy(DDPStrategy):
     ) -> None:
         if "optimizer_states" in checkpoint:
             self.run.refuse_parent("the optimizer states")
-        if self._comm is not None:
-            self._comm.roll_call("Strategy.save_checkpoint")
+        if self.world is not None:
+            self.world.roll_call("Strategy.save_checkpoint")
         path = str(self.broadcast(filepath))  # ranks may have computed different paths
         self.checkpoints.save(self.run, checkpoint, path, storage_options)
 
@@ -537,7 +540,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self.engine.comm.meet("the end of training")
+        self.engine.world.meet("the end of training")
         self.checkpoints.wait(self.run)
         if self._engine is not None:
             self._engine.prepare_reading()  # the process groups may be destroyed after fit
@@ -569,11 +572,11 @@ class ZeroStrategy(DDPStrategy):
             self._signals = None
         if engine is not None:
             engine.offload_manager.rest()
-        if self._comm is not None:
-            self._comm.end_run()
+        if self.world is not None:
+            self.world.end_run()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Skip DDP's advice on unused parameters; explain errors caused by another rank."""
-        if self._comm is not None:
-            self._comm.post_error(exception)
+        if self.world is not None:
+            self.world.post_error(exception)

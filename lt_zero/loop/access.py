@@ -53,7 +53,7 @@ def set_full_master(parameter: Parameter, value: Tensor) -> None:
     engine, bucket, index = _place(parameter, "lt_zero.set_full_master")
     _check_shape(bucket, index, value)
     engine.prepare_reading()
-    bucket.write(index, value.to(bucket.comm.device))
+    bucket.write(index, value.to(bucket.group.device))
     bucket.edits.note()
     bucket.put_away()
 
@@ -91,7 +91,7 @@ def set_full_grad(parameter: Parameter, value: Tensor) -> None:
     _check_shape(bucket, index, value)
     if not engine.finish_reductions()(bucket, index):
         raise ValueError(f"{_name(bucket, index)!r} has no gradient to be replaced: {_GRADS}.")
-    row = value.to(bucket.comm.device).reshape(-1) * _scale_of(engine, parameter)
+    row = value.to(bucket.group.device).reshape(-1) * _scale_of(engine, parameter)
     for piece in bucket.pieces_of(index):
         bucket.grads.of(piece).copy_(row[piece.lo : piece.hi])
     bucket.grads.put_away()
@@ -113,15 +113,15 @@ def full_state(parameter: Parameter, key: str) -> Any:
     mine = own if isinstance(own, Fragment) and own.shape == bucket.shapes[index] else None
     if mine is None and isinstance(own, Fragment):  # of another shape (a row's statistics): one rank has all of it
         own = own.local().view(own.shape).clone()
-    every = engine.comm.host_gather(mine.dtype if mine is not None else own, f"states of {_name(bucket, index)}")
+    every = engine.world.host_gather(mine.dtype if mine is not None else own, f"states of {_name(bucket, index)}")
     found = [value for value in every if value is not None]
     if not found:
-        names = sorted({name for some in engine.comm.host_gather(list(state), "states") for name in some})
+        names = sorted({name for some in engine.world.host_gather(list(state), "states") for name in some})
         raise KeyError(f"{_name(bucket, index)!r} has no state {key!r}; it has {', '.join(names) or 'none yet'}.")
     if not isinstance(found[0], torch.dtype):
         return found[0]
     (lo, hi), span = bucket.shard_range, bucket.layout.spans[index]
-    rows = torch.zeros(hi - lo, dtype=found[0], device=bucket.comm.device)
+    rows = torch.zeros(hi - lo, dtype=found[0], device=bucket.group.device)
     if mine is not None:
         for piece in bucket.pieces_of(index):
             rows[piece.offset : piece.offset + piece.numel] = mine.local()
@@ -145,7 +145,7 @@ def set_full_state(parameter: Parameter, value: Tensor, key: str) -> None:
     state = _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
     pieces = bucket.pieces_of(index)
     lacks = bool(pieces) and not _is_elementwise(bucket, pieces[0], state.get(key))
-    if any(engine.comm.host_gather(lacks, f"optimizer state of {_name(bucket, index)}")):
+    if any(engine.world.host_gather(lacks, f"optimizer state of {_name(bucket, index)}")):
         raise KeyError(f"{_name(bucket, index)!r} has no element-wise state {key!r}. Call it after the first step.")
     for piece in pieces:
         if (stored := bucket.states.get(key)) is not None:
@@ -250,7 +250,7 @@ def _checked(bucket: Bucket, index: int, piece: Piece, value: Tensor | None) -> 
         raise ValueError(
             f"{_name(bucket, index)!r} has {piece.numel} elements on this rank, and the value has {found}."
         )
-    return value.reshape(-1).to(bucket.comm.device)
+    return value.reshape(-1).to(bucket.group.device)
 
 
 def _is_elementwise(bucket: Bucket, piece: Piece, value: Any) -> bool:
@@ -310,7 +310,7 @@ def _place(parameter: Parameter, call: str) -> tuple[Engine, Bucket, int]:
             "of model.parameters()."
         )
     if call:
-        engine.comm.roll_call(call)
+        engine.world.roll_call(call)
     return (engine, *engine.owner[id(parameter)])
 
 

@@ -45,9 +45,10 @@ from lt_zero.checkpoint.native.restore import (
 )
 from lt_zero.checkpoint.native.save import LOOP, bundle, make_place, write
 from lt_zero.checkpoint.open import LATEST, read_latest
-from lt_zero.comm.communicator import Comm, together
 from lt_zero.comm.launchers import local_rank
 from lt_zero.comm.process_groups import init_distributed, joining, own_gpu
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World, together
 from lt_zero.common.arguments import expect, expect_path, wrong
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
@@ -143,21 +144,21 @@ class TrainingEngine(nn.Module):
         config = with_sizes(config, model)
         if autos := sorted(".".join(map(str, path)) for path in config.autos if path[0] not in _BATCH):
             raise ConfigError(f'{autos[0]}="auto" has no Trainer here to take a value from: write one.')
-        self.comm = Comm.for_world(wanted, config)
-        self.global_rank, self.world_size = self.comm.rank, self.comm.world
-        compare_models(self.comm, model)  # "auto" depends on it
-        check_same(config, self.comm.host_gather)
+        self.world = World.join(wanted, config)
+        self.global_rank, self.world_size = self.world.rank, self.world.size
+        compare_models(self.world, model)  # "auto" depends on it
+        check_same(config, self.world.host_gather)
         tell_without_trainer(config, self.global_rank, "checkpoint.format")
         self._micro, self._gas = _batch_sizes(config, self.world_size)
         policy = dtype_policy(config, resolve_mode(config, "32-true"))
-        self.engine: Engine = shard(model, config, wanted, policy, self.comm, training=True)
+        self.engine: Engine = shard(model, config, wanted, policy, ShardGroup.of_all(self.world), training=True)
         for child in model.modules():
             for name, buffer in child.named_buffers(recurse=False):
                 if buffer.device != wanted:
                     setattr(child, name, buffer.to(wanted))
         sync_buffers(self.engine)
         self.module, self._config = model, config
-        self.comm.begin_run()
+        self.world.begin_run()
         self.loss_scale_controller = LossScaleController(policy, on_min_scale(config))
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
@@ -395,7 +396,7 @@ class TrainingEngine(nn.Module):
     def destroy(self) -> None:
         """End the run on this rank: threads and hooks."""
         self.loss_scale_controller.stop_watching()
-        self.comm.end_run()
+        self.world.end_run()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
@@ -430,7 +431,7 @@ class TrainingEngine(nn.Module):
         expect_path(save_dir, "engine.save_checkpoint(save_dir=...)")
         tag = tag or f"global_step{self.global_steps}"
         self.loss_scale_controller.read_skip_flag()
-        engine, comm = self.engine, self.comm
+        engine, world = self.engine, self.world
         weights, left_out = weight_fragments(engine), list[str]()
         if exclude_frozen_parameters or not self._config.checkpoint.save_frozen:
             left_out = [n for n, p in engine.root.named_parameters(remove_duplicate=False) if not p.requires_grad]
@@ -455,14 +456,14 @@ class TrainingEngine(nn.Module):
             content[RANK_BUFFERS] = own
         names = [parameter_names(self.optimizer, engine)] if self.optimizer is not None else []
         zero = self._config.zero_optimization
-        facts = {"stage": zero.stage, "ranks": comm.world, "precision": engine.policy.mode, "torch": torch.__version__}
+        facts = {"stage": zero.stage, "ranks": world.size, "precision": engine.policy.mode, "torch": torch.__version__}
         facts["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         facts = {k: str(v) if k == "torch" else v for k, v in facts.items()}
-        made = bundle(content, names, comm, facts, shown(self._config), left_out)
-        place = make_place(comm, inside(save_dir, tag))
-        write(made, place, comm, comm.saving_group(background=False))
-        with comm.agree("naming the latest checkpoint", CheckpointError):
-            if save_latest and comm.rank == 0:
+        made = bundle(content, names, engine.groups[0], facts, shown(self._config), left_out)
+        place = make_place(world, inside(save_dir, tag))
+        write(made, place, world, world.saving_group(background=False))
+        with world.agree("naming the latest checkpoint", CheckpointError):
+            if save_latest and world.rank == 0:
                 _write_atomically(inside(save_dir, LATEST), tag)
         return True
 
@@ -486,20 +487,20 @@ class TrainingEngine(nn.Module):
             CheckpointError: on all ranks; before anything is loaded if the optimizer does not fit.
         """
         expect_path(load_dir, "engine.load_checkpoint(load_dir=...)")
-        comm = self.comm
+        world = self.world
         if tag is None:
-            with comm.agree("reading the latest checkpoint's name", CheckpointError):
-                found = read_latest(load_dir) if comm.rank == 0 else None
-            tag = comm.host_broadcast(found, "the latest checkpoint")
+            with world.agree("reading the latest checkpoint's name", CheckpointError):
+                found = read_latest(load_dir) if world.rank == 0 else None
+            tag = world.host_broadcast(found, "the latest checkpoint")
         if tag is None:
             return None, {}
         path = inside(load_dir, tag)
-        saved = open_same(comm, path, as_lightning, tell=comm.rank == 0)
+        saved = open_same(world, path, as_lightning, tell=world.rank == 0)
         own, how = entries_of(saved, LOOP), self._config.checkpoint
         only_weights = load_module_only or how.load_module_only
         state = None
         if load_optimizer_states and how.load_optimizer_states and not only_weights:
-            with comm.agree("checking optimizer states", CheckpointError):
+            with world.agree("checking optimizer states", CheckpointError):
                 state = self._fitting_state(saved.get("optimizer_states", []), path)
         schedules = saved.get("lr_schedulers") if load_lr_scheduler_states and how.load_lr_scheduler_states else None
         if schedules and self.lr_scheduler is not None and not only_weights:
@@ -507,7 +508,7 @@ class TrainingEngine(nn.Module):
         left_out = list(saved.get("lt_zero", {}).get("frozen_left_out", []))
         self.loss_scale_controller.read_skip_flag()  # of a step before
         weights = saved["state_dict"] if only_weights else trained_weights(saved)
-        with comm.agree("loading weights", CheckpointError):
+        with world.agree("loading weights", CheckpointError):
             restore_weights(self.module, self._config, weights, load_module_strict, left_out)
         self.zero_grad()  # of other weights
         self._pending, self._scaled = 0, False
@@ -516,7 +517,7 @@ class TrainingEngine(nn.Module):
         if state is not None and self._sharded is not None:
             restore_training(self.engine, saved.get(RESIDUALS), stepped(saved))
             load_rank_buffers(self.engine, saved.get(RANK_BUFFERS))
-            with comm.agree("loading optimizer states", CheckpointError):
+            with world.agree("loading optimizer states", CheckpointError):
                 restore_optimizer(self._sharded.optimizer, self.engine, state, 0)
             self.loss_scale_controller.load_state_dict(loss_scale(saved))
             self.loss_scale_controller.start_watching(self.engine)
@@ -534,12 +535,12 @@ class TrainingEngine(nn.Module):
         if len(states) != 1:
             text = f"has {len(states)} optimizers, and the engine one. Load with load_optimizer_states=False"
             raise CheckpointError(f"The checkpoint {path} {text}.")
-        return fitting_state(states[0], self.optimizer, self.engine, 0, self.comm.rank == 0)
+        return fitting_state(states[0], self.optimizer, self.engine, 0, self.world.rank == 0)
 
     def _load_schedule(self, saved: Sequence[Any] | None, path: str) -> None:
         if self.lr_scheduler is not None and saved:
             self.lr_scheduler.load_state_dict(saved[0])
-        elif (self.lr_scheduler is not None or saved) and self.comm.rank == 0:
+        elif (self.lr_scheduler is not None or saved) and self.world.rank == 0:
             has = "a schedule, and the engine has none" if saved else "no schedule, and the engine's begins anew"
             warn(f"The checkpoint {path} has {has}. load_lr_scheduler_states=False expects so.")
 
@@ -553,10 +554,10 @@ class TrainingEngine(nn.Module):
         Raises:
             CheckpointError, ValueError: on all ranks.
         """
-        with self.comm.agree("making the folder", CheckpointError):
+        with self.world.agree("making the folder", CheckpointError):
             if is_url(save_dir):
                 raise CheckpointError(f"{save_dir} is a URL, and this file is local. Name a local folder, and copy it.")
-            if self.comm.rank == 0:
+            if self.world.rank == 0:
                 Path(save_dir).mkdir(parents=True, exist_ok=True)
         dtype = torch.bfloat16 if self.bfloat16_enabled() else torch.float16
         export_engine(self.engine, Path(save_dir, save_filename), **{"dtype": dtype, **options})

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.shared_memory import host_identity
+from lt_zero.comm.world import World
 from lt_zero.common.compat import without_torch_function
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
@@ -98,7 +99,9 @@ _EVERYTHING = 1 << 62  # bytes: not limited
 Advice = Callable[[int, int], str]  # (bytes of the host, ranks on it) -> remedy
 
 
-def check_build(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, comm: Comm, training: bool = True) -> None:
+def check_build(
+    plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, group: ShardGroup, training: bool = True
+) -> None:
     """Check everything but the optimizer, before the first bucket is allocated. Collective.
 
     Raises:
@@ -106,15 +109,15 @@ def check_build(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, comm:
     """
     if not limits.checks_wanted():
         return
-    setup = Setup.of_comm(comm, states=0.0, fused=False, training=training, saves=False)
+    setup = Setup.of_group(group, states=0.0, fused=False, training=training, saves=False)
     cast = forecast(plan, config, policy, setup)
     taken: Counter[str] = Counter()  # bytes that parameters take now, by device type
     for bucket in plan.buckets:
         for _, parameter in bucket.parameters:
-            parts = comm.mesh.shards if is_guarded(parameter) else 1  # guarded: sharded at construction
+            parts = group.mesh.shards if is_guarded(parameter) else 1  # guarded: sharded at construction
             taken[parameter.device.type] += parameter.numel() * parameter.dtype.itemsize // parts
     advice = partial(_advice, plan.root, config, policy, setup, "adam")
-    _check(cast, list(cast.phases), taken, config.max_cpu_gb, comm, advice)
+    _check(cast, list(cast.phases), taken, config.max_cpu_gb, group.world, advice)
 
 
 def check_optimizers(
@@ -144,7 +147,7 @@ def check_optimizers(
     phases = [phase for phase in cast.phases if phase != "build"]
     held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)
     advice = partial(_advice, engine.root, engine.config, engine.policy, setup, setup.states * torch.float32.itemsize)
-    _check(cast, phases, {engine.comm.device.type: held}, engine.config.max_cpu_gb, engine.comm, advice)
+    _check(cast, phases, {engine.device.type: held}, engine.config.max_cpu_gb, engine.world, advice)
 
 
 def setup_of(
@@ -154,7 +157,7 @@ def setup_of(
     known = [states_of(optimizer) for optimizer in optimizers]
     states = max((count for count, _ in known), default=0.0) + averages
     fused = engine.config.fused_step and all(fused for _, fused in known)
-    return Setup.of_comm(engine.comm, states=states, fused=fused, accumulates=accumulates, saves=saves)
+    return Setup.of_group(engine.groups[0], states=states, fused=fused, accumulates=accumulates, saves=saves)
 
 
 def _check(
@@ -162,16 +165,16 @@ def _check(
     phases: Sequence[str],
     taken: Mapping[str, int],
     max_cpu_gb: float | None,
-    comm: Comm,
+    world: World,
     advice: Advice,
 ) -> None:
     """Compare needs and available memory per host, and again without garbage if they do not fit. Collective."""
     with suppress(NotEnoughMemory):
-        _compare(cast, phases, taken, max_cpu_gb, comm, advice)
+        _compare(cast, phases, taken, max_cpu_gb, world, advice)
         return
     gc.collect()  # a model of before may wait in the reference cycles of its Trainer
     return_freed_memory()
-    _compare(cast, phases, taken, max_cpu_gb, comm, advice)
+    _compare(cast, phases, taken, max_cpu_gb, world, advice)
 
 
 def _compare(
@@ -179,20 +182,20 @@ def _compare(
     phases: Sequence[str],
     taken: Mapping[str, int],
     max_cpu_gb: float | None,
-    comm: Comm,
+    world: World,
     advice: Advice,
 ) -> None:
     # Each rank reads the available memory before the gather and allocates only after it, so no rank's memory counts
     # both as needed and as taken.
-    needs = {phase: cast.need_of_rank(phase, HOST, first=comm.rank == 0) for phase in phases}
-    problem = _gpu_problem(cast, phases, taken.get("cuda", 0), comm)
+    needs = {phase: cast.need_of_rank(phase, HOST, first=world.rank == 0) for phase in phases}
+    problem = _gpu_problem(cast, phases, taken.get("cuda", 0), world)
     mine = _Rank(needs, taken.get("cpu", 0), limits.host_memory(), problem)
     try:
         here = host_identity()
     except OSError:  # not Linux
         here = socket.gethostname()
     hosts: dict[str, list[_Rank]] = {}
-    for host, rank in comm.host_gather((here, mine), "memory"):
+    for host, rank in world.host_gather((here, mine), "memory"):
         hosts.setdefault(host, []).append(rank)
     for ranks in hosts.values():
         sums = [sum((Counter(rank.needs[phase]) for rank in ranks), Counter[str]()) for phase in phases]
@@ -206,7 +209,7 @@ def _compare(
         if sum(need.values()) > have.nbytes:  # compute the advice only if it is needed
             check_host_memory(need, have, ranks=len(ranks), remedy=advice(have.nbytes, len(ranks)))
         gaps = len(ranks) * cast.parameters * torch.float32.itemsize if cast.setup.training else 0
-        if comm.device.type == "cpu" and sum(need.values()) + gaps > have.nbytes and ranks is hosts[here]:
+        if world.device.type == "cpu" and sum(need.values()) + gaps > have.nbytes and ranks is hosts[here]:
             # Freed gradients leave gaps in the heap, up to those of a whole backward (glibc's memalign seldom uses them
             # again). Without gaps steps take 1.2 times as long.
             return_large_blocks()
@@ -224,15 +227,15 @@ class _Rank(NamedTuple):
     problem: str
 
 
-def _gpu_problem(cast: Forecast, phases: Sequence[str], taken: int, comm: Comm) -> str:
+def _gpu_problem(cast: Forecast, phases: Sequence[str], taken: int, world: World) -> str:
     """The error message if this rank's GPU is too small, else ""."""
-    there = limits.device_memory(comm.device)
+    there = limits.device_memory(world.device)
     need = max((cast.need_of_rank(phase, DEVICE) for phase in phases), key=lambda need: sum(need.values()))
     if there is None or sum(need.values()) <= there.nbytes + taken:
         return ""
     have = Available(there.nbytes + taken, there.source)
     remedy = "Take a higher stage, more ranks or offload_optimizer; `lt-zero estimate` shows what each needs."
-    return shortage(need, have, f"The GPU memory of rank {comm.rank}", remedy)
+    return shortage(need, have, f"The GPU memory of rank {world.rank}", remedy)
 
 
 def _advice(

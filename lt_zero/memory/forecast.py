@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
@@ -64,7 +64,7 @@ class Setup:
     per_node: int  # ranks on one node, which share its host memory and NVMe
     device: str = "cuda"  # type, "cpu" or "cuda"
     windows: bool = False  # ranks read each other's memory (comm/shared_memory.py)
-    sums_wide: bool = False  # gradients are summed in the accumulators' dtype, whatever dtype is sent (communicator.py)
+    sums_wide: bool = False  # gradients are summed in the accumulators' dtype, whatever dtype is sent (transport.py)
     scratch: bool = False  # reductions need as much scratch memory as they send (gloo)
     background: bool = True  # gathers overlap with compute, so units are prefetched
     states: float = 2.0  # element-wise states of the optimizer; 2 for Adam
@@ -74,16 +74,16 @@ class Setup:
     saves: bool = True  # there are checkpoints
 
     @classmethod
-    def of_comm(cls, comm: Comm, **options: Any) -> Setup:
+    def of_group(cls, group: ShardGroup, **options: Any) -> Setup:
         """The setup of a running process group; ``options``: the fields that it does not know."""
         return cls(
-            world=comm.world,
-            per_node=comm.world,
-            device=comm.device.type,
-            windows=comm.shares_memory,
-            sums_wide=comm.sums_wide,
-            scratch=comm.scratch_numel(1) > 0,
-            background=comm.gathers_in_background,
+            world=group.size,
+            per_node=group.size,
+            device=group.device.type,
+            windows=group.shares_memory,
+            sums_wide=group.sums_wide,
+            scratch=group.scratch_numel(1) > 0,
+            background=group.gathers_in_background,
             **options,
         )
 

@@ -161,7 +161,7 @@ class WeightAverage:
         for bucket in engine.buckets:
             bucket.edits.check(values=True)
         changed = torch.tensor([list(map(int, self._digests())) != list(map(int, self._left))], dtype=torch.uint8)
-        engine.comm.host_max(changed, "weights after training").wait()
+        engine.world.host_max(changed, "weights after training").wait()
         if changed.item():
             self.close()
 

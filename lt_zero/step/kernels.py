@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lt_zero import ops
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import ShardGroup, combine_rows
 from lt_zero.engine.bucket import Bucket
 from lt_zero.optim.lamb import Lamb, corrected_rate, trust_rates
 from lt_zero.optim.lion import Lion
@@ -177,46 +177,44 @@ class FullNorms:
     Parameters that every rank has in full, or that the engine does not own, have no row.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._first: dict[Bucket, int] = {}  # row of a bucket's first parameter
         self._row_of: dict[int, int] = {}  # of a fragment, by id
-        self._count = 0  # rows
+        self._groups: list[ShardGroup] = []  # of each row
 
     def expect(self, members: Mapping[Bucket, Sequence[Member]]) -> None:
         """Prepare for a step of these buckets, the same ones in the same order on all ranks."""
-        self._first, self._row_of, self._count = {}, {}, 0
+        self._first, self._row_of, self._groups = {}, {}, []
         for bucket, mine in members.items():
             if bucket.shard_range != (0, bucket.layout.numel):
-                self._row_of.update({id(member.fragment): self._count + member.piece.index for member in mine})
-                self._first[bucket] = self._count
-                self._count += len(bucket.params)
+                first = self._first[bucket] = len(self._groups)
+                self._row_of.update({id(member.fragment): first + member.piece.index for member in mine})
+                self._groups += [bucket.group] * len(bucket.params)
 
     def __call__(self, fragments: list[Tensor], squares: Tensor) -> Tensor:
         """Squared norms (fp64, [fragments, any]) of the parameters that these are fragments of. Collective."""
-        return self._combined(
-            [self._row_of.get(id(fragment)) for fragment in fragments], squares, self._comm.sum_scalar
-        )
+        return self._combined([self._row_of.get(id(fragment)) for fragment in fragments], squares)
 
     def maxima(self, fragments: list[Tensor], values: Tensor) -> Tensor:
         """The maxima of ``values`` (fp64, [fragments, any], none below 0) in the same way. Collective."""
-        return self._combined([self._row_of.get(id(fragment)) for fragment in fragments], values, self._comm.max_scalar)
+        return self._combined([self._row_of.get(id(fragment)) for fragment in fragments], values, maximum=True)
 
     def at(self, places: list[tuple[Bucket, int]], squares: Tensor) -> Tensor:
         """The same for fragments of these (bucket, index of a parameter). Collective."""
         rows = [self._first[b] + index if b in self._first else None for b, index in places]
-        return self._combined(rows, squares, self._comm.sum_scalar)
+        return self._combined(rows, squares)
 
-    def _combined(self, rows: list[int | None], squares: Tensor, combine: Callable[[Tensor, str], Tensor]) -> Tensor:
-        if self._count == 0:
+    def _combined(self, rows: list[int | None], squares: Tensor, maximum: bool = False) -> Tensor:
+        if not self._groups:
             return squares
-        table = torch.zeros(self._count, squares.shape[1], dtype=torch.float64, device=self._comm.device)
+        table = torch.zeros(len(self._groups), squares.shape[1], dtype=torch.float64, device=self._device)
         held = [(number, row) for number, row in enumerate(rows) if row is not None]
         columns = [[number for number, _ in held], [row for _, row in held]]
         index = torch.tensor(columns, dtype=torch.int64, pin_memory=table.is_cuda)  # pageable, the host would wait
         numbers, places = (i.to(t.device, non_blocking=True) for i, t in zip(index, (squares, table), strict=True))
         table[places] = squares[numbers].to(table.device)
-        table = combine(table, "norms of full parameters")
+        table = combine_rows(table, self._groups, "norms of full parameters", maximum)
         full = squares.clone()
         full[numbers] = table[places].to(squares.device)
         return full

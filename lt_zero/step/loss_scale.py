@@ -240,7 +240,7 @@ class LossScaleController:
             return
         self._told = True
         parameters = nonfinite_parameters(engine)
-        if engine.comm.rank == 0:
+        if engine.world.rank == 0:
             warn(nonfinite_warning(engine, parameters))
 
     def _forget(self) -> None:
@@ -249,7 +249,7 @@ class LossScaleController:
         self.norm, self.skip, self._examined, self._some = None, False, None, False
 
     def _skips_on_device(self, sharded: ShardedOptimizer) -> bool:
-        wanted = self.on_device if self.on_device is not None else sharded.engine.comm.device.type == "cuda"
+        wanted = self.on_device if self.on_device is not None else sharded.engine.device.type == "cuda"
         if not wanted or self._watch is not None or not sharded.skips_on_device():
             return False
         if self.scaler is not None and self.scaler.rules.dynamic:
@@ -390,14 +390,14 @@ class LossScaleController:
         if not fatal and (not again or self._on_min_scale == "hold"):
             return
         watch = self._watch if not self._watching_late else None
-        culprits = engine.comm.host_gather(watch.first(), "overflow") if watch is not None else []
+        culprits = engine.world.host_gather(watch.first(), "overflow") if watch is not None else []
         scale = None if self._plain else before
         report = overflow_report(nonfinite_parameters(engine), culprits, self.skipped, scale)
         if self._raises:
             raise NonFiniteError(f"{report} on_nonfinite=skip goes on without this step.")
         if fatal:
             raise LossScaleError(f"{report} The scale is at its minimum; on_min_scale=hold or warn goes on.")
-        if engine.comm.rank == 0:
+        if engine.world.rank == 0:
             warn(report)
 
     def stop_watching(self) -> None:

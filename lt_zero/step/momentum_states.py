@@ -48,7 +48,7 @@ class OptimizerMomenta:
 
     def _read_factors(self) -> dict[Bucket, dict[int, float]]:
         """The factors by which 1-bit LAMB scales momenta to one magnitude; computed at the freeze. Collective."""
-        places, comm = self._fragments.places(), self._fragments.engine.comm
+        places, group = self._fragments.places(), self._fragments.engine.groups[0]
         table = torch.zeros(2, len(places), dtype=torch.float64)  # the factors; squared norms of momenta
         for number, (_, _, parameter) in enumerate(places):
             state = self._optimizer.state.get(parameter, {})
@@ -56,8 +56,8 @@ class OptimizerMomenta:
                 table[0, number] = float(state.get("scaling_coeff", 0.0))
                 table[1, number] = torch.linalg.vector_norm(state["exp_avg"], dtype=torch.float64).square()
         if self._fragments.engine.sharded_optim:
-            table[0] = comm.max_scalar(table[0].to(comm.device), "factors of momenta")
-            table[1] = comm.sum_scalar(table[1].to(comm.device), "norms of momenta")
+            table[0] = group.max_all(table[0].to(group.device), "factors of momenta")
+            table[1] = group.sum_scalar(table[1].to(group.device), "norms of momenta")
         factors = table[0]
         if not factors.any():
             spans = [bucket.layout.spans[index] for bucket, index, _ in places]
@@ -74,7 +74,7 @@ class OptimizerMomenta:
 
     def state(self, bucket: Bucket, key: str) -> Tensor:
         lo, hi = bucket.shard_range
-        flat = torch.zeros(hi - lo, dtype=torch.float32, device=bucket.comm.device)
+        flat = torch.zeros(hi - lo, dtype=torch.float32, device=bucket.group.device)
         for index, parameter in enumerate(bucket.params):
             value = self._optimizer.state.get(parameter, {}).get(key)
             for piece in bucket.pieces_of(index) if value is not None else ():
@@ -88,7 +88,7 @@ def connect_momenta(engine: Engine, fragments: Fragments, optimizer: OneBitOptim
     Raises:
         TypeError: gradients or parameters are sharded, or the configuration does not name the optimizer.
     """
-    if engine.comm.world == 1:
+    if engine.world.size == 1:
         return
     compression = engine.compression
     if not isinstance(compression, CompressedMomentum):
@@ -107,7 +107,7 @@ def connect_local_steps(engine: Engine, fragments: Fragments, optimizer: ZeroOne
     Raises:
         TypeError: the configuration does not name the optimizer.
     """
-    if engine.comm.world == 1:
+    if engine.world.size == 1:
         return
     compression = engine.compression
     if not isinstance(compression, LocalSteps):
@@ -123,7 +123,7 @@ def connect_local_steps(engine: Engine, fragments: Fragments, optimizer: ZeroOne
                 if id(fragment) in wanted:
                     found.setdefault(bucket, []).append((piece, fragment))
         for bucket, rows in found.items():
-            flat = torch.zeros(bucket.layout.numel, dtype=torch.float32, device=engine.comm.device)
+            flat = torch.zeros(bucket.layout.numel, dtype=torch.float32, device=engine.device)
             for piece, own in rows:
                 flat[piece.offset : piece.offset + piece.numel] = value(own).reshape(-1)
             mean = compression.average(bucket, flat)

@@ -161,7 +161,7 @@ def nonfinite_parameters(engine: Engine) -> list[str]:
         grads.put_away()
     finite = torch.stack(flags).tolist() if flags else []
     mine = [name for name, ok in zip(names, finite, strict=True) if not ok]
-    found = {name for some in engine.comm.host_gather(mine, "overflowed gradients") for name in some}
+    found = {name for some in engine.world.host_gather(mine, "overflowed gradients") for name in some}
     order = {clean_name(name): number for number, (name, _) in enumerate(engine.root.named_parameters())}
     return sorted(found, key=lambda name: (order.get(name, len(order)), name))
 

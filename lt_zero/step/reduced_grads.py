@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lt_zero import ops
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.timing import phased
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.compressed_momentum import CompressedMomentum
@@ -61,23 +62,25 @@ class ReducedGrads:
 
     # ---- their values ------------------------------------------------------------------------------------------
 
-    def _by_factor(self) -> Iterator[tuple[list[Tensor], Tensor | None]]:
-        """This rank's gradients (1D rows), read-only, and the deferred factor (0D) that these lack. Collective.
+    def _by_factor(self) -> Iterator[tuple[list[Tensor], Tensor | None, ShardGroup]]:
+        """This rank's gradients (1D rows), read-only, the deferred factor (0D) that these lack, and their group.
 
         First those in files, bucket by bucket: each accumulator is in memory until the next is asked for. Then all
-        others. Neighbours in a bucket share a row, with the zeros between them.
+        others. Neighbours in a bucket share a row, with the zeros between them. Collective.
         """
-        together: dict[int, tuple[list[Tensor], Tensor | None]] = {}
+        first = self._engine.groups[0]
+        together: dict[tuple[int, ShardGroup], tuple[list[Tensor], Tensor | None]] = {}
         for bucket, indices in self.used().items():
             stored, factor = bucket.grads.stored()
             rows = [stored[lo:hi] for lo, hi in _edges(bucket, indices)]
             if bucket.grads.streamed:
-                yield rows, factor
+                yield rows, factor, bucket.group
                 bucket.grads.put_away()
             else:
-                together.setdefault(id(factor), ([], factor))[0].extend(rows)
-        together.setdefault(id(None), ([], None))[0].extend(self._foreign())
-        yield from together.values()
+                together.setdefault((id(factor), bucket.group), ([], factor))[0].extend(rows)
+        together.setdefault((id(None), first), ([], None))[0].extend(self._foreign())
+        for (_, group), (rows, factor) in together.items():
+            yield rows, factor, group
 
     @torch.no_grad()
     def multiply(self, factor: Tensor) -> None:
@@ -97,7 +100,7 @@ class ReducedGrads:
     def _multiply(self, factor_on: Callable[..., Tensor]) -> None:
         """``factor_on(device=...)`` is the factor (0D) there."""
         used_parameters, places = self._engine.used_parameters, self._fragments.places()
-        used_parameters.scaled(places, factor_on(device=self._engine.comm.device))
+        used_parameters.scaled(places, factor_on(device=self._engine.device))
         for grad in [*used_parameters.unreduced(places), *self._foreign()]:
             grad.mul_(factor_on(device=grad.device))
         products: Products = {}
@@ -131,29 +134,43 @@ class ReducedGrads:
         It is finite unless a gradient of some rank is not, or is too large to be squared. While ranks step with their
         own gradients (engine/local_steps.py) it is the root mean square of their norms, so that they agree.
         """
-        engine, comm = self._engine, self._engine.comm
+        engine, device, dtype = self._engine, self._engine.device, self._dtype
         apart = isinstance(engine.compression, LocalSteps) and engine.compression.local
-        dtype = self._dtype
+        sums = apart or engine.sharded_optim or len(engine.groups) > 1
+        found = ((rows, factor, self._share(group) if sums else 1.0) for rows, factor, group in self._by_factor())
+        ranks = engine.world.size if apart else 1
         if norm_type == 2.0:
-            total = torch.zeros((), dtype=torch.float64, device=comm.device)
-            for rows, factor in self._by_factor():
-                squares = _squares(rows, comm.device)
-                total = total + (squares if factor is None else squares * factor.to(comm.device, torch.float64) ** 2)
-            if engine.sharded_optim or apart:
-                total = comm.sum_scalar(total, "gradient norm") / (comm.world if apart else 1)
+            total = torch.zeros((), dtype=torch.float64, device=device)
+            for rows, factor, share in found:
+                squares = _squares(rows, device)
+                squares = squares if factor is None else squares * factor.to(device, torch.float64) ** 2
+                total = total + squares * share if share else total
+            if sums:
+                total = engine.world.sum_all(total, "gradient norm") / ranks
             return total.sqrt().to(dtype)
         parts = []
-        for rows, factor in self._by_factor():
+        for rows, factor, share in found:
             norms = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in rows]
-            parts += norms if factor is None else [norm * factor.to(norm.device) for norm in norms]
-        none = torch.zeros((), dtype=dtype, device=comm.device)
+            norms = norms if factor is None else [norm * factor.to(norm.device) for norm in norms]
+            parts += [norm * share ** (1.0 / norm_type) for norm in norms] if share else []
+        none = torch.zeros((), dtype=dtype, device=device)
         local = torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else none
-        if not (engine.sharded_optim or apart):
+        if not sums:
             return local
         if norm_type == float("inf"):
-            return comm.max_scalar(local, "gradient norm")
-        total = comm.sum_scalar(local.to(torch.float64) ** norm_type, "gradient norm") / (comm.world if apart else 1)
+            return engine.world.max_all(local, "gradient norm")
+        total = engine.world.sum_all(local.to(torch.float64) ** norm_type, "gradient norm") / ranks
         return (total ** (1.0 / norm_type)).to(local.dtype)
+
+    def _share(self, group: ShardGroup) -> float:
+        """By what this rank's sums over the gradients of ``group`` are multiplied in a sum over the world.
+
+        So each element counts once: replicas, and other ranks that have all of it, contribute nothing.
+        """
+        engine = self._engine
+        apart = isinstance(engine.compression, LocalSteps) and engine.compression.local
+        repeats = group.mesh.replica > 0 if engine.sharded_optim else group.rank > 0 and not apart
+        return 0.0 if repeats else group.norm_share
 
     def expect_clipping(self, max_norm: float) -> None:
         """Tell that ``clip_norm(max_norm)`` follows: a 1-bit optimizer clips before anything reads its gradients."""
@@ -211,7 +228,7 @@ class ReducedGrads:
         used = self.used()
         self.unscale()
         if not used:
-            return torch.zeros((), device=self._engine.comm.device)
+            return torch.zeros((), device=self._engine.device)
         if compression.clipped is None or compression.clipped[0] != max_norm:
             raise RuntimeError(
                 f"The gradients have become averaged momenta before they were clipped to {max_norm:g}: something has "

@@ -142,7 +142,7 @@ class ShardedOptimizer(ProcessLocal):
         whole = engine.config.zero_optimization.shard_along == "parameter" or not engine.sharded_optim
         check_supported(optimizer, engine.sharded_optim or manager.optim is not None, whole)
         if manager.optim is not None:
-            manager.require(engine.comm, states_per_element(optimizer))
+            manager.require(engine.world, states_per_element(optimizer))
         engine.begin_training()
         self.engine, self.optimizer = engine, optimizer
         self.found_inf: Tensor | None = None  # 0D fp32: the kernel skips the step if it is not zero
@@ -157,7 +157,7 @@ class ShardedOptimizer(ProcessLocal):
         self._told = False
         self._norms: FullNorms | None = None  # for an optimizer whose step is collective
         if isinstance(optimizer, Lamb):
-            optimizer.full_norms = self._norms = FullNorms(engine.comm)
+            optimizer.full_norms = self._norms = FullNorms(engine.device)
         if isinstance(optimizer, OneBitLamb):
             optimizer.full_maxima = self._norms.maxima if self._norms is not None else None
         if isinstance(optimizer, OneBitOptimizer):
@@ -310,7 +310,7 @@ class ShardedOptimizer(ProcessLocal):
             if not step.idle:
                 self._step_kernel([step])
                 step.bucket.weights.refresh()
-        self.engine.offload_manager.check(self.engine.comm, "states in files")
+        self.engine.offload_manager.check(self.engine.world, "states in files")
         self._step_kernel(steps[By.KERNEL], self.found_inf)
         self.fragments.drop({step.bucket for step in plan if step.by not in (By.STAGED, By.TORCH)})
         if (steps[By.STAGED] or steps[By.TORCH]) and not self._told:
@@ -429,7 +429,7 @@ class ShardedOptimizer(ProcessLocal):
         plan = self._plan_step(used)
         self.fragments.narrow()
         self._depth, self._entered = 1, self.engine.backwards
-        self.engine.comm.before_write()
+        self.engine.before_write()
         try:
             self._run(plan)
         except SwapError:
@@ -459,7 +459,7 @@ class ShardedOptimizer(ProcessLocal):
         self.engine.finish_steps()
         buckets = self._buckets()
         self.fragments.narrow()
-        self.engine.comm.before_write()
+        self.engine.before_write()
         try:
             members = self.fragments.members(())
             self._run(self._plan(members, members, set()), method)

@@ -174,8 +174,8 @@ def plans_of(engine: Engine, config: ZeroConfig, saves: bool, nvme: str | None) 
     optimizers = [sharded.optimizer for sharded in engine.optimizers]
     base, zero = configured(config), config.zero_optimization
     has_disk = nvme is not None or any(getattr(zero, key).nvme_path is not None for key in _OFFLOADS)
-    ladder = [rung for rung in settings(engine.comm.device.type) if "nvme" not in rung.places or has_disk]
-    if engine.comm.world == 1:  # nothing is sharded: stages differ by what can be offloaded only
+    ladder = [rung for rung in settings(engine.device.type) if "nvme" not in rung.places or has_disk]
+    if engine.world.size == 1:  # nothing is sharded: stages differ by what can be offloaded only
         ladder = list({rung.places: rung for rung in reversed(ladder)}.values())[::-1]
     numel = sum(p.numel() for p in engine.root.parameters())
     for setting in dict.fromkeys([*ladder, base]):
@@ -185,7 +185,7 @@ def plans_of(engine: Engine, config: ZeroConfig, saves: bool, nvme: str | None) 
             try:
                 made = examine(written(config), overrides=candidate.overrides(config, nvme)).usable()
                 made = made.model_copy(update={"zero_optimization": _resolved_sizes(made, config)})
-                shards = made.zero_optimization.shards(engine.comm.world)
+                shards = made.zero_optimization.shards(engine.world.size)
                 plan = plan_engine(engine.root, made, engine.policy, shards)
             except ConfigError as error:
                 yield from (Plan(setting, bucket, how, problem=str(error)) for how in (False, True))

@@ -89,16 +89,16 @@ class Trial:
         """
         if self._engine is not None:
             return
-        self._engine, device, order = engine, engine.comm.device, self._order
+        self._engine, device, order = engine, engine.device, self._order
         if device.type == "cuda" and order.limit is not None:
             whole = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, order.limit / whole), device)
-        if order.plans and engine.comm.rank == 0:
+        if order.plans and engine.world.rank == 0:
             held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)
             bare = max(0, _taken(device) - held)
             plans = tuple(plans_of(engine, config, saves, order.nvme))
             refused = unrepeated(engine, config)
-            world, base = engine.comm.world, written(config)
+            world, base = engine.world.size, written(config)
             facts = Facts(device.type, world, base, micro, accumulation, loop, bare, refused, plans)
             facts.write(self._folder / FACTS)
         self._built = _peak(device)
@@ -125,14 +125,14 @@ class Trial:
 
     def _now(self) -> Any:
         assert self._engine is not None
-        if self._engine.comm.device.type != "cuda":
+        if self._engine.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _finish(self, engine: Engine) -> None:
-        comm, device = engine.comm, engine.comm.device
+        world, device = engine.world, engine.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             seconds = [begin.elapsed_time(end) / 1e3 for begin, end in self._spans]
@@ -141,8 +141,8 @@ class Trial:
         running = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak(device)
         engine.prepare_reading()  # steps that are still running in the background
         mine = seconds[self._order.warmup :], running, max(_peak(device), self._built)
-        ranks = comm.host_gather(mine, "the end of a trial")
-        if comm.rank == 0:
+        ranks = world.host_gather(mine, "the end of a trial")
+        if world.rank == 0:
             report = {
                 "seconds": [max(steps) for steps in zip(*(steps for steps, _, _ in ranks), strict=True)],
                 "running": max(nbytes for _, nbytes, _ in ranks),
@@ -150,7 +150,7 @@ class Trial:
                 "batch": self._batch,
             }
             (self._folder / REPORT).write_text(json.dumps(report), encoding="utf-8")
-        comm.host_gather(None, "the report of a trial")  # a rank that leaves early would be an error on the others
+        world.host_gather(None, "the report of a trial")  # a rank that leaves early would be an error on the others
         engine.offload_manager.close()
         sys.stdout.flush()
         sys.stderr.flush()

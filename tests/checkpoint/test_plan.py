@@ -23,7 +23,8 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.plan import Part, divide, flat_index, part_of
 from lt_zero.checkpoint.native.save import bundle, write
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.full_params import full_state_dict
 from tests.support.pool import Pool
@@ -120,7 +121,7 @@ def _saves_odd_sizes(folder: str, stage: int) -> None:
     steps = {name: state["step"] for name, state in _states(f"{folder}/odd").items()}
     assert len(steps) == 6
     assert set(steps.values()) == {2.0}
-    want = engine.comm.host_broadcast(want, "weights")
+    want = engine.world.host_broadcast(want, "weights")
     found = {f"model.{name}": torch.zeros_like(value) for name, value in want.items()}
     found |= {f"optimizer_0.state.{name}.step": torch.zeros(()) for name in steps}
     dcp.load(found, storage_reader=FileSystemReader(f"{folder}/odd"), no_dist=True)
@@ -130,7 +131,7 @@ def _saves_odd_sizes(folder: str, stage: int) -> None:
     engine.backward(engine(torch.randn(2, 5)).sum())
     engine.step()
     engine.load_checkpoint(folder, tag="odd")
-    again = engine.comm.host_broadcast(full_state_dict(engine.engine), "weights")
+    again = engine.world.host_broadcast(full_state_dict(engine.engine), "weights")
     assert all(torch.equal(again[name], value) for name, value in want.items())
     engine.backward(engine(torch.ones(2, 5)).sum())
     engine.step()
@@ -141,10 +142,11 @@ def _saves_odd_sizes(folder: str, stage: int) -> None:
 def test_states_of_another_shape_are_whole_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large they are: rank 0 writes each as one record (Shampoo's matrices, say)."""
     monkeypatch.setattr(plan, "LARGEST", 64)
-    comm, factor = Comm(None, None, torch.device("cpu")), torch.arange(40.0).view(8, 5)
+    world, factor = World(None, torch.device("cpu")), torch.arange(40.0).view(8, 5)
     optimizer = {"state": {0: {"factor": factor}}, "param_groups": [{"params": [0]}]}
     content = {"state_dict": {"w": torch.ones(4)}, "optimizer_states": [optimizer]}
-    write(bundle(content, [[["w"]]], comm, {}, {}), Place.make(str(tmp_path / "saved")), comm, None)
+    group = ShardGroup.of_all(world)
+    write(bundle(content, [[["w"]]], group, {}, {}), Place.make(str(tmp_path / "saved")), world, None)
     found = {"optimizer_0.state.w.factor": torch.zeros(8, 5)}
     dcp.load(found, storage_reader=FileSystemReader(tmp_path / "saved"), no_dist=True)
     assert torch.equal(found["optimizer_0.state.w.factor"], factor)

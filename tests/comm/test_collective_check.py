@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import lt_zero
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.ranks import LaunchOrder
 from lt_zero.comm.work import Launch
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import Case, check, config_of
@@ -28,12 +28,12 @@ def _reductions() -> list[str]:
     engine = lt_zero.shard(Net(), config_of(2, ZERO))
     agreed: list[str] = []
 
-    def note(comm: Comm, launch: Launch) -> None:
+    def note(order: LaunchOrder, launch: Launch) -> None:
         agreed.append(launch.channel)
-        agree(comm, launch)
+        agree(order, launch)
 
-    agree = Comm._compare
-    with mock.patch.object(Comm, "_compare", note):
+    agree = LaunchOrder._compare
+    with mock.patch.object(LaunchOrder, "_compare", note):
         for step in range(4):
             agreed.clear()
             next_token_loss(engine.root, step, 0, 0).backward()

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from lt_zero import ZeroConfig, ZeroStrategy
-from lt_zero.comm.comm_log import CommLog, LoggedComm, bus_factor, comm_table
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.comm_log import CommLog, Unlogged, bus_factor, comm_table
+from lt_zero.comm.send_buffers import SendBuffer
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import CommsLogger
 from tests.support.lightning_tools import GPT, sharded_trainer
@@ -53,11 +55,11 @@ class Calls:
 
         return call
 
-    def totals(self, comm: Any) -> dict[str, tuple[int, int]]:
-        """Calls and bytes per function, on the groups of ``comm``."""
-        groups, calls, nbytes = (comm._group, comm._reductions, comm._host), Counter[str](), Counter[str]()
-        for name, size, group in self.seen:
-            if any(group is known for known in groups):
+    def totals(self, group: ShardGroup) -> dict[str, tuple[int, int]]:
+        """Calls and bytes per function, on the process groups of ``group``."""
+        groups, calls, nbytes = (group.process_group, group.reductions), Counter[str](), Counter[str]()
+        for name, size, used in self.seen:
+            if any(used is known for known in groups):
                 calls[name] += 1
                 nbytes[name] += size
         return {name: (calls[name], nbytes[name]) for name in (*SENT, *OBJECTS)}
@@ -67,7 +69,7 @@ def _counted(stage: int) -> Any:
     with Calls() as calls, redirect_stdout(io.StringIO()) as text:
         trainer = sharded_trainer(stage, config={"comms_logger": {"enabled": True}}, max_epochs=1)
         trainer.fit(GPT(2))
-    return calls.totals(trainer.strategy.comm), _totals(trainer.strategy.comms_summary()), text.getvalue()
+    return calls.totals(trainer.strategy._group), _totals(trainer.strategy.comms_summary()), text.getvalue()
 
 
 def _totals(records: Any) -> dict[str, tuple[int, int]]:
@@ -100,11 +102,11 @@ def test_calls_and_bytes_are_those_of_torch(pool: Pool, stage: int) -> None:
 
 def _shared() -> Any:
     fenced = []
-    fence = Comm.fence
-    with mock.patch.object(Comm, "fence", lambda self: (fenced.append(1), fence(self))[1]):
+    fence = ShardGroup.fence
+    with mock.patch.object(ShardGroup, "fence", lambda self: (fenced.append(1), fence(self))[1]):
         trainer = sharded_trainer(3, config={"comms_logger": {"enabled": True}}, max_epochs=1)
         trainer.fit(GPT(2))
-    assert trainer.strategy.comm.shares_memory
+    assert trainer.strategy._group.shares_memory
     return _totals(trainer.strategy.comms_summary()), len(fenced)
 
 
@@ -138,24 +140,26 @@ def test_compressed_collectives_show_what_they_save(pool: Pool) -> None:
 
 
 def _delayed(seconds: float) -> Any:
-    comm = LoggedComm.for_world(torch.device("cpu"))
-    comm.log.configure(CommsLogger(enabled=True, debug=True))
-    comm.log.clear()
+    world = World.join(torch.device("cpu"), records=True)
+    group, log = ShardGroup.of_all(world), world.log
+    assert isinstance(log, CommLog)
+    log.configure(CommsLogger(enabled=True, debug=True))
+    log.clear()
     dist.barrier()
     late = seconds if dist.get_rank() == 1 else 0.0
     start = time.perf_counter()
     time.sleep(late)
     called = time.perf_counter()
-    comm.sum_scalar(torch.ones((), dtype=torch.float64), "late")
+    world.sum_all(torch.ones((), dtype=torch.float64), "late")
     outside = time.perf_counter() - called
     flat, out = torch.ones(1000), torch.zeros(500)
-    pending = comm.reduce_scatter(out, flat, torch.empty(1000), False, "hidden")
+    pending = group.reduce_scatter(out, SendBuffer(flat, 1.0, torch.empty(1000)), False, "hidden")
     time.sleep(seconds)  # computes
     waiting = time.perf_counter()
     pending.wait()
     waited = time.perf_counter() - waiting
     pending.wait()
-    return {r.name: r for r in comm.log.records()}, outside, waited, time.perf_counter() - start
+    return {r.name: r for r in log.records()}, outside, waited, time.perf_counter() - start
 
 
 def test_times_are_from_the_launch_to_the_end_of_the_wait(pool: Pool) -> None:
@@ -221,7 +225,8 @@ def test_keys_that_are_not_enabled_are_told(block: str) -> None:
 
 def test_off_costs_nothing() -> None:
     strategy = ZeroStrategy()
-    assert strategy.monitor.comm_class is Comm
+    assert not strategy.monitor.records_collectives
+    assert type(World(None, torch.device("cpu")).log) is Unlogged
     assert strategy.monitor.flops is None
     with pytest.raises(RuntimeError, match="comms_logger.enabled: true"):
         strategy.comms_summary()

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.communicator import Comm
 from lt_zero.comm.compression import Residuals
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.gradient_compression import SIGNS
 from lt_zero.ops import TWO_BITS, Codec, TopK
@@ -27,55 +28,55 @@ CODECS = {
 }
 
 
-def _comm(codec: Codec, hierarchical: bool, per_node: int = 0) -> Comm:
+def _group(codec: Codec, hierarchical: bool, per_node: int = 0) -> ShardGroup:
     if per_node:
         os.environ["LT_ZERO_NODE_RANK"] = str(dist.get_rank() // per_node)
     try:
-        comm = Comm.for_world(torch.device("cpu"))
+        group = ShardGroup.of_all(World.join(torch.device("cpu")))
     finally:
         os.environ.pop("LT_ZERO_NODE_RANK", None)
-    assert comm.use_compression(codec, hierarchical)
-    return comm
+    assert group.use_compression(codec, hierarchical)
+    return group
 
 
-def _zeros(comm: Comm, numel: int, whole: bool) -> tuple[Tensor, Residuals]:
+def _zeros(group: ShardGroup, numel: int, whole: bool) -> tuple[Tensor, Residuals]:
     """What a reduction writes to, and residuals."""
-    shard = numel // comm.world
+    shard = numel // group.size
     server = torch.zeros(shard) if whole else None
     return torch.zeros(numel if whole else shard), Residuals(torch.zeros(numel), server)
 
 
-def _summed(comm: Comm, own: Tensor) -> Tensor:
+def _summed(group: ShardGroup, own: Tensor) -> Tensor:
     """The sum over the ranks in fp64."""
-    return comm.sum_scalar(own.double(), "test")
+    return group.sum_scalar(own.double(), "test")
 
 
-def _owed(comm: Comm, residuals: Residuals) -> Tensor:
+def _owed(group: ShardGroup, residuals: Residuals) -> Tensor:
     """What the residuals of all ranks hold of the sum."""
-    owed = _summed(comm, residuals.worker)
+    owed = _summed(group, residuals.worker)
     if residuals.server is not None:
-        shards = torch.zeros(comm.world, residuals.server.numel(), dtype=torch.float64)
-        shards[comm.rank] = residuals.server
-        owed += _summed(comm, shards).view(-1)
+        shards = torch.zeros(group.size, residuals.server.numel(), dtype=torch.float64)
+        shards[group.rank] = residuals.server
+        owed += _summed(group, shards).view(-1)
     return owed
 
 
 def _conserved(name: str, whole: bool, hierarchical: bool, dtype: torch.dtype, per_node: int) -> list[float]:
     """What residuals, sent as they are, leave of the difference to what was sent; that difference; a digest."""
-    comm = _comm(CODECS[name], hierarchical, per_node)
-    numel, steps = comm.world * 1304, 30  # shards are no multiple of a block
-    mine = slice(None) if whole else slice(comm.rank * 1304, (comm.rank + 1) * 1304)
-    out, residuals = _zeros(comm, numel, whole)
+    group = _group(CODECS[name], hierarchical, per_node)
+    numel, steps = group.size * 1304, 30  # shards are no multiple of a block
+    mine = slice(None) if whole else slice(group.rank * 1304, (group.rank + 1) * 1304)
+    out, residuals = _zeros(group, numel, whole)
     sent, arrived = torch.zeros(numel, dtype=torch.float64), torch.zeros(out.numel(), dtype=torch.float64)
-    draws = torch.Generator().manual_seed(comm.rank)
+    draws = torch.Generator().manual_seed(group.rank)
     bias = torch.randn(numel, generator=draws)
     for step in range(steps):
         grads = (bias + torch.randn(numel, generator=draws)).to(dtype)
-        sent += _summed(comm, grads) / comm.world
-        comm.reduce_compressed(out, grads, residuals, add=step % 2 == 1, name="test").wait()
+        sent += _summed(group, grads) / group.size
+        group.reduce_compressed(out, grads, residuals, add=step % 2 == 1, name="test").wait()
         if step % 2 == 1 or step == steps - 1:  # else the next adds to it
             arrived += out.double()
-    kept = float((arrived + _owed(comm, residuals)[mine] / comm.world - sent[mine]).abs().max())
+    kept = float((arrived + _owed(group, residuals)[mine] / group.size - sent[mine]).abs().max())
     lag = float((arrived - sent[mine]).norm() / sent[mine].norm())
     return [kept, lag, float(arrived.sum()) if whole else 0.0]
 
@@ -94,9 +95,9 @@ def test_nothing_is_lost(pool: Pool, name: str, whole: bool, hierarchical: bool,
 
 
 def _first(codec: Codec, grads: Tensor) -> tuple[Tensor, Residuals]:
-    comm = _comm(codec, hierarchical=False)
-    out, residuals = _zeros(comm, grads.numel(), whole=True)
-    comm.reduce_compressed(out, grads, residuals, add=False, name="test").wait()
+    group = _group(codec, hierarchical=False)
+    out, residuals = _zeros(group, grads.numel(), whole=True)
+    group.reduce_compressed(out, grads, residuals, add=False, name="test").wait()
     return out, residuals
 
 
@@ -115,10 +116,10 @@ def test_an_overflow_arrives_on_all_ranks_and_stays_in_no_residual(pool: Pool, n
 
 
 def _refused() -> str:
-    comm = _comm(SIGNS, hierarchical=False)
-    comm.nodes = [[0], [1, 2]]
+    group = _group(SIGNS, hierarchical=False)
+    group.nodes = [[0], [1, 2]]
     with pytest.raises(ConfigError) as caught:
-        comm.use_compression(SIGNS, True)
+        group.use_compression(SIGNS, True)
     return str(caught.value)
 
 
@@ -129,12 +130,12 @@ def test_nodes_have_to_be_equal(pool: Pool) -> None:
 
 
 def _bytes(name: str, whole: bool, hierarchical: bool) -> int:
-    comm = _comm(CODECS[name] if name in CODECS else TopK(0.01, torch.bfloat16), hierarchical)
+    group = _group(CODECS[name] if name in CODECS else TopK(0.01, torch.bfloat16), hierarchical)
     numel = 4_000_000
-    out, residuals = _zeros(comm, numel, whole)
-    grads = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
+    out, residuals = _zeros(group, numel, whole)
+    grads = torch.randn(numel, generator=torch.Generator().manual_seed(group.rank))
     with Traffic() as traffic:
-        comm.reduce_compressed(out, grads, residuals, add=False, name="test").wait()
+        group.reduce_compressed(out, grads, residuals, add=False, name="test").wait()
     return traffic.sent
 
 

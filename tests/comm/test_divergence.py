@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.comm import hang_detection
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.ranks import LaunchOrder
 from lt_zero.comm.work import Launch
 from lt_zero.engine.engine import Engine
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
@@ -160,7 +160,7 @@ def _generates_gathered() -> None:
         for _ in range(3):  # with synced_gpus all ranks go on until the last one is done
             model(tokens(0, 0, 0))
     step(2)
-    assert engine.comm.host_gather(0, "a test") == [0, 0]
+    assert engine.world.host_gather(0, "a test") == [0, 0]
 
 
 def test_experts_are_spoken_of_where_modules_differ_only() -> None:
@@ -231,7 +231,7 @@ def _slow(stage: int) -> None:
         if dist.get_rank() == number % 2:
             time.sleep(0.8)  # a loader, or an evaluation, longer than a stuck rank may stay
         step(number)
-    assert engine.comm.host_gather(dist.get_rank(), "a test") == [0, 1]
+    assert engine.world.host_gather(dist.get_rank(), "a test") == [0, 1]
 
 
 @pytest.mark.parametrize(("stage", "env"), cover([3, 2], CONNECTED))
@@ -278,17 +278,17 @@ def test_a_call_on_one_rank(pool: Pool, stage: int, what: str, env: dict[str, st
 
 def _compared(run: Callable[[], object]) -> list[str]:
     """The operations of the collectives that ranks compare before their launch."""
-    agreed, agree = [], Comm._compare
+    agreed, agree = [], LaunchOrder._compare
 
-    def note(comm: Comm, launch: Any) -> None:
+    def note(order: LaunchOrder, launch: Any) -> None:
         agreed.append(launch.operation)
-        agree(comm, launch)
+        agree(order, launch)
 
-    Comm._compare = note  # type: ignore[method-assign]
+    LaunchOrder._compare = note  # type: ignore[method-assign]
     try:
         run()
     finally:
-        Comm._compare = agree  # type: ignore[method-assign]
+        LaunchOrder._compare = agree  # type: ignore[method-assign]
     return agreed
 
 

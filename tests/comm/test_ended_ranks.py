@@ -21,13 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lt_zero.world.size import World
 from torch.distributed import distributed_c10d
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
 from lt_zero.checkpoint.native.save import DirectoryWriter
 from lt_zero.comm import ended_ranks, hang_detection, process_groups
-from lt_zero.comm.communicator import Comm
 from lt_zero.common.users_code import warn
 from lt_zero.lightning import checkpoint_service
 from tests.support.launchers import environment
@@ -183,23 +183,23 @@ def test_the_first_cause_is_named_by_all(pool: Pool, tmp_path: Path) -> None:
 
 def _somebody_elses() -> list[str]:
     """Errors that other errors do not lead to stay as they are, and so do those of ranks that are all there."""
-    comm = Comm.for_world(torch.device("cpu"))
+    world = World.join(torch.device("cpu"))
     found = []
     for error in (ValueError("mine"), RuntimeError("mine")):
         with pytest.raises(type(error)) as caught:
             raise error
-        comm.explain(caught.value)
+        world.explain(caught.value)
         found.append(str(caught.value))
-    with pytest.raises(RuntimeError, match="invalid output") as wrong, comm.explaining():
+    with pytest.raises(RuntimeError, match="invalid output") as wrong, world.explaining():
         dist.all_gather([torch.zeros(2)], torch.zeros(1))
     found.append(str(wrong.value))
     group = dist.new_group()
     if dist.get_rank() == 0:  # one waits only: gloo closes the pair of the first to give up, and the other sees that
         work = dist.irecv(torch.zeros(1), 1, group, tag=9)
         assert work is not None
-        with pytest.raises(RuntimeError, match="Timed out") as wrong, comm.explaining():
+        with pytest.raises(RuntimeError, match="Timed out") as wrong, world.explaining():
             work.wait(timedelta(seconds=0.2))
-        comm.post_error(wrong.value)
+        world.post_error(wrong.value)
         found.append(str(wrong.value))
     dist.barrier()
     return found
@@ -216,18 +216,18 @@ def _caught_by_all() -> tuple[str, str, bool]:
 
     Also whether a process that ended there would wait for readers, of which there are none.
     """
-    comm = Comm.for_world(torch.device("cpu"))
-    detector, other = comm._hang_detector, 1 - dist.get_rank()
+    world = World.join(torch.device("cpu"))
+    detector, other = world.detector, 1 - dist.get_rank()
     assert detector is not None
     detector.stop()
-    with pytest.raises(ValueError, match="on purpose"), comm.together("an operation"):
+    with pytest.raises(ValueError, match="on purpose"), world.together("an operation"):
         raise ValueError("broken on purpose")
     dist.barrier()
     then, began = detector.ends.first_cause([other]), time.monotonic()
     detector.ends.await_readers(30)
     waits = time.monotonic() - began >= 30
     dist.barrier()
-    comm.host_gather(None, "something later")
+    world.host_gather(None, "something later")
     return then, detector.ends.first_cause([other]), waits
 
 
@@ -420,7 +420,7 @@ def _comes_late() -> None:
     distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     if dist.get_rank() == 1:
         time.sleep(2.5)
-    assert lt_zero.shard(Net(), config_of(3)).comm.world == 2
+    assert lt_zero.shard(Net(), config_of(3)).world.size == 2
     late = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete")
     told = r"^Other ranks did not come to set up the model within 60 s.*ms for"
     with mock.patch.object(process_groups, "_meet", side_effect=late), pytest.raises(RuntimeError, match=told):
@@ -451,12 +451,12 @@ def test_a_store_whose_process_has_ended_is_left_alone(
 
 
 def _part() -> float:
-    comm = Comm.for_world(torch.device("cpu"))
-    assert comm._hang_detector is not None
+    world = World.join(torch.device("cpu"))
+    assert world.detector is not None
     if dist.get_rank() == 1:
         time.sleep(0.5)
     before = time.monotonic()
-    comm._hang_detector.ends.part(60.0)
+    world.detector.ends.part(60.0)
     return time.monotonic() if dist.get_rank() == 0 else before
 
 

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
+from lt_zero.world.size import World
 from simulated_nodes import SimulatedNodes
 
 import lt_zero
 import lt_zero.loop.engine
 from lt_zero.comm import hang_detection, process_groups
-from lt_zero.comm.communicator import Comm
 from tests.support import faces
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of
@@ -103,8 +103,8 @@ def test_the_default_group_has_the_limit_too(face: str, monkeypatch: pytest.Monk
 
 
 def causes(hosts: list[str]) -> str:
-    comm = Comm.for_world(torch.device("cpu"))
-    detector = comm._hang_detector
+    world = World.join(torch.device("cpu"))
+    detector = world.detector
     assert detector is not None
     detector.ends.hosts = hosts
     return detector.ends.first_cause([rank for rank in range(3) if rank != dist.get_rank()])
@@ -122,7 +122,7 @@ def test_the_host_of_ended_ranks_is_named(pool: Pool) -> None:
 
 def causes_of_a_lost_link(words: str) -> str:
     """What rank 0 and 1 say of rank 2, whose connection ends with ``words`` of the kernel."""
-    detector = Comm.for_world(torch.device("cpu"))._hang_detector
+    detector = World.join(torch.device("cpu")).detector
     assert detector is not None
     detector.ends.hosts = ["a", "a", "b"]
     send = dist.isend
@@ -151,7 +151,7 @@ def test_a_lost_connection_is_not_told_as_a_kill(pool: Pool) -> None:
 
 def pauses_after_an_end() -> list[bool]:
     """Find that rank 2 has ended; per pause after that, whether the cause was posted before it."""
-    detector = Comm.for_world(torch.device("cpu"))._hang_detector
+    detector = World.join(torch.device("cpu")).detector
     assert detector is not None
     detector.ends.ended = lambda: [2]  # type: ignore[method-assign]
     pauses: list[bool] = []

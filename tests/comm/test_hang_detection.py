@@ -20,11 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lt_zero.world.size import World
 from torch.utils.data import DataLoader, IterableDataset
 
 import lt_zero
 from lt_zero.comm import hang_detection
-from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import Launch
 from lt_zero.engine.engine import Engine
 from tests.support.lightning_tools import GPT, Rows, error_of_fit, quick, sharded_trainer
@@ -41,9 +41,9 @@ def sharded(stage: int = 3) -> Engine:
         return lt_zero.shard(Net(), config_of(stage, {"stage3_max_reuse_distance": 0}))
 
 
-def comm_here() -> Comm:
+def world_here() -> World:
     with quick():
-        return Comm.for_world(torch.device("cpu"))
+        return World.join(torch.device("cpu"))
 
 
 class SavesAlone(Callback):
@@ -85,14 +85,14 @@ def _plain() -> tuple[str, str]:
 
     def train() -> None:
         if dist.get_rank() == 0:
-            engine.comm.roll_call("export")
+            engine.world.roll_call("export")
         for step in range(2):
             next_token_loss(engine.root, step, 0, 0).backward()
 
     with pytest.raises(RuntimeError) as caught:
         train()
     with pytest.raises(RuntimeError) as again:
-        engine.comm.roll_call("export")
+        engine.world.roll_call("export")
     return str(caught.value), str(again.value)
 
 
@@ -108,7 +108,7 @@ def test_the_plain_api(pool: Pool, world: int) -> None:
 def _only_rank_2_is_missing() -> str:
     engine = sharded()
     with pytest.raises(RuntimeError) as caught:
-        engine.comm.roll_call("export") if dist.get_rank() < 2 else next_token_loss(engine.root, 0, 0, 0)
+        engine.world.roll_call("export") if dist.get_rank() < 2 else next_token_loss(engine.root, 0, 0, 0)
     return str(caught.value)
 
 
@@ -120,12 +120,12 @@ def test_one_of_three_is_missing(pool: Pool) -> None:
 
 
 def _late(rank: int) -> None:
-    comm = comm_here()
+    world = world_here()
     if dist.get_rank() == rank:
         time.sleep(1.0)  # three times as long as a stuck rank may stay
-    comm.roll_call("export")
-    comm.roll_call("export")
-    assert comm.host_gather(dist.get_rank(), "a test") == list(range(dist.get_world_size()))
+    world.roll_call("export")
+    world.roll_call("export")
+    assert world.host_gather(dist.get_rank(), "a test") == list(range(dist.get_world_size()))
 
 
 @pytest.mark.parametrize("rank", only([1], [0, 1]))
@@ -178,7 +178,7 @@ def _uneven_predictions() -> str:
         trainer = sharded_trainer(3)
         if dist.get_rank() == 1:
             trainer.predict(Uneven(2), return_predictions=False)
-            reporter = trainer.strategy.comm._hang_detector._reporter  # type: ignore[attr-defined]
+            reporter = trainer.strategy.world.detector._reporter  # type: ignore[attr-defined]
             until = time.monotonic() + 60
             while not reporter.read_verdict() and time.monotonic() < until:
                 time.sleep(0.05)
@@ -209,11 +209,11 @@ class Slow:
 
 def _launched_before() -> None:
     """Rank 0 launched what rank 1 waits for, whatever time it takes."""
-    comm = comm_here()
-    launch = comm._announce("all-gather", "slow", 4)
+    world = world_here()
+    launch = world.order.launch("all-gather", "slow", 4)
     if dist.get_rank() == 1:
-        comm._watch.wait(Slow(), launch)
-    comm.roll_call("export")
+        world.watch.wait(Slow(), launch)
+    world.roll_call("export")
 
 
 def test_a_slow_collective_is_waited_for(pool: Pool) -> None:
@@ -221,12 +221,12 @@ def test_a_slow_collective_is_waited_for(pool: Pool) -> None:
 
 
 def _others_among_themselves() -> None:
-    comm, others = comm_here(), dist.new_group([1, 2])
+    world, others = world_here(), dist.new_group([1, 2])
     if dist.get_rank() == 2:
         time.sleep(1.0)
     if dist.get_rank() > 0:
         dist.barrier(others)
-    comm.roll_call("export")
+    world.roll_call("export")
 
 
 def test_a_collective_without_this_rank_is_waited_for(pool: Pool) -> None:
@@ -234,16 +234,16 @@ def test_a_collective_without_this_rank_is_waited_for(pool: Pool) -> None:
 
 
 def _in_torchs_barrier() -> tuple[str, list[str]]:
-    comm, logged = comm_here(), []
+    world, logged = world_here(), []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     hang_detection.log.addHandler(handler)
     try:
         with pytest.raises(RuntimeError) as caught:
-            comm.roll_call("export") if dist.get_rank() == 0 else dist.barrier()
+            world.roll_call("export") if dist.get_rank() == 0 else dist.barrier()
     finally:
         hang_detection.log.removeHandler(handler)
-    comm.explain(caught.value)
+    world.explain(caught.value)
     return str(caught.value), logged
 
 
@@ -255,9 +255,9 @@ def test_a_collective_of_somebody_else(pool: Pool) -> None:
 
 
 def _two_operations() -> str:
-    comm = comm_here()
+    world = world_here()
     with pytest.raises(RuntimeError) as caught:
-        comm.roll_call("save_checkpoint" if dist.get_rank() == 0 else "export")
+        world.roll_call("save_checkpoint" if dist.get_rank() == 0 else "export")
     return str(caught.value)
 
 
@@ -272,12 +272,12 @@ def test_two_operations_at_a_time(pool: Pool, world: int) -> None:
 
 def _out_of_time() -> str:
     with quick(limit=2.0):
-        comm = Comm.for_world(torch.device("cpu"))
+        world = World.join(torch.device("cpu"))
     until = time.monotonic() + 60
-    while dist.get_rank() == 1 and comm._watch.verdict is None and time.monotonic() < until:
+    while dist.get_rank() == 1 and world.watch.verdict is None and time.monotonic() < until:
         time.sleep(0.05)  # could still come, as far as the other rank knows
     with pytest.raises(RuntimeError) as caught:
-        comm.roll_call("export")
+        world.roll_call("export")
     return str(caught.value)
 
 
@@ -290,13 +290,13 @@ def test_patience_ends(pool: Pool) -> None:
 def _ends(rank: int, store: str, how: str, answer: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    comm = comm_here()
+    world = world_here()
     if rank == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         return
     try:
-        comm.roll_call("export")
+        world.roll_call("export")
     except RuntimeError as error:
         answer.send(str(error))
     os._exit(0)
@@ -330,28 +330,28 @@ def _life() -> None:
     def count() -> int:
         return len(set(_threads()) - earlier)
 
-    comm = comm_here()
-    other = Comm.for_world(torch.device("cpu"))
+    world = world_here()
+    other = World.join(torch.device("cpu"))
     assert count() == 2
-    assert other._hang_detector is not None
-    other._hang_detector.stop()
-    other._hang_detector.stop()
+    assert other.detector is not None
+    other.detector.stop()
+    other.detector.stop()
     assert count() == 1
-    comm.roll_call("export")
+    world.roll_call("export")
     child = os.fork()
     if child == 0:
         code = 1
         with contextlib.suppress(BaseException):
             try:
-                comm.roll_call("export")
+                world.roll_call("export")
             except RuntimeError as error:
                 code = 0 if "forked" in str(error) else 2
-            del comm, other
+            del world, other
             gc.collect()  # ends the parent's thread no more than the parent's connection
         os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
-    comm.roll_call("export")
-    del comm
+    world.roll_call("export")
+    del world
     gc.collect()
     assert count() == 0
 
@@ -363,14 +363,14 @@ def test_the_thread_lives_as_long_as_its_comm(pool: Pool) -> None:
 def _ends_with(what: str) -> None:
     gc.collect()
     earlier = set(_threads())
-    comm = comm_here()
-    assert comm._hang_detector is not None
+    world = world_here()
+    assert world.detector is not None
     (thread,) = set(_threads()) - earlier
     if what == "group":
-        for group in comm._groups:
+        for group in world.process_groups:
             dist.destroy_process_group(group)
     elif dist.get_rank() == 0:  # as at its exit
-        comm._hang_detector.leave()
+        world.detector.leave()
     else:
         thread.join(60)
     thread.join(60)
@@ -385,7 +385,7 @@ def test_the_thread_ends_before_the_store_and_with_its_group(pool: Pool, what: s
 
 def test_one_process_has_nobody_to_call() -> None:
     before = _threads()
-    Comm.for_world(torch.device("cpu")).roll_call("export")
+    World.join(torch.device("cpu")).roll_call("export")
     assert _threads() == before
 
 
@@ -393,6 +393,8 @@ def test_who_never_came_is_not_among_those_who_did() -> None:
     """Its next collective may be the one that it left out, under another number."""
     wanted, other = (Launch("collective", 3, "all-gather", name, 8) for name in ("blocks.0", "blocks.1"))
     late = wanted._replace(number=4)
-    verdict = hang_detection.diverged([([wanted], "a.py:1"), ([other, late], "b.py:2"), ([wanted], "c.py:3")])
+    verdict = hang_detection.diverged(
+        {0: ([wanted], "a.py:1"), 1: ([other, late], "b.py:2"), 2: ([wanted], "c.py:3")}, lambda *_: ""
+    )
     assert "'blocks.0' was begun on ranks 0, 2 (a.py:1) and not on rank 1, which waits in" in verdict
     assert "ran the all-gather of 'blocks.1' (8 elements) in its place" in verdict

@@ -16,8 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm import hang_detection, shared_memory, work
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.send_buffers import SendBuffer
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.comm.work import Watch, Work
+from lt_zero.comm.world import World
 from lt_zero.common.flat_storage import flat_empty
 from tests.support.pool import Pool
 
@@ -25,25 +28,26 @@ PART = 90_001  # elements per rank; several chunks in all
 
 
 def _averages(dtype: torch.dtype, add: bool) -> None:
-    comm, (rank, world) = Comm.for_world(torch.device("cpu")), (dist.get_rank(), dist.get_world_size())
-    assert comm.shares_sends
+    group, (rank, world) = ShardGroup.of_all(World.join(torch.device("cpu"))), (dist.get_rank(), dist.get_world_size())
+    assert group.shares_sends
     numel = world * PART
-    sends = [comm.allocate_send(numel, dtype) for _ in range(comm.send_buffers)]
-    flying: deque[tuple[Work, Tensor, Tensor]] = deque()  # two at a time, as in backward
-    for turn in range(2 * len(sends)):  # buffers are written again
+    buffers, turns = group.send_buffers({dtype: numel}), 2 * SEND_BUFFERS  # buffers are written again
+    flying: deque[tuple[Work, SendBuffer, Tensor, Tensor]] = deque()  # two at a time, as in backward
+    for turn in range(turns):
         seeds = [torch.Generator().manual_seed(100 * turn + other) for other in range(world)]
         drawn = [torch.randn(numel, generator=seed).to(dtype) for seed in seeds]
-        send, out, mean = sends[turn % len(sends)], torch.full((numel,), 0.5), drawn[0].to(torch.float32, copy=True)
+        send, out, mean = buffers.take(numel, dtype), torch.full((numel,), 0.5), drawn[0].to(torch.float32, copy=True)
         for other in drawn[1:]:
             mean += other
         mean *= 1 / world
         if world > 3:  # each rounds the mean of its part to the dtype on the wire
             mean = mean.to(dtype).float()
-        launched = comm.all_reduce(out, send.copy_(drawn[rank]), send.new_empty(0), add, "gradients")
-        flying.append((launched, out, 0.5 + mean if add else mean))
-        while len(flying) > 1 or (flying and turn == 2 * len(sends) - 1):
-            launched, out, expected = flying.popleft()
+        send.flat.copy_(drawn[rank])
+        flying.append((group.all_reduce(out, send, add, "gradients"), send, out, 0.5 + mean if add else mean))
+        while len(flying) > 1 or (flying and turn == turns - 1):
+            launched, send, out, expected = flying.popleft()
             launched.wait()
+            buffers.give_back(send)
             assert torch.equal(out, expected)
 
 
@@ -97,12 +101,12 @@ def test_a_forked_process_enters_no_barrier() -> None:
 
 
 def _late(seconds: float) -> str:
-    comm = Comm.for_world(torch.device("cpu"), timeout=timedelta(seconds=seconds))
+    group = ShardGroup.of_all(World.join(torch.device("cpu"), timeout=timedelta(seconds=seconds)))
     if dist.get_rank() == 1:
         time.sleep(2 * seconds)
         return ""
     with pytest.raises(RuntimeError, match="Timed out after . s of waiting for rank 1") as caught:
-        comm.fence()
+        group.fence()
     return str(caught.value)
 
 

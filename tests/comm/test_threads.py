@@ -16,8 +16,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 import lt_zero
-from lt_zero.comm import communicator
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm import world as world_module
+from lt_zero.comm.process_groups import with_index
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
 from lt_zero.io import thread_pool as io
 from lt_zero.io.thread_pool import IoPool, SwapError
 from lt_zero.offload import background
@@ -213,10 +215,10 @@ def test_a_block_that_raises_anything_ends_its_transfer() -> None:
 def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread has a current device of its own."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert Comm.for_world(torch.device("cuda")).device == torch.device("cuda", 3)
-    assert Comm.for_world(torch.device("cpu")).device == torch.device("cpu")
-    assert communicator.with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
-    seen = list[Any]()
+    assert World.join(torch.device("cuda")).device == torch.device("cuda", 3)
+    assert World.join(torch.device("cpu")).device == torch.device("cpu")
+    assert with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    seen, single = list[Any](), ShardGroup.of_all(World.join(torch.device("cpu")))
 
     def note(buckets: Any, config: Any, device: torch.device) -> Any:
         seen.append(device)
@@ -224,10 +226,10 @@ def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("lt_zero.build.open_offload_manager", note)
     with pytest.raises(ZeroDivisionError):
-        lt_zero.shard(Net(), config_of(0), torch.device("cuda"), comm=Comm.for_world(torch.device("cpu")))
+        lt_zero.shard(Net(), config_of(0), torch.device("cuda"), group=single)
     assert seen == [torch.device("cuda", 3)]
     with pytest.raises(ValueError, match=r"device=cuda:1 is not the current device, cuda:3, .*set_device\(1\)"):
-        lt_zero.shard(Net(), config_of(0), torch.device("cuda", 1), comm=Comm.for_world(torch.device("cpu")))
+        lt_zero.shard(Net(), config_of(0), torch.device("cuda", 1), group=single)
 
 
 def _timeouts() -> list[float]:
@@ -239,9 +241,9 @@ def _timeouts() -> list[float]:
         return make(ranks, timeout, *args, **kwargs)
 
     with mock.patch.object(dist, "new_group", note):
-        comm = Comm.for_world(torch.device("cpu"), timeout=timedelta(seconds=77))
-        comm.allow_background()
-        comm.saving_group(background=True)
+        group = ShardGroup.of_all(World.join(torch.device("cpu"), timeout=timedelta(seconds=77)))
+        group.allow_background()
+        group.world.saving_group(background=True)
     return seen
 
 
@@ -254,7 +256,7 @@ def _unreachable() -> None:
         mock.patch.object(dist, "new_group", side_effect=RuntimeError("connectFullMesh failed")),
         pytest.raises(RuntimeError, match=r"gloo process group: connectFullMesh failed\n.*GLOO_SOCKET_IFNAME"),
     ):
-        Comm.for_world(torch.device("cpu"))
+        World.join(torch.device("cpu"))
 
 
 def test_ranks_that_cannot_connect_are_told_how(pool: Pool) -> None:
@@ -262,8 +264,8 @@ def test_ranks_that_cannot_connect_are_told_how(pool: Pool) -> None:
 
 
 def _groups_there_are() -> list[int]:
-    """After each of some communicators that are dropped, the second one by rank 1 later than by rank 0."""
-    made, kept, found = list[Any](), list[Comm](), list[int]()
+    """After each of some worlds that are dropped, the second one by rank 1 later than by rank 0."""
+    made, kept, found = list[Any](), list[ShardGroup](), list[int]()
     make = dist.new_group
 
     def note(*args: Any, **kwargs: Any) -> Any:
@@ -272,13 +274,13 @@ def _groups_there_are() -> list[int]:
 
     with mock.patch.object(dist, "new_group", note):
         for number in range(5):
-            comm = Comm.for_world(torch.device("cpu"))
-            comm.allow_background()
+            group = ShardGroup.of_all(World.join(torch.device("cpu")))
+            group.allow_background()
             if number == 1 and dist.get_rank() == 1:
-                kept.append(comm)
+                kept.append(group)
             if number == 3:
                 kept.clear()
-            del comm
+            del group
             gc.collect()
             found.append(sum(map(_is_there, made)))
     return found
@@ -292,15 +294,15 @@ def _is_there(group: Any) -> bool:
     return True
 
 
-def test_groups_of_communicators_that_are_gone_are_destroyed(pool: Pool) -> None:
+def test_process_groups_of_worlds_that_are_gone_are_destroyed(pool: Pool) -> None:
     assert pool.run(2, _groups_there_are) == [[3, 3, 6, 6, 3]] * 2
 
 
 def _order_of_ends() -> list[str]:
-    """The groups in the order in which they are destroyed; ranks drop their communicators in opposite orders."""
-    comms = [Comm.for_world(torch.device("cpu")) for _ in range(3)]
-    while comms:
-        comms.pop(dist.get_rank() - 1)
+    """The groups in the order in which they are destroyed; ranks drop their worlds in opposite orders."""
+    groups = [ShardGroup.of_all(World.join(torch.device("cpu"))) for _ in range(3)]
+    while groups:
+        groups.pop(dist.get_rank() - 1)
         gc.collect()
     ended = list[str]()
     destroy = dist.destroy_process_group
@@ -310,7 +312,7 @@ def _order_of_ends() -> list[str]:
         destroy(group)
 
     with mock.patch.object(dist, "destroy_process_group", note):
-        Comm.for_world(torch.device("cpu"))
+        World.join(torch.device("cpu"))
     return ended
 
 
@@ -325,7 +327,7 @@ def _kept_groups(algorithm: str) -> int:
     gc.collect()  # else what an earlier test left could become garbage between the agreement and the count
     with mock.patch.dict(os.environ, {"LT_ZERO_SHARED_MEMORY": "0"}):
         engine = lt_zero.shard(torch.nn.Linear(4, 4), config)
-    unused = len(communicator._unused)
+    unused = len(world_module._unused)
     del engine
     return unused
 

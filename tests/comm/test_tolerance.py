@@ -16,9 +16,10 @@ from torch import Tensor
 import lt_zero
 from lt_zero import ConfigError, ZeroConfig
 from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.tolerance import TolerantSum, tolerance_of
 from lt_zero.comm.transport import Mesh
+from lt_zero.comm.world import World
 from lt_zero.engine.engine import Engine
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_values
@@ -27,10 +28,10 @@ from tests.support.pool import Pool
 SIZES = {"large": 700_001, "small": 5}  # several pieces; fewer elements than a page
 
 
-def _comm(share: float) -> Comm:
-    comm = Comm.for_world(torch.device("cpu"))
-    comm.configure(ZeroConfig.of(config_of(0, communication={"slow_node_tolerance": share})))
-    return comm
+def _group(share: float) -> ShardGroup:
+    group = ShardGroup.of_all(World.join(torch.device("cpu")))
+    group.configure(ZeroConfig.of(config_of(0, communication={"slow_node_tolerance": share})))
+    return group
 
 
 class Late:
@@ -55,9 +56,9 @@ class Late:
         self._kept.clear()
 
 
-def _settled(comm: Comm) -> dict[str, tuple[Tensor, Tensor]]:
-    assert comm.tolerance is not None
-    return comm.tolerance.owed(lambda sent: comm.host_gather(sent, "sent"))
+def _settled(group: ShardGroup) -> dict[str, tuple[Tensor, Tensor]]:
+    assert group.tolerance is not None
+    return group.tolerance.owed(lambda sent: group.world.host_gather(sent, "sent"))
 
 
 def _account(late: dict[int, tuple[int, int]], share: float, turns: int) -> tuple[Any, ...]:
@@ -65,8 +66,8 @@ def _account(late: dict[int, tuple[int, int]], share: float, turns: int) -> tupl
 
     ``late``: rank -> the turns in which its contributions are kept back. Values are small integers: sums are exact.
     """
-    comm = _comm(share)
-    tolerance, rank = comm.tolerance, dist.get_rank()
+    group = _group(share)
+    tolerance, rank = group.tolerance, dist.get_rank()
     assert tolerance is not None
     held, generator = Late(tolerance), torch.Generator().manual_seed(rank)
     first, last = late.get(rank, (turns, turns))
@@ -86,7 +87,7 @@ def _account(late: dict[int, tuple[int, int]], share: float, turns: int) -> tupl
                 book["gradients"][lo:hi] += number
             sums.append(total[::997].clone())
     held.release()
-    owed = _settled(comm)
+    owed = _settled(group)
     for book in books:
         book["owed"], book["owes"] = (value.double() for value in owed[book.pop("name")])
     tolerance.end()
@@ -113,8 +114,8 @@ def test_nothing_is_lost_and_replicas_are_equal(pool: Pool, late: dict[int, tupl
 
 def _regained() -> Tensor:
     """How many gradients are in three sums; rank 0 owns the second one not, and begins the third one late."""
-    comm = _comm(0.67)
-    tolerance, rank = comm.tolerance, dist.get_rank()
+    group = _group(0.67)
+    tolerance, rank = group.tolerance, dist.get_rank()
     assert tolerance is not None
     count = torch.zeros(SIZES["small"])
     for turn in range(3):
@@ -124,7 +125,7 @@ def _regained() -> Tensor:
             time.sleep(1.0)  # its thread has the others' contributions, and may close the sum
         for lo, hi, number in tolerance.sum("small", torch.ones(SIZES["small"])):
             count[lo:hi] += number
-    ((_, owed),) = _settled(comm).values()
+    ((_, owed),) = _settled(group).values()
     dist.all_reduce(owed)
     tolerance.end()
     return count + owed
@@ -136,11 +137,11 @@ def test_nothing_is_lost_when_an_owner_returns(pool: Pool) -> None:
 
 
 def _dropped() -> None:
-    comm = _comm(0.34)
-    assert comm.tolerance is not None
-    comm.tolerance.sum("large", torch.ones(SIZES["large"]))
-    alive = weakref.ref(comm)
-    del comm
+    group = _group(0.34)
+    assert group.tolerance is not None
+    group.tolerance.sum("large", torch.ones(SIZES["large"]))
+    alive = weakref.ref(group)
+    del group
     gc.collect()
     assert alive() is None
     assert not [t.name for t in threading.enumerate() if t.name.startswith("lt_zero-sums")]
@@ -152,8 +153,8 @@ def test_what_is_dropped_ends(pool: Pool) -> None:
 
 def _owners() -> list[list[int]]:
     """Who is late after each turn; rank 0 owns pieces first."""
-    comm = _comm(0.34)
-    tolerance, rank = comm.tolerance, dist.get_rank()
+    group = _group(0.34)
+    tolerance, rank = group.tolerance, dist.get_rank()
     assert tolerance is not None
     tolerance._late.clear()  # whatever was measured
     held, found = Late(tolerance), list[list[int]]()
@@ -163,7 +164,7 @@ def _owners() -> list[list[int]]:
             held.release()
         dist.barrier()  # what was released has been sent before any turn begins
         tolerance.sum("large", torch.ones(SIZES["large"]))
-        _settled(comm) if turn >= 2 else None
+        _settled(group) if turn >= 2 else None
         found.append(sorted(tolerance._late))
     tolerance.end()
     return found
@@ -194,15 +195,15 @@ def _train(stage: int, share: float, nodes: int, zero: dict[str, Any]) -> dict[s
             patch.setenv("LT_ZERO_NODE_RANK", str(dist.get_rank() * nodes // dist.get_world_size()))
             patch.setenv("LT_ZERO_SHARED_MEMORY", "0")
         model, engine, optimizer = _engine(stage, share, **zero)
-    if engine.comm.tolerance is not None:
-        engine.comm.tolerance._tolerated = 0  # nobody is late, whatever the machine does besides
-        engine.comm.tolerance._late.clear()
+    if engine.groups[0].tolerance is not None:
+        engine.groups[0].tolerance._tolerated = 0  # nobody is late, whatever the machine does besides
+        engine.groups[0].tolerance._late.clear()
     for step in range(3):
         optimizer.zero_grad()
         next_token_loss(model, step, 0, dist.get_rank()).backward()
         optimizer.step()
     values = full_values(engine)
-    engine.comm.end_run()
+    engine.world.end_run()
     return values
 
 
@@ -222,9 +223,9 @@ def test_without_late_ranks_weights_are_the_same(
 def _owing(share: float, saved: Any) -> tuple[Any, dict[str, Tensor]]:
     """What is owed after loading, and the weights after a step with gradients of zero."""
     model, engine, optimizer = _engine(0, share)
-    assert engine.comm.tolerance is not None
-    engine.comm.tolerance._tolerated = 0
-    engine.comm.tolerance._late.clear()
+    assert engine.groups[0].tolerance is not None
+    engine.groups[0].tolerance._tolerated = 0
+    engine.groups[0].tolerance._late.clear()
     before = full_values(engine)
     load_residuals(engine, saved)
     owed = residual_state(engine, sharded=False)
@@ -232,7 +233,7 @@ def _owing(share: float, saved: Any) -> tuple[Any, dict[str, Tensor]]:
     optimizer.step()
     after = full_values(engine)
     assert residual_state(engine, sharded=False) is None  # it is in the weights now
-    engine.comm.end_run()
+    engine.world.end_run()
     return owed, {name: before[name] - after[name] for name in after}
 
 
@@ -262,7 +263,7 @@ def _not_finite() -> list[bool]:
         next_token_loss(model, step, 0, dist.get_rank()).backward()
         optimizer.step()
         known.append(engine.used_parameters.nonfinite)
-    engine.comm.end_run()
+    engine.world.end_run()
     return known
 
 
@@ -272,12 +273,12 @@ def test_ranks_learn_a_step_later_of_what_is_not_finite(pool: Pool) -> None:
 
 def _runs_twice() -> list[str]:
     before = set(threading.enumerate())
-    comm = _comm(0.5)
-    assert comm.tolerance is not None
+    group = _group(0.5)
+    assert group.tolerance is not None
     for _ in range(2):
         total = torch.full((3000,), float(dist.get_rank()))
-        comm.tolerance.sum("one", total)
-        comm.tolerance.end()
+        group.tolerance.sum("one", total)
+        group.tolerance.end()
     return [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("lt_zero-sums")]
 
 

@@ -93,9 +93,9 @@ def _exact(stage: int, topology: Any, optimizer: str, zero: dict[str, Any], size
     with _as_two_nodes("1" if topology == 2 else "0"):
         keys = {"topology": topology}
         engine = check(Case(Net, next_token_loss, stage, optimizer, 3, micro=2, zero=zero, communication=keys))
-    assert tuple(engine.comm.topology.sizes) == tuple(sizes)
-    assert len(engine.comm.nodes) == 2
-    assert engine.comm.shares_sends == (topology == 2)
+    assert tuple(engine.groups[0].topology.sizes) == tuple(sizes)
+    assert len(engine.world.nodes) == 2
+    assert engine.groups[0].shares_sends == (topology == 2)
 
 
 @pytest.mark.parametrize(("stage", "optimizer", "topology"), cover([0, 1, 2, 3], ["sgd", "adamw"], ["auto", 2, 3]))
@@ -112,7 +112,7 @@ def _exact_alone(stage: int) -> None:
         with mock.patch.dict(os.environ, alone), mock.patch.object(transport, "_PIECE", 100):
             engine = check(Case(Net, next_token_loss, stage, "sgd", 3, micro=2, communication=keys))
         found.append({name: value.clone() for name, value in full_values(engine).items()})
-        assert engine.comm.topology.sizes == ((3,) if keys["topology"] == "auto" else ())
+        assert engine.groups[0].topology.sizes == ((3,) if keys["topology"] == "auto" else ())
     for name, value in found[0].items():
         torch.testing.assert_close(value, found[1][name], rtol=0, atol=0)
 
@@ -133,15 +133,15 @@ def _replicas(stage: int) -> None:
     number = str(dist.get_rank() // 2)
     with mock.patch.dict(os.environ, {"LT_ZERO_NODE_RANK": number, "LT_ZERO_SHARED_MEMORY": "0"}):
         engine = check(Case(Net, next_token_loss, stage, "sgd", steps=2, zero={"mics_shard_size": 4}))
-    assert engine.comm.topology.sizes == (2, 2)
-    assert engine.comm.mesh.replica == dist.get_rank() // 4
+    assert engine.groups[0].topology.sizes == (2, 2)
+    assert engine.groups[0].mesh.replica == dist.get_rank() // 4
 
 
 def _on_nodes(numbers: Sequence[int], sizes: Sequence[int]) -> None:
     """The ranks of a node share memory, and the dimensions of the torus are not nodes."""
     with mock.patch.dict(os.environ, {"LT_ZERO_NODE_RANK": str(numbers[dist.get_rank()])}):
         engine = check(Case(Net, next_token_loss, 2, "sgd", steps=1, communication={"topology": 3}))
-    assert engine.comm.topology.sizes == sizes
+    assert engine.groups[0].topology.sizes == sizes
 
 
 @pytest.mark.parametrize("numbers", [(0, 0, 1, 2), (0, 1, 0, 1)])
@@ -154,10 +154,10 @@ def _failing() -> str:
     with _as_two_nodes():
         engine = lt_zero.shard(Net(), config_of(2))
     flat = torch.ones(8)
-    work = engine.comm._transport._reducing.submit(lambda: flat.view(3, 3))  # type: ignore[attr-defined]
+    work = engine.groups[0]._transport._reducing.submit(lambda: flat.view(3, 3))  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="shape"):
         work.wait()
-    work = engine.comm._transport._reducing.submit(lambda: flat.add_(1))  # type: ignore[attr-defined]
+    work = engine.groups[0]._transport._reducing.submit(lambda: flat.add_(1))  # type: ignore[attr-defined]
     work.wait()
     return str(flat.sum().item())
 

@@ -64,16 +64,16 @@ class Run:
         self.step += 1
 
     def save(self) -> None:
-        comm = self.engine.comm
+        world = self.engine.world
         content = {
             "state_dict": weight_fragments(self.engine),
             "optimizer_states": [optimizer_fragments(self.sharded)],
             "global_step": self.step,
         }
-        made = bundle(content, [parameter_names(self.sharded.optimizer, self.engine)], comm, {}, {})
-        place = Place.make(self.path) if comm.rank == 0 else None
-        name, where = comm.host_broadcast((place.name, place.folder) if place else None, "place")
-        write(made, place or Place(name, where), comm, comm.saving_group(background=False))
+        made = bundle(content, [parameter_names(self.sharded.optimizer, self.engine)], self.engine.groups[0], {}, {})
+        place = Place.make(self.path) if world.rank == 0 else None
+        name, where = world.host_broadcast((place.name, place.folder) if place else None, "place")
+        write(made, place or Place(name, where), world, world.saving_group(background=False))
 
 
 def _live(rank: int, folder: str, store: str, stage: int, steps: int | None, exchange: bool) -> None:

@@ -88,7 +88,7 @@ def test_all_stages_agree_bitwise(pool: Pool, world: int, dtype: torch.dtype | N
 
 
 def _shares() -> bool:
-    return bool(lt_zero.shard(Net(), config_of(3)).comm.shares_memory)
+    return bool(lt_zero.shard(Net(), config_of(3)).groups[0].shares_memory)
 
 
 def test_the_switch(pool: Pool) -> None:

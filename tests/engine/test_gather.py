@@ -43,8 +43,8 @@ class Row:
 
 def _gatherer(count: int, **limits: Any) -> tuple[Gatherer, list[Unit]]:
     units = [Unit(str(i), nn.Identity(), [cast(Any, Row())], True) for i in range(count)]
-    comm = cast(Any, SimpleNamespace(gathers_in_background=True))
-    return Gatherer(units, Unit("", nn.Identity(), [], True), comm, Residency(**limits), OffloadManager()), units
+    groups = cast(Any, [SimpleNamespace(gathers_in_background=True)])
+    return Gatherer(units, Unit("", nn.Identity(), [], True), groups, Residency(**limits), OffloadManager()), units
 
 
 def _use(gatherer: Gatherer, unit: Unit) -> None:

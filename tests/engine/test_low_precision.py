@@ -144,11 +144,11 @@ def test_communication_dtype_is_what_is_sent(pool: Pool) -> None:
 
 
 def test_predivision_is_by_the_world_where_the_wire_adds() -> None:
-    with one_of(8, torch.device("cpu")) as comm:
-        assert comm.factors(torch.float16) == (1 / 8, 1.0)
-        assert comm.factors(torch.bfloat16) == (1.0, 1 / 8)
-        comm.sum_gradients = True
-        assert comm.factors(torch.float16) == (1.0, 1.0)
+    with one_of(8, torch.device("cpu")) as group:
+        assert group.factors(torch.float16) == (1 / 8, 1.0)
+        assert group.factors(torch.bfloat16) == (1.0, 1 / 8)
+        group.sums_gradients = True
+        assert group.factors(torch.float16) == (1.0, 1.0)
 
 
 # ---- accumulators and master weights -------------------------------------------------------------------------------

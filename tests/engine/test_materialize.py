@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.send_buffers import SendBuffer
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
 from lt_zero.engine import materialize
 from lt_zero.engine.bucket import State
 from lt_zero.engine.guard import guard, is_guarded, own
@@ -70,7 +72,7 @@ def _cut(stage: int, large: int) -> None:
     if dist.get_rank() > 0:
         torch.manual_seed(99)  # ranks that draw other numbers follow rank 0
     with large_from(large):
-        with ConstructionSharder(Comm.for_world(torch.device("cpu"))):
+        with ConstructionSharder(ShardGroup.of_all(World.join(torch.device("cpu")))):
             model = CustomInit()
         assert is_guarded(model.blocks[0].up.weight)
         engine = lt_zero.shard(model, config_of(stage))
@@ -98,13 +100,13 @@ def _mixed() -> nn.Sequential:
 
 
 def _small() -> None:
-    comm = Comm.for_world(torch.device("cpu"))
-    launched = counted(comm, "broadcast", "all_gather")
-    with ConstructionSharder(comm):
+    group = ShardGroup.of_all(World.join(torch.device("cpu")))
+    launched = counted(group, "broadcast", "all_gather")
+    with ConstructionSharder(group):
         model = _mixed()
     assert all(map(is_guarded, model.parameters()))
     assert len(launched) <= 6, "of 82 parameters; three of them were gathered again, and cut a second time"
-    engine = lt_zero.shard(model, config_of(3), comm=comm)
+    engine = lt_zero.shard(model, config_of(3), group=group)
     assert len(launched) <= 6 + 3 * len(engine.buckets)
     wanted = dict(_mixed().named_parameters())
     values = full_values(engine)
@@ -113,7 +115,7 @@ def _small() -> None:
         assert torch.equal(value.double(), wanted[name].double()), name
 
 
-def counted(comm: Comm, *names: str) -> list[str]:
+def counted(group: ShardGroup, *names: str) -> list[str]:
     """The names of these collectives, as often as they are launched."""
     launched: list[str] = []
 
@@ -122,7 +124,7 @@ def counted(comm: Comm, *names: str) -> list[str]:
         return launch(*args)
 
     for name in names:
-        setattr(comm, name, partial(count, name, getattr(comm, name)))
+        setattr(group, name, partial(count, name, getattr(group, name)))
     return launched
 
 
@@ -131,7 +133,7 @@ def test_small_parameters_are_cut_together(pool: Pool) -> None:
 
 
 def _late(stage: int, large: int) -> None:
-    with large_from(large), ConstructionSharder(Comm.for_world(torch.device("cpu"))):
+    with large_from(large), ConstructionSharder(ShardGroup.of_all(World.join(torch.device("cpu")))):
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     model.load_state_dict({name: torch.full(p.shape, 7.0) for name, p in model.named_parameters()})
     engine = lt_zero.shard(model, config_of(stage))
@@ -158,8 +160,8 @@ class Layer(nn.Module):
 
 
 def _values_of_a_layer() -> None:
-    comm = Comm.for_world(torch.device("cpu"))
-    with ConstructionSharder(comm) as sharder:
+    group = ShardGroup.of_all(World.join(torch.device("cpu")))
+    with ConstructionSharder(group) as sharder:
         model = nn.Sequential(nn.Linear(1, 1), Layer(), nn.LazyLinear(2))
     parameters, wanted = list(model[1].parameters()), list(Layer().parameters())
     assert all(map(is_guarded, parameters))
@@ -174,7 +176,7 @@ def test_any_layout_and_type_is_cut(pool: Pool, ranks: int) -> None:
 
 
 def _two_at_once() -> None:
-    with large_from(1000), ConstructionSharder(Comm.for_world(torch.device("cpu"))):
+    with large_from(1000), ConstructionSharder(ShardGroup.of_all(World.join(torch.device("cpu")))):
         model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12))
         first, second, third = (layer.weight for layer in model)
         assert is_guarded(first), "each has 576 bytes"
@@ -192,7 +194,7 @@ def test_an_operation_on_several_large_parameters(pool: Pool) -> None:
 
 def _on_rank_0() -> None:
     with large_from(600):
-        with ConstructionSharder(Comm.for_world(torch.device("cpu"))):
+        with ConstructionSharder(ShardGroup.of_all(World.join(torch.device("cpu")))):
             model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
             with lt_zero.GatheredParameters(model[1].weight, modifier_rank=0):  # not yet sharded
                 if dist.get_rank() == 0:
@@ -347,7 +349,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _peak() -> None:
-    comm, peaks = Comm.for_world(torch.device("cpu")), []
+    group, peaks = ShardGroup.of_all(World.join(torch.device("cpu"))), []
     register = nn.Module.__init__
     gc.freeze()  # else each look goes through all that is imported
 
@@ -357,7 +359,7 @@ def _peak() -> None:
 
     nn.Module.__init__ = counting  # type: ignore[method-assign]
     try:
-        with ConstructionSharder(comm):
+        with ConstructionSharder(group):
             model = Wide()
     finally:
         nn.Module.__init__ = register  # type: ignore[method-assign]
@@ -387,7 +389,7 @@ def _gaps() -> int:
     """Bytes that construction leaves behind, beyond the slices."""
     _blocks_on_the_heap()
     before = _resident()
-    with ConstructionSharder(Comm.for_world(torch.device("cpu"))):
+    with ConstructionSharder(ShardGroup.of_all(World.join(torch.device("cpu")))):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)) for _ in range(8)))
     numel = sum(parameter.numel() for parameter in model.parameters())
     return _resident() - before - 4 * numel // 2
@@ -411,7 +413,7 @@ def test_parameters_that_moved_in_leave_no_gaps_in_the_heap(pool: Pool) -> None:
     assert max(found) < 16e6, "of 67 MB"
 
 
-class Elsewhere(Comm):
+class Elsewhere(ShardGroup):
     """Of a device that is not the CPU; ends with the first collective, and says where its tensor is."""
 
     def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
@@ -423,7 +425,7 @@ class Elsewhere(Comm):
 
 def test_cutting_on_the_cpu_for_another_device() -> None:
     """Modules are built on the CPU; NCCL takes tensors of a GPU only."""
-    layer, sharder = nn.Linear(3, 5), ConstructionSharder(Elsewhere(None, None, torch.device("meta")))
+    layer, sharder = nn.Linear(3, 5), ConstructionSharder(Elsewhere.of_all(World(None, torch.device("meta"))))
     with pytest.raises(RuntimeError, match="broadcast on meta"), sharder:
         nn.Sequential(layer)
     sharder._slices[layer.weight] = torch.zeros(16)
@@ -434,13 +436,13 @@ def test_cutting_on_the_cpu_for_another_device() -> None:
 
 
 def test_a_collective_refuses_tensors_of_another_device() -> None:
-    comm, row = Comm(None, None, torch.device("cpu")), torch.zeros(4, device="meta")
+    group, row = ShardGroup.of_all(World(None, torch.device("cpu"))), torch.zeros(4, device="meta")
     acts: list[Callable[[], object]] = [
-        lambda: comm.broadcast(row, "w"),
-        lambda: comm.all_gather(row, "w"),
-        lambda: comm.all_reduce(row, row, row, False, "w"),
-        lambda: comm.reduce_scatter(row, row, row, False, "w"),
-        lambda: comm.sum_scalar(row, "w"),
+        lambda: group.broadcast(row, "w"),
+        lambda: group.all_gather(row, "w"),
+        lambda: group.all_reduce(row, SendBuffer(row, 1.0, row), False, "w"),
+        lambda: group.reduce_scatter(row, SendBuffer(row, 1.0, row), False, "w"),
+        lambda: group.sum_scalar(row, "w"),
     ]
     for act in acts:
         with pytest.raises(RuntimeError, match="'w' got a tensor on meta"):
@@ -463,7 +465,7 @@ def test_many_modules_take_no_time() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(6000)))
     start = time.process_time()
-    Materializer(model, Comm.for_world(torch.device("cpu"))).fill(model.parameters())
+    Materializer(model, torch.device("cpu")).fill(model.parameters())
     assert time.process_time() - start < 4, "looking for an initializer among all modules takes ten seconds"
     assert not any(p.isnan().any() for p in model.parameters())
 

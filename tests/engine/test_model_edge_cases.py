@@ -353,7 +353,7 @@ def _dropped(stage: int) -> None:
     net = Net()
     engine = lt_zero.shard(net, config_of(stage))
     next_token_loss(net, 0, 0, 0).backward()
-    left = [weakref.ref(thing) for thing in (engine, engine.comm, *engine.buckets)]
+    left = [weakref.ref(thing) for thing in (engine, engine.world, *engine.groups, *engine.buckets)]
     del net, engine
     gc.collect()
     assert not any(ref() for ref in left), "gradients and graphs keep weights and process groups alive"

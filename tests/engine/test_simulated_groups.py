@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_zero
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.send_buffers import SendBuffer, SendBuffers
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import Transport
 from lt_zero.comm.work import All, Done, Work
 from lt_zero.common.errors import ConfigError
@@ -25,7 +26,7 @@ from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.engine.guard import is_guarded
 from lt_zero.offload.store import Store
 from tests.support.parity import STAGES, CountedStorage, config_of, counted_storages, full_grads, full_values
-from tests.support.simulated import LateComm, group_of_one, one_of
+from tests.support.simulated import LateGroup, group_of_one, one_of
 
 CPU = torch.device("cpu")
 
@@ -65,8 +66,8 @@ def expected(steps: int = 3) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def trained(stage: int, comm: Comm, **zero: Any) -> Engine:
-    engine = lt_zero.shard(net(), config_of(stage, zero), CPU, comm=comm)
+def trained(stage: int, group: ShardGroup, **zero: Any) -> Engine:
+    engine = lt_zero.shard(net(), config_of(stage, zero), CPU, group=group)
     optimizer = sgd(engine.root)
     lt_zero.ShardedOptimizer(engine, optimizer)
     train(engine.root, optimizer)
@@ -80,7 +81,7 @@ def late_gradients(stage: int, prefetch: int, early: bool) -> float:
         reference(batch(step)).square().mean().backward()
     wanted = {name: p.grad for name, p in reference.named_parameters()}
     zero = {"stage3_prefetch_bucket_size": prefetch, "stage3_max_reuse_distance": 0}
-    engine = lt_zero.shard(net(), config_of(stage, zero), CPU, comm=LateComm(CPU, early))
+    engine = lt_zero.shard(net(), config_of(stage, zero), CPU, group=LateGroup(CPU, early))
     for step in range(3):
         engine.root(batch(step)).square().mean().backward()
     engine.finish_reductions()
@@ -106,8 +107,8 @@ def test_collectives_may_read_and_write_at_any_time(stage: int, prefetch: int, e
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_group_of_one_rank_trains_like_a_single_process(stage: int) -> None:
-    with group_of_one(CPU) as comm:
-        got = full_values(trained(stage, comm))
+    with group_of_one(CPU) as group:
+        got = full_values(trained(stage, group))
     for name, value in expected().items():
         torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-7)
 
@@ -120,8 +121,8 @@ def guarded_units(engine: Engine) -> list[int]:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_unit_waits_for_its_own_updates_only(stage: int) -> None:
     """The gathers after a step overlap with the next forward, and with anything that reads no parameter."""
-    with group_of_one(CPU) as comm:
-        engine = trained(stage, comm)
+    with group_of_one(CPU) as group:
+        engine = trained(stage, group)
         assert guarded_units(engine) == [0, 1, 2, 3]
         seen = []
         for unit in engine.root.children():
@@ -129,12 +130,12 @@ def test_a_unit_waits_for_its_own_updates_only(stage: int) -> None:
         engine.root(batch(3)).square().mean().backward()
         assert seen == [[1, 2, 3], [2, 3], [3], []]
 
-        engine = trained(stage, comm)
+        engine = trained(stage, group)
         weight = next(engine.root.parameters())
         torch.testing.assert_close(weight.detach(), next(iter(expected().values())), rtol=1e-6, atol=1e-7)
         assert guarded_units(engine) == []
 
-        engine = trained(stage, comm, overlap_comm=False)
+        engine = trained(stage, group, overlap_comm=False)
         assert guarded_units(engine) == []
 
 
@@ -143,19 +144,19 @@ def test_a_gpu_gathers_background_steps_from_the_thread_that_waits(stage: int, t
     """In the order of the steps, whichever is needed first: GPU queues would deadlock if it differed between ranks."""
     gathered: list[tuple[bool, Tensor]] = []
 
-    def note(self: Comm, flat: Tensor, codec: object) -> Work:
+    def note(self: ShardGroup, flat: Tensor, codec: object) -> Work:
         gathered.append((threading.current_thread() is threading.main_thread(), flat))
         return Done()
 
     zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "overlap_step": True}}
-    with one_of(2, CPU) as comm, mock.patch.object(Comm, "background_gather", note):
-        engine = trained(stage, comm, **zero)
+    with one_of(2, CPU) as group, mock.patch.object(ShardGroup, "background_gather", note):
+        engine = trained(stage, group, **zero)
         gathered.clear()
         assert guarded_units(engine) == [0, 1, 2, 3]
         engine.root[2].up.weight.sum()  # type: ignore[index, union-attr]
         engine.finish_steps()
         assert guarded_units(engine) == []
-        assert not comm.unpublished
+        assert not engine.buckets[0].unpublished
         assert [flat is bucket.flat for (_, flat), bucket in zip(gathered, engine.buckets, strict=True)] == [True] * 4
         assert all(main for main, _ in gathered)
         engine.offload_manager.close()
@@ -164,7 +165,7 @@ def test_a_gpu_gathers_background_steps_from_the_thread_that_waits(stage: int, t
 def exposed(prefetch: int) -> int:
     """Gathers of a step that begin when their unit is needed, after a step that recorded the order of units."""
     zero = {"stage3_prefetch_bucket_size": prefetch, "stage3_max_reuse_distance": 0}
-    engine = lt_zero.shard(net(), config_of(3, zero), CPU, comm=LateComm(CPU))
+    engine = lt_zero.shard(net(), config_of(3, zero), CPU, group=LateGroup(CPU))
     gather, late = Gatherer.gather, list[str]()
 
     def note(self: Gatherer, unit: Unit) -> None:
@@ -189,29 +190,28 @@ def test_a_unit_that_is_larger_than_the_limit_is_prefetched(prefetch: int) -> No
 def _sends_before_it_writes(self: Reducer, bucket: Bucket) -> None:
     while len(self._flying) >= 2:
         self._land()
-    buffers = self._take_buffers(bucket)
-    send, scratch = buffers[0][: bucket.layout.numel], buffers[1]
-    self._flying.append((bucket, bucket.grads.launch_reduce(send, scratch), buffers))
-    bucket.grads.take(send, add=False)
+    send = self._buffers[bucket.group].take(bucket.layout.numel, bucket.dtype)
+    self._flying.append((bucket, bucket.grads.launch_reduce(send), send))
+    bucket.grads.take(send.flat, add=False)
 
 
-_take_buffers, _launch_reduce = Reducer._take_buffers, Store.launch_reduce
-_buffers: dict[Reducer, Any] = {}
+_take, _launch_reduce = SendBuffers.take, Store.launch_reduce
+_taken: dict[SendBuffers, SendBuffer] = {}
 
 
-def _take_one_buffer(self: Reducer, bucket: Bucket) -> Any:
-    if self not in _buffers:
-        _buffers[self] = _take_buffers(self, bucket)
-    return _buffers[self]
+def _take_one_buffer(self: SendBuffers, numel: int, dtype: torch.dtype) -> SendBuffer:
+    if self not in _taken:
+        _taken[self] = _take(self, numel, dtype)
+    return _taken[self]
 
 
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "no wait for a gather": (Bucket, "_land", lambda self: None),
     "no wait for a reduction": (All, "wait", lambda self: None),
-    "one send buffer": (Reducer, "_take_buffers", _take_one_buffer),
+    "one send buffer": (SendBuffers, "take", _take_one_buffer),
     "a gather without the own shard": (Store, "launch_gather", lambda self, shard, gather: gather(self.tensor)),
     "reductions in flight are dropped": (Reducer, "drain", lambda self: self._flying.clear()),
-    "a sum instead of the mean": (Comm, "factors", lambda self, wire: (1.0, 1.0)),
+    "a sum instead of the mean": (ShardGroup, "factors", lambda self, wire: (1.0, 1.0)),
     "an accumulator that forgets": (
         Store,
         "launch_reduce",
@@ -247,8 +247,8 @@ class Made(TorchDispatchMode):
 def of_many(world: int, stage: int) -> tuple[int, int, int]:
     """Tensors that a step of one of ``world`` ranks makes; most bytes of buckets while it is built, and after it."""
     width = 64  # a bucket has some elements for each of 512 ranks
-    with one_of(world, CPU) as comm, counted_storages() as storages:
-        engine = lt_zero.shard(net(6, width), config_of(stage), CPU, comm=comm)
+    with one_of(world, CPU) as group, counted_storages() as storages:
+        engine = lt_zero.shard(net(6, width), config_of(stage), CPU, group=group)
         built, kept = storages.most, storages.live
         optimizer = sgd(engine.root)
         lt_zero.ShardedOptimizer(engine, optimizer)
@@ -292,25 +292,25 @@ def test_groups_connect_when_they_are_made() -> None:
     def note(tensor: Tensor, group: Any) -> None:
         connected.append((group, tensor.numel()))
 
-    with mock.patch.object(dist, "all_reduce", note), one_of(4, CPU) as comm:
-        assert connected == [(comm._group, 1), (comm._reductions, 1)]
-        comm.allow_background()
-        assert connected[2:] == [(comm._background, 1)]
+    with mock.patch.object(dist, "all_reduce", note), one_of(4, CPU) as group:
+        assert connected == [(group.process_group, 1), (group.reductions, 1)]
+        group.allow_background()
+        assert connected[2:] == [(group._background, 1)]
 
 
 def test_a_gpu_with_one_queue_has_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    with one_of(4, CPU) as comm:
-        assert comm._reductions is not comm._group
+    with one_of(4, CPU) as group:
+        assert group.reductions is not group.process_group
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with one_of(4, CPU) as comm:
-        assert comm._reductions is comm._group
+    with one_of(4, CPU) as group:
+        assert group.reductions is group.process_group
         with pytest.raises(ConfigError, match="overlap_step=true .*CUDA_DEVICE_MAX_CONNECTIONS=1.* unset it"):
-            comm.allow_background()
+            group.allow_background()
 
 
-def accumulated(stage: int, comm: Comm | None, dtype: torch.dtype | None) -> tuple[dict[str, Tensor], int]:
+def accumulated(stage: int, group: ShardGroup | None, dtype: torch.dtype | None) -> tuple[dict[str, Tensor], int]:
     """Gradients of three micro-batches, and the bytes of send buffers."""
-    engine = lt_zero.shard(net().to(dtype or torch.float32), config_of(stage, {}, dtype), CPU, comm=comm)
+    engine = lt_zero.shard(net().to(dtype or torch.float32), config_of(stage, {}, dtype), CPU, group=group)
     for step in range(3):
         engine.root(batch(step).to(dtype or torch.float32)).float().square().mean().backward()
     return full_grads(engine), engine.reducer.buffer_bytes
@@ -321,7 +321,7 @@ def accumulated(stage: int, comm: Comm | None, dtype: torch.dtype | None) -> tup
 def test_a_single_rank_adds_gradients_up_without_a_send_buffer(stage: int, dtype: torch.dtype | None) -> None:
     alone, buffers = accumulated(stage, None, dtype)
     assert buffers == 0
-    with group_of_one(CPU) as comm:
-        grouped, buffers = accumulated(stage, comm, dtype)
+    with group_of_one(CPU) as group:
+        grouped, buffers = accumulated(stage, group, dtype)
     assert buffers > 0
     assert all(torch.equal(grad, grouped[name]) for name, grad in alone.items())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import restore_whole
@@ -24,7 +24,7 @@ from lt_zero.optim.muon import orthogonalize
 from tests.support.parity import STAGES, config_of, full_values
 from tests.support.paths import ROOT
 from tests.support.pool import Pool
-from tests.support.simulated import LateComm, group_of_one
+from tests.support.simulated import LateGroup, group_of_one
 
 pytestmark = pytest.mark.gpu
 
@@ -78,13 +78,13 @@ def sharded(
     device: torch.device,
     stage: int,
     mode: str = "32-true",
-    comm: Comm | None = None,
+    group: ShardGroup | None = None,
     rank: int = 0,
     clip: float | None = None,
     **zero: Any,
 ) -> Engine:
     config = config_of(stage, zero)
-    engine = lt_zero.shard(net(), config, device, policy=dtype_policy(config, mode), comm=comm)
+    engine = lt_zero.shard(net(), config, device, policy=dtype_policy(config, mode), group=group)
     optimizer = sgd(engine.root)
     owner = lt_zero.ShardedOptimizer(engine, optimizer)
     for step in range(STEPS):
@@ -117,8 +117,8 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(device: torch
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_group_of_one_rank(device: torch.device, stage: int) -> None:
-    with group_of_one(device) as comm:
-        got = full_values(sharded(device, stage, comm=comm))
+    with group_of_one(device) as group:
+        got = full_values(sharded(device, stage, group=group))
     assert far(got, plain(device)) < 1e-6
 
 
@@ -127,7 +127,7 @@ def test_a_group_of_one_rank(device: torch.device, stage: int) -> None:
 def test_late_collectives(device: torch.device, stage: int, prefetch: int, early: bool) -> None:
     reference = net().to(device)
     config = config_of(stage, {"stage3_prefetch_bucket_size": prefetch, "stage3_max_reuse_distance": 0})
-    engine = lt_zero.shard(net(), config, device, comm=LateComm(device, early))
+    engine = lt_zero.shard(net(), config, device, group=LateGroup(device, early))
     for step in range(3):
         for model in (reference, engine.root):
             model(batch(device, step)).square().mean().backward()

@@ -251,7 +251,7 @@ def test_sharding_counts_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen()
     monkeypatch.setattr(room, "_watch", seen.watch)
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    engine = lt_zero.shard(layers, ZeroConfig.of({"zero_optimization": {"stage": 3}}), comm=single())
+    engine = lt_zero.shard(layers, ZeroConfig.of({"zero_optimization": {"stage": 3}}), group=single())
     assert seen.far("Sharding") == [(len(engine.buckets), len(engine.buckets))]
 
 
@@ -262,7 +262,7 @@ def test_files_of_states_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     config = ZeroConfig.of({"zero_optimization": {"stage": 3, "offload_optimizer": nvme}})
-    engine = lt_zero.shard(nn.Linear(64, 64), config, comm=single())
+    engine = lt_zero.shard(nn.Linear(64, 64), config, group=single())
     engine.offload_manager.announce(engine.buckets, 2)
     engine.offload_manager.close()
     told = [work.what.partition(str(tmp_path))[0] for work in seen.works]
@@ -271,9 +271,10 @@ def test_files_of_states_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def single() -> Any:
-    from lt_zero.comm.communicator import Comm
+    from lt_zero.comm.shard_group import ShardGroup
+    from lt_zero.comm.world import World
 
-    return Comm(None, None, torch.device("cpu"))
+    return ShardGroup.of_all(World(None, torch.device("cpu")))
 
 
 def _saved_and_loaded(folder: str, form: str) -> Any:

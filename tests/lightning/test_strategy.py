@@ -326,12 +326,12 @@ def _environment_first() -> None:
     with pytest.raises(RuntimeError, match=r"call setup_environment\(\) first"):
         trainer.strategy.setup(trainer)
     trainer.strategy.setup_environment()  # a script that wants the process group before it makes its module
-    comm = trainer.strategy.comm
+    world = trainer.strategy.world
     with pytest.raises(RuntimeError, match="has no module yet"):
         trainer.strategy.setup(trainer)
     trainer.fit(GPT(2))
-    assert comm is not None
-    assert trainer.strategy.comm is comm
+    assert world is not None
+    assert trainer.strategy.world is world
 
 
 def test_the_process_group_before_the_module(pool: Pool) -> None:

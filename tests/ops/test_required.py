@@ -9,11 +9,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lt_zero.world.size import World
 
 import lt_zero
 from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.build import _check_kernels
-from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.guard import is_guarded
 from lt_zero.ops import compiler, library
@@ -107,14 +107,14 @@ def test_devices_of_the_run_are_looked_at(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(library, "status", lambda kind: (asked.append(kind), THERE)[1])
-    comm = Comm.for_world(torch.device("cpu"))
-    _check_kernels(required(zero_optimization={"stage": 2, **zero}), torch.device(device), comm)
+    world = World.join(torch.device("cpu"))
+    _check_kernels(required(zero_optimization={"stage": 2, **zero}), torch.device(device), world)
     assert asked == kinds
 
 
 def test_a_device_without_kernels_is_named() -> None:
     with pytest.raises(ConfigError, match="kernels for cpu and cuda, none for xpu"):
-        _check_kernels(required(), torch.device("xpu", 0), Comm.for_world(torch.device("cpu")))
+        _check_kernels(required(), torch.device("xpu", 0), World.join(torch.device("cpu")))
 
 
 def _on_one_rank(lacking: int) -> tuple[str, bool]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.checkpoint.native.pieces import full_optimizer_state, load_full_optimizer_state
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.offload import host_store
 from lt_zero.optim import Lamb
 from tests.support.checkpoint_tools import everything, resume, same
@@ -106,20 +106,20 @@ def close(got: dict[str, Tensor], want: dict[str, Tensor], what: Any) -> None:
 def _sums() -> None:
     """One all-reduce per step where there are fragments, none where every rank has all."""
     names: list[str] = []
-    plain = Comm.sum_scalar
+    plain = ShardGroup.sum_scalar
 
-    def counted(self: Comm, value: Tensor, name: str) -> Tensor:
+    def counted(self: ShardGroup, value: Tensor, name: str) -> Tensor:
         names.append(name)
         return plain(self, value, name)
 
-    Comm.sum_scalar = counted  # type: ignore[method-assign]
+    ShardGroup.sum_scalar = counted  # type: ignore[method-assign]
     try:
         for stage in STAGES:
             names.clear()
             train(stage)
             assert names == ["norms of full parameters"] * (4 if stage else 0)
     finally:
-        Comm.sum_scalar = plain  # type: ignore[method-assign]
+        ShardGroup.sum_scalar = plain  # type: ignore[method-assign]
 
 
 def test_one_sum_per_step(pool: Pool) -> None:

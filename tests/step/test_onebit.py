@@ -153,7 +153,7 @@ def _train(stage: int, type_: str, steps: int) -> tuple[list[float], dict[str, A
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
-    compressor = engine.comm.compressor
+    compressor = engine.groups[0].compressor
     dense, sent = (compressor.costs.dense, compressor.costs.sent) if compressor is not None else (0, 0)
     return losses, {name: value.numpy() for name, value in full_values(engine).items()}, dense, sent
 

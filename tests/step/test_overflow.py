@@ -303,7 +303,7 @@ def _one_rank_overflows(stage: int, zero: dict[str, Any]) -> list[str | None]:
         )
         next_token_loss(net, 0, 0, rank).backward()
         handle.remove()
-        return engine.comm.host_gather(watch.first(), "test")
+        return engine.world.host_gather(watch.first(), "test")
 
 
 @pytest.mark.parametrize("zero", [{}, RELEASE], ids=["keep", "release"])
@@ -364,7 +364,7 @@ def _nonfinite(stage: int) -> None:
         _check_elements([(b, p) for b, p, n in mine if n == "rest.1.norm.bias"], engine)
         for bucket, piece, _ in mine:
             bucket.grads.write()[piece.offset + piece.numel - 1] = INF
-        names = {name for some in engine.comm.host_gather([n for _, _, n in mine], "test") for name in some}
+        names = {name for some in engine.world.host_gather([n for _, _, n in mine], "test") for name in some}
         assert nonfinite_parameters(engine) == [name for name in registered if name in names]
         for bucket, _, _ in mine:
             bucket.grads.valid.clear()
@@ -378,7 +378,7 @@ def _nonfinite(stage: int) -> None:
 def _check_elements(pieces: list[tuple[Bucket, Piece]], engine: Engine) -> None:
     """``pieces`` are this rank's, if it is its turn."""
     places = [(b, p.offset + k) for b, p in pieces for k in range(p.numel)]
-    for number in range(max(engine.comm.host_gather(len(places), "test"))):
+    for number in range(max(engine.world.host_gather(len(places), "test"))):
         for bucket, place in places[number : number + 1]:
             bucket.grads.write()[place] = (INF, -INF, NAN)[number % 3]
         assert nonfinite_parameters(engine) == ["rest.1.norm.bias"]

@@ -190,7 +190,7 @@ def _counts(config: Config) -> list[float]:
     lt_zero.ShardedOptimizer(engine, optimizer)
     for _ in range(2):
         model(torch.ones(2, 3)).sum().backward()
-        model[1].num_batches_tracked += engine.comm.rank
+        model[1].num_batches_tracked += engine.world.rank
         optimizer.step()
     return [float(model[1].num_batches_tracked)]
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import lt_zero
 from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.checkpoint.open import open_source
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.ranks import LaunchOrder
 from lt_zero.common.errors import ConfigError
 from lt_zero.lightning import checkpoint_service
 from lt_zero.step.fused_step import FusedStep
@@ -294,14 +294,14 @@ def sent(*fields: str, grad: float = 1.0) -> Look:
 
 def _noting_reductions(agreed: list[bool]) -> Any:
     """Notes reductions that ranks agree upon before they launch them."""
-    agree = Comm._compare
+    agree = LaunchOrder._compare
 
-    def look(self: Comm, launch: Any) -> None:
+    def look(self: LaunchOrder, launch: Any) -> None:
         if launch.channel == "reduction":
             agreed.append(True)
         agree(self, launch)
 
-    return mock.patch.object(Comm, "_compare", look)
+    return mock.patch.object(LaunchOrder, "_compare", look)
 
 
 def _compared(config: dict[str, Any]) -> int:

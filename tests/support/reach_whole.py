@@ -31,7 +31,7 @@ def _launched(config: Config, folder: Any, freeze: bool) -> list[str]:
             engine.root(tokens(0, 0, 0))
         else:
             backward(engine)
-    channels = engine.comm._watch.channels.values()
+    channels = engine.world.watch.channels.values()
     ways = ("encoded all-gather", "all-gather in the node", "compressed reduction")
     return [way for way in ways if any(launch.operation == way for c in channels for launch in c.history())]
 
@@ -47,7 +47,7 @@ def launched_frozen(lab: Lab, config: Config) -> Any:
 
 
 def _dimensions(config: Config, folder: Any) -> list[int]:
-    return list(engine_of(Lab(folder, Pool()), config).comm.topology.sizes)
+    return list(engine_of(Lab(folder, Pool()), config).groups[0].topology.sizes)
 
 
 def link_limits(lab: Lab, config: Config) -> list[int]:
@@ -57,7 +57,7 @@ def link_limits(lab: Lab, config: Config) -> list[int]:
 
 def _link_limits(config: Config, folder: Any) -> list[int]:
     engine = engine_of(Lab(folder, Pool()), config)
-    assert engine.comm.world == 2
+    assert engine.world.size == 2
     return user_timeouts()
 
 
@@ -77,7 +77,7 @@ def tolerated(lab: Lab, config: Config) -> Any:
 
 
 def _tolerated(config: Config, folder: Any) -> int | None:
-    tolerance = engine_of(Lab(folder, Pool()), config).comm.tolerance
+    tolerance = engine_of(Lab(folder, Pool()), config).groups[0].tolerance
     return None if tolerance is None else tolerance._tolerated
 
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.send_buffers import SendBuffer
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.shared_memory import store
-from lt_zero.comm.transport import Mesh
 from lt_zero.comm.work import All, Done, Work
+from lt_zero.comm.world import World
 
 _SLEEP = 5_000_000  # cycles that a GPU waits before a late collective: some milliseconds
 
@@ -41,7 +42,27 @@ class _Late:
             self._event.wait()
 
 
-class LateComm(Comm):
+class _LateWorld(World):
+    """Rank 0 of two, which have the same objects."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(None, device)
+        self.size = 2
+
+    def _reduce_small(self, value: Tensor, op: Any, name: str) -> Tensor:
+        return value.mul_(2) if op == dist.ReduceOp.SUM else value
+
+    def host_max(self, flags: Tensor, name: str) -> Work:
+        return Done()
+
+    def host_broadcast(self, value: Any, name: str) -> Any:
+        return value
+
+    def host_gather(self, value: Any, name: str) -> list[Any]:
+        return [value, value]
+
+
+class LateGroup(ShardGroup):
     """Rank 0 of two; the other one has the same weights, data and gradients.
 
     A result is NaN until its collective has run. What is sent is read when it runs (a write before the wait is sent),
@@ -49,9 +70,8 @@ class LateComm(Comm):
     """
 
     def __init__(self, device: torch.device, early: bool = False) -> None:
-        super().__init__(None, None, device)
+        super().__init__(_LateWorld(device), [range(2)], 2)
         self._early = early
-        self.world, self.mesh = 2, Mesh(2, 0, 2)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._full: dict[str, Tensor] = {}  # what rank 1 sends of a bucket that was broadcast
 
@@ -60,9 +80,6 @@ class LateComm(Comm):
 
     gathers_in_background = property(lambda self: True)  # type: ignore[assignment]
     sums_wide = property(lambda self: False)  # type: ignore[assignment]
-
-    def scratch_numel(self, numel: int) -> int:
-        return 0
 
     def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
         self._full.setdefault(f"{name} {tensor.numel()}", tensor.detach().clone())
@@ -79,12 +96,12 @@ class LateComm(Comm):
 
         return All([self._late(run)])
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
-        after, mine = self.factors(flat.dtype)[1], flat.chunk(2)[0]
+    def reduce_scatter(self, out: Tensor, send: SendBuffer, add: bool, name: str) -> Work:
+        after, mine = self.factors(send.flat.dtype)[1], send.flat.chunk(2)[0]
         return All([self._late(self._doubled(mine))], lambda: store(out, mine, add, after))
 
-    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
-        after = self.factors(flat.dtype)[1]
+    def all_reduce(self, out: Tensor, send: SendBuffer, add: bool, name: str) -> Work:
+        after, flat = self.factors(send.flat.dtype)[1], send.flat
         return All([self._late(self._doubled(flat))], lambda: store(out, flat, add, after))
 
     def _doubled(self, sent: Tensor) -> Callable[[], object]:
@@ -93,35 +110,25 @@ class LateComm(Comm):
         copy = sent.clone()
         return lambda: sent.copy_(copy).mul_(2)
 
-    def _reduce_small(self, value: Tensor, op: Any, name: str) -> Tensor:
-        return value.mul_(2) if op == dist.ReduceOp.SUM else value
-
-    def host_max(self, flags: Tensor, name: str) -> Work:
-        return Done()
-
-    def host_broadcast(self, value: Any, name: str) -> Any:
-        return value
-
-    def host_gather(self, value: Any, name: str) -> list[Any]:
-        return [value, value]
+    _reduce_small = _LateWorld._reduce_small
 
 
 @contextmanager
-def group_of_one(device: torch.device) -> Iterator[Comm]:
-    """A communicator over one rank that takes no shortcut: NCCL on a GPU, else gloo."""
+def group_of_one(device: torch.device) -> Iterator[ShardGroup]:
+    """One rank that takes no shortcut: NCCL on a GPU, else gloo."""
     backend, bound = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **bound)
     try:
-        yield Comm(dist.new_group(), dist.new_group(), device)
+        yield ShardGroup.of_all(World(dist.new_group(), device))
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
-def one_of(world: int, device: torch.device) -> Iterator[Comm]:
+def one_of(world: int, device: torch.device) -> Iterator[ShardGroup]:
     """Rank 0 of ``world`` over torch's fake backend: its collectives return at once, with this rank's values."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        yield Comm.for_world(device)
+        yield ShardGroup.of_all(World.join(device))
     finally:
         dist.destroy_process_group()

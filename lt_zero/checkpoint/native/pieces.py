@@ -92,7 +92,7 @@ def weight_fragments(engine: Engine, averaged: bool | None = None) -> dict[str, 
         averaged: True: averages where there are some; False: the trained weights; None: what the model has now.
     """
     engine.prepare_reading()
-    engine.offload_manager.refuse_partially_stepped(engine.comm)
+    engine.offload_manager.refuse_partially_stepped(engine.world)
     average = engine.average if averaged is not None else None
     made: dict[int, Fragment] = {}
     for bucket in engine.buckets:
@@ -156,7 +156,7 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
                         own[number][key] = _Scalar(value.dtype, value.item()) if is_scalar else value
         if () in bucket.shapes:
             put_away(bucket.states.values())  # ``states_of`` has read them
-    for others in engine.comm.host_gather(own, "optimizer states that are no tensors"):
+    for others in engine.world.host_gather(own, "optimizer states that are no tensors"):
         for number, held in others.items():
             mine = state.setdefault(number, {})
             for key, value in held.items():
@@ -229,14 +229,14 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with full tensors on the CPU of rank 0, {} elsewhere. Collective."""
     engine, packed = sharded.engine, optimizer_fragments(sharded)
     numbers = {id(p): n for n, p in zip(parameter_numbers(packed), sharded.parameters(), strict=True)}
-    with progress_bar("Gathering optimizer states", len(engine.buckets), rank=engine.comm.rank) as work:
+    with progress_bar("Gathering optimizer states", len(engine.buckets), rank=engine.world.rank) as work:
         for bucket in engine.buckets:
             mine = {i: numbers[id(p)] for i, p in enumerate(bucket.params) if id(p) in numbers}
             _gather(bucket, {i: packed["state"][n] for i, n in mine.items() if n in packed["state"]})
             bucket.put_away()
             work.advance()
-    engine.offload_manager.check(engine.comm, "optimizer states in files")
-    if engine.comm.rank > 0:
+    engine.offload_manager.check(engine.world, "optimizer states in files")
+    if engine.world.rank > 0:
         return {}
 
     def place(entry: tuple[str, Any]) -> str:  # the order is the same wherever the elements were: scalars first
@@ -257,7 +257,7 @@ def _gather(bucket: Bucket, states: Mapping[int, dict[str, Any]]) -> None:
                 if value.shape != bucket.shapes[index]:
                     mine[index] = value.local().view(value.shape).to("cpu", copy=True)
     every: dict[str, dict[int, Any]] = {}  # of all ranks
-    for found in bucket.comm.host_gather(own, f"optimizer state of {bucket.name}"):
+    for found in bucket.group.world.host_gather(own, f"optimizer state of {bucket.name}"):
         for key, held in found.items():
             every.setdefault(key, {}).update(held)
     lo, hi = bucket.shard_range
@@ -268,7 +268,7 @@ def _gather(bucket: Bucket, states: Mapping[int, dict[str, Any]]) -> None:
             (piece,) = bucket.pieces_of(index)
             rows[piece.offset : piece.offset + piece.numel] = states[index][key].local()
         flat = gather_own(bucket, rows) if dtypes else rows
-        for index in sorted(held) if bucket.comm.rank == 0 else ():
+        for index in sorted(held) if bucket.group.world.rank == 0 else ():
             span, value = bucket.layout.spans[index], held[index]
             in_full = index in dtypes
             states[index][key] = flat[span.lo : span.hi].view(span.shape).to("cpu", copy=True) if in_full else value

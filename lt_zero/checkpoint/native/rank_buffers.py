@@ -27,20 +27,20 @@ def rank_buffers(engine: Engine, prefix: str = "") -> dict[str, Any] | None:
 
     ``prefix``: of names in the checkpoint.
     """
-    comm = engine.comm
-    if engine.buffers.enabled or comm.world == 1:
+    world = engine.world
+    if engine.buffers.enabled or world.size == 1:
         return None
     trained = engine.average.buffers(averaged=False) if engine.average is not None else {}
     persistent = engine.root.state_dict(keep_vars=True).keys()
     own = {name: trained.get(name, b) for name, b in engine.root.named_buffers() if name in persistent}
     values = dict(zip(own, digests(list(own.values())), strict=True))
-    ranks = comm.host_gather(values, "values of buffers")
+    ranks = world.host_gather(values, "values of buffers")
     kept: dict[str, dict[str, Tensor]] = {}
     for name in own:
         if any(theirs.get(name) != values[name] for theirs in ranks):
-            found = comm.host_gather(own[name].detach().cpu(), f"buffer {name}")
+            found = world.host_gather(own[name].detach().cpu(), f"buffer {name}")
             kept[prefix + name] = {str(rank): value for rank, value in enumerate(found) if rank > 0}
-    return {"ranks": comm.world, "buffers": kept} if kept else None
+    return {"ranks": world.size, "buffers": kept} if kept else None
 
 
 @torch.no_grad()
@@ -49,9 +49,9 @@ def load_rank_buffers(engine: Engine, state: Mapping[str, Any] | None, prefix: s
     mine = {k.removeprefix(prefix): v for k, v in (state or {"buffers": {}})["buffers"].items() if k.startswith(prefix)}
     if not state or not mine:
         return
-    if state["ranks"] != engine.comm.world or engine.buffers.enabled:
-        if engine.comm.rank == 0:
-            why = "broadcast_buffers is on" if engine.buffers.enabled else f"here are {engine.comm.world} ranks"
+    if state["ranks"] != engine.world.size or engine.buffers.enabled:
+        if engine.world.rank == 0:
+            why = "broadcast_buffers is on" if engine.buffers.enabled else f"here are {engine.world.size} ranks"
             log.warning(
                 "The checkpoint has other buffers on each of %d ranks, and %s: all go on with those of rank 0.",
                 state["ranks"],
@@ -59,5 +59,5 @@ def load_rank_buffers(engine: Engine, state: Mapping[str, Any] | None, prefix: s
             )
         return
     for name, buffer in engine.root.named_buffers():
-        if (value := mine.get(name, {}).get(str(engine.comm.rank))) is not None:
+        if (value := mine.get(name, {}).get(str(engine.world.rank))) is not None:
             buffer.copy_(whole(value))

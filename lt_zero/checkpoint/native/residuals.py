@@ -37,8 +37,8 @@ def residual_state(engine: Engine, sharded: bool) -> dict[str, Any] | None:
     ``sharded``: with a ``Fragment`` for each tensor; else with full tensors on the CPU of rank 0, and none elsewhere.
     """
     compression = engine.compression
-    if engine.comm.tolerance is not None:
-        return _late_gradients(engine, engine.comm.tolerance, sharded)
+    if engine.groups[0].tolerance is not None:
+        return _late_gradients(engine, engine.groups[0].tolerance, sharded)
     if compression is None:
         return None
     state: dict[str, Any] = {"steps": compression.steps, "units": {}, "worker": {}, "server": {}}
@@ -59,28 +59,28 @@ def _unit(bucket: Bucket, feedback: ErrorFeedback) -> float:
 
 
 def _late_unit(bucket: Bucket) -> float:
-    return bucket.comm.factors(bucket.grads.send_dtype(bucket.dtype))[1]
+    return bucket.group.factors(bucket.grads.send_dtype(bucket.dtype))[1]
 
 
 def _late_gradients(engine: Engine, tolerance: TolerantSum, sharded: bool) -> dict[str, Any] | None:
-    comm, owed = engine.comm, _settled(engine, tolerance)
+    world, owed = engine.world, _settled(engine, tolerance)
     state: dict[str, Any] = {"steps": 0, "units": {}, "worker": {}, "server": {}, "counts": {}}
     some = torch.tensor([any(bool(weights.any()) for _, weights in owed.values())], dtype=torch.uint8)
-    comm.host_max(some, "late gradients").wait()
+    world.host_max(some, "late gradients").wait()
     for bucket in engine.buckets if some.item() else ():
         lo, hi = tolerance.part(bucket.layout.numel)
         every = torch.zeros(2, bucket.layout.numel, dtype=torch.float64)
         for row, values in zip(every, owed.get(bucket.name, ()), strict=False):
             row[lo:hi] = values
-        comm.sum_all(every, f"late gradients of {bucket.name}")
+        world.sum_all(every, f"late gradients of {bucket.name}")
         rows, weights = every[0].float(), every[1]
         for span in bucket.layout.spans:
             numel = span.hi - span.lo
             if sharded:
-                lo, hi = (numel * rank // comm.world for rank in (comm.rank, comm.rank + 1))
+                lo, hi = (numel * rank // world.size for rank in (world.rank, world.rank + 1))
                 local = partial(rows.narrow, 0, span.lo + lo, hi - lo)
                 state["worker"][span.name] = Fragment(local, (1, *span.shape), lo, hi, torch.float32)
-            elif comm.rank == 0:
+            elif world.rank == 0:
                 state["worker"][span.name] = rows[span.lo : span.hi].view(1, *span.shape)
             state["units"][span.name] = _late_unit(bucket)
             state["counts"][span.name] = float(weights[span.lo : span.hi].mean()) if numel else 0.0
@@ -89,19 +89,19 @@ def _late_gradients(engine: Engine, tolerance: TolerantSum, sharded: bool) -> di
 
 def _settled(engine: Engine, tolerance: TolerantSum) -> dict[str, tuple[Tensor, Tensor]]:
     """``TolerantSum.owed``, by bucket. Collective."""
-    comm = engine.comm
-    return tolerance.owed(lambda sent: tolerance.column(comm.host_gather(sent, "late gradients")))
+    world = engine.world
+    return tolerance.owed(lambda sent: tolerance.column(world.host_gather(sent, "late gradients")))
 
 
 def _fragments(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Fragment], dict[str, Fragment]]:
-    comm, layout, (rows, shard, *_) = bucket.comm, bucket.layout, feedback.make()
+    group, layout, (rows, shard, *_) = bucket.group, bucket.layout, feedback.make()
     worker, server = dict[str, Fragment](), dict[str, Fragment]()
-    pieces = {piece.index: piece for piece in layout.pieces(*layout.shard(comm.rank))}
+    pieces = {piece.index: piece for piece in layout.pieces(*layout.shard(group.rank))}
     for index, span in enumerate(layout.spans):
         numel = span.hi - span.lo
         mine = partial(rows.narrow, 0, span.lo, numel)
-        shape = (comm.world, *span.shape)
-        worker[span.name] = Fragment(mine, shape, comm.rank * numel, (comm.rank + 1) * numel, torch.float32)
+        shape = (group.size, *span.shape)
+        worker[span.name] = Fragment(mine, shape, group.rank * numel, (group.rank + 1) * numel, torch.float32)
         if shard is not None:
             piece = pieces.get(index)
             at, lo, hi = (piece.offset, piece.lo, piece.hi) if piece is not None else (0, 0, 0)
@@ -110,17 +110,17 @@ def _fragments(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Fragm
 
 
 def _gathered(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    comm, layout, (rows, shard, *_) = bucket.comm, bucket.layout, feedback.make()
+    group, layout, (rows, shard, *_) = bucket.group, bucket.layout, feedback.make()
 
     def gather(own: Tensor) -> Tensor:
-        flat = torch.empty(comm.world, own.numel(), dtype=own.dtype, device=own.device)
-        flat[comm.rank] = own
-        comm.all_gather(flat.view(-1), f"residuals of {bucket.name}").wait()
-        return flat if comm.rank == 0 else flat[:, :0]
+        flat = torch.empty(group.size, own.numel(), dtype=own.dtype, device=own.device)
+        flat[group.rank] = own
+        group.all_gather(flat.view(-1), f"residuals of {bucket.name}").wait()
+        return flat if group.rank == 0 else flat[:, :0]
 
     every, sums = gather(rows), gather(shard).view(-1) if shard is not None else None
     worker, server = dict[str, Tensor](), dict[str, Tensor]()
-    for span in layout.spans if comm.rank == 0 else ():
+    for span in layout.spans if group.rank == 0 else ():
         worker[span.name] = every[:, span.lo : span.hi].reshape(-1, *span.shape).to("cpu", copy=True)
         if sums is not None:
             server[span.name] = sums[span.lo : span.hi].view(span.shape).to("cpu", copy=True)
@@ -130,7 +130,7 @@ def _gathered(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Tensor
 @torch.no_grad()
 def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
     """Take over ``residual_state`` of any number of ranks and any stage; None: begin at zero. Collective."""
-    compression, tolerance = engine.compression, engine.comm.tolerance
+    compression, tolerance = engine.compression, engine.groups[0].tolerance
     if tolerance is not None:
         _settled(engine, tolerance)
         tolerance.restore(_owed_in(engine, tolerance, state or {"worker": {}}))
@@ -141,7 +141,7 @@ def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
         return
     worker = state["worker"]
     if compression is None:
-        if worker and engine.comm.rank == 0:
+        if worker and engine.world.rank == 0:
             log.warning(
                 "The checkpoint has residuals of gradient_compression or late gradients; both are off: drop them."
             )
@@ -180,15 +180,15 @@ def _load(
     bucket: Bucket, feedback: ErrorFeedback, index: int, rows: Tensor, sums: Tensor | None, factor: float
 ) -> None:
     """Load the residuals of parameter ``index``, times ``factor``."""
-    comm, span, (worker, server, *_) = bucket.comm, bucket.layout.spans[index], feedback.make()
+    group, span, (worker, server, *_) = bucket.group, bucket.layout.spans[index], feedback.make()
     numel, mine = span.hi - span.lo, worker[span.lo : span.hi]
 
     def row(rank: int) -> Tensor:
         return elements_of(rows, rank * numel, (rank + 1) * numel).to(mine.device)
 
-    if rows.shape[0] == comm.world and (sums is None) == (server is None):
-        mine.copy_(row(comm.rank) * factor)
-        for piece in bucket.layout.pieces(*bucket.layout.shard(comm.rank)):
+    if rows.shape[0] == group.size and (sums is None) == (server is None):
+        mine.copy_(row(group.rank) * factor)
+        for piece in bucket.layout.pieces(*bucket.layout.shard(group.rank)):
             if server is not None and sums is not None and piece.index == index:
                 own = elements_of(sums, piece.lo, piece.hi).to(mine.device)
                 server[piece.offset : piece.offset + piece.numel] = own * factor
@@ -198,4 +198,4 @@ def _load(
         total += row(rank)
     if sums is not None:
         total += elements_of(sums, 0, numel).to(mine.device)
-    mine.copy_(total * (factor / comm.world))
+    mine.copy_(total * (factor / group.size))

@@ -92,7 +92,7 @@ def restore_training(engine: Engine, residuals: Any, stepped: bool) -> None:
     Raises:
         CheckpointError: on all ranks.
     """
-    with engine.comm.agree("restoring what ranks owe to the weights", CheckpointError):
+    with engine.world.agree("restoring what ranks owe to the weights", CheckpointError):
         load_residuals(engine, residuals)
     engine.stepped = stepped
     for bucket in engine.buckets if stepped else ():
@@ -114,7 +114,7 @@ def restore_optimizer(
     Raises:
         CheckpointError, ValueError: the optimizer's parameters differ from the saved ones.
     """
-    state = fitting_state(saved, optimizer, engine, number, engine.comm.rank == 0, remedy) if saved else saved
+    state = fitting_state(saved, optimizer, engine, number, engine.world.rank == 0, remedy) if saved else saved
     sharded = ShardedOptimizer.of(optimizer)
     if sharded is None:
         optimizer.load_state_dict(dict(state))

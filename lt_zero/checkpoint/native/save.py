@@ -42,7 +42,8 @@ from lt_zero.checkpoint.native.pieces import Fragment, parameter_numbers
 from lt_zero.checkpoint.native.plain import plain
 from lt_zero.checkpoint.native.plan import Part, Plan, divide, flat_index, part_of
 from lt_zero.checkpoint.native.torchfile import Stored, TorchFile
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
 from lt_zero.common.compat import storage_info
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
@@ -84,7 +85,7 @@ class Bundle:
 def bundle(
     checkpoint: Mapping[str, Any],
     names: Sequence[Sequence[Sequence[str]]],
-    comm: Comm,
+    group: ShardGroup,
     run: Mapping[str, Any],
     config: Mapping[str, Any],
     left_out: Collection[str] = (),
@@ -101,10 +102,10 @@ def bundle(
     Raises:
         CheckpointError: a rank lacks an entry of the state dict that rank 0 has.
     """
-    rest, made = dict(checkpoint), Bundle({})
+    rest, made, world = dict(checkpoint), Bundle({}), group.world
     weights: dict[str, Any] = dict(rest.pop("state_dict", {}))
     optimizers: list[Any] = list(rest.pop("optimizer_states", []))
-    order, aliases = _agreed(weights, comm)
+    order, aliases = _agreed(weights, world)
 
     def swap(path: Path, value: Tensor) -> Any:
         if not isinstance(value, Fragment):
@@ -115,14 +116,14 @@ def bundle(
         made.tensors[name] = value
         return {REFERENCE: name}
 
-    with comm.agree("reading the checkpoint's content", CheckpointError):  # values of hooks may fail
+    with world.agree("reading the checkpoint's content", CheckpointError):  # values of hooks may fail
         for name, is_sharded in order.items():
-            if isinstance(weights[name], Tensor) and name not in aliases and (is_sharded or comm.rank == 0):
+            if isinstance(weights[name], Tensor) and name not in aliases and (is_sharded or world.rank == 0):
                 made.tensors[f"model.{name}"] = weights[name]
         left: dict[Path, Any] = {}
-        packed = [_take_optimizer(made, i, state, names[i], comm.rank, left) for i, state in enumerate(optimizers)]
+        packed = [_take_optimizer(made, i, state, names[i], world.rank, left) for i, state in enumerate(optimizers)]
         made.meta, of_rest = plain(rest, swap)
-        if comm.rank == 0:
+        if world.rank == 0:
             extra, of_state = plain({name: weights[name] for name in order if not isinstance(weights[name], Tensor)})
             of_state = {(KEY, "extra_state", *path): value for path, value in of_state.items()}
             keys, left = _keys_of({**left, **of_rest, **of_state})
@@ -138,12 +139,12 @@ def bundle(
             }
             made.objects = _pickled(left)
             made.manifest = {"order": tuple(order), "aliases": aliases, "left_out": tuple(left_out), "run": dict(run)}
-    if comm.mesh.replica > 0:
+    if group.mesh.replica > 0:
         made.tensors.clear()  # the first replica writes the same
     return made
 
 
-def _agreed(weights: Mapping[str, Any], comm: Comm) -> tuple[dict[str, bool], dict[str, str]]:
+def _agreed(weights: Mapping[str, Any], world: World) -> tuple[dict[str, bool], dict[str, str]]:
     """Rank 0's names, each with whether it is sharded, and its tied names. See Note [Rank 0 decides the names]."""
     tied: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -155,14 +156,14 @@ def _agreed(weights: Mapping[str, Any], comm: Comm) -> tuple[dict[str, bool], di
             if (known := first.setdefault(key, name)) != name:
                 tied[name] = known
     own = ({name: isinstance(value, Fragment) for name, value in weights.items()}, tied)
-    order, aliases = comm.host_broadcast(own, "names of the state dict")
+    order, aliases = world.host_broadcast(own, "names of the state dict")
     problem = None
     for name, is_sharded in order.items():
         if name not in weights:
             problem = f"the state dict has no {name!r}, which rank 0 has. Change it in the same way on all ranks."
         elif is_sharded and not isinstance(weights[name], Fragment):
             problem = f"{name!r} was replaced in the state dict, and not on rank 0. Replace it on all ranks."
-    if found := comm.problems(problem, "the state dict"):
+    if found := world.problems(problem, "the state dict"):
         raise CheckpointError(" ".join(found))
     return order, aliases
 
@@ -288,24 +289,24 @@ def _releasing(items: Iterable[tuple[_T, Any]], before: Callable[[], object] = _
         done()
 
 
-def make_place(comm: Comm, path: str) -> Place:
+def make_place(world: World, path: str) -> Place:
     """The directory to write to, visible to all ranks. Collective."""
     place, problem, facts = None, None, None
     try:
-        if comm.rank == 0:
+        if world.rank == 0:
             place = Place.make(path)
             facts = (place.name, place.folder)
     except Exception as error:  # any error of the path or file system: the other ranks are waiting
         problem = str(error) if isinstance(error, CheckpointError) else f"Cannot save to {path!r}: {error!r}."
-    facts = comm.host_broadcast(facts, "checkpoint directory")
+    facts = world.host_broadcast(facts, "checkpoint directory")
     if facts is not None and place is None:
         place = Place(*facts)
         try:
             place.check_visible()
         except CheckpointError as error:
             problem = str(error)
-    if found := comm.problems(problem, "checkpoint directory"):
-        if comm.rank == 0 and place is not None:
+    if found := world.problems(problem, "checkpoint directory"):
+        if world.rank == 0 and place is not None:
             place.discard()
         raise CheckpointError(" ".join(found))
     assert place is not None
@@ -315,7 +316,7 @@ def make_place(comm: Comm, path: str) -> Place:
 def write(
     made: Bundle,
     place: Place,
-    comm: Comm,
+    world: World,
     group: Any,
     then: Callable[[], object] = _ignore,
     tick: Callable[[int], object] = _ignore,
@@ -328,21 +329,21 @@ def write(
         CheckpointError: on all ranks; names the failed ranks.
         RuntimeError: a rank has ended meanwhile; names it.
     """
-    writer = DirectoryWriter(place, made, comm.rank, then, tick)
+    writer = DirectoryWriter(place, made, world.rank, then, tick)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        with warnings.catch_warnings(), comm.explaining():
+        with warnings.catch_warnings(), world.explaining():
             warnings.simplefilter("ignore")  # torch warns if there is no process group
             state_dict_saver.save(
                 {}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
             )
     except BaseException as error:
-        if comm.rank == 0:
+        if world.rank == 0:
             place.discard()
         if not isinstance(error, CheckpointException):
             raise
         told = [(rank, _reason(*failure)) for rank, failure in sorted(error.failures.items())]
-        text = " ".join(f"rank {rank}: {reason}" if comm.world > 1 else reason for rank, reason in told)
+        text = " ".join(f"rank {rank}: {reason}" if world.size > 1 else reason for rank, reason in told)
         raise CheckpointError(text) from None
 
 

@@ -55,10 +55,10 @@ class StepClock(RunObserver):
         self._pause: Span = NOTHING
 
     def start(self, run: Run) -> None:
-        self._comm = run.engine.comm
-        if self._comm.world == 1 and not self._shows_times:
+        self._world, self._tolerance = run.engine.world, run.engine.groups[0].tolerance
+        if self._world.size == 1 and not self._shows_times:
             return
-        self._clock = Clock(self._comm.device)
+        self._clock = Clock(self._world.device)
         self._clock.start()
 
     def stop(self) -> None:
@@ -83,7 +83,7 @@ class StepClock(RunObserver):
             return
         own = tuple(self._clock.times)
         with phase(_LINE):  # counted: the wait of a fast rank is part of its run
-            times = [Times(*rank) for rank in self._comm.host_gather(own, "times of steps")]
+            times = [Times(*rank) for rank in self._world.host_gather(own, "times of steps")]
         if not all(time.steps for time in times):
             return
         self._clock.reset()
@@ -94,10 +94,10 @@ class StepClock(RunObserver):
             if len(times) > 1:
                 rank, lateness = late_rank(times)
                 shown |= {"zero/late_rank": rank, "zero/lateness_ms": lateness}
-                if self._comm.tolerance is not None:
-                    shown["zero/late_gradients"] = self._comm.tolerance.missing_share()
+                if self._tolerance is not None:
+                    shown["zero/late_gradients"] = self._tolerance.missing_share()
                 if lateness > LATE_SHARE * metrics(times)["time/total_ms"]:
-                    module.print(late_line(number, rank, self._comm.hosts[rank], lateness, times))
+                    module.print(late_line(number, rank, self._world.hosts[rank], lateness, times))
             for logger in module.trainer.loggers:
                 logger.log_metrics(shown, step=logged_step(module.trainer))
 
@@ -199,7 +199,7 @@ class MemoryPhases(RunObserver):
         if any(self._due(following + index) for index in range(max(1, len(module.trainer.strategy.optimizers)))):
             states = {kind: here for kind, (here, _) in memory_report(self._run.engine, self._run.sharded).items()}
             self._rows.pop(moment, None)  # rows stay in the order of their last update
-            self._rows[moment] = {**memory_now(self._run.engine.comm.device), **states}
+            self._rows[moment] = {**memory_now(self._run.engine.device), **states}
 
 
 def memory_now(device: torch.device) -> dict[str, int]:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.world import World
 from lt_zero.common.module_hooks import Hook
 from lt_zero.common.tables import show
 from lt_zero.common.users_code import warn
@@ -44,7 +44,7 @@ class Profiler:
         self._block, self._count = block, count
         self._shown = True
 
-    def start(self, comm: Comm) -> None:
+    def start(self, world: World) -> None:
         """A fit begins. Collective.
 
         Raises:
@@ -54,9 +54,9 @@ class Profiler:
         self._modules: list[_Module] = []  # of the counted micro-batch, after ``_steps_before`` optimizer steps
         self._steps_before = 0
         self._times: _Stopwatch | None = None
-        self._rank = comm.rank
+        self._rank = world.rank
         name = self._block.output_file
-        with comm.agree("opening flops_profiler.output_file", OSError):
+        with world.agree("opening flops_profiler.output_file", OSError):
             if name is not None and self._rank == 0:
                 try:
                     Path(name).absolute().parent.mkdir(parents=True, exist_ok=True)

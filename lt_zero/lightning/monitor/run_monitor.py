@@ -24,8 +24,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lt_zero.comm.comm_log import LoggedComm, comm_table
-from lt_zero.comm.communicator import Comm
+from lt_zero.comm.comm_log import CommLog, comm_table
+from lt_zero.comm.world import World
 from lt_zero.common.errors import Path
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.progress_bar import set_local_rank
@@ -50,7 +50,7 @@ T = TypeVar("T")
 class RunMonitor:
     """Runs the monitors of the configuration around the calls of a strategy; none is a Callback.
 
-    ``RunObserver``s are notified. ``FlopCount`` and ``Profiler`` wrap calls, ``LoggedComm`` replaces the collectives.
+    ``RunObserver``s are notified. ``FlopCount`` and ``Profiler`` wrap calls, ``CommLog`` replaces the collectives.
 
     Attributes:
         flops: operations of a micro-batch on this rank, if a monitor needs them.
@@ -88,25 +88,25 @@ class RunMonitor:
         set_local_rank(local_rank)  # spawned processes do not have it in their environment
 
     @property
-    def comm_class(self) -> type[Comm]:
-        """The class of the communicator, which records collectives if ``comms_logger`` is enabled."""
-        return LoggedComm if self._config.comms_logger.enabled else Comm
+    def records_collectives(self) -> bool:
+        """Whether ``comms_logger`` is enabled."""
+        return self._config.comms_logger.enabled
 
-    def record(self, comm: Comm, new: bool) -> None:
-        """Start recording the collectives of a run; ``new``: the communicator was just made."""
-        if isinstance(comm, LoggedComm):
-            comm.log.configure(self._config.comms_logger) if new else comm.log.clear()
+    def record(self, world: World, new: bool) -> None:
+        """Start recording the collectives of a run; ``new``: the process groups were just made."""
+        if isinstance(world.log, CommLog):
+            world.log.configure(self._config.comms_logger) if new else world.log.clear()
 
     def start(self, run: Run, new: bool) -> None:
         """Start the monitors of a fit; ``new``: its engine was just built. Collective."""
-        config, comm = run.config, run.engine.comm
+        config, world = run.config, run.engine.world
         if self.flops is not None and new:
             self.flops.reset()
-        if isinstance(comm, LoggedComm):
-            self._for_this_run.callback(self._show_comms, comm)
+        if isinstance(world.log, CommLog):
+            self._for_this_run.callback(self._show_comms, world.log, world.rank)
         if self._profiler is not None:
             profiler = self._profiler
-            profiler.start(comm)
+            profiler.start(world)
             self._for_this_run.callback(lambda: profiler.show(self._clean))
         for observer in self._observers:
             observer.start(run)
@@ -120,8 +120,8 @@ class RunMonitor:
         self._clean = clean
         self._for_this_run.close()
 
-    def _show_comms(self, comm: LoggedComm) -> None:
-        if comm.rank == 0 and (records := comm.log.records(wait=self._clean)):
+    def _show_comms(self, log: CommLog, rank: int) -> None:
+        if rank == 0 and (records := log.records(wait=self._clean)):
             show(comm_table(records), Console(width=None if sys.stdout.isatty() else 160))
 
     # ---- a step --------------------------------------------------------------------------------------------------

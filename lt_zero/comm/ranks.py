@@ -1,0 +1,205 @@
+"""Some ranks of a run, and the order in which they launch collectives: all of them (world.py), or a shard group.
+
+Note [Order of launches]
+    Ranks must launch the same collectives in the same order. Nothing in this folder reorders; the callers launch in an
+    order that depends only on the module and the recorded schedule, not on data (grad_bucket.py, gather.py).
+    When a bucket's gradients are complete, relative to the gathers around it, does depend on data: a rank whose router
+    skipped an expert reduces later. So reductions have their own process group and their own numbers. (One group with
+    ``CUDA_DEVICE_MAX_CONNECTIONS=1``, where a second one could only deadlock with the first.) A user's module
+    may break the rule, so it is checked: work.py, Note [Unforeseen collectives].
+    Each set of ranks has numbers of its own. A rank that belongs to several sets launches the collectives of all of
+    them in one order, that of the engine's units.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_zero.comm.comm_log import Unlogged
+from lt_zero.comm.hang_detection import HangDetector
+from lt_zero.comm.shared_memory import FENCES, Barrier, SharedArena
+from lt_zero.comm.work import All, Channel, Done, Launch, Watch, Work
+from lt_zero.common.module_hooks import ProcessLocal
+
+
+class LaunchOrder:
+    """Numbers the collectives of one set of ranks, and compares them before their launch where ranks might diverge.
+
+    Args:
+        watch: the state of this rank's collectives.
+        ranks: of the run, in order; this is one of them.
+        name: of this set of ranks, which no other has; "": all ranks.
+
+    Attributes:
+        host: a gloo group over the ranks; None: there is nobody to compare with.
+        of_reductions: another one, by which reductions are compared.
+        compares_all: compare each collective, reductions too (debug mode).
+        arena: memory that the ranks share, by which other collectives are compared; None: they share none.
+        detector: finds ranks that diverge; None: there are no others, or they are simulated.
+    """
+
+    def __init__(self, watch: Watch, ranks: Sequence[int], name: str = "") -> None:
+        self._watch, self.ranks = watch, list(ranks)
+        self._collectives = watch.open(f"collective {name}".strip(), self.ranks)
+        self._reductions = watch.open(f"reduction {name}".strip(), self.ranks)
+        self.host: dist.ProcessGroup | None = None
+        self.of_reductions: dist.ProcessGroup | None = None
+        self.compares_all = False
+        self.arena: SharedArena | None = None
+        self.detector: HangDetector | None = None
+        self._comparisons = 0
+
+    def launch(self, operation: str, name: str, numel: int, compare: bool = False) -> Launch:
+        """Number the collective that is launched next, and compare it over the ranks if it was not predicted.
+
+        Raises:
+            RuntimeError: ranks diverge, see Note [Unforeseen collectives].
+        """
+        launch, predicted = self._number(self._collectives, operation, name, numel)
+        if compare or not predicted or self.compares_all:
+            self._compare(launch)
+        return launch
+
+    def launch_reduction(self, operation: str, name: str, numel: int) -> Launch:
+        """Number the reduction that is launched next. Raises as ``launch``."""
+        launch, _ = self._number(self._reductions, operation, name, numel)
+        if self.compares_all:
+            self._compare(launch)
+        return launch
+
+    def _number(self, channel: Channel, operation: str, name: str, numel: int) -> tuple[Launch, bool]:
+        self._watch.raise_verdict()
+        if self.detector is not None:
+            self.detector.go_on()
+        return channel.launch(operation, name, numel)
+
+    def _compare(self, launch: Launch) -> None:
+        """Compare the ranks' collectives up to ``launch``; a barrier."""
+        channel = self._watch.channels[launch.channel]
+        group = self.of_reductions if channel is self._reductions else self.host
+        if self.detector is None or group is None:
+            return
+        mine = channel.checksum
+        if self.arena is not None and channel is self._collectives:
+            self._comparisons += 1
+            self.arena.post(self._comparisons % 2, mine)
+            self._watch.wait(Barrier(self.arena, FENCES), launch)
+            checksums = self.arena.posted(self._comparisons % 2)
+        else:
+            rows = [torch.empty(1, dtype=torch.int64) for _ in self.ranks]
+            self._watch.wait(dist.all_gather(rows, torch.tensor([mine]), group=group, async_op=True), launch)
+            checksums = [int(row) for row in rows]
+        if any(checksum != mine for checksum in checksums):
+            self.detector.raise_divergence(launch)
+
+    def foresee(self, labels: Iterable[tuple[str, str, int]]) -> None:
+        """Predict that these are launched next, in this order: (operation, name, elements)."""
+        self._collectives.foresee(labels)
+
+
+class Ranks(ProcessLocal):
+    """Some ranks of a run, of which this is one, with the collectives that all of them take part in.
+
+    Args:
+        process_group: over the ranks; None: a single process without one.
+        ranks: of the run, in order.
+        rank: this one's number among them.
+        device: of tensors in collectives.
+        order: numbers the collectives.
+        log: records them.
+
+    Attributes:
+        size: the number of ranks.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
+        watch: Watch,
+        order: LaunchOrder,
+        log: Unlogged,
+    ) -> None:
+        self.process_group, self.ranks, self.size, self.rank = process_group, list(ranks), len(ranks), rank
+        self.device, self.watch, self.order, self.log = device, watch, order, log
+        self._gloo = process_group is not None and dist.get_backend(process_group) == "gloo"
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank, and no process group."""
+        return self.process_group is None and self.size == 1
+
+    def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
+        """Give every rank the values that ``tensor`` has on rank ``src`` of these."""
+        self._require_device(tensor, name)
+        if self.process_group is not None:
+            opened = self.log.open("broadcast", name, tensor.nbytes)
+            launch = self.order.launch("broadcast", name, tensor.numel())
+            work = dist.broadcast(tensor, self._peer(src), group=self.process_group, async_op=self._gloo)
+            self._wait(work, launch)
+            self.log.ended(opened)
+
+    def sum_all(self, value: Tensor, name: str) -> Tensor:
+        """The sum over all ranks of a tensor, in place."""
+        return self._reduce_small(value, dist.ReduceOp.SUM, name)
+
+    def max_all(self, value: Tensor, name: str) -> Tensor:
+        """The maximum over all ranks of a tensor, in place."""
+        return self._reduce_small(value, dist.ReduceOp.MAX, name)
+
+    def _reduce_small(self, value: Tensor, op: Any, name: str) -> Tensor:
+        self._require_device(value, name)
+        if self.process_group is not None:
+            opened = self.log.open("all_reduce", name, value.nbytes)
+            launch = self.order.launch("all-reduce", name, value.numel())
+            work = dist.all_reduce(value, op=op, group=self.process_group, async_op=self._gloo)
+            self._wait(work, launch)
+            self.log.ended(opened)
+        return value
+
+    def host_max(self, flags: Tensor, name: str) -> Work:
+        """Element-wise maximum over the ranks of a CPU tensor, in place, over the gloo group."""
+        if self.process_group is None:
+            return Done()
+        opened = self.log.open("all_reduce", name, flags.nbytes, host=True)
+        launch = self.order.launch("flags", name, flags.numel())
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.order.host, async_op=True)
+        watch = self.watch if self.order.detector is not None else None
+        return self.log.follow(opened, All([work], None, watch, launch))
+
+    def foresee_broadcasts(self, tensors: Iterable[tuple[str, int]]) -> None:
+        """Compare the broadcasts that follow, (name, elements), at once, not each before its launch. Collective.
+
+        If ranks expect different ones, or launch other collectives in between, these are compared as always.
+        """
+        if self.process_group is None:
+            return
+        labels = [("broadcast", name, numel) for name, numel in tensors]
+        mine = zlib.crc32(repr(labels).encode())
+        extremes = torch.tensor([mine, -mine])
+        self.host_max(extremes, "broadcasts to come").wait()  # the maximum, and the negative minimum
+        if not extremes.sum():
+            self.order.foresee(labels)
+
+    def _require_device(self, tensor: Tensor, name: str) -> None:
+        """Raise for a tensor on another device. A GPU's backend would raise, too, but tests on the CPU have none."""
+        if tensor.device.type != self.device.type:
+            raise RuntimeError(
+                f"A collective for {name!r} got a tensor on {tensor.device}, its group is of {self.device}."
+            )
+
+    def _wait(self, work: Any, launch: Launch) -> None:
+        if work is not None:  # None: the backend has waited
+            self.watch.wait(work, launch)
+
+    def _peer(self, rank: int) -> int:
+        assert self.process_group is not None
+        return dist.get_global_rank(self.process_group, rank)

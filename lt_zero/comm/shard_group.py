@@ -1,0 +1,485 @@
+"""The ranks over which the parameters of a bucket are the same, and sharded. How tensors are moved: transport.py."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_zero.comm.compression import Compressor, Residuals, gather_encoded
+from lt_zero.comm.hierarchy import Hierarchy
+from lt_zero.comm.process_groups import one_queue
+from lt_zero.comm.ranks import Ranks
+from lt_zero.comm.send_buffers import SendBuffer, SendBuffers
+from lt_zero.comm.shared_memory import SharedArena, store
+from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
+from lt_zero.comm.topology import choose, whole_nodes
+from lt_zero.comm.transport import Gloo, Groups, Mesh, Transport, Windows
+from lt_zero.comm.work import FENCE, All, Done, Work
+from lt_zero.comm.world import World
+from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.common.flat_storage import flat_empty
+from lt_zero.config import ZeroConfig
+from lt_zero.ops.codecs import Codec
+
+log = logging.getLogger("lt_zero")
+
+_QUEUE = "needs process groups beside the others, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow: unset it"
+
+
+class ShardGroup(Ranks):
+    """Ranks over which the parameters of some buckets are the same, with the collectives of these buckets.
+
+    Numbers of ranks are those in the group. (``ranks``: in the world.)
+
+    Args:
+        world: all ranks of the run.
+        parts: which ranks form groups, each in ascending order: every rank is in one of them, this is a member of the
+            one with its own. The same on all ranks. Collective.
+        divisor: of the mean of gradients: how many ranks see different data, which may be more or fewer than there are
+            in the group.
+        norm_share: by what squares of this group's gradients are multiplied in sums over the world, of which each
+            element has to be one summand; 1/2, say, if two groups have the same tensors.
+
+    Attributes:
+        mesh: the ranks as replicas and shards.
+        nodes: the ranks of each node.
+        compressor: of gradients; None: they are sent as they are.
+        secondary_shards: ranks that share the second copy of parameters; 1: there is none.
+        tolerance: ``communication.slow_node_tolerance``; None: sums wait for all ranks.
+    """
+
+    def __init__(self, world: World, parts: Sequence[Sequence[int]], divisor: float, norm_share: float = 1.0) -> None:
+        self.world, self._parts = world, [list(part) for part in parts]
+        ranks = next(part for part in self._parts if world.rank in part)
+        everyone = len(ranks) == world.size
+        order = world.order_of(ranks)
+        gathers = world.process_group
+        if gathers is not None and not everyone:
+            gathers = world.new_group(None, self._parts, probed=True)
+        super().__init__(gathers, ranks, ranks.index(world.rank), world.device, world.watch, order, world.log)
+        self.divisor, self.norm_share = float(divisor), norm_share
+        self.sums_gradients = False  # gradient_allreduce_op: sum
+        self.predivide: float | None = None  # gradient_predivide_factor, or the divisor for prescale_gradients
+        self.reductions: dist.ProcessGroup | None = None  # see ranks.py, Note [Order of launches]
+        self._background: dist.ProcessGroup | None = None  # see ``allow_background``
+        self._arena: SharedArena | None = None
+        self._written = self._read = False  # windows were written, or read, since the last fence
+        self.mesh = Mesh(self.size, self.rank, self.size)
+        members = [[ranks.index(rank) for rank in node if rank in ranks] for node in world.nodes]
+        self.nodes = [node for node in members if node]
+        self._row: Groups | None = None  # groups over parts of the ranks
+        self._configured: tuple[Any, ...] | None = None
+        self.compressor: Compressor | None = None
+        self._compresses: tuple[Any, ...] | None = None  # what ``compressor`` was made for
+        self.secondary_shards = 1
+        self._in_node: Transport | None = None  # between them
+        self._transport: Transport
+        self._sums: Transport  # for gradients
+        self.tolerance: TolerantSum | None = None
+        if gathers is not None:
+            self._connect(gathers, everyone)
+
+    @classmethod
+    def of_all(cls, world: World) -> ShardGroup:
+        """All ranks of the run, each with data of its own. Collective."""
+        return cls(world, [range(world.size)], world.size)
+
+    def _connect(self, gathers: dist.ProcessGroup, everyone: bool) -> None:
+        """Make what the collectives of this group need besides the process group for gathers."""
+        world, order, backend = self.world, self.order, dist.get_backend(gathers)
+        self.reductions = gathers if one_queue() else world.new_group(None, self._parts, probed=True)
+        if not everyone:
+            order.host = gathers if backend in ("gloo", "fake") else world.new_group("gloo", self._parts)
+        apart = world.check and order.host is not gathers
+        order.of_reductions = world.new_group("gloo", self._parts) if apart else self.reductions
+        if self._gloo and self.device.type == "cpu" and world.detector is not None:
+            self._arena = world.share_memory(self.ranks)
+            order.arena = order.arena or self._arena
+        self._choose(self.size, "auto", True)
+
+    def _new_group(
+        self, backend: str, parts: Sequence[Sequence[int]] | None = None, timeout: timedelta | None = None
+    ) -> dist.ProcessGroup:
+        """Another process group over these ranks, or over that of ``parts`` which has this rank. Collective."""
+        inside = [range(self.size)] if parts is None else parts
+        wanted = [[ranks[number] for number in part] for ranks in self._parts for part in inside]
+        return self.world.new_group(backend, wanted, timeout)
+
+    def _share_memory(self, ranks: Sequence[int]) -> SharedArena | None:
+        """Windows that ``ranks`` of the group, of which this is one, read; None if some cannot. Collective."""
+        return self.world.share_memory([self.ranks[rank] for rank in ranks])
+
+    def configure(self, config: ZeroConfig) -> None:
+        """Use the configuration's shard groups, topology and reductions. Before anything is sharded. Collective.
+
+        Raises:
+            ConfigError: they do not fit the ranks.
+        """
+        zero = config.zero_optimization
+        self.sums_gradients = config.gradient_allreduce_op == "sum"
+        self.predivide = None
+        if config.prescale_gradients:  # many files set gradient_predivide_factor=1 beside it
+            self.predivide = self.divisor
+        elif config.gradient_predivide_factor != 1.0:
+            self.predivide = config.gradient_predivide_factor
+        wanted = (zero.shards(self.size), config.communication.topology, zero.reduce_scatter)
+        if wanted != self._configured:
+            self._choose(*wanted)
+            self._configured = wanted
+            if self.rank == 0 and self.process_group is not None and len(self.nodes) > 1:
+                log.info("Collectives over %d nodes: %s.", len(self.nodes), self.topology.why)
+        self._share_parameters(zero.secondary_shards(self.size))
+        self._tolerate(config.communication.slow_node_tolerance, zero.stage > 0)
+
+    def _choose(self, shards: int, topology: str | int, scatters: bool) -> None:
+        """Make the groups and the transport."""
+        if self.process_group is None or self.reductions is None:
+            return
+        backend = dist.get_backend(self.process_group)
+        if shards != self.mesh.shards:
+            self.mesh = mesh = Mesh(self.size, self.rank, shards)
+            rows = [mesh.row(replica) for replica in range(self.size // shards)]
+            columns = [mesh.column(shard) for shard in range(shards)] if shards < self.size else []
+            gathers = self._new_group(backend, rows)
+            reductions = gathers if one_queue() else self._new_group(backend, rows)
+            across = self._new_group(backend, columns) if columns else None
+            self._row = Groups(self.reductions, gathers, reductions, across)
+        kind = "windows" if self._arena is not None else backend
+        self.topology = choose(topology, self.mesh, self.nodes, kind)
+        common = (
+            self.mesh,
+            self._row or Groups(self.reductions, self.process_group, self.reductions),
+            self.device,
+            scatters,
+        )
+        if self.topology.sizes:
+            make, node = partial(self._new_group, backend), next(n for n in self.nodes if self.rank in n)
+            nested = whole_nodes(self.nodes) == self.topology.sizes[0]  # the same on all ranks
+            arenas = [self._share_memory(node) for _ in range(3)] if nested else []
+            shared = [arena for arena in arenas if arena is not None]
+            self._transport = Hierarchy(*common, self.watch, self.topology.sizes, make, shared)
+        elif self._arena is not None:
+            self._transport = Windows(*common, self.watch, self._arena)
+        else:
+            self._transport = Gloo(*common, self.watch) if self._gloo else Transport(*common)
+        self._sums = self._transport
+
+    def _share_parameters(self, size: int) -> None:
+        """Prepare ``all_gather_in_node`` over groups of ``size`` neighbouring ranks. Collective.
+
+        Raises:
+            ConfigError: a GPU has one queue for all groups.
+        """
+        if self.process_group is None or self.reductions is None or size == self.secondary_shards:
+            return
+        self.secondary_shards, self._in_node = size, None
+        if size == 1:
+            return
+        if one_queue():
+            key = "zero_optimization.zero_hpz_partition_size"
+            raise ConfigError([Problem(key, f"{key}={size} {_QUEUE}, or remove the key.")])
+        backend = dist.get_backend(self.process_group)
+        mesh, new_group = Mesh(self.size, self.rank, size), partial(self._new_group, backend)
+        groups = Groups(self.reductions, self.process_group, self.reductions)
+        if self._gloo:
+            arena = self._share_memory(mesh.row(mesh.replica)) if self.device.type == "cpu" else None
+            arenas = [arena] * 3 if arena is not None else []  # it gathers only, in one thread
+            self._in_node = Hierarchy(mesh, groups, self.device, False, self.watch, [size], new_group, arenas)
+        else:
+            row = new_group([mesh.row(replica) for replica in range(self.size // size)])
+            self._in_node = Transport(mesh, replace(groups, gathers=row), self.device, False)
+
+    def _tolerate(self, share: float, sharded: bool) -> None:
+        """Let sums of gradients go on without late nodes, at most ``share`` of the ranks. Collective.
+
+        Raises:
+            ConfigError: that cannot be had.
+        """
+        if self.process_group is None or self.reductions is None:
+            return
+        if self.tolerance is not None:
+            self.tolerance.end()
+        self.tolerance, self._sums = None, self._transport
+        if not share:
+            return
+        backend = dist.get_backend(self.process_group)
+        ranks, late = tolerance_of(share, sharded, self.mesh, self.nodes, backend, self.device)
+        mesh, new_group = Mesh(self.size, self.rank, ranks), partial(self._new_group, "gloo")
+        node = next(n for n in self.nodes if self.rank in n)
+        columns = [mesh.column(number) for number in range(ranks)]
+        groups = [new_group(columns, FOR_EVER) for _ in range(2)]
+        self.tolerance = TolerantSum(groups, mesh, late, partial(_tell_late, mesh, self.world.hosts))
+        weakref.finalize(self, self.tolerance.end).atexit = False
+        self.world.ends_with_run.add(self.tolerance)
+        arenas = [arena for _ in range(3 if ranks > 1 else 0) if (arena := self._share_memory(node)) is not None]
+        own = Groups(self.reductions, self.process_group, self.reductions)
+        given = mesh, own, self.device, True, self.watch, [ranks], new_group, arenas
+        self._sums = TolerantHierarchy(*given, tolerant=self.tolerance)
+
+    def use_quantized_sums(self, codec: Codec, inside: Codec) -> bool:
+        """Prepare ``reduce_compressed`` for sums in nodes, encoded with ``inside``, then between them, with ``codec``.
+
+        Returns whether gradients are sent at all. Collective.
+
+        Raises:
+            ConfigError: a GPU has one queue for all groups.
+        """
+        nested = len(self.nodes) > 1 and (whole_nodes(self.nodes) or 1) > 1
+        if nested:
+            return self._use_compressor(codec, True, inside, "zero_optimization.zero_quantized_gradients")
+        one = inside if len(self.nodes) == 1 else codec
+        return self._use_compressor(one, False, None, "zero_optimization.zero_quantized_gradients")
+
+    def use_compression(self, codec: Codec, hierarchical: bool) -> bool:
+        """Prepare ``reduce_compressed``; returns whether gradients are compressed at all. Collective.
+
+        ``hierarchical``: between nodes only, of which there may be one.
+
+        Raises:
+            ConfigError: the ranks do not form nodes, or a GPU has one queue for all groups.
+        """
+        nodes, key = self.nodes, "gradient_compression.hierarchical_compress"
+        if hierarchical and len(nodes) == 1:
+            return False
+        if hierarchical and whole_nodes(nodes) is None:
+            sizes = ", ".join(str(len(node)) for node in nodes)
+            text = f"{key}=true needs nodes of equally many, neighbouring ranks; they have {sizes}: write false."
+            raise ConfigError([Problem(key, text)])
+        return self._use_compressor(codec, hierarchical, None, "gradient_compression.algorithm")
+
+    def _use_compressor(self, codec: Codec, hierarchical: bool, inside: Codec | None, key: str) -> bool:
+        if self.process_group is None or self.size == 1:
+            return False
+        if one_queue():
+            raise ConfigError([Problem(key, f"{key} {_QUEUE}, or remove the key.")])
+        wanted = (codec, hierarchical, inside)
+        if self._compresses != wanted:
+            new_group = partial(self._new_group, dist.get_backend(self.process_group))
+            inner = (whole_nodes(self.nodes) or 1) if len(self.nodes) > 1 else 1
+            given = (self.size, self.rank, self.device, self.watch)
+            self.compressor = Compressor(*given, codec, inner, hierarchical, new_group, inside)
+            self._compresses = wanted
+        return True
+
+    # ---- in the background ---------------------------------------------------------------------------------------
+
+    def allow_background(self) -> None:
+        """Make a process group for the background thread (background.py). Collective.
+
+        Raises:
+            ConfigError: a GPU has one queue for all groups, where ranks that launch in different orders deadlock.
+        """
+        if self.process_group is not None and self._background is None:
+            if one_queue():
+                key = "zero_optimization.offload_optimizer.overlap_step"
+                text = "needs collectives beside each other, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow"
+                raise ConfigError([Problem(key, f"{key}=true {text}: unset it, or set overlap_step='auto'.")])
+            rows = [self.mesh.row(replica) for replica in range(self.size // self.mesh.shards)]
+            opened = self.log.open("barrier", "background", 0)
+            self._background = self._new_group(dist.get_backend(self.process_group), rows)
+            self.log.ended(opened)
+
+    @property
+    def gathers_in_threads(self) -> bool:
+        """Whether ``background_gather`` may run in the background thread.
+
+        A GPU runs the collectives of several groups in the order of their launches. If a thread launched some, the
+        order would differ from rank to rank, and they could wait for each other for ever.
+        """
+        return self._gloo or self.process_group is None
+
+    def background_gather(self, flat: Tensor, codec: Codec | None = None) -> Work:
+        """After a background step: fill ``flat`` as ``all_gather`` does, or with ``codec`` as ``all_gather_encoded``.
+
+        In the same order on all ranks.
+
+        Not compared in debug mode, as the order does not depend on the model.
+        """
+        if self.process_group is None:
+            return Done()
+        opened = self.log.open("all_gather", "background", flat.nbytes)
+        gather = partial(self._transport.all_gather, own=None, launch=None, group=self._background)
+        work = gather(flat) if codec is None else gather_encoded(flat, self.mesh, codec, gather)
+        return self.log.follow(opened, work)
+
+    def background_fence(self) -> Work:
+        """In the background thread: wait until all ranks have written their windows."""
+        if self._arena is None:
+            return Done()
+        opened = self.log.open("barrier", "background", 0)
+        work = All([dist.barrier(self._background, async_op=True)], None, self.watch if self._gloo else None)
+        return self.log.follow(opened, work)
+
+    # ---- windows: see shared_memory.py, Note [Shared windows] -------------------------------------------------------
+
+    @property
+    def shares_memory(self) -> bool:
+        return self._arena is not None
+
+    @property
+    def gathers_in_background(self) -> bool:
+        """Whether all-gathers overlap with computation; reading a peer's memory does not."""
+        return self.process_group is not None and self._transport.overlaps
+
+    @property
+    def sums_wide(self) -> bool:
+        """Whether ``reduce_scatter`` adds in the dtype of ``out``, in whatever dtype gradients are sent."""
+        return self.process_group is None or self._sums.sums_wide
+
+    def factors(self, wire: torch.dtype) -> tuple[float, float]:
+        """Factors of gradients sent as ``wire``, before and after the sum.
+
+        A sum in fp16 can exceed 65504 although the mean does not, so it is divided before; bf16 has fp32's range.
+        """
+        divisor = 1.0 if self.sums_gradients else self.divisor
+        before = self.predivide
+        if before is None:
+            before = divisor if wire == torch.float16 and not self.sums_wide else 1.0
+        return 1.0 / before, before / divisor
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1D tensor for the life of a run, in shared memory if possible; in the same order on all ranks."""
+        if self._arena is not None:
+            return self._arena.allocate(numel, dtype)
+        return flat_empty(numel, dtype, self.device)
+
+    def send_buffers(self, largest: Mapping[torch.dtype, int]) -> SendBuffers:
+        """Buffers for reductions, reusable up to the ``largest`` elements of each dtype."""
+        transport = self._sums if self.process_group is not None else None
+        return SendBuffers(transport, self.device, lambda dtype: self.factors(dtype)[0], largest)
+
+    @property
+    def shares_sends(self) -> bool:
+        """Whether peers read buffers for reductions where they are, so that no scratch memory is needed."""
+        return self.process_group is not None and self._sums.sends_from() is not None
+
+    def before_write(self) -> None:
+        """Before writing to a tensor from ``allocate``: wait until no rank reads it."""
+        if self._read:
+            self.fence()
+
+    def after_write(self) -> None:
+        """After writing to a tensor from ``allocate``: the next reader waits until all ranks have written."""
+        self._written = self._arena is not None
+
+    def fence(self) -> None:
+        """A barrier of the group."""
+        self._written = self._read = False
+        if self._arena is not None:
+            opened = self.log.open("barrier", "shared memory", 0, host=True)
+            self.order.launch(FENCE, "shared memory", 0, compare=True)
+            self.log.ended(opened)
+
+    def all_gather(self, flat: Tensor, name: str, own: Tensor | None = None) -> Work:
+        """Fill ``flat`` (1D, ``mesh.shards`` equal shards) from the ranks' shards, which are in place already.
+
+        ``own``: this rank's shard; if it is from ``allocate``, peers read it there.
+        """
+        self._require_device(flat, name)
+        if self.process_group is None:
+            return Done()
+        shared = self._transport.shares(own)
+        opened = self.log.open("all_gather", name, flat.nbytes)
+        if shared and self._written:
+            self.fence()
+        launch = self.order.launch("all-gather", name, flat.numel())
+        self._read |= shared
+        return self.log.follow(opened, self._transport.all_gather(flat, own, launch))
+
+    def all_gather_encoded(self, flat: Tensor, name: str, codec: Codec, own: Tensor | None = None) -> Work:
+        """``all_gather`` of encoded shards: all ranks, the owner too, get what is decoded.
+
+        Where ranks share memory, codes are sent between processes all the same. ``own``: this rank's shard, encoded.
+        """
+        self._require_device(flat, name)
+        if self.process_group is None:
+            return Done() if own is None else gather_encoded(flat, self.mesh, codec, lambda codes: Done(), own)
+        opened = self.log.open("all_gather", name, flat.nbytes)
+        launch = self.order.launch("encoded all-gather", name, flat.numel())
+        gather = partial(self._transport.all_gather, own=None, launch=launch)
+        return self.log.follow(opened, gather_encoded(flat, self.mesh, codec, gather, own))
+
+    def all_gather_in_node(self, flat: Tensor, name: str) -> Work:
+        """Fill ``flat`` (1D) from the parts of the ranks with a second copy together, which are in place already."""
+        self._require_device(flat, name)
+        assert self._in_node is not None
+        opened = self.log.open("all_gather", name, flat.nbytes)
+        launch = self.order.launch("all-gather in the node", name, flat.numel())
+        return self.log.follow(opened, self._in_node.all_gather(flat, None, launch))
+
+    def scratch_numel(self, numel: int) -> int:
+        """Elements of scratch that ``reduce_scatter`` and ``all_reduce`` need for a flat tensor of ``numel``."""
+        return self._sums.scratch_numel(numel) if self.process_group is not None else 0
+
+    def reduce_scatter(self, out: Tensor, send: SendBuffer, add: bool, name: str) -> Work:
+        """Average ``send`` (``mesh.shards`` shards) over all ranks; write this rank's shard to ``out``, or add it.
+
+        ``send`` must not be used until the wait, after which it is undefined. If ``sums_wide``, it may have a narrower
+        dtype than ``out``: the sum is as exact as if it had been cast before.
+        """
+        flat, after = send.flat, self.factors(send.flat.dtype)[1]
+        self._require_device(flat, name)
+        if self.process_group is None:
+            return All([], lambda: store(out, flat, add, after))
+        opened = self.log.open("reduce_scatter", name, flat.nbytes)
+        launch = self.order.launch_reduction("reduce-scatter", name, flat.numel())
+        return self.log.follow(opened, self._sums.reduce_scatter(out, flat, send.scratch, add, after, launch))
+
+    def all_reduce(self, out: Tensor, send: SendBuffer, add: bool, name: str) -> Work:
+        """Average ``send`` (one equal part per rank) over the ranks, and write all of it to ``out``, or add it."""
+        flat, after = send.flat, self.factors(send.flat.dtype)[1]
+        self._require_device(flat, name)
+        if self.process_group is None:
+            return All([], lambda: store(out, flat, add, after))
+        opened = self.log.open("all_reduce", name, flat.nbytes)
+        launch = self.order.launch_reduction("all-reduce", name, flat.numel())
+        return self.log.follow(opened, self._sums.all_reduce(out, flat, send.scratch, add, after, launch))
+
+    def reduce_compressed(self, out: Tensor, flat: Tensor, residuals: Residuals, add: bool, name: str) -> Work:
+        """``all_reduce``, or without ``residuals.server`` ``reduce_scatter``, of compressed gradients."""
+        after = self.factors(flat.dtype)[1]
+        self._require_device(flat, name)
+        assert self.compressor is not None
+        opened = self.log.open("reduce_scatter" if residuals.server is None else "all_reduce", name, flat.nbytes)
+        launch = self.order.launch_reduction("compressed reduction", name, flat.numel())
+        return self.log.follow(opened, self.compressor.reduce(out, flat, residuals, add, after, launch))
+
+    def measure_rate(self) -> float:
+        """Bytes per second of this rank to others while all ranks send. Collective."""
+        assert self.compressor is not None
+        return self.compressor.measure_rate(self.order.launch_reduction("exchange", "rate of links", 0))
+
+    def sum_scalar(self, value: Tensor, name: str) -> Tensor:
+        """The sum over the ranks of one replica, on all, of an fp64 tensor, which may be overwritten."""
+        if self.mesh.replica > 0:
+            value.zero_()  # so that all get the same bits
+        return self.sum_all(value, name)
+
+
+def combine_rows(rows: Tensor, groups: Sequence[ShardGroup], name: str, maximum: bool = False) -> Tensor:
+    """Sums, or maxima, of fp64 ``rows`` over the ranks of each one's group: ``groups`` has that of each row."""
+    distinct = list(dict.fromkeys(groups))
+    for group in distinct:
+        combine = group.max_all if maximum else group.sum_scalar
+        if len(distinct) == 1:
+            return combine(rows, name)
+        mine = torch.tensor([each is group for each in groups], device=rows.device)
+        rows[mine] = combine(rows[mine], name)
+    return rows
+
+
+def _tell_late(mesh: Mesh, hosts: Sequence[str], member: int, late: bool) -> None:
+    """Not a method: an object that ends when a ``ShardGroup`` is dropped keeps it."""
+    if mesh.rank == (0 if member else mesh.world - 1) // mesh.shards * mesh.shards:  # one that is not that member
+        ranks = mesh.row(member)
+        text = "is late: sums of gradients go on without it, and get its contributions later" if late else "is on time"
+        log.warning("Node %s (rank %s) %s.", hosts[ranks[0]], ", ".join(map(str, ranks)), text)

@@ -1,0 +1,378 @@
+"""What all ranks of a run agree on: objects, problems, requests, hangs, ended ranks, saving, hosts and nodes.
+
+The collectives of buckets are those of shard_group.py.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import socket
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_zero.comm.agreement import Agreement
+from lt_zero.comm.comm_log import CommLog, Unlogged
+from lt_zero.comm.ended_ranks import debugs, summary, user_line
+from lt_zero.comm.hang_detection import HangDetector
+from lt_zero.comm.launchers import refuse_alone
+from lt_zero.comm.process_groups import LINK_TIMEOUT_S, await_all, exists, new_group, with_index
+from lt_zero.comm.ranks import LaunchOrder, Ranks
+from lt_zero.comm.shared_memory import SharedArena, supported
+from lt_zero.comm.topology import group_by_node, node_identity
+from lt_zero.comm.work import CALL, MEETING, Launch, Watch
+from lt_zero.config import ZeroConfig
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_unused: list[list[dist.ProcessGroup]] = []  # of worlds that are gone
+
+
+class World(Ranks):
+    """All ranks of a run.
+
+    Args:
+        process_group: over all ranks; None: a single process without one.
+        device: of tensors in collectives.
+        check: compare each collective before its launch, including reductions (debug mode).
+        timeout: of the groups that are made later; None: torch's default for the backend.
+        link_timeout: ``communication.link_timeout``.
+        records: record what collectives cost (comm_log.py).
+
+    Attributes:
+        detector: finds hangs; None: there are no other ranks, or they are simulated.
+        agreement: on requests, see agreement.py.
+        nodes: the ranks of each node.
+        hosts: the name of each rank's host.
+        ends_with_run: objects whose ``end`` is called at the end of a run.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        device: torch.device,
+        check: bool = False,
+        timeout: timedelta | None = None,
+        link_timeout: float = LINK_TIMEOUT_S,
+        records: bool = False,
+    ) -> None:
+        size = dist.get_world_size(process_group) if process_group is not None else 1
+        rank = dist.get_rank(process_group) if process_group is not None else 0
+        device, watch = with_index(device), Watch()
+        show = (lambda text: print(text, flush=True)) if rank == 0 else None
+        log = CommLog(device, size, show) if records else Unlogged()
+        super().__init__(process_group, range(size), rank, device, watch, LaunchOrder(watch, range(size)), log)
+        self.check, self.timeout, self.link_timeout = check, timeout, link_timeout
+        self.process_groups = [process_group] if process_group is not None else []  # all that were made
+        self._probed = list(self.process_groups)  # whose connections hang detection closes
+        # Exchanges of host data (used parameters, orders) must not synchronise the GPU.
+        self.order.host = process_group
+        # A simulated group (torch's "fake" backend) has no other processes; results are this process's values.
+        if process_group is not None and dist.get_backend(process_group) not in ("gloo", "fake"):
+            self.order.host = self.new_group("gloo")
+        self.order.compares_all = check
+        self.detector: HangDetector | None = None
+        self.agreement = Agreement()  # of a single rank; ``join`` sets that of all
+        self.nodes = [list(range(size))]
+        self.hosts = [socket.gethostname()] * size
+        self.ends_with_run: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._saving: dist.ProcessGroup | None = None  # see ``saving_group``
+
+    @classmethod
+    def join(
+        cls,
+        device: torch.device,
+        config: ZeroConfig | None = None,
+        timeout: timedelta | None = None,
+        node: int | None = None,
+        records: bool = False,
+    ) -> World:
+        """All ranks of the default process group, with a process group of their own. Collective.
+
+        ``config``: says how its connections are made and whether collectives are compared, which ``LT_ZERO_DEBUG=1``
+        says, too. ``timeout``, ``records``: as for the class. ``node``: the number of this rank's node, as the launcher
+        knows it; ``LT_ZERO_NODE_RANK`` takes precedence.
+
+        Raises:
+            RuntimeError: the launcher has started more tasks than the group has ranks, see launchers.py.
+
+        Lightning issues collectives on the default group between batches and swallows their errors; this package's
+        collectives on the same group could then be matched with them.
+        """
+        grouped = dist.is_available() and dist.is_initialized()
+        refuse_alone(dist.get_world_size() if grouped else 1)
+        if not grouped or dist.get_world_size() == 1:
+            return cls(None, device, records=records)
+        check = debugs() or (config is not None and config.zero_optimization.enable_sanity_checks)
+        patience = config.communication.link_timeout if config is not None else LINK_TIMEOUT_S
+        await_all(timeout)
+        group = new_group(None, timeout, None, device, probed=True, link_timeout=patience)
+        world = cls(group, device, check, timeout, patience, records)
+        host = world.order.host
+        assert host is not None
+        if dist.get_backend(host) == "gloo":  # not a simulated group
+            world.detector = world.order.detector = HangDetector(world._probed, host, world.watch, patience)
+            world.agreement = world.detector.agreement
+            places = world.host_gather((node_identity(node), socket.gethostname()), "nodes")
+            world.nodes = group_by_node([identity for identity, _ in places])
+            world.hosts = world.detector.ends.hosts = [name for _, name in places]
+        world._destroy_unused()
+        return world
+
+    def _destroy_unused(self) -> None:
+        """Destroy the groups of worlds that are gone on all ranks: those of NCCL hold 100s of MB. Collective."""
+        weakref.finalize(self, _unused.append, self.process_groups).atexit = False
+        _unused[:] = [groups for groups in _unused if exists(groups[0])]  # others ended with their default group
+        named = {tuple(group.group_name for group in groups): groups for groups in list(_unused)}
+        everywhere = self.host_gather(list(named), "unused groups")
+        for names in everywhere[0]:  # in the same order on all ranks, as NCCL may wait for the others
+            if all(names in of_rank for of_rank in everywhere):
+                _unused.remove(named[names])
+                for group in reversed(named[names]):
+                    with suppress(ValueError):  # the default group, and all with it, was destroyed since
+                        dist.destroy_process_group(group)
+
+    # ---- sets of ranks -------------------------------------------------------------------------------------------
+
+    def new_group(
+        self,
+        backend: str | None,
+        parts: Sequence[Sequence[int]] | None = None,
+        timeout: timedelta | None = None,
+        probed: bool = False,
+    ) -> dist.ProcessGroup:
+        """Another process group over all ranks, or over that of ``parts`` which has this rank. Collective.
+
+        ``backend``: None: that of the default group. ``parts``: the same on all ranks. ``probed``: hang detection
+        closes its connections after a verdict.
+        """
+        assert self.process_group is not None
+        mine: list[dist.ProcessGroup] = []
+        ranks = dist.get_process_group_ranks(self.process_group)
+        for part in parts or [range(self.size)]:
+            members, inside = [ranks[rank] for rank in part], self.rank in part
+            patience = self.link_timeout
+            group = new_group(members, timeout or self.timeout, backend, self.device, inside, link_timeout=patience)
+            mine += [group] if inside else []
+        self.process_groups += mine
+        self._probed += mine if probed else []
+        return mine[0]
+
+    def order_of(self, ranks: Sequence[int]) -> LaunchOrder:
+        """The order of launches of some of the ranks, of which this is one; new unless it is that of all."""
+        if len(ranks) == self.size:
+            return self.order
+        order = LaunchOrder(self.watch, ranks, f"{zlib.crc32(repr(list(ranks)).encode()):08x}")
+        order.compares_all, order.detector = self.order.compares_all, self.detector
+        return order
+
+    def share_memory(self, ranks: Sequence[int]) -> SharedArena | None:
+        """Windows that ``ranks``, of which this is one, read; None if some cannot, on any host. Collective."""
+        arena = SharedArena(self.timeout) if supported() else None
+        addresses = self.host_gather(arena.address() if arena else None, "shared memory")
+        connects = arena is not None and arena.connect(self.rank, addresses, ranks)
+        return arena if all(self.host_gather(connects, "shared memory")) else None
+
+    def saving_group(self, background: bool) -> dist.ProcessGroup | None:
+        """The process group for saving; None in a single process. Collective.
+
+        ``background``: a group of its own, for a thread that saves during training.
+        """
+        if self.process_group is not None and background and self._saving is None:
+            opened = self.log.open("barrier", "saving", 0)
+            self._saving = self.new_group("gloo")
+            self.log.ended(opened)
+        return self._saving if background else self.order.host
+
+    def leave_saving_group(self) -> None:
+        """Let the next background save make a new group."""
+        self._saving = None
+
+    # ---- operations of all ranks -----------------------------------------------------------------------------------
+
+    def advise(self, remedy: Callable[[Launch, Launch | None], str]) -> None:
+        """Let errors of ranks that diverge end with ``remedy``: of two collectives that met, or of one."""
+        if self.detector is not None:
+            self.detector.remedy = remedy
+
+    def roll_call(self, what: str) -> None:
+        """Wait until every rank has called this for ``what``, an operation of all ranks. Collective.
+
+        Raises:
+            RuntimeError: a rank never will, or called it for another operation. No collective works afterwards.
+        """
+        if self.detector is None:
+            return
+        self.detector.refuse_fork(what)
+        try:
+            self.order.launch(CALL, what, 0, compare=True)
+        except RuntimeError as error:
+            if self.watch.verdict is not None or not (ended := self.detector.ends.ended()):
+                raise
+            raise RuntimeError(
+                f"`{what}` was called on rank {self.rank} ({user_line(sys._getframe())}) and not on"
+                f" {', '.join(f'rank {rank}' for rank in ended)}, which has ended or left the process group."
+            ) from error
+
+    def meet(self, where: str) -> None:
+        """Wait until every rank has come to this point of the run: "the end of training". Collective.
+
+        Raises:
+            RuntimeError: a rank never will, as it has another number of batches.
+        """
+        if self.detector is not None:
+            self.order.launch(MEETING, where, 0, compare=True)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Context for an operation of all ranks: an error that ends it on one rank ends it on all, and is named there.
+
+        For errors that a rank cannot tell at a point where all meet: of a file, or of a user's function.
+        """
+        ends = self.detector.ends if self.detector is not None else None
+        if ends is None:
+            yield
+            return
+        ends.begin(what)
+        depth = len(ends.scopes)
+        try:
+            yield
+        except BaseException as error:
+            self.post_error(error)
+            raise
+        finally:
+            del ends.scopes[depth - 1 :]
+
+    def begin_run(self) -> None:
+        """Begin a run: answer other ranks' questions, and take part in ``agreement``. On all ranks."""
+        if self.detector is not None:
+            self.detector.begin_run()
+        self.agreement.begin()
+
+    def end_run(self) -> None:
+        """End the run on this rank, and its thread; the next operation of all ranks starts it again."""
+        with suppress(RuntimeError):  # the process that serves the store has ended
+            self.agreement.end()
+            if self.detector is not None:
+                self.detector.ends.end_run()
+        for used in list(self.ends_with_run):
+            used.end()
+        if self.detector is not None:
+            self.detector.stop()
+
+    def explain(self, error: BaseException) -> bool:
+        """Add the cause (a hang, or the end of another rank) to an error's text; returns whether it is known."""
+        return self.detector is not None and self.detector.explain(error)
+
+    def post_error(self, error: BaseException) -> None:
+        """Before an error ends the run on this rank: explain it, or tell the ranks that fail because of it."""
+        if self.detector is not None and not self.detector.explain(error):
+            self.detector.ends.tell(True, summary(error))
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Context for torch's blocking collectives: explains their errors."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.explain(error)
+            raise
+
+    # ---- objects ---------------------------------------------------------------------------------------------------
+
+    def problems(self, problem: str | None, name: str) -> list[str]:
+        """The problems of all ranks ("rank 1: ..."), on every rank; [] if there are none. Collective."""
+        flag = torch.tensor([problem is not None], dtype=torch.uint8)
+        self.host_max(flag, name).wait()
+        if not flag.item():
+            return []
+        return [f"rank {rank}: {text}" for rank, text in enumerate(self.host_gather(problem, name)) if text is not None]
+
+    @contextmanager
+    def agree(self, what: str, error: type[Exception]) -> Iterator[None]:
+        """Context for work that each rank does for itself: if it fails on one rank, all ranks raise. Collective.
+
+        Raises:
+            Exception: what this rank's work raised; ``error`` with the problems of the others if only they failed.
+        """
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            problem = caught
+        found = self.problems(None if problem is None else str(problem) or repr(problem), what)
+        if problem is not None:
+            raise problem
+        if found:
+            raise error(f"{what[0].upper()}{what[1:]} failed on another rank: {' '.join(found)}")
+
+    def host_broadcast(self, value: Any, name: str) -> Any:
+        """Rank 0's (small, picklable) Python value on every rank."""
+        if self.process_group is None:
+            return value
+        packed = _packed(value) if self.rank == 0 else b""
+        opened = self.log.open("broadcast_object_list", name, len(packed), host=True)
+        # torch's collective blocks: make sure that all ranks enter it.
+        self.order.launch("object", name, 0, compare=True)
+        box = [packed]
+        with self.explaining():
+            dist.broadcast_object_list(box, src=self._peer(0), group=self.order.host)
+        self.log.ended(opened)
+        return pickle.loads(box[0])
+
+    def host_gather(self, value: Any, name: str) -> list[Any]:
+        """The (small, picklable) Python values of all ranks, on every rank."""
+        if self.process_group is None:
+            return [value]
+        packed = _packed(value)
+        opened = self.log.open("all_gather_object", name, len(packed), host=True)
+        self.order.launch("objects", name, 0, compare=True)
+        box: list[Any] = [None] * self.size
+        with self.explaining():
+            dist.all_gather_object(box, packed, group=self.order.host)
+        self.log.ended(opened)
+        return [pickle.loads(found) for found in box]
+
+
+def together(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate a method that all ranks call, of an object with a ``world``: see ``World.together``."""
+
+    @wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        owner: Any = args[0]
+        with owner.world.together(f"{type(owner).__name__}.{method.__name__}"):
+            return method(*args, **kwargs)
+
+    return call
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as bytes; by default pickle calls ``torch.save`` for the full storage of each."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.layout is not torch.strided or value.device.type not in ("cpu", "cuda"):
+            return NotImplemented
+        # A CUDA tensor arrives on the CPU: by default it would arrive on the sender's device.
+        flat = value.detach().resolve_conj().resolve_neg().reshape(-1).cpu()
+        return _unpacked, (flat.view(torch.uint8).numpy().tobytes(), value.dtype, value.shape)
+
+
+def _packed(value: Any) -> bytes:
+    data = io.BytesIO()
+    _Pickler(data, pickle.HIGHEST_PROTOCOL).dump(value)
+    return data.getvalue()
+
+
+def _unpacked(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
