@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
+.PHONY: help demo test test-slow conformance faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
 	bench-nodes bench-scale gpu gpu-kernels \
 	gpu-engine gpu-offload gpu-trainer gpu-bench compat docs clean
 
@@ -24,6 +24,9 @@ test: $(STAMP) ## Run the fast tests, in three processes (they also wait)
 
 test-slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -m slow --timeout 1200
+
+conformance: $(STAMP) ## Run one contract over a Trainer, Fabric and a loop, in all rows
+	$(BIN)/python -m pytest -m "not gpu" --timeout 1200 tests/conformance
 
 SEED ?= 1
 

@@ -17,6 +17,7 @@ FLOORS = (
     {"step"},
     {"activation", "attention", "checkpoint", "memory"},
     {"build", "tuning", "zero"},
+    {"session"},
     {"lightning", "inference", "loop"},
     {"__init__", "cli", "doctor", "sweep", "utils"},
 )

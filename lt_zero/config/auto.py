@@ -105,6 +105,7 @@ _SIZES: Mapping[str, Callable[[int], int]] = {
     "stage3_prefetch_bucket_size": lambda hidden: 9 * hidden * hidden // 10,
     "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
+FROM_MODEL = frozenset(f"zero_optimization.{name}" for name in _SIZES)  # "auto" needs no Trainer
 
 
 def _value(key: str, facts: Facts, config: ZeroConfig, before: Sequence[Resolution]) -> tuple[Any, str]:

@@ -15,6 +15,7 @@ from lt_zero.common.errors import ConfigError, Path, dotted
 from lt_zero.config import catalog
 from lt_zero.config.blocks import scalars
 from lt_zero.config.document import HIDDEN, MISSING, Document, leaves, masked, without_told
+from lt_zero.config.faces import Face, refused, without_effect
 from lt_zero.config.keys import AUTO, NO_EFFECT, lookup
 from lt_zero.config.load import Loaded, ZeroConfig, examine, plain, resolved
 from lt_zero.config.rules import switched_off
@@ -27,15 +28,25 @@ config_command = typer.Typer(
 Source = Annotated[File, typer.Argument(help="A JSON or YAML file with DeepSpeed's keys.")]
 Changes = Annotated[list[str] | None, typer.Argument(help="key=value or group=option, in Hydra's grammar.")]
 Stage = Annotated[int | None, typer.Option(help="The stage, as in ZeroStrategy(stage=...).")]
+Trains = Annotated[Face, typer.Option(help="Who trains: a Trainer, Fabric, or a loop of lt_zero.initialize.")]
 
 
 @config_command.command()
-def check(file: Source, overrides: Changes = None, stage: Stage = None) -> None:
+def check(
+    file: Source,
+    overrides: Changes = None,
+    stage: Stage = None,
+    face: Annotated[
+        Face, typer.Option(help="Who trains: a Trainer, Fabric, or a loop of lt_zero.initialize.")
+    ] = Face.TRAINER,
+) -> None:
     """Print the status of each key. Exits with 1 if the file cannot be used, else 0."""
     loaded = _read(file, overrides, stage, must_work=False)
+    if loaded.config is not None:
+        loaded.problems += refused(loaded.config, face)
     console = Console(soft_wrap=True, highlight=False)  # one line per key at any width: never cut or folded
     colours = {"works": "green", "auto": "green", "error": "red"}
-    rows = list(key_statuses(loaded))
+    rows = list(key_statuses(loaded, face))
     width = max((len(value) for _, value, _, _ in rows if len(value) <= _WIDE), default=0)
     for key, value, status, note in rows:
         mark = f"[{colours.get(status, 'yellow')}]{status:9}[/]"
@@ -89,8 +100,9 @@ def schema() -> None:
     print(catalog.json_schema())
 
 
-def key_statuses(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
+def key_statuses(loaded: Loaded, face: Face = Face.TRAINER) -> Iterator[tuple[str, str, str, str]]:
     """Key, value, status and note of each written key."""
+    idle = without_effect(loaded.config, face) if loaded.config is not None else []
     notices = {notice.key: notice for notice in loaded.notices}
     wrong = {problem.key for problem in loaded.problems}
     for path, value in leaves(loaded.values, lists=False):
@@ -104,6 +116,8 @@ def key_statuses(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
         elif (notice := next((notices[name] for name in around if name in notices), None)) is not None:
             said = notice.message.removeprefix(f"{notice.key}{NO_EFFECT}").removeprefix(f"{notice.key} ")
             yield named, shown, notice.kind, said.removesuffix(" Write the latter.")
+        elif any(name in idle for name in around):
+            yield named, shown, "no effect", f"only a Trainer does this, and {face.value} is no Trainer"
         elif value == "auto" and key in AUTO:
             yield named, shown, "auto", AUTO[key]
         elif key == "train_batch_size" and loaded.config is not None:

@@ -1,17 +1,16 @@
-"""What of a configuration counts without training or without a Trainer, and whether all ranks have the same one."""
+"""What of a configuration counts without training, and whether all ranks have the same one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from lt_zero.common.errors import ConfigError, dotted, path_of
-from lt_zero.common.users_code import warn
 from lt_zero.config.document import HIDDEN, MISSING, Document, leaves
-from lt_zero.config.load import ConfigWarning, Given, ZeroConfig, examine, plain, resolved, shown
+from lt_zero.config.load import Given, ZeroConfig, examine, plain, resolved, shown
 
 log = logging.getLogger("lt_zero")
 _ZERO = (
@@ -26,11 +25,6 @@ _TRAINING = (  # keys of optimizers, gradients and steps
     "broadcast_buffers",
     *("steps_per_print", "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"),
     *("fp16.fp16_master_weights_and_grads", *(f"zero_optimization.{key}" for key in _ZERO)),
-)
-_TRAINER = (  # keys of what is done at certain points of a Trainer's run
-    *("steps_per_print", "dump_state", "log_level", "flops_profiler", "comms_logger", "wall_clock_breakdown"),
-    *("memory_breakdown", "disable_python_gc", "csv_monitor", "tensorboard", "wandb", "comet", "checkpoint.async_save"),
-    *("zero_optimization.sync_bn_in_backward", "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
 )
 # Keys that may differ between nodes or ranks.
 _LOCAL = ("aio", "csv_monitor", "tensorboard", "wandb", "comet", "log_level", "disable_python_gc", "max_cpu_gb")
@@ -65,22 +59,6 @@ def without_training(given: Given, default_stage: int = 3) -> tuple[ZeroConfig, 
     loaded.notices = [note for note in loaded.notices if not dotted(path_of(note.key)).startswith(moot)]
     loaded.announce()
     return examine(document.values).usable(), ignored
-
-
-def tell_without_trainer(config: ZeroConfig, rank: int, *more: str) -> None:
-    """Warn, on rank 0, of keys that have no effect without a Trainer, and of ``more`` such keys."""
-    document = Document(plain(config))
-    found = [key for key in (*_TRAINER, *more) if _asks(document.get(path_of(key)))]
-    names = ", ".join(found).replace("async_save", "async")
-    if found and rank == 0:
-        warn(f"These keys have no effect without a Trainer: {names}.", ConfigWarning)
-
-
-def _asks(value: Any) -> bool:
-    """Whether a value asks for anything."""
-    if isinstance(value, Mapping):
-        return bool(value.get("enabled", True))
-    return value not in (MISSING, None, False)
 
 
 def check_same(config: ZeroConfig, host_gather: Callable[[Any, str], list[Any]]) -> None:

@@ -1,10 +1,7 @@
-"""Checkpoints of a run: what Lightning's hooks collect, save, load and remove.
+"""Checkpoints of a Trainer: what Lightning's hooks collect, save, load and remove.
 
-Note [Life of a save]
-    ``dump_checkpoint`` collects the module's and the optimizers' states as fragments, without copies. Then ``save``
-    writes them (checkpoint/native/save.py). With ``checkpoint.async`` it copies them to host memory and a thread
-    writes while training continues, unless the run is about to end. At most one save is pending; older checkpoints are
-    removed only after it succeeds. All ranks check the outcome at the beginning of each training step.
+``dump_checkpoint`` collects the module's and the optimizers' states; ``save`` adds what else training needs to go on.
+See session/saving.py, Note [Life of a save].
 
 Note [Life of a restore]
     Lightning restores before the module is sharded. The state dict of a directory is lazy and is kept until then, so
@@ -20,11 +17,8 @@ Note [Callbacks that restore]
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +37,7 @@ from lt_zero.checkpoint.identity import Identity, checked_file, load_same, of_co
 from lt_zero.checkpoint.last import tell_of_newer
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import Place, is_url, remove, whole_file
+from lt_zero.checkpoint.native.directory import is_url, remove, whole_file
 from lt_zero.checkpoint.native.keys import put_back
 from lt_zero.checkpoint.native.load import (
     as_lightning,
@@ -55,35 +49,28 @@ from lt_zero.checkpoint.native.pieces import (
     full_optimizer_state,
     optimizer_fragments,
     parameter_names,
-    weight_fragments,
 )
 from lt_zero.checkpoint.native.plain import plain
-from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
-from lt_zero.checkpoint.native.rank_buffers import load_rank_buffers, rank_buffers
-from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
-from lt_zero.checkpoint.native.residuals import residual_state
 from lt_zero.checkpoint.native.restore import (
-    restore_optimizer,
-    restore_training,
     restore_weights,
     trained_weights,
 )
-from lt_zero.checkpoint.native.save import KEY, TRAINED, Bundle, bundle, make_place, stage, write
+from lt_zero.checkpoint.native.save import KEY, TRAINED
 from lt_zero.checkpoint.open import is_directory
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config.load import shown
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_state_dict
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.lazy_tensor import LazyTensor, read_now
 from lt_zero.lightning.data_position.position import KEY as POSITION
 from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.lightning.setup import Run
+from lt_zero.session.restoring import Progress, restore_optimizers
+from lt_zero.session.saving import Saving, beside, frozen_names, weights_to_save
 
-GRACE = 15.0  # seconds to wait for the pending save after an error; tests replace this
 _HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 _HPARAMS_TYPE = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
 
@@ -94,10 +81,6 @@ class CheckpointService:
     def __init__(self, data: DataPosition) -> None:
         self._data = data
         self._frozen: list[str] = []  # names left out of the last state dict
-        self._thread: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
-        self._after: list[str] = []  # checkpoints to remove when the pending save is done
-        self._buffer: Tensor | None = None  # host memory of the last asynchronous save
         self._synchronous = False  # see ``foreground``
         self._deferred: tuple[Mapping[str, Any], bool, list[str]] | None = None  # See Note [Life of a restore]
         self._early: dict[str, tuple[Any, Tensor]] = {}  # loaded value and module's: Note [Callbacks that restore]
@@ -111,21 +94,12 @@ class CheckpointService:
         run.loss_scale.read_skip_flag()  # schedules are saved next
         if engine.average is not None:
             engine.average.drop_if_outdated()
-        state = self._weights(run, averaged=True)
-        self._frozen = []
-        if not run.config.checkpoint.save_frozen:
-            every = engine.root.named_parameters(remove_duplicate=False)  # by all names of tied ones
-            self._frozen = [name for name, p in every if not p.requires_grad]
-            state = {name: value for name, value in state.items() if name not in set(self._frozen)}
-        return state
+        self._frozen = frozen_names(engine, leave_out=not run.config.checkpoint.save_frozen)
+        return self._weights(run, averaged=True)
 
     def _weights(self, run: Run, averaged: bool) -> dict[str, Any]:
         """The module's state dict, with averages where ``EMA`` has some, or else with the trained weights."""
-        if writes_directories(run):
-            return weight_fragments(run.engine, averaged)
-        average = run.engine.average
-        with average.showing(averaged) if average is not None else nullcontext():
-            return full_state_dict(run.engine)
+        return weights_to_save(run.engine, self._frozen, averaged, sharded=run.directories)
 
     def add_trained(self, run: Run, checkpoint: dict[str, Any]) -> None:
         """Add the trained weights to a checkpoint whose state dict has averages. Collective."""
@@ -145,7 +119,7 @@ class CheckpointService:
         if sharded is None:
             return None
         run.loss_scale.read_skip_flag()
-        return optimizer_fragments(sharded) if writes_directories(run) else full_optimizer_state(sharded)
+        return optimizer_fragments(sharded) if run.directories else full_optimizer_state(sharded)
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
@@ -156,35 +130,18 @@ class CheckpointService:
         Raises:
             CheckpointError: on all ranks; an earlier checkpoint at ``path`` is kept.
         """
-        if run.built is None or not run.built.attached or not writes_directories(run):
+        if run.built is None or not run.built.attached or not run.directories:
             self._save_file(run, checkpoint, path, storage_options)
             return
         if storage_options is not None:
             raise TypeError("Sharded checkpoints do not support storage_options: set checkpoint.format='full'.")
         content, engine = self._collect(run, checkpoint, path), run.engine
         names = [parameter_names(optimizer, engine) for optimizer in run.optimizers]
-        facts = {
-            "stage": run.config.zero_optimization.stage,
-            "ranks": engine.world.size,
-            "precision": engine.policy.mode,
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "torch": str(torch.__version__),
-        }
-        made = bundle(content, names, engine.groups[0], facts, shown(run.config), self._frozen)
-        trainer = run.trainer
+        trainer, then = run.trainer, partial(_export_beside, run)
         ends = trainer is None or not trainer.training or trainer.state.status == TrainerStatus.INTERRUPTED
         background = run.config.checkpoint.async_save and not (ends or self._synchronous)
-        if background:
-            with run.agree("copying the state for an asynchronous save", CheckpointError):
-                self._buffer = stage(made, self._buffer)
-        group = engine.world.saving_group(background)
-        place = make_place(engine.world, path)  # from here on ``_write`` removes it after an error
-        if background:
-            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
-            self._pending = self._thread.submit(_write, run, made, place, group)
-            return
-        with progress_bar(f"Saving {path}", made.nbytes, rank=run.rank, in_bytes=True) as work:
-            _write(run, made, place, group, work.advance)
+        saving = Saving(content, names, run.config, engine.policy.mode, self._frozen, then)
+        run.session.saver.save(saving, path, engine.world, background)
 
     def _collect(self, run: Run, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
         """A copy (callbacks may have kept theirs) with random states and data positions of all ranks. Collective."""
@@ -194,11 +151,8 @@ class CheckpointService:
             content[KEY] = {**content.get(KEY, {}), "hparams": "omegaconf"}
         if run.world is not None and "optimizer_states" in checkpoint:
             content[POSITION] = run.world.host_gather(self._data.state_dict(), "random states")
-            sharded = run.built is not None and writes_directories(run)
-            if run.built is not None and (found := residual_state(run.built, sharded)) is not None:
-                content[RESIDUALS] = found
-            if run.built is not None and (own := rank_buffers(run.built)) is not None:
-                content[RANK_BUFFERS] = own
+            if run.built is not None:
+                content |= beside({"": run.built}, sharded=run.directories)
         self.wait(run)
         _file_beside(run, path)  # refuses a URL before anything is written
         return content
@@ -236,57 +190,26 @@ class CheckpointService:
         finally:
             self._synchronous = False
 
-    def check_pending(self, run: Run) -> None:
-        """``wait`` for the pending save if it has ended. Collective."""
-        if self._pending is not None:
-            running = torch.tensor([not self._pending.done()], dtype=torch.uint8)
-            run.engine.world.host_max(running, "save in the background").wait()
-            if not running.item():
-                self.wait(run)
-
     def wait(self, run: Run) -> None:
-        """Wait for the pending save, if any. Collective.
-
-        Raises:
-            CheckpointError: on all ranks: it failed.
-        """
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        after, self._after = self._after, []
-        with progress_bar("Waiting for the save in the background", rank=run.rank):
-            pending.result()  # raises on all ranks if one failed
-        for path in after:
-            self.remove(run, path)
+        """``Saver.wait``."""
+        run.session.saver.wait(run.world)
 
     def close(self, run: Run, clean: bool) -> None:
         """End a run: release threads and memory, and drop weights that it did not load.
 
-        After an error (not ``clean``) other ranks may be gone: wait for the pending save briefly, without collectives.
+        After an error (not ``clean``) other ranks may be gone.
         """
-        ended = True
-        if clean:
+        if clean or run.world is None:
             with suppress(CheckpointError):  # ``wait`` was called earlier, where it can raise
                 self.wait(run)
-        elif self._pending is not None and run.world is not None:
-            with progress_bar("Waiting for the save in the background", rank=run.rank):
-                ended = bool(futures.wait([self._pending], GRACE).done)
-            if not ended:
-                run.world.leave_saving_group()  # owned by the save, which may still be running
-        self._pending, self._after = None, []
-        if self._thread is not None:
-            self._thread.shutdown(wait=ended, cancel_futures=True)
-        self._thread = self._buffer = None
+            run.session.saver.close()
+        else:
+            run.session.saver.abandon(run.world)
         self._deferred, self._early = None, {}
 
     def remove(self, run: Run, path: str) -> None:
         """Remove a checkpoint, after the pending save if any: it may be the last good one."""
-        if self._pending is not None:
-            self._after.append(path if is_url(path) else os.path.abspath(path))
-        elif run.rank == 0:
-            remove(path) if os.path.isdir(path) else run.checkpoint_io.remove_checkpoint(path)
-            if not is_url(path) and (found := _file_beside(run, path)) is not None:
-                found[0].unlink(missing_ok=True)
+        run.session.saver.after_pending(partial(_remove, run, path if is_url(path) else os.path.abspath(path)))
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
@@ -410,52 +333,35 @@ class CheckpointService:
                 self._data.load(checkpoint[POSITION], world.rank)
         if not states and (how.load_module_only or not how.load_optimizer_states):
             return
-        restore_training(run.engine, checkpoint.get(RESIDUALS), bool(checkpoint.get("global_step")))
-        with run.agree("restoring buffers of each rank", CheckpointError):
-            load_rank_buffers(run.engine, checkpoint.get(RANK_BUFFERS))
+        Progress.of(checkpoint).restore(run.engine, None)  # Lightning gives the loss scale to the precision plugin
         if run.engine.average is not None and TRAINED in checkpoint:
             with run.agree("restoring averages", CheckpointError):
                 run.engine.average.load(checkpoint["state_dict"], checkpoint[TRAINED]["updates"])
         total = sum(len(group["params"]) for state in states for group in state.get("param_groups", []))
-        agreed = run.agree("loading optimizer states", CheckpointError)
-        with agreed, progress_bar("Loading optimizer states", total, rank=world.rank) as work:
-            if len(states) != len(run.optimizers):
-                raise CheckpointError(
-                    f"The checkpoint has {len(states)} optimizer(s), configure_optimizers returns "
-                    f"{len(run.optimizers)}. Return the same optimizers as before, or set "
-                    "checkpoint.load_optimizer_states=false to start with fresh ones."
-                )
-            for number, (optimizer, state) in enumerate(zip(run.optimizers, states, strict=True)):
-                restore_optimizer(optimizer, run.engine, state, number, tick=work.advance)
+        if len(states) != len(run.optimizers):  # on all ranks: their checkpoints and optimizers are compared
+            raise CheckpointError(
+                f"The checkpoint has {len(states)} optimizer(s), configure_optimizers returns "
+                f"{len(run.optimizers)}. Return the same optimizers as before, or set "
+                "checkpoint.load_optimizer_states=false to start with fresh ones."
+            )
+        pairs = dict(enumerate(zip(run.optimizers, states, strict=True)))
+        with progress_bar("Loading optimizer states", total, rank=world.rank) as work:
+            restore_optimizers(run.engine, pairs, tick=work.advance)
 
 
-def writes_directories(run: Run) -> bool:
-    """Whether checkpoints are directories.
-
-    Raises:
-        ValueError: they have to be, and a checkpoint plugin writes files.
-    """
-    stock = type(run.checkpoint_io) is TorchCheckpointIO
-    if run.config.checkpoint.format == "sharded" and not stock:
-        raise ValueError(
-            f'checkpoint.format="sharded" does not write through {type(run.checkpoint_io).__name__}. Remove '
-            'that plugin, or set checkpoint.format="full".'
-        )
-    return run.config.sharded_checkpoints and stock
+def _remove(run: Run, path: str) -> None:
+    if run.rank == 0:
+        remove(path) if os.path.isdir(path) else run.checkpoint_io.remove_checkpoint(path)
+        if not is_url(path) and (found := _file_beside(run, path)) is not None:
+            found[0].unlink(missing_ok=True)
 
 
-def _write(run: Run, made: Bundle, place: Place, group: Any, tick: Callable[[int], object] = lambda _: None) -> None:
-    """Write and publish a checkpoint, and export its weights beside it. In any thread. Collective over ``group``."""
-    engine = run.engine
-
-    def export_beside() -> None:
-        """On rank 0: write the weights of the saved directory to one file, without gathering."""
-        if (beside := _file_beside(run, place.name)) is not None:
-            kept = {id(p) for p in engine.kept}
-            names = [name for name, p in engine.root.named_parameters() if id(p) in kept]
-            export(Archive(place.name), *beside, keep_fp32=names, strip_prefix="")
-
-    write(made, place, engine.world, group, export_beside, tick)
+def _export_beside(run: Run, path: str) -> None:
+    """Write the weights of the saved directory to one file, without gathering, if that is configured. In any thread."""
+    if (beside := _file_beside(run, path)) is not None:
+        kept = {id(p) for p in run.engine.kept}
+        names = [name for name, p in run.engine.root.named_parameters() if id(p) in kept]
+        export(Archive(path), *beside, keep_fp32=names, strip_prefix="")
 
 
 def _file_beside(run: Run, path: str) -> tuple[Path, torch.dtype] | None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -23,7 +21,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lt_zero.build import shard
 from lt_zero.checkpoint.identity import Identity, checked_file, load_same, of_content, opened_source, reading
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.directory import is_url, whole_file
@@ -31,42 +28,37 @@ from lt_zero.checkpoint.native.pieces import (
     full_optimizer_state,
     optimizer_fragments,
     parameter_names,
-    weight_fragments,
 )
 from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
-from lt_zero.checkpoint.native.rank_buffers import load_rank_buffers, rank_buffers
-from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
-from lt_zero.checkpoint.native.residuals import residual_state
-from lt_zero.checkpoint.native.restore import restore_optimizer, restore_training, restore_weights
-from lt_zero.checkpoint.native.save import HERE, bundle, make_place, write
+from lt_zero.checkpoint.native.rank_buffers import load_rank_buffers
+from lt_zero.checkpoint.native.restore import restore_weights
+from lt_zero.checkpoint.native.save import HERE
 from lt_zero.checkpoint.open import is_directory
 from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted, check_launch, joining
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World, together
-from lt_zero.common.errors import CheckpointError, ConfigError
+from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
-from lt_zero.config.load import examine, shown
-from lt_zero.config.uses import check_same, tell_without_trainer
+from lt_zero.config.faces import Face, check_face
+from lt_zero.config.load import examine
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_state_dict, sync_buffers
+from lt_zero.engine.full_params import full_state_dict
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
+from lt_zero.lightning.checkpoint_plugin import writes_directories
 from lt_zero.lightning.fabric_items import BESIDE, Opened, open_directory, opened_file, prefixes_of
 from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.setup import shorten_errors
-from lt_zero.memory.check import check_optimizers
+from lt_zero.session.restoring import restore_optimizers
+from lt_zero.session.saving import Saving, beside, frozen_names, weights_to_save
+from lt_zero.session.session import Session, move_buffers
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.step.skipped_steps import hold_schedule
-from lt_zero.step.step_options import compare_optimizers
-from lt_zero.tuning.trial import Trial
 
 log = logging.getLogger("lt_zero")
-
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 class ShardedModule(nn.Module):
@@ -117,11 +109,8 @@ class FabricZeroStrategy(DDPStrategy):
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
         self.config: ZeroConfig = loaded.usable()
         loaded.announce()
-        _refuse_what_the_script_does(self.config)
-        self._group: ShardGroup | None = None
-        self._engines: list[weakref.ref[Engine]] = []
-        self._known: list[weakref.ref[ShardedOptimizer]] = []
-        self._trial = Trial.of_environment()
+        check_face(self.config, Face.FABRIC)
+        self.session = Session(Face.FABRIC)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -157,15 +146,16 @@ class FabricZeroStrategy(DDPStrategy):
 
     @property
     def group(self) -> ShardGroup:
-        """The ranks of all engines. Raises RuntimeError before ``fabric.launch()``."""
-        if self._group is None and self._start_method != "popen":
+        """All ranks, over which modules are sharded. Raises RuntimeError before ``fabric.launch()``."""
+        known = self.session.known
+        if known is None and self._start_method != "popen":
             raise RuntimeError(
                 f"This process is no rank: with start_method={self._start_method!r} the ranks are processes that run "
                 "the function of fabric.launch(function), and end with it. Set up, train, save and load inside of it."
             )
-        if self._group is None:
+        if known is None:
             raise RuntimeError("FabricZeroStrategy is not launched yet: call fabric.launch() before this.")
-        return self._group
+        return known
 
     @property
     def world(self) -> World:
@@ -175,7 +165,7 @@ class FabricZeroStrategy(DDPStrategy):
     @property
     def _reading(self) -> World:
         """``world`` for loading: before ``fabric.launch()`` each process reads for itself, as with DDP."""
-        return self._group.world if self._group is not None else World(None, self.root_device)
+        return self.session.world if self.session.known is not None else World(None, self.root_device)
 
     @override
     def _configure_launcher(self) -> None:
@@ -195,16 +185,10 @@ class FabricZeroStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self._group is None:
+        if self.session.known is None:
             assert self.cluster_environment is not None
-            node = self.cluster_environment.node_rank()
-            world = World.join(self.root_device, self.config, self._timeout, node)
-            check_same(self.config, world.host_gather)
-            tell_without_trainer(self.config, world.rank, *_BATCH)
-            group = ShardGroup.of_all(world)
-            group.configure(self.config)
-            world.begin_run()
-            self._group = group
+            self.session.loss_scale = self.precision.loss_scale_controller
+            self.session.join(self.config, self.root_device, self._timeout, self.cluster_environment.node_rank())
 
     @override
     def setup_module(self, module: nn.Module) -> ShardedModule:  # type: ignore[override]
@@ -212,16 +196,9 @@ class FabricZeroStrategy(DDPStrategy):
         return self._set_up(module, module.training)
 
     def _set_up(self, module: nn.Module, training: bool) -> ShardedModule:
-        if self.engines and (self.group.tolerance is not None or self.engines[0].compression is not None):
-            raise ConfigError(
-                "gradient_compression, 1-bit optimizers and communication.slow_node_tolerance keep track of the "
-                "gradients of one module, and this is another. Remove the key, or set up one module."
-            )
-        engine = shard(module, self.config, self.root_device, self.precision.policy, self.group, training)
-        sync_buffers(engine)
-        self._engines.append(weakref.ref(engine))
+        device, policy = self.world.device, self.precision.policy  # raises before fabric.launch()
+        engine = self.session.build(module, self.config, device, policy, training)
         self.precision.engine = engine
-        self.precision.loss_scale_controller.start_watching(engine)
         return ShardedModule(module, engine)
 
     @override
@@ -229,12 +206,11 @@ class FabricZeroStrategy(DDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: LRScheduler | None = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         sharded = self._set_up(module, training=True)
-        compare_optimizers(sharded.engine, optimizers)
-        found = [self.setup_optimizer(optimizer) for optimizer in optimizers]
-        controller = self.precision.loss_scale_controller
-        if scheduler is not None and controller.checks and self.config.on_skipped_step != "advance":
-            hold_schedule(scheduler, controller.counter(self._number(self._sharded(scheduler.optimizer))))
-        return sharded, found, scheduler
+        self._add(optimizers)
+        if scheduler is not None:
+            number = self.session.number(self._sharded(scheduler.optimizer))
+            self.session.hold(scheduler, number, self.config)
+        return sharded, optimizers, scheduler
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -244,26 +220,37 @@ class FabricZeroStrategy(DDPStrategy):
             ValueError: it has parameters of no such module, or of several.
             NotEnoughMemory: the host has no memory for its states.
         """
+        self._add([optimizer])
+        return optimizer
+
+    def _add(self, optimizers: Sequence[Optimizer]) -> None:
+        """Shard optimizers, those of one engine at once."""
+        of_engine: dict[int, tuple[Engine, list[Optimizer]]] = {}
+        for optimizer in optimizers:
+            engine = self._stepped_by(optimizer)
+            of_engine.setdefault(id(engine), (engine, []))[1].append(optimizer)
+        for engine, own in of_engine.values():
+            self.session.add_optimizers(engine, own)
+        self.session.start_trial(self.config, accumulation=1)
+
+    def _stepped_by(self, optimizer: Optimizer) -> Engine:
+        """The engine of an optimizer's parameters. Raises ValueError if there is not exactly one."""
         owners = {id(owner): owner for group in optimizer.param_groups for owner in map(owner_of, group["params"])}
         engines = [engine for engine in self.engines if id(engine) in owners]
-        if len(engines) != 1 or len(owners) > 1:
-            name = type(optimizer).__name__
-            if not engines:
-                raise ValueError(
-                    f"{name} has no parameters of a module that is set up. Call fabric.setup(module, optimizer), or "
-                    "fabric.setup_module(module) first."
-                )
-            raise ValueError(f"{name} steps parameters of several modules, or others, too. Make one for each module.")
-        self._known.append(weakref.ref(ShardedOptimizer(engines[0], optimizer)))
-        check_optimizers(engines[0], [sharded.optimizer for sharded in engines[0].optimizers])
-        if self._trial is not None:
-            self._trial.start(engines[0], self.config, accumulation=1)
-        return optimizer
+        if len(engines) == len(owners) == 1:
+            return engines[0]
+        name = type(optimizer).__name__
+        if not engines:
+            raise ValueError(
+                f"{name} has no parameters of a module that is set up. Call fabric.setup(module, optimizer), or "
+                "fabric.setup_module(module) first."
+            )
+        raise ValueError(f"{name} steps parameters of several modules, or others, too. Make one for each module.")
 
     @property
     def engines(self) -> list[Engine]:
         """One for each module, in the order in which they were set up."""
-        return [engine for ref in self._engines if (engine := ref()) is not None]
+        return self.session.engines
 
     def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         sharded = ShardedOptimizer.of(optimizer)
@@ -274,20 +261,10 @@ class FabricZeroStrategy(DDPStrategy):
             )
         return sharded
 
-    def _number(self, sharded: ShardedOptimizer) -> int:
-        """Of an optimizer among those that are set up."""
-        return next(number for number, other in enumerate(self._optimizers()) if other is sharded)
-
-    def _optimizers(self) -> list[ShardedOptimizer]:
-        return [sharded for ref in self._known if (sharded := ref()) is not None]
-
     @override
     def module_to_device(self, module: nn.Module) -> None:
         """Move buffers only; parameters move bucket by bucket when sharded."""
-        for child in module.modules():
-            for name, buffer in child.named_buffers(recurse=False):
-                if not buffer.is_meta and buffer.device != self.root_device:
-                    setattr(child, name, buffer.to(self.root_device))
+        move_buffers(module, self.root_device)
 
     @contextmanager
     @override
@@ -304,13 +281,9 @@ class FabricZeroStrategy(DDPStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        controller, engines = self.precision.loss_scale_controller, self.engines
+        engines = self.engines
         chosen = module.engine if isinstance(module, ShardedModule) else engines[0] if len(engines) == 1 else None
-        controller.before_backward(self._optimizers())
-        for engine in engines[:1]:
-            controller.see_loss(chosen or engine, tensor)
-        if controller.scaler is not None:
-            tensor = tensor.float() * controller.scale  # the scaled loss may overflow fp16
+        tensor = self.session.begin_backward(chosen, tensor)
         # Without one, engines find out by themselves where their backward ends.
         with chosen.backward_pass() if chosen is not None else nullcontext():
             tensor.backward(*args, **kwargs)
@@ -323,10 +296,7 @@ class FabricZeroStrategy(DDPStrategy):
             with torch.enable_grad():
                 output = closure()
         sharded, limit = self._sharded(optimizer), float(self.config.gradient_clipping or 0.0)
-        call = partial(optimizer.step, **kwargs)
-        self.precision.loss_scale_controller.step(sharded, self._number(sharded), limit, call)
-        if self._trial is not None and self._number(sharded) == 0:
-            self._trial.end_step()
+        self.session.step(sharded, limit, partial(optimizer.step, **kwargs))
         return output
 
     @override
@@ -363,12 +333,12 @@ class FabricZeroStrategy(DDPStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._group.world.explaining() if self._group is not None else nullcontext():
+        with self.session.world.explaining() if self.session.known is not None else nullcontext():
             super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        with self._group.world.explaining() if self._group is not None else nullcontext():
+        with self.session.world.explaining() if self.session.known is not None else nullcontext():
             return super().broadcast(obj, src)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
@@ -421,7 +391,8 @@ class FabricZeroStrategy(DDPStrategy):
     ) -> None:
         """Write a directory that loads at any number of ranks and stage, or (``checkpoint.format: full``) one file.
 
-        Collective.
+        Collective. With ``checkpoint.async`` a thread writes the directory while training goes on, and the next step,
+        save or load after it raises its errors.
 
         Raises:
             CheckpointError: on all ranks; an earlier checkpoint at ``path`` is kept.
@@ -429,23 +400,24 @@ class FabricZeroStrategy(DDPStrategy):
         world = self.world
         self.precision.loss_scale_controller.read_skip_flag()
         path = str(self.broadcast(path))
-        if not self.config.sharded_checkpoints or type(self.checkpoint_io) is not TorchCheckpointIO:
+        self.session.saver.wait(world)
+        if not writes_directories(self.config, self.checkpoint_io):
             self._save_file(path, state, storage_options, filter or {})
             return
         if storage_options is not None:
             raise TypeError("Sharded checkpoints do not support storage_options: set checkpoint.format='full'.")
         content, names = self._collect(state, filter or {})
-        facts = {
-            "stage": self.config.zero_optimization.stage,
-            "ranks": world.size,
-            "precision": self.precision.precision,
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "torch": str(torch.__version__),
-        }
         prefixes = content[HERE]["modules"]
         frozen = [prefixes[key] + name for key in prefixes for name in sorted(self._frozen(state[key]))]
-        made, place = bundle(content, names, self.group, facts, shown(self.config), frozen), make_place(world, path)
-        write(made, place, world, world.saving_group(background=False))
+        self.session.save(Saving(content, names, self.config, self.precision.precision, frozen), path)
+
+    def wait_for_save(self) -> None:
+        """Wait until the save in the background (``checkpoint.async``) is done. Collective.
+
+        Raises:
+            CheckpointError: on all ranks: it has failed.
+        """
+        self.session.saver.wait(self.world)
 
     def _save_file(
         self, path: str, state: Mapping[str, Any], options: Any, kept: Mapping[str, Callable[[str, Any], bool]]
@@ -453,12 +425,11 @@ class FabricZeroStrategy(DDPStrategy):
         """Rank 0 writes one file. Collective."""
         own = {key: self.get_module_state_dict(m) for key, m in state.items() if isinstance(m, ShardedModule)}
         own |= {key: self.get_optimizer_state(o) for key, o in state.items() if isinstance(o, Optimizer)}
-        for module in (value for value in state.values() if isinstance(value, ShardedModule)):
-            if rank_buffers(module.engine) is not None and self.world.rank == 0:
-                log.warning("checkpoint.format: full keeps rank 0's buffers only, and other ranks have others.")
         parts, plugin = self._parts(state, kept, own), self.checkpoint_io
-        modules = [value for value in state.values() if isinstance(value, ShardedModule)]
-        parts[BESIDE] = self._beside(modules, {k: v for k, v in state.items() if isinstance(v, Optimizer)}, False)
+        found = beside(self._prefixes(state), sharded=False)
+        if found.pop(RANK_BUFFERS, None) is not None and self.world.rank == 0:
+            log.warning("checkpoint.format: full keeps rank 0's buffers only, and other ranks have others.")
+        parts[BESIDE] = {**self._progress(state), **found}
         with self.world.agree(f"saving {path}", CheckpointError):
             if self.world.rank > 0:
                 return
@@ -493,13 +464,14 @@ class FabricZeroStrategy(DDPStrategy):
         sharded = {key: found for key, found in optimizers.items() if found is not None}
         prefixes = prefixes_of(list(modules))
         of_engine = {id(modules[key].engine): prefix for key, prefix in prefixes.items()}
-        own: dict[str, Any] = {key: weight_fragments(module.engine) for key, module in modules.items()}
+        own: dict[str, Any] = {
+            key: weights_to_save(module.engine, self._frozen(module)) for key, module in modules.items()
+        }
         own |= {key: optimizer_fragments(found) for key, found in sharded.items()}
         parts = self._parts(state, kept, own)
         weights, names = dict[str, Any](), []
-        for key, module in modules.items():
-            frozen = self._frozen(module)
-            weights |= {prefixes[key] + name: value for name, value in parts.pop(key).items() if name not in frozen}
+        for key in modules:
+            weights |= {prefixes[key] + name: value for name, value in parts.pop(key).items()}
         for found in sharded.values():
             prefix = of_engine.get(id(found.engine), "")
             names.append(
@@ -508,33 +480,26 @@ class FabricZeroStrategy(DDPStrategy):
         states = [parts.pop(key) for key in sharded]
         here: dict[str, Any] = {"modules": prefixes, "rest": parts}
         here["optimizers"] = {key: of_engine.get(id(found.engine), "") for key, found in sharded.items()}
-        here |= self._beside(modules.values(), {k: v for k, v in state.items() if isinstance(v, Optimizer)}, True)
-        owed = here.pop(RESIDUALS)
+        here |= self._progress(state)
         content = {"state_dict": weights, "optimizer_states": states, "global_step": 0, "epoch": 0, HERE: here}
-        kept_buffers: dict[str, Any] = {}
-        for key, module in modules.items():
-            if (different := rank_buffers(module.engine, prefixes[key])) is not None:
-                kept_buffers |= different["buffers"]
-        if kept_buffers:
-            content[RANK_BUFFERS] = {"ranks": self.world.size, "buffers": kept_buffers}
-        return {**content, **({RESIDUALS: owed} if owed is not None else {})}, names
+        return {**content, **beside(self._prefixes(state))}, names
 
-    def _beside(
-        self, modules: Iterable[ShardedModule], optimizers: Mapping[str, Optimizer], sharded: bool
-    ) -> dict[str, Any]:
-        """What ``Opened`` has beside the items. Collective. ``sharded``: in fragments."""
-        found = {key: ShardedOptimizer.of(optimizer) for key, optimizer in optimizers.items()}
-        owed = [residual_state(module.engine, sharded) for module in modules]  # there is one if there are residuals
+    def _prefixes(self, state: Mapping[str, Any]) -> dict[str, Engine]:
+        """Engines by what names of their parameters begin with in a checkpoint."""
+        modules = {key: value for key, value in state.items() if isinstance(value, ShardedModule)}
+        return {prefix: modules[key].engine for key, prefix in prefixes_of(list(modules)).items()}
+
+    def _progress(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """How far training is: keys of optimizers that have stepped, and the loss scale."""
+        found = {key: ShardedOptimizer.of(value) for key, value in state.items() if isinstance(value, Optimizer)}
         return {
             "stepped": [key for key, known in found.items() if known is not None and known.engine.stepped],
             "loss_scale": self.precision.loss_scale_controller.state_dict(),
-            RESIDUALS: next((state for state in owed if state is not None), None),
         }
 
-    def _frozen(self, module: ShardedModule) -> set[str]:
+    def _frozen(self, module: ShardedModule) -> list[str]:
         """Names of weights that are left out (``checkpoint.save_frozen: false``)."""
-        named = module.module.named_parameters(remove_duplicate=False)
-        return set() if self.config.checkpoint.save_frozen else {n for n, p in named if not p.requires_grad}
+        return frozen_names(module.engine, leave_out=not self.config.checkpoint.save_frozen)
 
     @override
     def load_checkpoint(
@@ -560,6 +525,7 @@ class FabricZeroStrategy(DDPStrategy):
         self, path: str, state: nn.Module | Optimizer | dict[str, Any] | None, strict: bool, weights_only: bool | None
     ) -> dict[str, Any]:
         world = self._reading
+        self.session.saver.wait(world)  # it may be the one being written
         opened, of_items = load_same(world, path, partial(self._opened, path, weights_only))
         saved = opened.saved
         if not state:
@@ -610,16 +576,11 @@ class FabricZeroStrategy(DDPStrategy):
                 value.load_state_dict(saved[key])
 
     def _restore_optimizer(self, opened: Opened, sharded: ShardedOptimizer, saved: Any, stepped: bool) -> None:
-        restore_training(sharded.engine, opened.residuals, stepped)
-        with self.world.agree(f"loading {type(sharded.optimizer).__name__}", CheckpointError):
-            if not isinstance(saved, Mapping) or "param_groups" not in saved:
-                raise CheckpointError("What the checkpoint has for the optimizer is no state of one: check the keys.")
-            remedy = "leave the optimizer out of what fabric.load gets, to start with a new one."
-            whole = {"state": {}, **saved}  # a filter may have left it out
-            restore_optimizer(sharded.optimizer, sharded.engine, whole, self._number(sharded), remedy)
-        controller = self.precision.loss_scale_controller
-        controller.load_state_dict(opened.loss_scale)
-        controller.start_watching(sharded.engine)
+        opened.progress(stepped).restore(sharded.engine, self.precision.loss_scale_controller)
+        remedy = "leave the optimizer out of what fabric.load gets, to start with a new one."
+        whole = {"state": {}, **saved} if isinstance(saved, Mapping) else saved  # a filter may have left it out
+        number = self.session.number(sharded)
+        restore_optimizers(sharded.engine, {number: (sharded.optimizer, whole)}, remedy)
 
     def _restore_buffers(self, value: Any, opened: Opened, key: str | None) -> None:
         """Load this rank's buffers of a module, where ranks had different ones."""
@@ -628,10 +589,8 @@ class FabricZeroStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        self.precision.loss_scale_controller.stop_watching()
         super().teardown()
-        if self._group is not None:
-            self._group.world.end_run()
+        self.session.end()
 
 
 def _whole(module: nn.Module) -> nn.Module:
@@ -646,24 +605,3 @@ class _NoSync:
         if not isinstance(module, ShardedModule):
             raise TypeError(f"{type(module).__name__} is not set up. Pass what fabric.setup(module) returned.")
         return module.engine.no_sync() if enabled else nullcontext()
-
-
-def _refuse_what_the_script_does(config: ZeroConfig) -> None:
-    for key, remedy in (
-        ("optimizer", "Make the optimizer, and pass it to fabric.setup"),
-        ("scheduler", "Make the schedule, and step it"),
-        ("gradient_accumulation_steps", "Use fabric.no_backward_sync, and divide the losses"),
-    ):
-        if getattr(config, key) not in (None, 1):
-            raise ConfigError.about(
-                key, f"{key} is configured, which Fabric leaves to the script. {remedy}; remove the key."
-            )
-    how = config.checkpoint
-    if how.load_module_only or not (how.load_optimizer_states and how.load_lr_scheduler_states):
-        raise ConfigError.about(
-            "checkpoint",
-            "checkpoint.load_...: what Fabric loads is what the script passes to fabric.load. Remove the key.",
-        )
-    batch = (*_BATCH, "gradient_accumulation_steps")
-    if autos := sorted(".".join(map(str, path)) for path in config.autos if path[0] not in batch):
-        raise ConfigError(f'{autos[0]}="auto" has no Trainer here to take a value from: write one.')

@@ -17,6 +17,7 @@ from lt_zero.checkpoint.native.restore import stepped as has_stepped
 from lt_zero.checkpoint.native.save import HERE, KEY, TRAINED
 from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
+from lt_zero.session.restoring import Progress
 
 BESIDE = "lt_zero_fabric"  # key, in a single file, of what is in no item
 
@@ -40,6 +41,10 @@ class Opened:
     residuals: Any = None
     rank_buffers: Any = None
     prefixes: Mapping[str, str] = field(default_factory=dict)  # of names of parameters, by module
+
+    def progress(self, stepped: bool) -> Progress:
+        """What an optimizer's engine goes on with; its buffers are restored with its module."""
+        return Progress(stepped, self.residuals, loss_scale=self.loss_scale)
 
     def only(self, value: nn.Module | Optimizer, path: str) -> str:
         """The key of the only module, or optimizer.

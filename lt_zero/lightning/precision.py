@@ -187,11 +187,7 @@ class ZeroPrecision(HalfPrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         controller, known = self.loss_scale_controller, map(sharded_of, module.trainer.strategy.optimizers)
         controller.before_backward([sharded for sharded in known if sharded is not None])
-        if self.engine is not None:
-            controller.see_loss(self.engine, tensor)
-        if controller.scaler is not None:
-            tensor = tensor.float() * controller.scale  # the scaled loss may overflow fp16
-        return super().pre_backward(tensor, module)
+        return super().pre_backward(controller.scaled(self.engine, tensor), module)
 
     @override
     def backward(  # type: ignore[override]

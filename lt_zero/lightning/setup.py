@@ -29,14 +29,12 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import owns_all, restore_whole, take_over_assigned
 from lt_zero.engine.guard import owner_of
+from lt_zero.lightning.checkpoint_plugin import writes_directories
 from lt_zero.lightning.model_report import dtype_table, unit_table
 from lt_zero.lightning.precision import sharded_of
-from lt_zero.memory.check import check_optimizers
+from lt_zero.session.session import Session
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.step.skipped_steps import hold_schedule
-from lt_zero.step.step_options import compare_optimizers
-from lt_zero.step.supported_optimizers import states_per_element
 
 log = logging.getLogger("lt_zero")
 _STOP, _REQUEUE = "stop", "requeue"
@@ -63,13 +61,18 @@ class Run:
 
     config: ZeroConfig  # as far as it is resolved
     checkpoint_io: CheckpointIO  # for checkpoints of one file
+    session: Session
     loss_scale: LossScaleController
     optimizers: tuple[Optimizer, ...]
-    world: World | None  # None before ``setup_environment``
     built: Engine | None  # None before ``setup``
     module: pl.LightningModule | None  # None before ``connect``
     rank: int
     start_method: str
+
+    @property
+    def world(self) -> World | None:
+        """All ranks; None before ``setup_environment``."""
+        return self.session.known.world if self.session.known is not None else None
 
     @property
     def engine(self) -> Engine:
@@ -97,6 +100,11 @@ class Run:
     @property
     def sharded(self) -> list[ShardedOptimizer]:
         return [found for found in map(sharded_of, self.optimizers) if found is not None]
+
+    @property
+    def directories(self) -> bool:
+        """Whether checkpoints are directories."""
+        return writes_directories(self.config, self.checkpoint_io)
 
     def agree(self, what: str, error: type[Exception]) -> AbstractContextManager[None]:
         """``World.agree``; outside of a run each process is on its own."""
@@ -162,33 +170,13 @@ def show_model(engine: Engine, new: bool) -> None:
 
 
 def shard_optimizers(run: Run, trainer: pl.Trainer, schedules: Iterable[LRSchedulerConfig]) -> None:
-    """Shard the optimizers that step the engine's parameters, or all if steps are checked, and hold their schedules.
-
-    A schedule is held while steps of its optimizer are skipped, unless ``on_skipped_step`` says to advance it. Prints
-    the cost of a step with states on NVMe, if any. Collective.
-
-    Raises:
-        NotEnoughMemory: the host has no memory for the states.
-        RuntimeError: on all ranks, if their optimizers differ, or have parameters that the engine does not own.
-    """
-    engine, checks = run.engine, run.loss_scale.checks
-    compare_optimizers(engine, run.optimizers)
-    for optimizer in run.optimizers:
-        known = sharded_of(optimizer)
-        owned = any(id(p) in engine.owner for group in optimizer.param_groups for p in group["params"])
-        if (owned or checks) and (known is None or known.engine is not engine):
-            ShardedOptimizer(engine, optimizer)
-    saves = bool(trainer.checkpoint_callbacks)
-    check_optimizers(engine, list(run.optimizers), trainer.accumulate_grad_batches > 1, saves)
-    if checks and run.config.on_skipped_step != "advance":
-        numbers = {id(optimizer): number for number, optimizer in enumerate(run.optimizers)}
-        for schedule in schedules:
-            number = numbers.get(id(getattr(schedule.scheduler, "optimizer", None)), 0)
-            hold_schedule(schedule.scheduler, run.loss_scale.counter(number))
-    states = max([states_per_element(optimizer) for optimizer in run.optimizers], default=0)
-    line = engine.offload_manager.announce(engine.buckets, states)
-    if line and run.rank == 0:
-        Console().print(line)
+    """``Session.add_optimizers`` with those of a Trainer, and hold their schedules. Collective."""
+    accumulates, saves = trainer.accumulate_grad_batches > 1, bool(trainer.checkpoint_callbacks)
+    run.session.add_optimizers(run.engine, run.optimizers, accumulates, saves)
+    numbers = {id(optimizer): number for number, optimizer in enumerate(run.optimizers)}
+    for schedule in schedules:
+        number = numbers.get(id(getattr(schedule.scheduler, "optimizer", None)), 0)
+        run.session.hold(schedule.scheduler, number, run.config)
 
 
 # ---- signals -------------------------------------------------------------------------------------------------------

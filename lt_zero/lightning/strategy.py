@@ -24,19 +24,18 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lt_zero.activation.checkpointing import install, installed, uninstall
-from lt_zero.build import shard
 from lt_zero.checkpoint.export import Format
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.comm.comm_log import CommLog, CommRecord
 from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted, check_launch, joining
-from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
+from lt_zero.config.faces import Face
 from lt_zero.config.load import examine
-from lt_zero.config.uses import check_same, ignored_keys, tell_ignored
+from lt_zero.config.uses import ignored_keys, tell_ignored
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, restore_whole, sync_buffers
 from lt_zero.engine.materialize import ConstructionSharder
@@ -50,6 +49,7 @@ from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.setup import Run, Signals
+from lt_zero.session.session import Session, move_buffers
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 # Before Lightning 2.6 ``Trainer.fit`` has no such argument, and the safe default always holds.
@@ -79,7 +79,7 @@ class ZeroStrategy(DDPStrategy):
         ConfigError: names every problem: unknown keys, wrong values, keys that contradict each other.
     """
 
-    _OF_A_RUN = frozenset({"_engine", "_group", "_signals", "checkpoints", "monitor", "data"})
+    _OF_A_RUN = frozenset({"_engine", "_signals", "session", "checkpoints", "monitor", "data"})
 
     @explained
     def __init__(
@@ -123,12 +123,12 @@ class ZeroStrategy(DDPStrategy):
 
     def _begin(self) -> None:
         self._engine: Engine | None = None
-        self._group: ShardGroup | None = None
+        self.session = Session(Face.TRAINER)
         self._signals: Signals | None = None
         self._epoch = 0  # of the last batch, on all ranks
         self.data = DataPosition()
         self.checkpoints = CheckpointService(self.data)
-        self.monitor = RunMonitor(self.config)
+        self.monitor = RunMonitor(self.config, self.session.trial)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -146,9 +146,9 @@ class ZeroStrategy(DDPStrategy):
         return Run(
             config=self.config,
             checkpoint_io=self.checkpoint_io,
+            session=self.session,
             loss_scale=self.precision_plugin.loss_scale_controller,
             optimizers=tuple(self.optimizers),
-            world=self.world,
             built=self._engine,
             module=self.lightning_module,
             rank=self.global_rank,
@@ -180,7 +180,7 @@ class ZeroStrategy(DDPStrategy):
     @property
     def world(self) -> World | None:
         """All ranks; set in ``setup_environment``."""
-        return self._group.world if self._group is not None else None
+        return self.session.known.world if self.session.known is not None else None
 
     def memory_report(self) -> dict[str, tuple[int, int]]:
         """Bytes of model states per kind: (on this rank now, what a replicated run holds)."""
@@ -286,16 +286,10 @@ class ZeroStrategy(DDPStrategy):
         super().setup_environment()
         if self.lightning_module is not None:  # else the caller wants the process group before there is a run
             self.monitor.attach(self._module.trainer, self.global_rank, self.local_rank)
-        known = self.world
-        world = known or World.join(
-            self.root_device, self.config, self._group_timeout, self._node_rank, self.monitor.records_collectives
-        )
-        self._group = group = self._group or ShardGroup.of_all(world)
-        self.monitor.record(world, new=known is None)
-        if known is None:
-            check_same(self.config, world.host_gather)
-            group.configure(self.config)
-        world.begin_run()
+        self.session.loss_scale = self.precision_plugin.loss_scale_controller
+        keeps, first = self.monitor.records_collectives, partial(self.monitor.record, new=True)
+        if not self.session.join(self.config, self.root_device, self._group_timeout, self._node_rank, keeps, first):
+            self.monitor.record(self.session.world, new=False)
         self.checkpoints.begin_run()
 
     @property
@@ -311,15 +305,16 @@ class ZeroStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
-        if self._group is None:
+        if self.session.known is None:
             raise RuntimeError("ZeroStrategy.setup needs the process group: call setup_environment() first.")
+        world, self.session.loss_scale = self.session.world, self.precision_plugin.loss_scale_controller
         self.checkpoints.open_none(self.run)
         self.accelerator.setup(trainer)
         set_up.check_callbacks(trainer, self.stage)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        compare_models(self._group.world, self._module)  # "auto" depends on it, and whether an engine is used again
+        compare_models(world, self._module)  # "auto" depends on it, and whether an engine is used again
         if fitting:
-            self._reconciler.agree(trainer, self._module, self._group.world, self.is_global_zero)
+            self._reconciler.agree(trainer, self._module, world, self.is_global_zero)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
             self._layer_sync = TorchSyncBatchNorm()
         if fitting and self._layer_sync:
@@ -328,10 +323,12 @@ class ZeroStrategy(DDPStrategy):
         plugin.convert_module(module)
         self.model_to_device()
         known = set_up.find_engine(module, self.config, plugin.policy, before, fitting)
-        self._engine = known or shard(module, self.config, self.root_device, plugin.policy, self._group, fitting)
-        self.checkpoints.load_deferred(self.run)
         if known is None:
-            sync_buffers(self._engine)
+            self.session.build(module, self.config, self.root_device, plugin.policy, fitting, load=self._load_into)
+        else:
+            self._load_into(known)
+        assert self._engine is not None
+        if known is None:
             set_up.show_model(self._engine, new=True)
             tell_ignored([] if fitting else ignored_keys(self.config), self.global_rank)
         elif fitting and installed(known) is None and install(known) is not None:
@@ -340,10 +337,13 @@ class ZeroStrategy(DDPStrategy):
         if fitting:
             self.data.watch(trainer)
             self.setup_optimizers(trainer)
-            plugin.loss_scale_controller.start_watching(self._engine)
             self.monitor.start(self.run, new=self._engine is not before)
         self.setup_precision_plugin()
-        self._signals = Signals(trainer, self._group.world.agreement)
+        self._signals = Signals(trainer, world.agreement)
+
+    def _load_into(self, engine: Engine) -> None:
+        self._engine = engine
+        self.checkpoints.load_deferred(self.run)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -356,13 +356,10 @@ class ZeroStrategy(DDPStrategy):
     @override
     def model_to_device(self) -> None:
         """Move buffers and metrics only; parameters move bucket by bucket when sharded."""
-        device = self.root_device
         for child in self._module.modules():
             if isinstance(child, Metric):
-                child.to(device)
-            for name, buffer in child.named_buffers(recurse=False):
-                if not buffer.is_meta and buffer.device != device:
-                    setattr(child, name, buffer.to(device))
+                child.to(self.root_device)
+        move_buffers(self._module, self.root_device)
 
     @override
     def configure_ddp(self) -> None:
@@ -382,11 +379,12 @@ class ZeroStrategy(DDPStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        if self.stage < 3 or self._group is None or self._group.size == 1:
+        group = self.session.known
+        if self.stage < 3 or group is None or group.size == 1:
             yield
             return
         threshold = self.config.zero_optimization.stage3_param_persistence_threshold
-        with ConstructionSharder(self._group, threshold):
+        with ConstructionSharder(group, threshold):
             yield
 
     # ---- running -----------------------------------------------------------------------------------------------
@@ -412,7 +410,7 @@ class ZeroStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         run, module, batch = self.run, self._module, args[0] if args else None
-        self.checkpoints.check_pending(run)
+        self.session.saver.check(run.engine.world)
         self._reconciler.see(batch, module.trainer, run.engine.world, self.is_global_zero)
         with phase("forward"), run.engine.forward_scope():
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))
@@ -532,6 +530,14 @@ class ZeroStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self.checkpoints.load_optimizers(self.run, checkpoint)
 
+    def wait_for_save(self) -> None:
+        """Wait until the save in the background (``checkpoint.async``) is done. Collective.
+
+        Raises:
+            CheckpointError: on all ranks: it has failed.
+        """
+        self.session.saver.wait(self.world)
+
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         self.checkpoints.remove(self.run, str(filepath))
@@ -572,8 +578,7 @@ class ZeroStrategy(DDPStrategy):
             self._signals = None
         if engine is not None:
             engine.offload_manager.rest()
-        if self.world is not None:
-            self.world.end_run()
+        self.session.end(clean)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

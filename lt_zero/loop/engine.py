@@ -12,9 +12,9 @@ Note [Accumulation in a loop]
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +24,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lt_zero.build import shard
 from lt_zero.checkpoint.identity import open_same
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.directory import file_system, inside, is_url, whole_file
 from lt_zero.checkpoint.native.load import as_lightning, check_schedule, fitting_state
-from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
-from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
-from lt_zero.checkpoint.native.rank_buffers import load_rank_buffers, rank_buffers
-from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
-from lt_zero.checkpoint.native.residuals import residual_state
+from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.restore import (
     entries_of,
-    loss_scale,
-    restore_optimizer,
-    restore_training,
     restore_weights,
-    stepped,
     trained_weights,
 )
-from lt_zero.checkpoint.native.save import LOOP, bundle, make_place, write
+from lt_zero.checkpoint.native.save import LOOP
 from lt_zero.checkpoint.open import LATEST, read_latest
 from lt_zero.comm.launchers import local_rank
 from lt_zero.comm.process_groups import init_distributed, joining, own_gpu
-from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World, together
 from lt_zero.common.arguments import expect, expect_path, wrong
 from lt_zero.common.compat import without_torch_function
@@ -56,20 +46,19 @@ from lt_zero.common.garbage import without_gc
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
-from lt_zero.config.load import examine, resolved, shown
+from lt_zero.config.faces import Face, check_face
+from lt_zero.config.load import examine, resolved
 from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
-from lt_zero.config.uses import check_same, tell_without_trainer
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_state_dict, sync_buffers
+from lt_zero.engine.full_params import full_state_dict
 from lt_zero.engine.partition import with_sizes
 from lt_zero.engine.same_on_ranks import compare_models
-from lt_zero.memory.check import check_optimizers
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
+from lt_zero.session.restoring import Progress, restore_optimizers
+from lt_zero.session.saving import Saving, beside, frozen_names, weights_to_save
+from lt_zero.session.session import Session
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.step.skipped_steps import hold_schedule
-from lt_zero.step.step_options import compare_optimizers
-from lt_zero.tuning.trial import Trial
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -142,24 +131,17 @@ class TrainingEngine(nn.Module):
             torch.cuda.set_device(wanted)
         self.device, self.local_rank = wanted, local
         config = with_sizes(config, model)
-        if autos := sorted(".".join(map(str, path)) for path in config.autos if path[0] not in _BATCH):
-            raise ConfigError(f'{autos[0]}="auto" has no Trainer here to take a value from: write one.')
-        self.world = World.join(wanted, config)
-        self.global_rank, self.world_size = self.world.rank, self.world.size
-        compare_models(self.world, model)  # "auto" depends on it
-        check_same(config, self.world.host_gather)
-        tell_without_trainer(config, self.global_rank, "checkpoint.format")
-        self._micro, self._gas = _batch_sizes(config, self.world_size)
+        check_face(config, Face.LOOP)
         policy = dtype_policy(config, resolve_mode(config, "32-true"))
-        self.engine: Engine = shard(model, config, wanted, policy, ShardGroup.of_all(self.world), training=True)
-        for child in model.modules():
-            for name, buffer in child.named_buffers(recurse=False):
-                if buffer.device != wanted:
-                    setattr(child, name, buffer.to(wanted))
-        sync_buffers(self.engine)
-        self.module, self._config = model, config
-        self.world.begin_run()
         self.loss_scale_controller = LossScaleController(policy, on_min_scale(config))
+        self.session = Session(Face.LOOP)
+        self.session.loss_scale = self.loss_scale_controller
+        self.session.join(config, wanted, first=partial(_same_models, model))
+        self.world = self.session.world
+        self.global_rank, self.world_size = self.world.rank, self.world.size
+        self._micro, self._gas = _batch_sizes(config, self.world_size)
+        self.engine: Engine = self.session.build(model, config, wanted, policy, training=True)
+        self.module, self._config = model, config
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
         self.training_dataloader: DataLoader[Any] | None = None
@@ -171,7 +153,6 @@ class TrainingEngine(nn.Module):
         self._scaled = False  # a loss of this micro-batch was scaled
         self._applied = False
         self._norm: Tensor | None = None
-        self._trial = Trial.of_environment()
 
     @together
     def set_up(self, optimizer: Any, parameters: Iterable[Any] | None, schedule: Any) -> None:
@@ -195,23 +176,21 @@ class TrainingEngine(nn.Module):
             optimizer = optimizer(trained)
         elif optimizer is None and block is not None:
             optimizer = configured_optimizer(block, self.module, wanted)
-        compare_optimizers(self.engine, [optimizer] if optimizer is not None else [])
+        given = [optimizer] if optimizer is not None else []
+        found = self.session.add_optimizers(self.engine, given, accumulates=self._gas > 1, saves=False)
         if optimizer is None:
             return
-        self.optimizer, self._sharded = optimizer, ShardedOptimizer(self.engine, optimizer)
+        self.optimizer, self._sharded = optimizer, found[0]
         self.engine.before_backward.append(self._begin_backward)
         self.engine.after_backward.append(self._end_backward)
-        check_optimizers(self.engine, [optimizer], self._gas > 1, saves=False)
         if schedule is not None and not isinstance(schedule, LRScheduler) and not hasattr(schedule, "step"):
             schedule = schedule(optimizer)
         elif schedule is None and self._config.scheduler is not None:
             schedule = configured_scheduler(self._config.scheduler, optimizer)
         self.lr_scheduler = schedule
-        if schedule is not None and self.loss_scale_controller.checks and self._config.on_skipped_step != "advance":
-            hold_schedule(schedule, self.loss_scale_controller.counter(0))
-        self.loss_scale_controller.start_watching(self.engine)
-        if self._trial is not None:
-            self._trial.start(self.engine, self._config, accumulation=self._gas, micro=self._micro, loop=True)
+        if schedule is not None:
+            self.session.hold(schedule, 0, self._config)
+        self.session.start_trial(self._config, accumulation=self._gas, micro=self._micro, loop=True)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the engine, or of the module (``engine.generate``)."""
@@ -232,8 +211,8 @@ class TrainingEngine(nn.Module):
         if trains and self._sharded is not None:
             self.loss_scale_controller.read_skip_flag()
             self.engine.reducer.sync = self.is_gradient_accumulation_boundary() and not self._quiet
-        if self._trial is not None:
-            self._trial.see_batch([args, kwargs])
+        if self.session.trial is not None:
+            self.session.trial.see_batch([args, kwargs])
         autocast = torch.autocast(self.device.type, policy.compute) if policy.autocast else nullcontext()
         with autocast, self.engine.forward_scope(trains):
             return self.module(*args, **kwargs)
@@ -244,9 +223,7 @@ class TrainingEngine(nn.Module):
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for a backward of one's own under fp16."""
         self._scaled = True
-        controller = self.loss_scale_controller
-        controller.see_loss(self.engine, loss)
-        return loss.float() * controller.scale if controller.scaler is not None else loss
+        return self.loss_scale_controller.scaled(self.engine, loss)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add the gradients of a scalar loss, divided by the micro-batches of a step. Returns the loss divided so.
@@ -293,15 +270,13 @@ class TrainingEngine(nn.Module):
 
     def _step(self, sharded: ShardedOptimizer, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
         limit = self.gradient_clipping()
-        self._applied, self._norm = self.loss_scale_controller.step(sharded, 0, limit, optimizer.step)
+        self._applied, self._norm = self.session.step(sharded, limit, optimizer.step)
         optimizer.zero_grad()
         self.global_steps += 1
         self.global_samples += (self._micro or 1) * self._pending * self.world_size
         self._pending = 0
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step(**lr_kwargs)
-        if self._trial is not None:
-            self._trial.end_step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the running micro-batch is the last one of a step."""
@@ -394,9 +369,20 @@ class TrainingEngine(nn.Module):
         return DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn)
 
     def destroy(self) -> None:
-        """End the run on this rank: threads and hooks."""
-        self.loss_scale_controller.stop_watching()
-        self.world.end_run()
+        """End the run on this rank: threads and hooks, after the save in the background if there is one.
+
+        Raises:
+            CheckpointError: that save has failed.
+        """
+        self.session.end()
+
+    def wait_for_save(self) -> None:
+        """Wait until the save in the background (``checkpoint.async``) is done. Collective.
+
+        Raises:
+            CheckpointError: on all ranks: it has failed.
+        """
+        self.session.saver.wait(self.world)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
@@ -417,7 +403,8 @@ class TrainingEngine(nn.Module):
     ) -> bool:
         """Write ``save_dir/tag``, and its name to ``save_dir/latest``. Collective.
 
-        It loads at any number of ranks, stage and offload, and ``lt-zero export`` reads it.
+        It loads at any number of ranks, stage and offload, and ``lt-zero export`` reads it. With ``checkpoint.async`` a
+        thread writes it while training goes on, and the next step, save or load after it raises its errors.
 
         Args:
             tag: default ``global_step<n>``.
@@ -431,11 +418,9 @@ class TrainingEngine(nn.Module):
         expect_path(save_dir, "engine.save_checkpoint(save_dir=...)")
         tag = tag or f"global_step{self.global_steps}"
         self.loss_scale_controller.read_skip_flag()
-        engine, world = self.engine, self.world
-        weights, left_out = weight_fragments(engine), list[str]()
-        if exclude_frozen_parameters or not self._config.checkpoint.save_frozen:
-            left_out = [n for n, p in engine.root.named_parameters(remove_duplicate=False) if not p.requires_grad]
-            weights = {name: value for name, value in weights.items() if name not in set(left_out)}
+        engine = self.engine
+        left_out = frozen_names(engine, exclude_frozen_parameters or not self._config.checkpoint.save_frozen)
+        weights = weights_to_save(engine, left_out)
         schedules = [self.lr_scheduler.state_dict()] if self.lr_scheduler is not None else []
         content: dict[str, Any] = {
             "state_dict": weights,
@@ -450,21 +435,11 @@ class TrainingEngine(nn.Module):
                 "client_state": dict(client_state or {}),
             },
         }
-        if (owed := residual_state(engine, sharded=True)) is not None:
-            content[RESIDUALS] = owed
-        if (own := rank_buffers(engine)) is not None:
-            content[RANK_BUFFERS] = own
+        content |= beside({"": engine})
         names = [parameter_names(self.optimizer, engine)] if self.optimizer is not None else []
-        zero = self._config.zero_optimization
-        facts = {"stage": zero.stage, "ranks": world.size, "precision": engine.policy.mode, "torch": torch.__version__}
-        facts["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        facts = {k: str(v) if k == "torch" else v for k, v in facts.items()}
-        made = bundle(content, names, engine.groups[0], facts, shown(self._config), left_out)
-        place = make_place(world, inside(save_dir, tag))
-        write(made, place, world, world.saving_group(background=False))
-        with world.agree("naming the latest checkpoint", CheckpointError):
-            if save_latest and world.rank == 0:
-                _write_atomically(inside(save_dir, LATEST), tag)
+        then = partial(_name_latest, save_dir, tag) if save_latest else lambda path: None
+        saving = Saving(content, names, self._config, engine.policy.mode, left_out, then)
+        self.session.save(saving, inside(save_dir, tag))
         return True
 
     @together
@@ -488,6 +463,7 @@ class TrainingEngine(nn.Module):
         """
         expect_path(load_dir, "engine.load_checkpoint(load_dir=...)")
         world = self.world
+        self.session.saver.wait(world)  # it may be the one being written
         if tag is None:
             with world.agree("reading the latest checkpoint's name", CheckpointError):
                 found = read_latest(load_dir) if world.rank == 0 else None
@@ -515,12 +491,8 @@ class TrainingEngine(nn.Module):
         if only_weights:
             return path, dict(own.get("client_state", {}))
         if state is not None and self._sharded is not None:
-            restore_training(self.engine, saved.get(RESIDUALS), stepped(saved))
-            load_rank_buffers(self.engine, saved.get(RANK_BUFFERS))
-            with world.agree("loading optimizer states", CheckpointError):
-                restore_optimizer(self._sharded.optimizer, self.engine, state, 0)
-            self.loss_scale_controller.load_state_dict(loss_scale(saved))
-            self.loss_scale_controller.start_watching(self.engine)
+            Progress.of(saved).restore(self.engine, self.loss_scale_controller)
+            restore_optimizers(self.engine, {0: (self._sharded.optimizer, state)})
         if load_lr_scheduler_states and how.load_lr_scheduler_states:
             self._load_schedule(schedules, path)
         self.global_steps = int(own.get("global_steps", saved.get("global_step", 0)))
@@ -584,6 +556,15 @@ def _batch_sizes(config: ZeroConfig, world: int) -> tuple[int | None, int]:
         gas = gas or (rest if micro is not None else 1)
         micro = micro or total // (gas * world)
     return micro, gas or 1
+
+
+def _same_models(model: nn.Module, world: World) -> None:
+    compare_models(world, model)  # "auto" depends on it
+
+
+def _name_latest(folder: str | os.PathLike[str], tag: str, path: str) -> None:
+    """Write the name of a checkpoint that is published at ``path``."""
+    _write_atomically(inside(folder, LATEST), tag)
 
 
 def _write_atomically(path: str, text: str) -> None:

@@ -200,6 +200,12 @@ class LossScaleController:
         if not self._told and (not loss.is_cuda or self._losses % _EVERY == 1):
             engine.used_parameters.nonfinite |= not bool(torch.isfinite(loss.detach()).all())
 
+    def scaled(self, engine: Engine | None, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, in fp32, as it may overflow fp16; checked as by ``see_loss``."""
+        if engine is not None:
+            self.see_loss(engine, loss)
+        return loss.float() * self.scale if self.scaler is not None else loss
+
     def before_backward(self, optimizers: list[ShardedOptimizer], factor: float = 1.0) -> None:
         """Rescale accumulated gradients to the current loss scale. See Note [The scale that gradients carry].
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -298,37 +297,6 @@ def _loaded_after_an_error(stage: int, folder: str) -> None:
 
 def test_weights_of_a_file_replace_those_of_a_run_that_failed(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _loaded_after_an_error, 3, str(tmp_path))
-
-
-def _elsewhere(folder: str, face: str) -> tuple[list[bool], list[bool]]:
-    """Whether Fabric or a loop gets the trained weights with an optimizer, and the averages without."""
-    follows, world = Begins(), dist.get_world_size()
-    follows.on_train_batch_end = lambda trainer, module, *_: follows.on_train_start(trainer, module)  # type: ignore
-    trainer = sharded_trainer(2, callbacks=[follows, EMA(decay=0.7)], **RUN)
-    trainer.fit(trained := Model(world))
-    trainer.save_checkpoint(f"{folder}/saved")
-    averages, found = [lt_zero.full_master(p) for p in trained.parameters()], []
-    for with_states in (True, False):
-        net = Model(world)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        if face == "loop":
-            config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 4}
-            engine = lt_zero.initialize(model=net, optimizer=optimizer, config=config)[0]
-            engine.load_checkpoint(folder, "saved", load_module_only=not with_states)
-        else:
-            strategy = lt_zero.FabricZeroStrategy(stage=3)
-            fabric: Any = L.Fabric(accelerator="cpu", strategy=strategy, devices=world)
-            fabric.launch()
-            model, optimizer = fabric.setup(net, optimizer)
-            state = {"model": model, "optimizer": optimizer} if with_states else {"model": model}
-            fabric.load(f"{folder}/saved", state)
-        found.append([lt_zero.full_master(p) for p in net.parameters()])
-    return [all(map(torch.equal, found[0], follows.weights)), all(map(torch.equal, found[1], averages))]  # type: ignore
-
-
-@pytest.mark.parametrize("face", ["fabric", "loop"])
-def test_other_faces_go_on_with_the_trained_weights(pool: Pool, tmp_path: Path, face: str) -> None:
-    assert pool.run(2, _elsewhere, str(tmp_path), face)[0] == [True, True]
 
 
 class Two(Model):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from lt_zero.checkpoint.formats.reading import opened
 from lt_zero.checkpoint.formats.records import is_values, records_of
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
 from lt_zero.common.errors import CheckpointError
+from lt_zero.io import direct_file
 from lt_zero.lightning.precision import sharded_of
 from tests.support.lightning_tools import GPT, sharded_trainer, trust
 
@@ -140,3 +144,19 @@ def flip_a_value(path: Path, start: int = 0, stop: int | None = None) -> bytes:
     data[start + record.start + record.size // 2] ^= 1
     path.write_bytes(data)
     return good
+
+
+class Gate:
+    """Holds writers back until it is opened; fails them when it is told to."""
+
+    def __init__(self) -> None:
+        self.open, self.writing, self.most = threading.Event(), 0, 0
+        self.fail = 0
+        self._write = direct_file.write_some
+
+    def __call__(self, fd: int, view: memoryview, offset: int) -> int:
+        assert self.open.wait(30)
+        if self.fail:
+            self.fail -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._write(fd, view, offset)

@@ -56,7 +56,7 @@ class RunMonitor:
         flops: operations of a micro-batch on this rank, if a monitor needs them.
     """
 
-    def __init__(self, config: ZeroConfig) -> None:
+    def __init__(self, config: ZeroConfig, trial: Trial | None = None) -> None:
         every, profiles = config.steps_per_print, config.flops_profiler
         logs = any(b.enabled for b in (config.csv_monitor, config.tensorboard, config.wandb, config.comet))
         watched = logs or every is not None
@@ -72,7 +72,7 @@ class RunMonitor:
             self._observers.append(MemoryPhases(every or EVERY))
         if watched:
             self._observers.append(StepPrinter(every, self.flops))
-        if (trial := Trial.of_environment()) is not None:
+        if trial is not None:
             self._observers.append(TrialObserver(trial))
         self._for_this_run = ExitStack()  # closed at the end of a run
         self._clean = True  # whether the run ended without an error

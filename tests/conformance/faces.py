@@ -1,11 +1,12 @@
 """The three ways into lt_zero behind one interface: a Trainer, Fabric, and a loop of one's own.
 
 ``run(face, settings, contract)`` calls the contract with a model that is set up, inside of the face's loop. Losses are
-those of ``models.next_token_loss``, with ``GAS`` micro-batches a step.
+those of ``models.next_token_loss``, with ``GAS`` micro-batches a step; ``Plain`` takes the same steps in one process.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +27,20 @@ from tests.support.models import Net, next_token_loss
 
 FACES = ["trainer", "fabric", "loop"]
 GAS = 3  # not a power of two: a factor that is forgotten, or rounded, is seen
+ROUGH = {"rtol": 0.2, "atol": 0.02}  # of gradients in 16 bits
+
+
+def close(found: Any, wanted: Any, what: str, rtol: float = 1e-5, atol: float = 1e-7) -> None:
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Without states, which would tell that steps were taken."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -45,6 +60,26 @@ class Settings:
     def whole(self, **keys: Any) -> dict[str, Any]:
         block = {"stage": self.stage, "stage3_param_persistence_threshold": 0, **self.zero}
         return {"zero_optimization": block, **self.config, **keys}
+
+
+class Plain:
+    """The same steps in one process."""
+
+    def __init__(self, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd) -> None:
+        torch.manual_seed(0)
+        self.net = Net()
+        self.optimizer = optimizer(self.net)
+
+    def backward(self, step: int, micros: int = GAS, world: int | None = None) -> None:
+        """``world``: of the ranks whose micro-batches are trained on; default: those of this task."""
+        self.optimizer.zero_grad()
+        world = world or dist.get_world_size()
+        for micro, rank in itertools.product(range(micros), range(world)):
+            (next_token_loss(self.net, step, micro, rank) / (GAS * world)).backward()
+
+    @property
+    def grads(self) -> list[Tensor]:
+        return [p.grad for p in self.net.parameters() if p.grad is not None]
 
 
 class Face:
@@ -76,22 +111,32 @@ class Face:
     def save(self, path: str) -> None:
         raise NotImplementedError
 
-    def load(self, path: str) -> None:
-        """Load what ``save`` wrote, if the face has not done so already."""
+    def wait(self) -> None:
+        """Until the save in the background is done."""
+        raise NotImplementedError
+
+    def load(self, path: str, states: bool = True) -> None:
+        """Load what ``save`` wrote, if the face has not done so already; without ``states`` only the weights."""
 
 
 Contract = Callable[[Face], Any]
 
 
-def run(face: str, settings: Settings, contract: Contract, resume: str | None = None) -> Any:
+def run(
+    face: str,
+    settings: Settings,
+    contract: Contract,
+    resume: str | None = None,
+    net: Callable[[], nn.Module] = Net,
+) -> Any:
     """What the contract returns, with the model of seed 0.
 
     ``resume``: a checkpoint that the contract loads; under a Trainer, which loads itself, it is loaded then.
     """
     torch.manual_seed(0)
     if face == "trainer":
-        return _run_trainer(settings, contract, Net(), resume)
-    return {"fabric": _run_fabric, "loop": _run_loop}[face](settings, contract, Net())
+        return _run_trainer(settings, contract, net(), resume)
+    return {"fabric": _run_fabric, "loop": _run_loop}[face](settings, contract, net())
 
 
 # ---- a loop of one's own ---------------------------------------------------------------------------------------------
@@ -121,18 +166,22 @@ class LoopFace(Face):
         self.engine.step()
 
     def save(self, path: str) -> None:
-        self.engine.save_checkpoint(path, "saved")
+        self.engine.save_checkpoint(*os.path.split(path))
 
-    def load(self, path: str) -> None:
-        self.engine.load_checkpoint(path, "saved")
+    def wait(self) -> None:
+        self.engine.wait_for_save()
+
+    def load(self, path: str, states: bool = True) -> None:
+        self.engine.load_checkpoint(*os.path.split(path), load_module_only=not states)
 
 
 def _run_loop(settings: Settings, contract: Contract, net: nn.Module) -> Any:
-    kind = {"16": "fp16", "bf16": "bf16"}.get(settings.precision.split("-")[0])
-    keys = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": GAS}
-    config = settings.whole(**keys)
-    if kind is not None:
-        config[kind] = {"enabled": True, **config.get(kind, {})}
+    width, kind = settings.precision.split("-")
+    config = settings.whole(train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=GAS)
+    block = {"16": "fp16", "bf16": "bf16"}.get(width)
+    if block is not None:
+        config[block] = {"enabled": True, **config.get(block, {})}
+        config["torch_autocast"] = {"enabled": kind == "mixed", "dtype": block}
     engine = lt_zero.initialize(model=net, optimizer=settings.optimizer(net), config=config)[0]
     try:
         return contract(LoopFace(engine))
@@ -170,8 +219,11 @@ class FabricFace(Face):
     def save(self, path: str) -> None:
         self.fabric.save(path, {"model": self.model, "optimizer": self.wrapped})
 
-    def load(self, path: str) -> None:
-        self.fabric.load(path, {"model": self.model, "optimizer": self.wrapped})
+    def wait(self) -> None:
+        self.fabric.strategy.wait_for_save()
+
+    def load(self, path: str, states: bool = True) -> None:
+        self.fabric.load(path, {"model": self.model, **({"optimizer": self.wrapped} if states else {})})
 
 
 def _run_fabric(settings: Settings, contract: Contract, net: nn.Module) -> Any:
@@ -222,6 +274,9 @@ class TrainerFace(Face):
 
     def save(self, path: str) -> None:
         self.module.trainer.save_checkpoint(path)
+
+    def wait(self) -> None:
+        self.module.trainer.strategy.wait_for_save()  # type: ignore[attr-defined]
 
 
 class ContractModule(pl.LightningModule):

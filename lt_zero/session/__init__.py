@@ -1,0 +1,1 @@
+"""One run, whichever face drives it: set-up, steps, saving and loading."""

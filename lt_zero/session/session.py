@@ -1,0 +1,248 @@
+"""A run, whichever face drives it: its collectives, engines, optimizers, loss scale, saves, and trial."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lt_zero.build import shard
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
+from lt_zero.common.errors import ConfigError
+from lt_zero.config import ZeroConfig
+from lt_zero.config.faces import Face, tell_without_effect
+from lt_zero.config.precision import DtypePolicy
+from lt_zero.config.uses import check_same
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.full_params import sync_buffers
+from lt_zero.memory.check import check_optimizers
+from lt_zero.session.saving import Saver, Saving
+from lt_zero.step.loss_scale import LossScaleController
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.step.skipped_steps import hold_schedule
+from lt_zero.step.step_options import compare_optimizers
+from lt_zero.step.supported_optimizers import states_per_element
+from lt_zero.tuning.trial import Trial
+
+
+class Session:
+    """One run. A face makes it, and translates its own interface to it.
+
+    Args:
+        face: who drives the run.
+
+    Attributes:
+        loss_scale: that of the run's precision; a face sets it before anything is built.
+        known: ``group``; None before ``join``.
+        saver: the checkpoints that are being written.
+        trial: of ``lt-zero tune``, if the process was started for one.
+    """
+
+    loss_scale: LossScaleController
+
+    def __init__(self, face: Face) -> None:
+        self.face = face
+        self.known: ShardGroup | None = None
+        self.saver = Saver()
+        self.trial = Trial.of_environment()
+        self._engines: list[weakref.ref[Engine]] = []
+        self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
+
+    @property
+    def group(self) -> ShardGroup:
+        """All ranks, over which modules are sharded. Raises RuntimeError before ``join``."""
+        if self.known is None:
+            raise RuntimeError("The run has not begun: its process group is not known yet.")
+        return self.known
+
+    @property
+    def world(self) -> World:
+        """All ranks of the run. Raises RuntimeError before ``join``."""
+        return self.group.world
+
+    @property
+    def engines(self) -> list[Engine]:
+        """One for each module, in the order in which they were set up."""
+        return [engine for ref in self._engines if (engine := ref()) is not None and engine.attached]
+
+    @property
+    def optimizers(self) -> list[ShardedOptimizer]:
+        """Those that are set up, in this order."""
+        return [sharded for ref in self._optimizers if (sharded := ref()) is not None]
+
+    def number(self, sharded: ShardedOptimizer) -> int:
+        """Of an optimizer among those that are set up."""
+        return next(number for number, other in enumerate(self.optimizers) if other is sharded)
+
+    # ---- set-up ------------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        config: ZeroConfig,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        node: int | None = None,
+        records: bool = False,
+        first: Callable[[World], object] = lambda world: None,
+    ) -> bool:
+        """Begin the run on this rank; returns whether its collectives were just made. Collective.
+
+        Args:
+            timeout, node, records: as for ``World.join``.
+            first: is called with a new world before the ranks' configurations are compared.
+
+        Raises:
+            ConfigError: on all ranks, if their configurations differ.
+        """
+        new = self.known is None
+        if new:
+            world = World.join(device, config, timeout, node, records)
+            first(world)
+            group = ShardGroup.of_all(world)
+            check_same(config, world.host_gather)
+            tell_without_effect(config, self.face, world.rank)
+            group.configure(config)
+            self.known = group
+        self.world.begin_run()
+        return new
+
+    def build(
+        self,
+        module: nn.Module,
+        config: ZeroConfig,
+        device: torch.device,
+        policy: DtypePolicy,
+        training: bool,
+        load: Callable[[Engine], object] = lambda engine: None,
+    ) -> Engine:
+        """Shard a module in place, with rank 0's buffers. Collective.
+
+        ``load``: loads weights before buffers are compared. Errors are those of ``shard``.
+        """
+        self._refuse_another()
+        move_buffers(module, device)
+        engine = shard(module, config, device, policy, self.group, training)
+        load(engine)
+        sync_buffers(engine)
+        self._engines.append(weakref.ref(engine))
+        return engine
+
+    def _refuse_another(self) -> None:
+        """Raise ConfigError if a module is trained already, and what ranks owe to weights is kept of one only."""
+        known = self.engines if self.face is not Face.TRAINER else []  # a Trainer trains one at a time
+        if known and (self.group.tolerance is not None or any(engine.compression is not None for engine in known)):
+            raise ConfigError(
+                "gradient_compression, 1-bit optimizers and communication.slow_node_tolerance keep track of the "
+                "gradients of one module, and this is another. Remove the key, or set up one module."
+            )
+
+    def add_optimizers(
+        self, engine: Engine, optimizers: Iterable[Optimizer], accumulates: bool = False, saves: bool = True
+    ) -> list[ShardedOptimizer | None]:
+        """Shard the optimizers that step the engine's parameters, or all if steps are checked. Collective.
+
+        Prints the cost of a step with states on NVMe, if any.
+
+        Args:
+            accumulates, saves: as for ``check_optimizers``.
+
+        Returns:
+            For each its sharded one, or None.
+
+        Raises:
+            NotEnoughMemory: a host has no memory for the states.
+            RuntimeError: on all ranks, if their optimizers differ, or have parameters that the engine does not own.
+        """
+        given = list(optimizers)
+        compare_optimizers(engine, given)
+        if not given:
+            return []
+        found = [self._shard_optimizer(engine, optimizer) for optimizer in given]
+        of_engine = [sharded.optimizer for sharded in engine.optimizers]
+        others = [optimizer for optimizer in given if all(optimizer is not other for other in of_engine)]
+        check_optimizers(engine, [*of_engine, *others], accumulates, saves)
+        self.loss_scale.start_watching(engine)
+        states = max(map(states_per_element, given))
+        line = engine.offload_manager.announce(engine.buckets, states)
+        if line and engine.world.rank == 0:
+            Console().print(line)
+        return found
+
+    def _shard_optimizer(self, engine: Engine, optimizer: Optimizer) -> ShardedOptimizer | None:
+        known = ShardedOptimizer.of(optimizer)
+        owned = any(id(p) in engine.owner for group in optimizer.param_groups for p in group["params"])
+        if (owned or self.loss_scale.checks) and (known is None or known.engine is not engine):
+            known = ShardedOptimizer(engine, optimizer)
+        if known is not None and all(known is not other for other in self.optimizers):
+            self._optimizers.append(weakref.ref(known))
+        return known
+
+    def start_trial(self, config: ZeroConfig, **facts: Any) -> None:
+        """Begin the trial, if there is one; ``facts``: as for ``Trial.start``."""
+        if self.trial is not None:
+            self.trial.start(self.engines[0], config, **facts)
+
+    def hold(self, schedule: Any, number: int, config: ZeroConfig) -> None:
+        """Let a schedule wait while steps of optimizer ``number`` are skipped, unless ``on_skipped_step`` says not."""
+        if self.loss_scale.checks and config.on_skipped_step != "advance":
+            hold_schedule(schedule, self.loss_scale.counter(number))
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, engine: Engine | None, loss: Tensor) -> Tensor:
+        """The loss, scaled; ``engine``: of the loss, None: of several engines."""
+        self.loss_scale.before_backward(self.optimizers)
+        return self.loss_scale.scaled(engine or next(iter(self.engines), None), loss)
+
+    def step(self, sharded: ShardedOptimizer, limit: float, call: Callable[[], object]) -> tuple[bool, Tensor | None]:
+        """``LossScaleController.step`` of an optimizer, and what is due between steps. Collective.
+
+        Raises:
+            CheckpointError: on all ranks: a save in the background has failed.
+        """
+        self.saver.check(self.world)
+        number = self.number(sharded)
+        taken, norm = self.loss_scale.step(sharded, number, limit, call)
+        if self.trial is not None and number == 0:
+            self.trial.end_step()
+        return taken, norm
+
+    # ---- checkpoints, and the end ------------------------------------------------------------------------------
+
+    def save(self, saving: Saving, path: str) -> None:
+        """``Saver.save``, in the background if ``checkpoint.async`` says so. Collective."""
+        self.saver.save(saving, path, self.world, saving.config.checkpoint.async_save)
+
+    def end(self, clean: bool = True) -> None:
+        """End the run on this rank, after the save in the background.
+
+        Args:
+            clean: other ranks end it, too; otherwise they may be gone.
+
+        Raises:
+            CheckpointError: that save has failed.
+        """
+        if self.known is None:
+            return
+        self.loss_scale.stop_watching()
+        try:
+            if clean:
+                self.saver.wait(self.world)
+        finally:
+            self.saver.abandon(self.world)
+            self.world.end_run()
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move buffers only; parameters move bucket by bucket when sharded."""
+    for child in module.modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if not buffer.is_meta and buffer.device != device:
+                setattr(child, name, buffer.to(device))

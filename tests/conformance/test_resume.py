@@ -1,0 +1,207 @@
+"""Saving and resuming in three faces: exactly, at another world size and stage, in another face, with averages."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import lt_zero
+from tests.conformance.faces import FACES, GAS, Face, Plain, Settings, adamw, close, plain_sgd, run, sgd
+from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.matrix import only_rows
+from tests.support.models import next_token_loss
+from tests.support.pool import Pool
+
+# ---- a run that is resumed -------------------------------------------------------------------------------------------
+
+
+def _step(face: Face, step: int) -> list[Tensor]:
+    for micro in range(GAS):
+        face.backward(step, micro)
+    face.step()
+    return [lt_zero.full_master(p) for p in face.net.parameters()]
+
+
+def _goes_on(path: str, face: Face) -> list[list[Tensor]]:
+    for step in (0, 2, 3):
+        _step(face, step)
+    saved = _step(face, 1)
+    face.save(path)
+    return [saved, _step(face, 2), _step(face, 3), [torch.tensor(face.loss_scale)]]
+
+
+def _loads(path: str, face: Face) -> list[list[Tensor]]:
+    face.load(path)
+    loaded = [lt_zero.full_master(p) for p in face.net.parameters()]
+    return [loaded, _step(face, 2), _step(face, 3), [torch.tensor(face.loss_scale)]]
+
+
+def _resumed(face: str, settings: Settings, folder: str) -> None:
+    whole = run(face, settings, partial(_goes_on, f"{folder}/saved"))
+    again = run(face, settings, partial(_loads, f"{folder}/saved"), resume=f"{folder}/saved")
+    rounds = not settings.zero.get("load_from_fp32_weights", True)
+    for name, wanted, found in zip(["loaded", "next", "last", "loss scale"], whole, again, strict=True):
+        for value, same in zip(wanted, found, strict=True):
+            if not rounds:
+                assert torch.equal(value, same), name
+            elif name == "loaded":
+                assert torch.equal(value.bfloat16().float(), same)
+                assert not torch.equal(value, same)
+
+
+RESUMES = [
+    Settings(2, zero={"zero_quantized_weights": True}, optimizer=plain_sgd),
+    Settings(1, "bf16-true", zero={"load_from_fp32_weights": False, "stage3_param_persistence_threshold": 0}),
+    Settings(3, "bf16-mixed", optimizer=adamw),
+    Settings(2, config={"gradient_compression": {"algorithm": "1bit"}}),
+    Settings(0, "16-true", config={"fp16": {"initial_scale_power": 10, "loss_scale_window": 1}}),
+    Settings(0, config={"gradient_compression": {"algorithm": "2bit"}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("face", "settings"),
+    only_rows([(f, n) for f in FACES for n in (0, 1)], itertools.product(FACES, range(len(RESUMES)))),
+)
+def test_a_resumed_run_goes_on_exactly(pool: Pool, tmp_path: Path, face: str, settings: int) -> None:
+    pool.run(2, _resumed, face, RESUMES[settings], str(tmp_path))
+
+
+ROUNDED = {"zero_quantized_weights": True}
+SCALED = {"fp16": {"initial_scale_power": 10, "loss_scale_window": 1}}
+
+
+def _seen(face: Face) -> list[float]:
+    with torch.no_grad():
+        return [face.loss_scale, float(next_token_loss(face.net, 9, 0, 0))]
+
+
+def _saves(path: str, face: Face) -> list[float]:
+    for step in range(4):
+        _step(face, step)
+    face.save(path)
+    return _seen(face)
+
+
+def _takes_over(path: str, face: Face) -> list[float]:
+    face.load(path)
+    return _seen(face)
+
+
+def _changes_faces(saves: str, loads: str, folder: str) -> None:
+    settings = Settings(2, "16-true", zero=ROUNDED, config=SCALED, optimizer=plain_sgd)
+    path = f"{folder}/saved"
+    saved = run(saves, settings, partial(_saves, path))
+    assert saved[0] > 2.0**10
+    assert run(loads, settings, partial(_takes_over, path)) == saved
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"), only_rows([("fabric", "loop")], itertools.permutations(("fabric", "loop")))
+)
+def test_a_run_goes_on_in_another_face(pool: Pool, tmp_path: Path, saves: str, loads: str) -> None:
+    pool.run(2, _changes_faces, saves, loads, str(tmp_path))
+
+
+# ---- at another world size and stage ---------------------------------------------------------------------------------
+
+SAVED_BY = 2  # ranks
+STATES = {sgd: ["momentum_buffer"], adamw: ["exp_avg", "exp_avg_sq"]}
+
+
+def _values(settings: Settings, face: Face) -> list[list[Tensor]]:
+    keys = STATES[settings.optimizer]
+    return [[lt_zero.full_master(p), *(lt_zero.full_state(p, k) for k in keys)] for p in face.net.parameters()]
+
+
+def _trains_and_saves(settings: Settings, path: str, face: Face) -> Any:
+    for step in range(2):
+        _step(face, step)
+    face.save(path)
+    return _values(settings, face), face.loss_scale
+
+
+def _loads_and_trains(settings: Settings, path: str, face: Face) -> Any:
+    face.load(path)
+    loaded, scale = _values(settings, face), face.loss_scale
+    plain = Plain(settings.optimizer)
+    for step in range(4):
+        plain.backward(step, world=SAVED_BY if step < 2 else dist.get_world_size())
+        plain.optimizer.step()
+        weights = _step(face, step) if step >= 2 else []
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if settings.precision == "32-true" else {"rtol": 0.1, "atol": 0.05}
+    for value, (name, q) in zip(weights, plain.net.named_parameters(), strict=True):
+        close(value.float(), q.detach(), name, **tolerance)  # type: ignore[arg-type]
+    return loaded, scale
+
+
+def _elsewhere(face: str, settings: Settings, folder: str, loads: bool) -> Any:
+    path, contract = f"{folder}/saved", _loads_and_trains if loads else _trains_and_saves
+    return run(face, settings, partial(contract, settings, path), path if loads else None)
+
+
+SCALE = {"fp16": {"initial_scale_power": 10, "loss_scale_window": 1}}
+MOVES = [
+    (Settings(3, optimizer=adamw), Settings(1, optimizer=adamw), 3),
+    (Settings(1, "16-true", config=SCALE), Settings(3, "16-true", config=SCALE), 3),
+    (Settings(0, "bf16-mixed", optimizer=adamw), Settings(2, "bf16-mixed", optimizer=adamw), 1),
+    (Settings(2, "bf16-true"), Settings(0, "bf16-true"), 3),
+    (Settings(2, "16-mixed", config=SCALE), Settings(3, "16-mixed", config=SCALE), 1),
+    (Settings(2, config={"checkpoint": {"format": "full"}}), Settings(3), 3),
+]
+
+
+@pytest.mark.parametrize(
+    ("face", "number"),
+    only_rows([("trainer", 0), ("fabric", 1), ("loop", 0)], itertools.product(FACES, range(len(MOVES)))),
+)
+def test_a_run_goes_on_at_another_world_size_and_stage(pool: Pool, tmp_path: Path, face: str, number: int) -> None:
+    before, after, ranks = MOVES[number]
+    wanted, scale = pool.run(SAVED_BY, _elsewhere, face, before, str(tmp_path), False)[0]
+    found, same_scale = pool.run(ranks, _elsewhere, face, after, str(tmp_path), True)[0]
+    assert scale == same_scale
+    for values, others in zip(wanted, found, strict=True):
+        assert all(map(torch.equal, values, others))
+
+
+# ---- a checkpoint with averages --------------------------------------------------------------------------------------
+
+
+class Follows(pl.Callback):
+    """Keeps the trained weights of the last step."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.weights = [lt_zero.full_master(p) for p in pl_module.parameters()]
+
+
+def _averaged(face: str, folder: str) -> None:
+    """With an optimizer's states come the trained weights, without them the averages."""
+    world, follows = dist.get_world_size(), Follows()
+    keys = {"max_epochs": 1, "use_distributed_sampler": False}
+    trainer = sharded_trainer(2, callbacks=[follows, lt_zero.EMA(decay=0.7)], **keys)
+    trainer.fit(trained := GPT(world, "adamw"))
+    trainer.save_checkpoint(f"{folder}/saved")
+    averages = [lt_zero.full_master(p) for p in trained.parameters()]
+    assert not all(map(torch.equal, averages, follows.weights))
+    for settings, wanted in ((Settings(3, optimizer=adamw), follows.weights), (Settings(1), averages)):
+        states = settings.optimizer is adamw
+        found = run(face, settings, partial(_takes, f"{folder}/saved", states), net=GPT)
+        assert all(map(torch.equal, found, wanted)), states
+
+
+def _takes(path: str, states: bool, face: Face) -> list[Tensor]:
+    face.load(path, states)
+    return [lt_zero.full_master(p) for p in face.net.parameters()]
+
+
+@pytest.mark.parametrize("face", ["fabric", "loop"])  # that of a Trainer: tests/lightning/test_ema.py
+def test_other_faces_go_on_with_the_trained_weights(pool: Pool, tmp_path: Path, face: str) -> None:
+    pool.run(2, _averaged, face, str(tmp_path))
