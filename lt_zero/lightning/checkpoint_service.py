@@ -55,7 +55,7 @@ from lt_zero.checkpoint.native.restore import (
     restore_weights,
     trained_weights,
 )
-from lt_zero.checkpoint.native.save import KEY, TRAINED
+from lt_zero.checkpoint.native.save import KEY
 from lt_zero.checkpoint.open import is_directory
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
@@ -69,7 +69,7 @@ from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.lightning.setup import Run
 from lt_zero.session.restoring import Progress, restore_optimizers
-from lt_zero.session.saving import Saving, beside, frozen_names, weights_to_save
+from lt_zero.session.saving import Saving, beside, frozen_names, trained_beside, weights_to_save
 
 _HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 _HPARAMS_TYPE = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
@@ -95,23 +95,11 @@ class CheckpointService:
         if engine.average is not None:
             engine.average.drop_if_outdated()
         self._frozen = frozen_names(engine, leave_out=not run.config.checkpoint.save_frozen)
-        return self._weights(run, averaged=True)
-
-    def _weights(self, run: Run, averaged: bool) -> dict[str, Any]:
-        """The module's state dict, with averages where ``EMA`` has some, or else with the trained weights."""
-        return weights_to_save(run.engine, self._frozen, averaged, sharded=run.directories)
+        return weights_to_save(engine, self._frozen, sharded=run.directories)
 
     def add_trained(self, run: Run, checkpoint: dict[str, Any]) -> None:
         """Add the trained weights to a checkpoint whose state dict has averages. Collective."""
-        average = run.engine.average
-        if average is None or not average.updates:
-            return
-        root, owner = run.engine.root, run.engine.owner
-        places = {name: owner.get(id(p)) for name, p in root.named_parameters(remove_duplicate=False)}  # tied ones, too
-        names = {name for name, place in places.items() if place is not None and place[0].average is not None}
-        names |= dict(root.named_buffers()).keys()
-        weights = {name: value for name, value in self._weights(run, averaged=False).items() if name in names}
-        checkpoint[TRAINED] = {"weights": weights, "updates": average.updates}
+        checkpoint |= trained_beside(run.engine, self._frozen, sharded=run.directories)
 
     def optimizer_state(self, run: Run, optimizer: Optimizer) -> dict[str, Any] | None:
         """An optimizer's state: fragments on all ranks, or full tensors on rank 0; None if nothing is sharded."""
@@ -334,9 +322,6 @@ class CheckpointService:
         if not states and (how.load_module_only or not how.load_optimizer_states):
             return
         Progress.of(checkpoint).restore(run.engine, None)  # Lightning gives the loss scale to the precision plugin
-        if run.engine.average is not None and TRAINED in checkpoint:
-            with run.agree("restoring averages", CheckpointError):
-                run.engine.average.load(checkpoint["state_dict"], checkpoint[TRAINED]["updates"])
         total = sum(len(group["params"]) for state in states for group in state.get("param_groups", []))
         if len(states) != len(run.optimizers):  # on all ranks: their checkpoints and optimizers are compared
             raise CheckpointError(

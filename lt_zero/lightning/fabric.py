@@ -226,9 +226,10 @@ class FabricZeroStrategy(DDPStrategy):
     def _add(self, optimizers: Sequence[Optimizer]) -> None:
         """Shard optimizers, those of one engine at once."""
         of_engine: dict[int, tuple[Engine, list[Optimizer]]] = {}
-        for optimizer in optimizers:
-            engine = self._stepped_by(optimizer)
-            of_engine.setdefault(id(engine), (engine, []))[1].append(optimizer)
+        with self.comm.agree("looking for the modules of optimizers", ValueError):
+            for optimizer in optimizers:
+                engine = self._stepped_by(optimizer)
+                of_engine.setdefault(id(engine), (engine, []))[1].append(optimizer)
         for engine, own in of_engine.values():
             self.session.add_optimizers(engine, own)
         self.session.start_trial(self.config, accumulation=1)
@@ -297,6 +298,7 @@ class FabricZeroStrategy(DDPStrategy):
                 output = closure()
         sharded, limit = self._sharded(optimizer), float(self.config.gradient_clipping or 0.0)
         self.session.step(sharded, limit, partial(optimizer.step, **kwargs))
+        self.session.end_step(sharded)
         return output
 
     @override

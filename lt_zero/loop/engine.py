@@ -176,11 +176,11 @@ class TrainingEngine(nn.Module):
             optimizer = optimizer(trained)
         elif optimizer is None and block is not None:
             optimizer = configured_optimizer(block, self.module, wanted)
-        given = [optimizer] if optimizer is not None else []
-        found = self.session.add_optimizers(self.engine, given, accumulates=self._gas > 1, saves=False)
+        given, copies = [optimizer] if optimizer is not None else [], self._config.checkpoint.async_save
+        self.session.add_optimizers(self.engine, given, accumulates=self._gas > 1, saves=copies)
         if optimizer is None:
             return
-        self.optimizer, self._sharded = optimizer, found[0]
+        self.optimizer, self._sharded = optimizer, ShardedOptimizer.of(optimizer)
         self.engine.before_backward.append(self._begin_backward)
         self.engine.after_backward.append(self._end_backward)
         if schedule is not None and not isinstance(schedule, LRScheduler) and not hasattr(schedule, "step"):
@@ -277,6 +277,7 @@ class TrainingEngine(nn.Module):
         self._pending = 0
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step(**lr_kwargs)
+        self.session.end_step(sharded)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the running micro-batch is the last one of a step."""

@@ -13,6 +13,7 @@ from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
 from lt_zero.checkpoint.native.rank_buffers import load_rank_buffers
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.restore import loss_scale, restore_optimizer, restore_training, stepped
+from lt_zero.checkpoint.native.save import TRAINED
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.engine import Engine
 from lt_zero.step.loss_scale import LossScaleController
@@ -27,17 +28,23 @@ class Progress:
         residuals: what ranks owe to the weights.
         rank_buffers: buffers of each rank, where they differ.
         loss_scale: its state; {} if there is none.
+        averages: those of ``EMA``, and the number of their updates.
     """
 
     stepped: bool
     residuals: Any = None
     rank_buffers: Any = None
     loss_scale: Mapping[str, Any] | None = None
+    averages: tuple[Mapping[str, Any], int] | None = None
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any]) -> Progress:
         """That of a checkpoint dictionary, whichever face saved it."""
-        return cls(stepped(checkpoint), checkpoint.get(RESIDUALS), checkpoint.get(RANK_BUFFERS), loss_scale(checkpoint))
+        averages = None
+        if TRAINED in checkpoint:
+            averages = checkpoint["state_dict"], checkpoint[TRAINED]["updates"]
+        kept = checkpoint.get(RESIDUALS), checkpoint.get(RANK_BUFFERS)
+        return cls(stepped(checkpoint), *kept, loss_scale(checkpoint), averages)
 
     def restore(self, engine: Engine, controller: LossScaleController | None, prefix: str = "") -> None:
         """Restore all of it into an engine with loaded weights, before its optimizers. Collective.
@@ -52,6 +59,9 @@ class Progress:
         restore_training(engine, self.residuals, self.stepped)
         with engine.world.agree("restoring buffers of each rank", CheckpointError):
             load_rank_buffers(engine, self.rank_buffers, prefix)
+        if engine.average is not None and self.averages is not None:
+            with engine.comm.agree("restoring averages", CheckpointError):
+                engine.average.load(*self.averages)
         if controller is not None:
             controller.load_state_dict(dict(self.loss_scale or {}))
             controller.start_watching(engine)

@@ -29,7 +29,7 @@ from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
 from lt_zero.checkpoint.native.rank_buffers import rank_buffers
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.residuals import residual_state
-from lt_zero.checkpoint.native.save import Bundle, bundle, make_place, stage, write
+from lt_zero.checkpoint.native.save import TRAINED, Bundle, bundle, make_place, stage, write
 from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
@@ -65,6 +65,19 @@ def weights_to_save(
         with average.showing(averaged) if average is not None else nullcontext():
             state = full_state_dict(engine)
     return {name: value for name, value in state.items() if name not in without}
+
+
+def trained_beside(engine: Engine, left_out: Iterable[str] = (), sharded: bool = True) -> dict[str, Any]:
+    """The trained weights, by their key in a checkpoint; {} if its state dict has no averages. Collective."""
+    average = engine.average
+    if average is None or not average.updates:
+        return {}
+    places = {name: engine.owner.get(id(p)) for name, p in engine.root.named_parameters(remove_duplicate=False)}
+    names = {name for name, place in places.items() if place is not None and place[0].average is not None}
+    names |= dict(engine.root.named_buffers()).keys()
+    state = weights_to_save(engine, left_out, averaged=False, sharded=sharded)
+    weights = {name: value for name, value in state.items() if name in names}
+    return {TRAINED: {"weights": weights, "updates": average.updates}}
 
 
 def beside(engines: Mapping[str, Engine], sharded: bool = True) -> dict[str, Any]:

@@ -144,17 +144,20 @@ class Session:
             )
 
     def add_optimizers(
-        self, engine: Engine, optimizers: Iterable[Optimizer], accumulates: bool = False, saves: bool = True
-    ) -> list[ShardedOptimizer | None]:
-        """Shard the optimizers that step the engine's parameters, or all if steps are checked. Collective.
+        self,
+        engine: Engine,
+        optimizers: Iterable[Optimizer],
+        accumulates: bool = False,
+        saves: bool = True,
+        leave_others: bool = False,
+    ) -> None:
+        """Shard the optimizers of an engine's parameters, and check that a step fits into memory. Collective.
 
         Prints the cost of a step with states on NVMe, if any.
 
         Args:
             accumulates, saves: as for ``check_optimizers``.
-
-        Returns:
-            For each its sharded one, or None.
+            leave_others: leave those alone that step none of its parameters, unless steps are checked.
 
         Raises:
             NotEnoughMemory: a host has no memory for the states.
@@ -163,26 +166,24 @@ class Session:
         given = list(optimizers)
         compare_optimizers(engine, given)
         if not given:
-            return []
-        found = [self._shard_optimizer(engine, optimizer) for optimizer in given]
+            return
+        for optimizer in given:
+            if not leave_others or self.loss_scale.checks or _steps(optimizer, engine):
+                self._shard_optimizer(engine, optimizer)
         of_engine = [sharded.optimizer for sharded in engine.optimizers]
         others = [optimizer for optimizer in given if all(optimizer is not other for other in of_engine)]
         check_optimizers(engine, [*of_engine, *others], accumulates, saves)
         self.loss_scale.start_watching(engine)
-        states = max(map(states_per_element, given))
-        line = engine.offload_manager.announce(engine.buckets, states)
+        line = engine.offload_manager.announce(engine.buckets, max(map(states_per_element, given)))
         if line and engine.world.rank == 0:
             Console().print(line)
-        return found
 
-    def _shard_optimizer(self, engine: Engine, optimizer: Optimizer) -> ShardedOptimizer | None:
+    def _shard_optimizer(self, engine: Engine, optimizer: Optimizer) -> None:
         known = ShardedOptimizer.of(optimizer)
-        owned = any(id(p) in engine.owner for group in optimizer.param_groups for p in group["params"])
-        if (owned or self.loss_scale.checks) and (known is None or known.engine is not engine):
+        if known is None or known.engine is not engine:
             known = ShardedOptimizer(engine, optimizer)
-        if known is not None and all(known is not other for other in self.optimizers):
+        if all(known is not other for other in self.optimizers):
             self._optimizers.append(weakref.ref(known))
-        return known
 
     def start_trial(self, config: ZeroConfig, **facts: Any) -> None:
         """Begin the trial, if there is one; ``facts``: as for ``Trial.start``."""
@@ -202,17 +203,18 @@ class Session:
         return self.loss_scale.scaled(engine or next(iter(self.engines), None), loss)
 
     def step(self, sharded: ShardedOptimizer, limit: float, call: Callable[[], object]) -> tuple[bool, Tensor | None]:
-        """``LossScaleController.step`` of an optimizer, and what is due between steps. Collective.
+        """``LossScaleController.step`` of an optimizer, once the save in the background has not failed. Collective.
 
         Raises:
-            CheckpointError: on all ranks: a save in the background has failed.
+            CheckpointError: on all ranks: it has.
         """
         self.saver.check(self.world)
-        number = self.number(sharded)
-        taken, norm = self.loss_scale.step(sharded, number, limit, call)
-        if self.trial is not None and number == 0:
+        return self.loss_scale.step(sharded, self.number(sharded), limit, call)
+
+    def end_step(self, sharded: ShardedOptimizer) -> None:
+        """A step of an optimizer is over, for the face, too."""
+        if self.trial is not None and self.number(sharded) == 0:
             self.trial.end_step()
-        return taken, norm
 
     # ---- checkpoints, and the end ------------------------------------------------------------------------------
 
@@ -238,6 +240,11 @@ class Session:
         finally:
             self.saver.abandon(self.world)
             self.world.end_run()
+
+
+def _steps(optimizer: Optimizer, engine: Engine) -> bool:
+    """Whether an optimizer has parameters of an engine."""
+    return any(id(p) in engine.owner for group in optimizer.param_groups for p in group["params"])
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

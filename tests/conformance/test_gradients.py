@@ -71,7 +71,7 @@ def _takes(face: Face, grads: list[Tensor]) -> None:
 
 def _steps(plain: Plain, exact: bool, face: Face) -> None:
     parameters = list(face.net.parameters())
-    for step, clip in enumerate([{"max_norm": LIMIT}, {"clip_val": BOUND}, None, {"max_norm": LIMIT}]):
+    for step, clip in enumerate([{"max_norm": LIMIT}, {"clip_val": BOUND}, None]):
         for micro in range(GAS):
             face.backward(step, micro)
             if step == 1 and micro == 0:  # on the way

@@ -218,6 +218,18 @@ def test_optimizers_that_cannot_be_set_up(pool: Pool) -> None:
     pool.run(2, _joint)
 
 
+def _compresses() -> None:
+    fabric = _fabric(1, gradient_compression={"algorithm": "1bit"})
+    generator, critic = _pair()
+    fabric.setup_module(generator)
+    with pytest.raises(ConfigError, match=r"gradient_compression, .* of one module, and this is another"):
+        fabric.setup_module(critic)
+
+
+def test_gradients_of_one_module_are_compressed(pool: Pool) -> None:
+    pool.run(2, _compresses)
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
