@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -25,6 +25,7 @@ from lt_zero.comm.process_groups import with_index
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.arguments import expect
+from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.garbage import without_gc
@@ -65,6 +66,7 @@ def shard(
     group: ShardGroup | None = None,
     training: bool = True,
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None = None,
+    specs: Iterable[ParamSpec] = (),
 ) -> Engine:
     """Shard ``module`` in place over all ranks of the default process group.
 
@@ -77,10 +79,12 @@ def shard(
         training: make master weights and keep weights gathered for backward; without it both wait until an optimizer
             is sharded, and weights are released after each use.
         saved: reads the full values of parameters, of which only the shapes count then.
+        specs: of parameters that are a part of a tensor of the model, whose other parts are on ranks of other groups.
+            They have that part's shape; checkpoints have the whole tensor.
 
     Raises:
         ValueError: a parameter is sharded already; or a pattern of ``fp16_override_modules`` matches nothing; or
-            ``device`` is not the current GPU.
+            ``device`` is not the current GPU; or a spec does not fit its parameter.
         ConfigError: activation checkpointing is on, and no module can be checkpointed; or ``ops`` is "required", and
             native kernels are missing on a rank; or ``training`` with ``quantize``.
         NotEnoughMemory: a machine has too little memory; the module is unchanged.
@@ -98,7 +102,7 @@ def shard(
     group = group or ShardGroup.of_all(World.join(device, config))
     group.world.advise(remedy)
     with group.world.together("lt_zero.shard"):  # reads files, and calls the initialisation of the user's modules
-        return _shard(module, config, device, policy, group, training, saved)
+        return _shard(module, config, device, policy, group, training, saved, specs)
 
 
 def _shard(
@@ -109,6 +113,7 @@ def _shard(
     group: ShardGroup,
     training: bool,
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
+    specs: Iterable[ParamSpec],
 ) -> Engine:
     """Plan the buckets of ``module``, check that they fit, and build the engine."""
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true"))
@@ -122,7 +127,7 @@ def _shard(
     _check_late_gradients(config, policy)
     group.configure(config)
     with without_torch_function():  # guards of parameters that are sharded already would intercept each access
-        plan = plan_engine(module, config, policy, group.mesh.shards)
+        plan = plan_engine(module, config, policy, group.mesh.shards, specs)
         _check_whole(plan)
         _check_hooks(plan)
         if training and config.activation_checkpointing.mode != "none":

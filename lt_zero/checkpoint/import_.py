@@ -29,7 +29,6 @@ from lt_zero.checkpoint.native.save import HERE, KEY, TRAINED, Bundle, bundle, w
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space
 from lt_zero.checkpoint.source import Source, Spec
-from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
@@ -141,7 +140,7 @@ def _content(source: Source, target: str, path: str, world: World, prefix: str) 
     checkpoint[KEY] = {"hparams": own["hparams"], "foreign": any(state.get("foreign") for state in states)}
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     run = {"imported_from": path, "ranks": 1, "created": created, "torch": str(torch.__version__)}
-    return bundle(checkpoint, names, ShardGroup.of_all(world), run, saved.get("config", {}), own["frozen_left_out"])
+    return bundle(checkpoint, names, world, run, saved.get("config", {}), own["frozen_left_out"])
 
 
 def _prefixed(checkpoint: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_flat
+from lt_zero.engine.full_params import full_flat, refuse_parts
 
 _END = -1
 
@@ -100,6 +100,7 @@ def export_engine(
     Raises:
         CheckpointError, ValueError: on all ranks; an existing file at ``path`` is unchanged.
     """
+    refuse_parts(engine, "The export of weights in memory")
     engine.prepare_reading()
     engine.offload_manager.refuse_partially_stepped(engine.world)
     with engine.world.agree("the export", CheckpointError):

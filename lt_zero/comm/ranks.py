@@ -45,7 +45,7 @@ class LaunchOrder:
     """
 
     def __init__(self, watch: Watch, ranks: Sequence[int], name: str = "") -> None:
-        self._watch, self.ranks = watch, list(ranks)
+        self._watch, self.ranks = watch, tuple(ranks)
         self._collectives = watch.open(f"collective {name}".strip(), self.ranks)
         self._reductions = watch.open(f"reduction {name}".strip(), self.ranks)
         self.host: dist.ProcessGroup | None = None
@@ -128,7 +128,7 @@ class Ranks(ProcessLocal):
         order: LaunchOrder,
         log: Unlogged,
     ) -> None:
-        self.process_group, self.ranks, self.size, self.rank = process_group, list(ranks), len(ranks), rank
+        self.process_group, self.ranks, self.size, self.rank = process_group, tuple(ranks), len(ranks), rank
         self.device, self.watch, self.order, self.log = device, watch, order, log
         self._gloo = process_group is not None and dist.get_backend(process_group) == "gloo"
 

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lt_zero.common.arguments import expect, wrong
+from lt_zero.common.boxes import Box
 from lt_zero.common.compat import in_transform, without_torch_function
 from lt_zero.common.module_hooks import Hook
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import HANDS_OUT, called, owner_of
-from lt_zero.engine.lazy_tensor import AbsentTensor
+from lt_zero.engine.lazy_tensor import AbsentTensor, part_of
 from lt_zero.engine.materialize import ConstructionSharder
 
 
@@ -137,7 +138,11 @@ def full_state_dict(engine: Engine) -> dict[str, Any]:
     """``root.state_dict()`` with full parameters on the CPU of rank 0, {} elsewhere. Collective.
 
     Names, order and aliases of tied weights are those of the unsharded module.
+
+    Raises:
+        ValueError: as ``refuse_parts``.
     """
+    refuse_parts(engine, "The full state dict")
     keep = engine.world.rank == 0
     values: dict[int, Tensor] = {}
     with progress_bar("Gathering weights", sum(len(b.params) for b in engine.buckets), rank=engine.world.rank) as work:
@@ -156,11 +161,13 @@ def full_state_dict(engine: Engine) -> dict[str, Any]:
 
 
 def install_load_hooks(engine: Engine) -> None:
-    """Make ``load_state_dict`` write master weights that are not a slice of the compute copy.
+    """Make ``load_state_dict`` take parts of tensors, and write master weights that are no slice of the compute copy.
 
-    Otherwise they would get values rounded to the 16-bit compute copy. Sharded parameters need no hook: their guard
+    Otherwise these would get values rounded to the 16-bit compute copy. Sharded parameters need no hook: their guard
     turns ``copy_`` into a scatter.
     """
+    if engine.plan.parts:
+        _install_cutting(engine)
     if all(bucket.weights.master_is_view or bucket.sharding.params for bucket in engine.buckets):
         return
     for module in engine.root.modules():
@@ -185,6 +192,36 @@ def install_load_hooks(engine: Engine) -> None:
 
         module.register_load_state_dict_pre_hook(Hook(write))
         module.register_load_state_dict_post_hook(Hook(note_edits))
+
+
+def _install_cutting(engine: Engine) -> None:
+    """Make ``load_state_dict`` take the parameters' parts of full tensors."""
+    specs = {id(p): span.spec for b in engine.buckets for p, span in zip(b.params, b.layout.spans, strict=True)}
+    for module in engine.root.modules():
+        owned = {name: specs[id(p)] for name, p in module.named_parameters(recurse=False) if id(p) in specs}
+        if not (parts := {name: spec for name, spec in owned.items() if not spec.is_whole}):
+            continue
+
+        def cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, parts: Any = parts) -> None:
+            for name, spec in parts.items():
+                value = state.get(prefix + name)
+                if isinstance(value, Tensor) and tuple(value.shape) == spec.global_shape:
+                    state[prefix + name] = part_of(value, spec.local_box)
+
+        module.register_load_state_dict_pre_hook(Hook(cut))
+
+
+def refuse_parts(engine: Engine, what: str) -> None:
+    """Check that each parameter is all of its tensor, for what gathers in the engine's group only.
+
+    Raises:
+        ValueError: one is a part; names it.
+    """
+    for spec in engine.plan.parts[:1]:
+        raise ValueError(
+            f"{what}: of {spec.name!r} of {spec.global_shape} the ranks of this group have {spec.local_box} only. Save "
+            'a checkpoint (checkpoint.format="sharded"), and run `lt-zero export` on it.'
+        )
 
 
 def restore_whole(engine: Engine) -> None:
@@ -281,7 +318,7 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
     name, world = bucket.layout.spans[index].name, engine.world.size
     if func is Tensor.detach and len(buckets) == 1:  # this is what state_dict() puts into a state dict
 
-        def refuse(lo: int, hi: int) -> Tensor:
+        def refuse(lo: int, hi: int, box: Box) -> Tensor:
             raise RuntimeError(
                 f"The values of parameter {name!r} are sharded over {world} ranks, and `state_dict()` has names, "
                 "shapes and dtypes only. Take the values from `trainer.strategy.full_state_dict()` (called on every "

@@ -19,7 +19,6 @@ Note [Padding]
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +26,8 @@ from heapq import heapreplace
 from itertools import accumulate
 
 from torch import Tensor
+
+from lt_zero.common.boxes import ParamSpec
 
 ALIGN = 8  # elements: 16 bytes in a 16-bit dtype, 32 bytes in fp32
 
@@ -46,12 +47,19 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Span:
-    """One parameter in the bucket: elements ``[lo, hi)`` of the bucket hold ``shape`` row-major."""
+    """One parameter in the bucket: elements ``[lo, hi)`` of the bucket hold it row-major."""
 
-    name: str
-    shape: tuple[int, ...]
+    spec: ParamSpec
     lo: int
     hi: int
+
+    @cached_property
+    def name(self) -> str:
+        return self.spec.name
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
 
 
 @dataclass(frozen=True)
@@ -100,15 +108,12 @@ class BucketLayout:
         return gaps_between(sorted((span.lo, span.hi) for span in self.spans), self.numel)
 
 
-def plan_bucket(
-    parameters: Iterable[tuple[str, Sequence[int]]], world: int, owners: Sequence[int] | None = None
-) -> BucketLayout:
-    """Lay ``(name, shape)`` parameters out in one bucket for ``world`` ranks.
+def plan_bucket(parameters: Sequence[ParamSpec], world: int, owners: Sequence[int] | None = None) -> BucketLayout:
+    """Lay parameters out in one bucket for ``world`` ranks.
 
     ``owners``: the rank whose shard has all of each parameter; None: shards cut through parameters.
     """
-    shapes = [(name, tuple(shape)) for name, shape in parameters]
-    sizes = [aligned(math.prod(shape)) for _, shape in shapes]
+    sizes = [aligned(spec.local_box.numel) for spec in parameters]
     if owners is None:
         starts, shard = [0, *accumulate(sizes)], aligned(-(-sum(sizes) // world))
     else:
@@ -119,7 +124,7 @@ def plan_bucket(
             ends[owner] += size
         shard = max(ends)
         starts = [owner * shard + offset for owner, offset in zip(owners, offsets, strict=True)]
-    spans = (Span(n, s, lo, lo + math.prod(s)) for (n, s), lo in zip(shapes, starts, strict=False))
+    spans = (Span(spec, lo, lo + spec.local_box.numel) for spec, lo in zip(parameters, starts, strict=False))
     return BucketLayout(tuple(spans), shard, world)
 
 

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lt_zero.common.boxes import Box
 from lt_zero.common.compat import aliased_arguments, no_torch_function, wrapper_tensor
 
-Reader = Callable[[int, int], Tensor]  # reads elements [lo, hi) in row-major order (1D)
+# Reads elements [lo, hi) of a box of the tensor, in row-major order of the box (1D).
+Reader = Callable[[int, int, Box], Tensor]
 _CPU = torch.device("cpu")
 
 
@@ -63,12 +65,24 @@ class LazyTensor(Tensor):
         made = memo[id(self)] = self._with(_Values(self._held.read, kept.clone() if kept is not None else None))
         return made
 
-    def elements(self, lo: int, hi: int) -> Tensor:
-        """Elements [lo, hi) in row-major order (1D), read now; the caller owns them."""
+    def elements(self, lo: int, hi: int, box: Box | None = None) -> Tensor:
+        """Elements [lo, hi) of a box, by default of all, in row-major order (1D), read now; the caller owns them."""
+        box = box or Box.whole(tuple(self.shape))
         if self._held.kept is not None:
-            return self._held.kept.reshape(-1)[lo:hi].clone()
+            return box.of(self._held.kept).reshape(-1)[lo:hi].clone()
         with torch.inference_mode(False):
-            return self._held.read(lo, hi)
+            return self._held.read(lo, hi, box)
+
+    def part(self, box: Box) -> Tensor:
+        """A box of it, which is read when its values are needed; of edited values a view."""
+        held = self._held
+        if held.kept is not None:
+            return box.of(held.kept)
+
+        def read(lo: int, hi: int, inner: Box) -> Tensor:
+            return held.read(lo, hi, inner.shifted(box.offsets))
+
+        return LazyTensor(box.sizes, self.dtype, read, self.device)
 
     def whole(self) -> Tensor:
         """The full tensor, read now."""
@@ -148,9 +162,17 @@ def read_now(module: nn.Module) -> None:
                 setattr(part, name, buffer.whole())
 
 
-def elements_of(value: Tensor, lo: int, hi: int) -> Tensor:
-    """Elements [lo, hi) in row-major order (1D) of any tensor."""
-    return value.elements(lo, hi) if isinstance(value, LazyTensor) else value.detach().reshape(-1)[lo:hi]
+def elements_of(value: Tensor, lo: int, hi: int, box: Box | None = None) -> Tensor:
+    """Elements [lo, hi) of a box, by default of all, in row-major order (1D), of any tensor."""
+    if isinstance(value, LazyTensor):
+        return value.elements(lo, hi, box)
+    part = value.detach() if box is None else box.of(value.detach())
+    return part.reshape(-1)[lo:hi]
+
+
+def part_of(value: Tensor, box: Box) -> Tensor:
+    """A box of any tensor; of a lazy tensor one that is read when its values are needed."""
+    return value.part(box) if isinstance(value, LazyTensor) else box.of(value)
 
 
 def _read_all(value: Any, kept: dict[int, LazyTensor] | None) -> Any:

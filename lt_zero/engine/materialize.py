@@ -31,6 +31,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.compat import versions_of
 from lt_zero.common.flat_storage import FlatStorage
 from lt_zero.engine.guard import guard, guarded_parameters, is_guarded, own, owner_of, sentinel, unguard
@@ -177,7 +178,8 @@ class ConstructionSharder:
             row.copy_(plain.view(-1).view(torch.uint8))
         self._group.broadcast(flat, self._name(parameters))  # ranks may have drawn different numbers
         for parameter, row in zip(parameters, rows, strict=True):
-            lo, hi = plan_bucket([("", parameter.shape)], self._group.mesh.shards).shard(self._group.mesh.shard_rank)
+            spec, mesh = ParamSpec.whole("", tuple(parameter.shape)), self._group.mesh
+            lo, hi = plan_bucket([spec], mesh.shards).shard(mesh.shard_rank)
             mine = _zeros(hi - lo, parameter.dtype, parameter.device)
             kept = row[lo * mine.itemsize : hi * mine.itemsize]
             mine.view(torch.uint8)[: kept.numel()].copy_(kept)

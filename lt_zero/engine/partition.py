@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import groupby
+from itertools import groupby, starmap
 from operator import itemgetter
 from typing import NamedTuple, NoReturn
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
@@ -50,6 +51,7 @@ class BucketPlan:
 
     name: str  # of the unit, for messages
     parameters: tuple[Named, ...]  # they may be on the meta device
+    specs: tuple[ParamSpec, ...]  # what each is of a tensor of the model
     dtype: torch.dtype  # of the gathered weights
     sharding: Sharding
     owners: tuple[int, ...] | None = None  # the rank that owns each parameter; None: shards cut through parameters
@@ -62,7 +64,7 @@ class BucketPlan:
 
     def layout(self, world: int) -> BucketLayout:
         if world not in self._layouts:
-            self._layouts[world] = plan_bucket([(n, p.shape) for n, p in self.parameters], world, self.owners)
+            self._layouts[world] = plan_bucket(self.specs, world, self.owners)
         return self._layouts[world]
 
 
@@ -98,6 +100,11 @@ class EnginePlan:
         return [*(bucket for unit in self.units for bucket in unit.buckets), *self.rest]
 
     @property
+    def parts(self) -> list[ParamSpec]:
+        """The specs of parameters that are a part of a tensor of the model."""
+        return [spec for bucket in self.buckets for spec in bucket.specs if not spec.is_whole]
+
+    @property
     def joins(self) -> bool:
         """Whether a bucket has parameters of several units."""
         held = ({p for bucket in unit.buckets for _, p in bucket.parameters} for unit in self.units)
@@ -109,11 +116,15 @@ class EnginePlan:
         return sum(bucket.layout(world).numel for bucket in self.buckets) / elements - 1 if elements else 0.0
 
 
-def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world: int) -> EnginePlan:
+def plan_engine(
+    root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world: int, specs: Iterable[ParamSpec] = ()
+) -> EnginePlan:
     """Find the units of ``root`` and assign their parameters to buckets. Nothing is allocated or changed.
 
+    ``specs``: of those parameters that are a part of a tensor of the model.
+
     Raises:
-        ValueError: a pattern, or a class or module name, of the configuration matches nothing.
+        ValueError: a pattern, or a class or module name, of the configuration matches nothing; a spec does not fit.
         TypeError: a lazy parameter has no shape yet.
     """
     zero = config.zero_optimization
@@ -133,10 +144,40 @@ def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world:
         compresses = dense is not None and p.requires_grad and p not in dense and dtype != torch.float64
         return Kind(dtype, p.requires_grad, compresses)
 
-    *cut, rest = _cut(named, small, config, world, kind_of)
+    given = _specs_of(root, specs)
+
+    def spec_of(name: str, p: Parameter) -> ParamSpec:
+        return replace(given[p], name=name) if p in given else ParamSpec.whole(name, tuple(p.shape))
+
+    *cut, rest = _cut(named, small, config, world, kind_of, spec_of)
     return EnginePlan(
         root, [UnitPlan(*unit, buckets) for unit, buckets in zip(units, cut, strict=True)], rest, fp32_modules
     )
+
+
+def _specs_of(root: nn.Module, specs: Iterable[ParamSpec]) -> dict[Parameter, ParamSpec]:
+    """The given specs by parameter.
+
+    Raises:
+        ValueError: one names no parameter, or has another shape, or there are two of one parameter; names it.
+    """
+    named = dict(root.named_parameters(remove_duplicate=False))
+    found: dict[Parameter, ParamSpec] = {}
+    for spec in specs:
+        parameter = named.get(spec.name)
+        if parameter is None:
+            near = difflib.get_close_matches(spec.name, named, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"specs: the module has no parameter {spec.name!r}.{hint}")
+        if tuple(parameter.shape) != spec.shape:
+            raise ValueError(
+                f"specs: {spec.name!r} has the shape {tuple(parameter.shape)}, and its box {spec.local_box} of "
+                f"{spec.global_shape} has {spec.shape}. Give the box that the parameter is."
+            )
+        if parameter in found:
+            raise ValueError(f"specs: {found[parameter].name!r} and {spec.name!r} are one parameter: give one spec.")
+        found[parameter] = spec
+    return found
 
 
 def warn_of_padding(plan: EnginePlan, zero: ZeroOptimization, world: int) -> None:
@@ -255,6 +296,7 @@ def _cut(
     config: ZeroConfig,
     world: int,
     kind_of: Callable[[Parameter], Kind],
+    spec_of: Callable[[str, Parameter], ParamSpec],
 ) -> list[list[BucketPlan]]:
     """The buckets of each unit, then those of the ``small`` parameters, which are not sharded.
 
@@ -289,7 +331,8 @@ def _cut(
                 of_rank = owners.of([numels[i] for i in group], kind.trains) if owners is not None else None
                 kept = replace(sharding, params=False) if first == len(units) - 1 else sharding
                 parameters = tuple(members[i][1] for i in group)
-                found[first].append(BucketPlan(name, parameters, kind.dtype, kept, of_rank, kind.compresses))
+                specs = tuple(starmap(spec_of, parameters))
+                found[first].append(BucketPlan(name, parameters, specs, kind.dtype, kept, of_rank, kind.compresses))
     return found
 
 

@@ -226,7 +226,7 @@ class FabricZeroStrategy(DDPStrategy):
     def _add(self, optimizers: Sequence[Optimizer]) -> None:
         """Shard optimizers, those of one engine at once."""
         of_engine: dict[int, tuple[Engine, list[Optimizer]]] = {}
-        with self.comm.agree("looking for the modules of optimizers", ValueError):
+        with self.world.agree("looking for the modules of optimizers", ValueError):
             for optimizer in optimizers:
                 engine = self._stepped_by(optimizer)
                 of_engine.setdefault(id(engine), (engine, []))[1].append(optimizer)

@@ -110,7 +110,7 @@ def full_state(parameter: Parameter, key: str) -> Any:
     engine.prepare_reading()
     state = _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
     own = states_of(bucket, index, state).get(key)
-    mine = own if isinstance(own, Fragment) and own.shape == bucket.shapes[index] else None
+    mine = own if isinstance(own, Fragment) and own.box.sizes == bucket.shapes[index] else None
     if mine is None and isinstance(own, Fragment):  # of another shape (a row's statistics): one rank has all of it
         own = own.local().view(own.shape).clone()
     every = engine.world.host_gather(mine.dtype if mine is not None else own, f"states of {_name(bucket, index)}")

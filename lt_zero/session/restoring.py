@@ -60,7 +60,7 @@ class Progress:
         with engine.world.agree("restoring buffers of each rank", CheckpointError):
             load_rank_buffers(engine, self.rank_buffers, prefix)
         if engine.average is not None and self.averages is not None:
-            with engine.comm.agree("restoring averages", CheckpointError):
+            with engine.world.agree("restoring averages", CheckpointError):
                 engine.average.load(*self.averages)
         if controller is not None:
             controller.load_state_dict(dict(self.loss_scale or {}))

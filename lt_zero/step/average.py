@@ -199,16 +199,17 @@ class WeightAverage:
     def load(self, state: Mapping[str, Any], updates: int) -> None:
         """Take averages from a state dict of full tensors, which may be read on demand. Not collective."""
         for bucket in self._buckets():
-            names = [span.name for span in bucket.layout.spans]
-            if not all(name in state for name in names):
+            specs = [span.spec for span in bucket.layout.spans]
+            if not all(spec.name in state for spec in specs):
                 continue
             wide = torch.promote_types(bucket.weights.precision, torch.float32)
             bucket.average = bucket.step_place.store(AVERAGE, bucket.shard.numel(), wide)
             rows = bucket.average.overwrite()
             rows.zero_()
-            for index, name in enumerate(names):
+            for index, spec in enumerate(specs):
                 for piece in bucket.pieces_of(index):
-                    rows[piece.offset : piece.offset + piece.numel] = elements_of(state[name], piece.lo, piece.hi)
+                    row = elements_of(state[spec.name], piece.lo, piece.hi, spec.local_box)
+                    rows[piece.offset : piece.offset + piece.numel] = row
             bucket.put_away()
         for name, buffer in self._named_buffers().items():
             if name in state:

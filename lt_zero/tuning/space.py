@@ -186,7 +186,7 @@ def plans_of(engine: Engine, config: ZeroConfig, saves: bool, nvme: str | None) 
                 made = examine(written(config), overrides=candidate.overrides(config, nvme)).usable()
                 made = made.model_copy(update={"zero_optimization": _resolved_sizes(made, config)})
                 shards = made.zero_optimization.shards(engine.world.size)
-                plan = plan_engine(engine.root, made, engine.policy, shards)
+                plan = plan_engine(engine.root, made, engine.policy, shards, engine.plan.parts)
             except ConfigError as error:
                 yield from (Plan(setting, bucket, how, problem=str(error)) for how in (False, True))
                 continue

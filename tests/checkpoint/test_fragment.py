@@ -1,4 +1,4 @@
-"""Flat ranges as rectangles, and directories that several ranks' fragments end up in."""
+"""Flat ranges as boxes, and directories that several ranks' fragments end up in."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from lt_zero.checkpoint.native import directory, plan
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.pieces import Fragment
-from lt_zero.checkpoint.native.plan import Box, boxes, flat_index
 from lt_zero.checkpoint.native.save import Bundle, DirectoryWriter
+from lt_zero.common.boxes import Box, cut_range, flat_index
 from lt_zero.io import checked_file
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 def numbers_in(shape: tuple[int, ...], box: Box) -> list[int]:
-    """The row-major numbers of a rectangle's elements, in its own row-major order."""
+    """The row-major numbers of a box's elements, in its own row-major order."""
     ranges = [range(o, o + s) for o, s in zip(*box, strict=True)]
     return [flat_index(shape, index) for index in itertools.product(*ranges)]
 
@@ -46,20 +46,20 @@ def test_boxes_cut_a_range_in_order(shape: tuple[int, ...], data: st.DataObject)
     lo = data.draw(st.integers(0, numel))
     hi = data.draw(st.integers(lo, numel))
     largest = data.draw(st.none() | st.integers(1, max(1, numel)))
-    found = boxes(shape, lo, hi, largest)
+    found = cut_range(shape, lo, hi, largest)
     for offsets, sizes in found:
         assert len(offsets) == len(sizes) == len(shape)
         assert all(o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True))
     if numel == 0:
-        assert found == [((0,) * len(shape), shape)], "an empty tensor is one empty rectangle, for every rank"
+        assert found == [((0,) * len(shape), shape)], "an empty tensor is one empty box, for every rank"
         return
     parts = [numbers_in(shape, box) for box in found]
-    assert all(parts), "no rectangle is empty"
+    assert all(parts), "no box is empty"
     # Each is contiguous, they come in order, none overlaps, and together they are the range.
     assert list(itertools.chain(*parts)) == list(range(lo, hi))
-    assert len(boxes(shape, lo, hi)) <= max(1, 2 * len(shape) - 1)
+    assert len(cut_range(shape, lo, hi)) <= max(1, 2 * len(shape) - 1)
     if largest is not None:
-        for box in boxes(shape, lo, hi):
+        for box in cut_range(shape, lo, hi):
             axis = next((i for i, size in enumerate(box[1]) if size > 1), None)
             inside = set(numbers_in(shape, box))
             for part, elements in zip(found, parts, strict=True):
@@ -80,7 +80,7 @@ def test_boxes_cut_a_range_in_order(shape: tuple[int, ...], data: st.DataObject)
     ],
 )  # fmt: skip
 def test_boxes_of_known_ranges(shape: tuple[int, ...], lo: int, hi: int, expected: list[Box]) -> None:
-    assert boxes(shape, lo, hi) == expected
+    assert cut_range(shape, lo, hi) == expected
 
 
 # ---- several ranks in one process ------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_fragments_of_ranks_are_one_tensor(
     tmp_path: Path, ranks: int, step: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if step is not None:
-        monkeypatch.setattr(plan, "LARGEST", step)  # bytes: large tensors are many rectangles
+        monkeypatch.setattr(plan, "LARGEST", step)  # bytes: large tensors are many boxes
     random.seed(ranks)
     states: list[dict[str, Any]] = [{} for _ in range(ranks)]
     for name, value in TENSORS.items():

@@ -24,7 +24,6 @@ from lt_zero.checkpoint.native.load import (
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.save import bundle, write
 from lt_zero.checkpoint.open import open_source, verify
-from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.optim.schedules import WarmupLR
@@ -74,10 +73,10 @@ def test_an_import_can_be_imported_and_exported(tmp_path: Path) -> None:
 
 def test_sharded_tensors_in_an_ordered_dict(tmp_path: Path) -> None:
     """A module's state dict is one, so callbacks that average weights save them in one."""
-    values, group = torch.arange(6.0), ShardGroup.of_all(World(None, torch.device("cpu")))
+    values, world = torch.arange(6.0), World(None, torch.device("cpu"))
     averaged = OrderedDict(w=Fragment(lambda: values, (2, 3), 0, 6, torch.float32))
-    made = bundle({"state_dict": {}, "averaging_state": averaged}, [], group, {}, {})
-    write(made, Place.make(str(tmp_path / "saved")), group.world, None)
+    made = bundle({"state_dict": {}, "averaging_state": averaged}, [], world, {}, {})
+    write(made, Place.make(str(tmp_path / "saved")), world, None)
     again = open_source(import_checkpoint(tmp_path / "saved", tmp_path / "again"))
     assert torch.equal(as_lightning(again)["averaging_state"]["w"] + 0, values.view(2, 3))
 

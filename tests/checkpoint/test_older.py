@@ -42,7 +42,7 @@ def _loads(stage: int) -> None:
     assert client_state == {"note": "before boxes"}
     assert engine.global_steps == 2
     found = {"weights": full_state_dict(engine.engine), "optimizer": full_optimizer_state(engine._sharded)}
-    if engine.comm.rank == 0:
+    if engine.world.rank == 0:
         same(found, torch.load(FOLDER / "v1-full.pt"))
 
 

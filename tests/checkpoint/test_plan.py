@@ -6,6 +6,7 @@ import cProfile
 import math
 import pickle
 import pstats
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ import lt_zero
 from lt_zero.checkpoint.native import plan
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place
-from lt_zero.checkpoint.native.plan import Part, divide, flat_index, part_of
+from lt_zero.checkpoint.native.plan import Part, Plan, divide, part_of
 from lt_zero.checkpoint.native.save import bundle, write
-from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.common.boxes import Box
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.full_params import full_state_dict
 from tests.support.pool import Pool
@@ -33,13 +34,18 @@ SHAPES: list[tuple[int, ...]] = [(), (0, 3), (7,), (4, 5), (2, 3, 4)]
 F32 = torch.float32
 
 
+def flat(shape: tuple[int, ...], lo: int, hi: int, dtype: torch.dtype = F32) -> Part:
+    """A range of a whole tensor."""
+    return part_of(shape, dtype, Box.whole(shape), lo, hi)
+
+
 def written(parts: list[Part]) -> list[int]:
     """The row-major numbers of the elements, in order."""
     found = []
     for part in parts:
-        for offsets, sizes in part.boxes:
-            start = flat_index(part.shape, offsets)
-            found += range(start, start + math.prod(sizes))
+        numbers = torch.arange(math.prod(part.shape)).view(part.shape)
+        for box in part.boxes:
+            found += box.of(numbers).reshape(-1).tolist()
     return sorted(found)
 
 
@@ -54,7 +60,7 @@ def test_every_element_is_written_once(shapes: list[tuple[int, ...]], world: int
         if data.draw(st.booleans()):
             ranges = [(0, numel)] * world  # replicated
         for own, (lo, hi) in zip(plans, ranges, strict=True):
-            if (part := part_of(shape, F32, lo, hi)).boxes:
+            if (part := flat(shape, lo, hi)).boxes:
                 own[f"t{number}"] = part
     divided = divide(plans)
     for own, chosen in zip(plans, divided, strict=True):
@@ -69,27 +75,56 @@ def test_every_element_is_written_once(shapes: list[tuple[int, ...]], world: int
 def test_what_all_have_is_divided_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "LARGEST", 64)
     sizes = {"large": 64, "a": 4, "b": 4, "c": 4, "d": 4}  # "large" is cut into boxes of 16 elements
-    divided = divide([{name: part_of((size,), F32, 0, size) for name, size in sizes.items()} for _ in range(2)])
+    divided = divide([{name: flat((size,), 0, size) for name, size in sizes.items()} for _ in range(2)])
     assert [sum(part.nbytes for part in own.values()) for own in divided] == [160, 160]
     assert all("large" in own for own in divided)
 
 
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_boxes_of_a_mesh_are_written_once(data: st.DataObject) -> None:
+    """Ranks in a grid: its first axis cuts a tensor along one dimension, unevenly; its second cuts the rest flat."""
+    shape = data.draw(st.sampled_from(SHAPES[2:]))
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    cuts = sorted(data.draw(st.lists(st.integers(0, shape[axis]), max_size=2)))
+    plans: list[Plan] = []
+    for low, high in pairwise([0, *cuts, shape[axis]]):
+        offsets = tuple(low if i == axis else 0 for i in range(len(shape)))
+        box = Box(offsets, (*shape[:axis], high - low, *shape[axis + 1 :]))
+        middle = data.draw(st.integers(0, box.numel))
+        for lo, hi in ((0, middle), (middle, box.numel)):
+            part = part_of(shape, F32, box, lo, hi)
+            plans.append({"w": part} if part.boxes else {})
+    plans += plans if data.draw(st.booleans()) else []  # replicas
+    assert written([own["w"] for own in divide(plans) if own]) == list(range(math.prod(shape)))
+
+
+COLUMNS = [Box((0, low), (4, 1)) for low in range(5)]
+
+
 @pytest.mark.parametrize(
-    ("ranges", "problem"),
+    ("parts", "problem"),
     [
-        ([(0, 8), (8, 19)], "from 19 on are on no rank"),
-        ([(0, 8), (12, 20)], "elements 8 to 12 are on no rank"),
-        ([(0, 15), (10, 20)], "overlap at element 10"),
+        ([[Box((0, 0), (1, 5))], [Box((2, 0), (2, 5))]], r"lacks elements.*rank 0 has \[0:1, 0:5\]; rank 1 has \[2:4"),
+        ([[Box((0, 0), (3, 5))], [Box((2, 0), (2, 5))]], r"has twice.*\[0:3, 0:5\] and \[2:4, 0:5\] overlap"),
+        ([COLUMNS[:3], COLUMNS[3:4]], "lacks elements: its parts have 16 of 20"),
+        ([[Box((0, 0), (4, 3))], [Box((0, 2), (4, 2))]], r"overlap, and lacks.*\[0:4, 0:3\] and \[0:4, 2:4\] overlap"),
+        ([COLUMNS[:4], [Box((0, 4), (4, 2))]], r"has a part of \(4, 2\) at \(0, 4\)"),
+        ([[Box((0,), (4,))]], r"has a part of \(4,\) at \(0,\)"),
     ],
 )
-def test_what_is_not_the_tensor_is_refused(ranges: list[tuple[int, int]], problem: str) -> None:
+def test_what_is_not_the_tensor_is_refused(parts: list[list[Box]], problem: str) -> None:
     with pytest.raises(CheckpointError, match=rf"w of \(4, 5\) cannot be saved: .*{problem}"):
-        divide([{"w": part_of((4, 5), F32, lo, hi)} for lo, hi in ranges])
+        divide([{"w": Part((4, 5), F32, tuple(boxes))} for boxes in parts])
 
 
-def test_ranks_that_disagree() -> None:
-    with pytest.raises(CheckpointError, match=r"w is torch.float64 of \(4,\) on rank 1, and torch.float32 of \(4,\)"):
-        divide([{"w": part_of((4,), F32, 0, 2)}, {"w": part_of((4,), torch.float64, 2, 4)}])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "text"),
+    [((4,), torch.float64, r"torch.float64 of \(4,\)"), ((6,), F32, r"torch.float32 of \(6,\)")],
+)
+def test_ranks_that_disagree(shape: tuple[int, ...], dtype: torch.dtype, text: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"w is {text} on rank 1, and torch.float32 of \(4,\)"):
+        divide([{"w": flat((4,), 0, 2)}, {"w": flat(shape, 2, 4, dtype)}])
 
 
 class Odd(nn.Module):
@@ -145,8 +180,7 @@ def test_states_of_another_shape_are_whole_for_torch(tmp_path: Path, monkeypatch
     world, factor = World(None, torch.device("cpu")), torch.arange(40.0).view(8, 5)
     optimizer = {"state": {0: {"factor": factor}}, "param_groups": [{"params": [0]}]}
     content = {"state_dict": {"w": torch.ones(4)}, "optimizer_states": [optimizer]}
-    group = ShardGroup.of_all(world)
-    write(bundle(content, [[["w"]]], group, {}, {}), Place.make(str(tmp_path / "saved")), world, None)
+    write(bundle(content, [[["w"]]], world, {}, {}), Place.make(str(tmp_path / "saved")), world, None)
     found = {"optimizer_0.state.w.factor": torch.zeros(8, 5)}
     dcp.load(found, storage_reader=FileSystemReader(tmp_path / "saved"), no_dist=True)
     assert torch.equal(found["optimizer_0.state.w.factor"], factor)
@@ -168,7 +202,7 @@ def test_odd_sizes_on_three_ranks(pool: Pool, tmp_path: Any, stage: int) -> None
 
 
 def test_equal_parts_are_pickled_once() -> None:
-    own = {f"model.{i}.weight": part_of((4, 4), F32, 0, 16) for i in range(1000)}
+    own = {f"model.{i}.weight": flat((4, 4), 0, 16) for i in range(1000)}
     (chosen,) = divide([pickle.loads(pickle.dumps(own))])
     assert chosen == own
     assert len(pickle.dumps(chosen)) < 40 * len(own)  # a name has 17

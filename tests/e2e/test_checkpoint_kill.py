@@ -70,7 +70,7 @@ class Run:
             "optimizer_states": [optimizer_fragments(self.sharded)],
             "global_step": self.step,
         }
-        made = bundle(content, [parameter_names(self.sharded.optimizer, self.engine)], self.engine.groups[0], {}, {})
+        made = bundle(content, [parameter_names(self.sharded.optimizer, self.engine)], self.engine.world, {}, {})
         place = Place.make(self.path) if world.rank == 0 else None
         name, where = world.host_broadcast((place.name, place.folder) if place else None, "place")
         write(made, place or Place(name, where), world, world.saving_group(background=False))

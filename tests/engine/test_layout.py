@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lt_zero import ZeroConfig
+from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.find_units import UnitRules, find_units
@@ -23,7 +24,7 @@ shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=8
 
 @given(shapes, st.integers(1, 9))
 def test_every_element_has_one_owner(parameters: list[tuple[int, ...]], world: int) -> None:
-    layout = plan_bucket([(str(i), s) for i, s in enumerate(parameters)], world)
+    layout = plan_bucket([ParamSpec.whole(str(i), tuple(s)) for i, s in enumerate(parameters)], world)
     assert layout.numel == layout.shard_numel * world
     covered: dict[int, list[tuple[int, int]]] = {}
     for rank in range(world):

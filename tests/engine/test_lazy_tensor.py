@@ -18,7 +18,7 @@ ROWS = torch.arange(12.0).view(3, 4)
 
 
 def _lazy() -> LazyTensor:
-    return LazyTensor((3, 4), torch.float32, lambda lo, hi: ROWS.reshape(-1)[lo:hi].clone())
+    return LazyTensor((3, 4), torch.float32, lambda lo, hi, box: box.of(ROWS).reshape(-1)[lo:hi].clone())
 
 
 def _assign(tensor: Tensor) -> None:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 import lt_zero
 from lt_zero import estimate
+from lt_zero.common.boxes import ParamSpec
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.layout import ALIGN, Owners, aligned, join, plan_bucket, share_out, split_by_size
 from lt_zero.engine.partition import plan_engine
@@ -43,7 +44,7 @@ numels = st.lists(st.integers(0, 200), min_size=1, max_size=14)
 @given(shapes, st.integers(1, 5), st.data())
 def test_each_parameter_has_one_owner(parameters: list[tuple[int, ...]], world: int, data: st.DataObject) -> None:
     owners = data.draw(st.lists(st.integers(0, world - 1), min_size=len(parameters), max_size=len(parameters)))
-    layout = plan_bucket([(str(i), s) for i, s in enumerate(parameters)], world, owners)
+    layout = plan_bucket([ParamSpec.whole(str(i), tuple(s)) for i, s in enumerate(parameters)], world, owners)
     assert [(span.name, span.shape) for span in layout.spans] == [(str(i), s) for i, s in enumerate(parameters)]
     seen = torch.zeros(layout.numel)
     for rank in range(world):

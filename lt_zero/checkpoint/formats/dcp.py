@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.boxes import check_cover
 from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, damage, mapping
 from lt_zero.checkpoint.formats.reading import Stub, load, load_metadata
 from lt_zero.checkpoint.source import Spec
+from lt_zero.common.boxes import Box, check_cover
 from lt_zero.common.errors import CheckpointError
 
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?")
@@ -31,7 +31,7 @@ _MODELS = ("state_dict", "model")  # ModelParallelStrategy, FSDPStrategy
 
 _Keys = tuple[Any, ...]  # the path of an entry in the nested state
 _Bytes = tuple[Path, int, int]  # a file, and where the part in it begins and ends
-_Box = tuple[tuple[int, ...], tuple[int, ...], _Bytes]  # offsets and sizes in the tensor
+_Part = tuple[Box, _Bytes]
 
 
 class DcpSource(ForeignSource):
@@ -86,12 +86,12 @@ class DcpSource(ForeignSource):
                 self.parts.append(places[fqn, None])
                 continue
             spec = Spec(_counts(entry.get("size")), _dtype(entry.get("properties")))
-            boxes = [(_counts(box.get("offsets")), _counts(box.get("sizes"))) for box in entry.get("chunks")]
+            boxes = [Box(_counts(box.get("offsets")), _counts(box.get("sizes"))) for box in entry.get("chunks")]
             check_cover(fqn, spec.shape, boxes)
-            parts = [(low, sizes, places[fqn, low]) for low, sizes in boxes]
-            if math.prod(spec.shape) * spec.dtype.itemsize > sum(stop - start for *_, (_, start, stop) in parts):
+            parts = [(box, places[fqn, box.offsets]) for box in boxes]
+            if math.prod(spec.shape) * spec.dtype.itemsize > sum(stop - start for _, (_, start, stop) in parts):
                 raise ValueError(f"{fqn} of shape {spec.shape} has less bytes than that")
-            self.parts += [part for *_, part in parts]
+            self.parts += [part for _, part in parts]
             entries[keys] = Saved(spec, partial(self._tensor, spec, parts, fqn))
         return entries
 
@@ -115,18 +115,18 @@ class DcpSource(ForeignSource):
             row["params"] = [self._named(name) for name in row.get("params", ())]
         self._add_optimizer(rows, state)
 
-    def _tensor(self, spec: Spec, boxes: list[_Box], fqn: str) -> Tensor:
+    def _tensor(self, spec: Spec, parts: list[_Part], fqn: str) -> Tensor:
         result = torch.empty(spec.shape, dtype=spec.dtype)
-        for low, sizes, part in boxes:
+        for box, part in parts:
             values = load(*part, self._inert)
-            if not isinstance(values, Tensor) or tuple(values.shape) != sizes or values.dtype != spec.dtype:
+            if not isinstance(values, Tensor) or tuple(values.shape) != box.sizes or values.dtype != spec.dtype:
                 raise CheckpointError(
                     f"{part[0]} does not hold the part of {fqn} that .metadata says: the files of the folder do not "
                     "belong together. Take another checkpoint."
                 )
-            if sizes == spec.shape:
+            if box.sizes == spec.shape:
                 return values
-            result[tuple(slice(a, a + n) for a, n in zip(low, sizes, strict=True))] = values.detach()
+            box.of(result).copy_(values.detach())
         return result
 
 

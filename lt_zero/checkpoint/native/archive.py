@@ -7,7 +7,6 @@ needed. Only ``meta.pt`` is unpickled, by torch with ``weights_only=True``.
 from __future__ import annotations
 
 import errno
-import itertools
 import math
 import os
 import pickle
@@ -18,16 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.boxes import table, texts
 from lt_zero.checkpoint.formats.reading import load_plain
-from lt_zero.checkpoint.native.directory import MANIFEST, Manifest, file_system, is_url
+from lt_zero.checkpoint.native.directory import MANIFEST, Chunk, Manifest, file_system, is_url, table, texts
 from lt_zero.checkpoint.native.keys import put_back, restored
-from lt_zero.checkpoint.native.plan import boxes, common, flat_index
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
+from lt_zero.common.boxes import Box, cut_range, flat_index
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.lazy_tensor import LazyTensor
 from lt_zero.io.checked_file import BlockReader, unreadable
 from lt_zero.io.regular_file import read_bytes
+
+ROWS = 64 << 20  # bytes of whole rows that are read at a time to copy columns of them
 
 
 class Archive:
@@ -165,8 +165,8 @@ class Archive:
         """An element-wise state of a parameter, whole."""
         return self.lazy(f"optimizer_{optimizer}.state.{name}.{key}").whole()
 
-    def elements(self, full: str, lo: int, hi: int) -> Tensor:
-        """Elements [lo, hi) (1D, row-major) of a tensor by its full name.
+    def elements(self, full: str, lo: int, hi: int, box: Box | None = None) -> Tensor:
+        """Elements [lo, hi) (1D, row-major) of a box, by default all, of a tensor by its full name.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -175,33 +175,46 @@ class Archive:
         out = torch.empty(max(0, hi - lo), dtype=entry.dtype)
         if hi <= lo:
             return out
-        if entry.chunks and entry.chunks[0].sizes == entry.shape:  # most tensors; thousands of small ones
+        box = box or Box.whole(entry.shape)
+        if entry.chunks and entry.chunks[0].box == box:  # most tensors; thousands of small ones
             self._blocks.read(entry.chunks[0].file, entry.chunks[0].start + lo * out.itemsize, out.view(torch.uint8))
             return out
-        covered, size = 0, entry.dtype.itemsize
-        pairs = itertools.product(sorted(entry.chunks, key=lambda chunk: chunk.start), boxes(entry.shape, lo, hi))
-        for chunk, box in pairs:
-            shared = common(box, (chunk.offsets, chunk.sizes))
-            if shared is None:
-                continue
-            offsets, lengths = shared
-            first = flat_index(entry.shape, box[0]) - lo
-            target = out[first : first + math.prod(box[1])].view(box[1])
-            for axis, (offset, start, length) in enumerate(zip(offsets, box[0], lengths, strict=True)):
-                target = target.narrow(axis, offset - start, length)
-            inner = tuple(offset - start for offset, start in zip(offsets, chunk.offsets, strict=True))
-            first = flat_index(chunk.sizes, inner)
-            last = flat_index(chunk.sizes, tuple(o + s - 1 for o, s in zip(inner, lengths, strict=True)))
-            whole = target.is_contiguous() and last + 1 - first == target.numel()
-            rows = target.view(-1) if whole else torch.empty(last + 1 - first, dtype=entry.dtype)
-            self._blocks.read(chunk.file, chunk.start + first * size, rows.view(torch.uint8))
-            if not whole:
-                strides = [math.prod(chunk.sizes[axis + 1 :]) for axis in range(len(chunk.sizes))]
-                target.copy_(rows.as_strided(lengths, strides))
-            covered += target.numel()
+        covered = 0
+        wanted = cut_range(box.sizes, lo, hi)
+        for chunk in sorted(entry.chunks, key=lambda chunk: chunk.start):
+            for part in wanted:
+                shared = part.shifted(box.offsets).common(chunk.box)
+                if shared is not None:
+                    first = flat_index(box.sizes, part.offsets) - lo
+                    target = out[first : first + part.numel].view(part.sizes)
+                    target = shared.inside(box).inside(part).of(target)
+                    self._read(chunk, shared.inside(chunk.box), target)
+                    covered += shared.numel
         if covered != hi - lo:
-            raise CheckpointError(f"{self.path}: {full} lacks {hi - lo - covered} of elements {lo} to {hi}.")
+            raise CheckpointError(f"{self.path}: {full} lacks {hi - lo - covered} of elements {lo} to {hi} of {box}.")
         return out
+
+    def _read(self, chunk: Chunk, wanted: Box, out: Tensor) -> None:
+        """Fill ``out`` with a box of a chunk.
+
+        Where that is columns of its rows, whole rows are read, some at a time, as there may be thousands of them.
+        """
+        sizes = chunk.box.sizes
+        if out.is_contiguous() and wanted.is_contiguous_in(sizes):
+            start = chunk.start + flat_index(sizes, wanted.offsets) * out.itemsize
+            self._blocks.read(chunk.file, start, out.view(-1).view(torch.uint8))
+            return
+        for rows in Box.whole(sizes).split(max(1, ROWS // out.itemsize)):
+            if (shared := wanted.common(rows)) is None:
+                continue
+            offsets, lengths = shared.inside(rows)
+            low = flat_index(rows.sizes, offsets)
+            last = flat_index(rows.sizes, tuple(o + n - 1 for o, n in zip(offsets, lengths, strict=True)))
+            values = torch.empty(last + 1 - low, dtype=out.dtype)
+            start = chunk.start + (flat_index(sizes, rows.offsets) + low) * out.itemsize
+            self._blocks.read(chunk.file, start, values.view(torch.uint8))
+            strides = [math.prod(rows.sizes[axis + 1 :]) for axis in range(len(sizes))]
+            shared.inside(wanted).of(out).copy_(values.as_strided(lengths, strides))
 
     def bytes_of(self, name: str) -> bytes:
         """A whole file, checked."""

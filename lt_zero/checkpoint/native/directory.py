@@ -26,7 +26,6 @@ import fcntl
 import glob
 import hashlib
 import json
-import math
 import os
 import re
 import secrets
@@ -39,10 +38,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fsspec
+import torch
 from fsspec.registry import known_implementations
 
-from lt_zero.checkpoint.boxes import check_cover, count, counts, dtype_of, table, texts
 from lt_zero.checkpoint.source import Spec
+from lt_zero.common.boxes import Box, check_cover
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io.checked_file import STEP, Blocks, FileRecord, FileSink, Sink, StreamSink, trouble
 from lt_zero.io.direct_file import free_bytes
@@ -56,6 +56,7 @@ _STATE = re.compile(r"optimizer_\d+\.state\..+\..+")  # the name of an optimizer
 _OLD_AGE = 86400.0  # seconds after which another host's temporary directory is removed
 _LOCKED_AGE = 2.0  # seconds after which a process has surely locked the empty directory that it made
 _EXCHANGE, _AT_FDCWD = 2, -100  # of renameat2
+_MOST = 1 << 62  # elements or bytes: more do not exist
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -85,10 +86,9 @@ def inside(folder: str | os.PathLike[str], name: str) -> str:
 
 
 class Chunk(NamedTuple):
-    """A rectangle of a tensor: its elements, row-major and contiguous, begin at byte ``start`` of ``file``."""
+    """A box of a tensor: its elements, row-major and contiguous, begin at byte ``start`` of ``file``."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    box: Box
     file: str
     start: int
 
@@ -134,7 +134,7 @@ class Manifest:
                 name: {
                     "dtype": str(entry.dtype).removeprefix("torch."),
                     "shape": entry.shape,
-                    "chunks": [(c.offsets, c.sizes, number[c.file], c.start) for c in entry.chunks],
+                    "chunks": [(*c.box, number[c.file], c.start) for c in entry.chunks],
                 }
                 for name, entry in self.tensors.items()
             },
@@ -217,13 +217,49 @@ def _entry_of(name: str, entry: Any, names: Sequence[str], files: Mapping[str, F
     for chunk in listed if isinstance(listed, list) else [None]:
         if not isinstance(chunk, list) or len(chunk) != 4:
             raise ValueError(f"{name} has a chunk {chunk!r:.100}")
-        offsets, sizes = counts(chunk[0], f"offsets of {name}"), counts(chunk[1], f"sizes of {name}")
+        box = Box(counts(chunk[0], f"offsets of {name}"), counts(chunk[1], f"sizes of {name}"))
         file, start = names[count(chunk[2], f"file of {name}")], count(chunk[3], f"start of {name}")
-        if start + math.prod(sizes) * dtype.itemsize > files[file].nbytes:
+        if start + box.numel * dtype.itemsize > files[file].nbytes:
             raise ValueError(f"{name} of {shape} has a chunk {chunk}, beyond the end of {file}")
-        chunks.append(Chunk(offsets, sizes, file, start))
-    check_cover(name, shape, [chunk[:2] for chunk in chunks])
+        chunks.append(Chunk(box, file, start))
+    check_cover(name, shape, [chunk.box for chunk in chunks])
     return Entry(shape, dtype, tuple(chunks))
+
+
+def count(value: Any, what: str) -> int:
+    """``value``, which must be a number of elements or bytes."""
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise ValueError(f"{what} is {value!r:.100}, no number of elements or bytes")
+    return value
+
+
+def counts(value: Any, what: str) -> tuple[int, ...]:
+    """``value``, which must be a list of numbers of elements."""
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{what} is {value!r:.100}, no list of numbers")
+    return tuple(count(item, what) for item in value)
+
+
+def texts(value: Any, what: str) -> tuple[str, ...]:
+    """``value``, which must be a list of names."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{what} is {value!r:.100}, no list of names")
+    return tuple(value)
+
+
+def table(value: Any, what: str) -> dict[str, Any]:
+    """``value``, which must be a dictionary with names as keys."""
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"{what} is {value!r:.100}, no table by names")
+    return value
+
+
+def dtype_of(value: Any, what: str) -> torch.dtype:
+    """The dtype with a name."""
+    found = getattr(torch, value, None) if isinstance(value, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{what} is {value!r:.100}, which is none")
+    return found
 
 
 def _is_ours(path: str | os.PathLike[str]) -> bool:

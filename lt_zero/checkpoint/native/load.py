@@ -24,10 +24,11 @@ from lt_zero.checkpoint.native.pieces import parameter_names
 from lt_zero.checkpoint.native.plain import MISSING
 from lt_zero.checkpoint.native.save import KEY, LOOP, REFERENCE
 from lt_zero.checkpoint.source import Source, Spec
+from lt_zero.common.boxes import Box
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.lazy_tensor import LazyTensor
+from lt_zero.engine.lazy_tensor import LazyTensor, elements_of
 from lt_zero.optim.schedules import Schedule
 
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
@@ -138,7 +139,7 @@ def as_lightning(source: Source, weights_only: bool | None = None) -> dict[str, 
     def lazy(spec: Spec, full: str, read: Callable[..., Tensor], *place: Any) -> LazyTensor:
         if archive is not None:  # which reads any range
             return archive.lazy(full)
-        return LazyTensor(spec.shape, spec.dtype, lambda lo, hi: read(*place).reshape(-1)[lo:hi])
+        return LazyTensor(spec.shape, spec.dtype, lambda lo, hi, box: elements_of(read(*place), lo, hi, box))
 
     weights: dict[str, Any] = {}
     for name, spec in source.weights.items():  # tied names share an object
@@ -294,7 +295,7 @@ def rounded_weights(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, LazyTensor):
             return value.to(dtype).to(value.dtype)
         exact = value.dtype
-        return LazyTensor(tuple(value.shape), exact, lambda lo, hi: value.elements(lo, hi).to(dtype).to(exact))
+        return LazyTensor(tuple(value.shape), exact, lambda *part: value.elements(*part).to(dtype).to(exact))
 
     made = dict(state)
     for name, p in engine.root.named_parameters(remove_duplicate=False):  # a tied name would restore the exact values
@@ -306,9 +307,9 @@ def rounded_weights(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
 def counted(state: Mapping[str, Any], reach: Callable[[int], object]) -> dict[str, Any]:
     """The state dict; ``reach`` is called with the number (from 1) of each tensor that is read from a checkpoint."""
 
-    def read(lazy: LazyTensor, number: int, lo: int, hi: int) -> Tensor:
+    def read(lazy: LazyTensor, number: int, lo: int, hi: int, box: Box) -> Tensor:
         reach(number)
-        return lazy.elements(lo, hi)
+        return lazy.elements(lo, hi, box)
 
     made = dict(state)
     for number, (name, value) in enumerate(state.items(), 1):

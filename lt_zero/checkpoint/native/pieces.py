@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lt_zero.common.boxes import Box
 from lt_zero.common.compat import no_torch_function, wrapper_tensor
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import gather_own
+from lt_zero.engine.full_params import gather_own, refuse_parts
 from lt_zero.engine.layout import Piece
 from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, whole
 from lt_zero.offload.store import Store, put_away
@@ -28,22 +29,26 @@ from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 
 class Fragment(Tensor):
-    """Elements [lo, hi) of a tensor of ``shape``, which are read when they are written.
+    """Elements [lo, hi) of a box of a tensor, which are read when they are written.
 
     It has the shape and dtype of the full tensor, but no values.
 
     Args:
         local: returns the elements (1D, contiguous).
         shape: of the full tensor.
-        lo, hi: the range of this rank's elements in row-major order; empty if they are equal.
+        lo, hi: the range of this rank's elements in row-major order of the box; empty if they are equal.
         dtype: of the elements.
         done: called when the elements are no longer needed, until ``local`` is called again.
+        box: default: all of the tensor.
+        ranks: that have the elements of the box together; default: all. See union.py, Note [Who decides the names].
     """
 
     local: Callable[[], Tensor]
     lo: int
     hi: int
     done: Callable[[], object] | None
+    box: Box
+    ranks: tuple[int, ...]
     __torch_function__ = no_torch_function
 
     @staticmethod
@@ -55,13 +60,16 @@ class Fragment(Tensor):
         hi: int,
         dtype: torch.dtype,
         done: Callable[[], object] | None = None,
+        box: Box | None = None,
+        ranks: tuple[int, ...] = (),
     ) -> Fragment:
         made: Fragment = wrapper_tensor(cls, shape, dtype)
         made.local, made.lo, made.hi, made.done = local, lo, hi, done
+        made.box, made.ranks = box or Box.whole(shape), ranks
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Fragment({tuple(self.shape)}, {self.dtype}, elements {self.lo} to {self.hi})"
+        return f"Fragment({tuple(self.shape)}, {self.dtype}, elements {self.lo} to {self.hi} of {self.box})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -120,11 +128,12 @@ def _weight(bucket: Bucket, index: int, rows: Callable[[], Tensor] | None) -> Te
 
 def _fragment(bucket: Bucket, index: int, local: Callable[[], Tensor], dtype: torch.dtype, streamed: bool) -> Fragment:
     """This rank's elements of a parameter, or of a state of its shape. ``streamed``: they are read into a buffer."""
-    shape = tuple(bucket.shapes[index])
+    spec = bucket.layout.spans[index].spec
     lo, hi = next(((piece.lo, piece.hi) for piece in bucket.pieces_of(index)), (0, 0))
-    if 0 in shape:
+    if 0 in spec.shape:
         local = partial(torch.empty, 0, dtype=dtype)
-    return Fragment(local, shape, lo, hi, dtype, bucket.put_away if streamed else None)
+    done = bucket.put_away if streamed else None
+    return Fragment(local, spec.global_shape, lo, hi, dtype, done, spec.local_box, bucket.group.ranks)
 
 
 class _Scalar(NamedTuple):
@@ -226,7 +235,12 @@ def parameter_names(optimizer: Optimizer, engine: Engine) -> list[list[str]]:
 
 
 def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
-    """The optimizer's ``state_dict`` with full tensors on the CPU of rank 0, {} elsewhere. Collective."""
+    """The optimizer's ``state_dict`` with full tensors on the CPU of rank 0, {} elsewhere. Collective.
+
+    Raises:
+        ValueError: as ``refuse_parts``.
+    """
+    refuse_parts(sharded.engine, "The optimizer's full state")
     engine, packed = sharded.engine, optimizer_fragments(sharded)
     numbers = {id(p): n for n, p in zip(parameter_numbers(packed), sharded.parameters(), strict=True)}
     with progress_bar("Gathering optimizer states", len(engine.buckets), rank=engine.world.rank) as work:
@@ -254,7 +268,7 @@ def _gather(bucket: Bucket, states: Mapping[int, dict[str, Any]]) -> None:
             if isinstance(value, Fragment):
                 mine = own.setdefault(key, {})
                 mine[index] = value.dtype
-                if value.shape != bucket.shapes[index]:
+                if value.box.sizes != bucket.shapes[index]:
                     mine[index] = value.local().view(value.shape).to("cpu", copy=True)
     every: dict[str, dict[int, Any]] = {}  # of all ranks
     for found in bucket.group.world.host_gather(own, f"optimizer state of {bucket.name}"):
@@ -306,8 +320,8 @@ def load_full_optimizer_state(
         for piece in bucket.pieces_of(index):
             cut[number] = {}
             for key, value in state.items():
-                is_whole = isinstance(value, Tensor) and value.dim() > 0 and value.shape == bucket.shapes[index]
-                if not is_whole:
+                spec = bucket.layout.spans[index].spec
+                if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != spec.global_shape:
                     cut[number][key] = whole(value)
                 elif bucket.step_place.streamed:
                     streamed.setdefault(bucket, []).append((parameter, piece, key, value))
@@ -338,7 +352,7 @@ def load_full_optimizer_state(
 
 def _piece_of(bucket: Bucket, piece: Piece, value: Tensor) -> Tensor:
     """This rank's elements in the dtype of the running optimizer's states, which may differ from the saved one."""
-    row = elements_of(value, piece.lo, piece.hi)
+    row = elements_of(value, piece.lo, piece.hi, bucket.layout.spans[piece.index].spec.local_box)
     row = row.to(bucket.step_dtype) if row.is_floating_point() else row
     shape = bucket.shapes[piece.index]
     row = row if isinstance(value, LazyTensor) or row.dtype != value.dtype else row.clone()

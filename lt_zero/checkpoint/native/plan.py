@@ -1,14 +1,8 @@
-"""Boxes of tensors, and which rank writes which: each part of a tensor once, and all of it.
+"""Which rank writes which boxes of a tensor: each element once, and all of them.
 
 torch.distributed.checkpoint's planner has objects for each part, which it copies, logs and pickles several times: that
 took most of the time of saving thousands of small tensors. Here equal parts of different tensors (whole, of a common
 shape) are one object, which a pickle holds once.
-
-Note [Boxes]
-    A shard of a bucket cuts through parameters: a rank owns elements [lo, hi) of a parameter, in row-major order.
-    torch.distributed.checkpoint supports rectangles only. A flat range consists of a few: the rest of a row, full rows,
-    the beginning of a row, and so on for each dimension. Each is contiguous in the range, and the intersection of two
-    of them is contiguous in both, so nothing is copied to be written.
 """
 
 from __future__ import annotations
@@ -20,102 +14,43 @@ from typing import NamedTuple
 
 import torch
 
+from lt_zero.common.boxes import Box, Shape, check_cover, cut_range
 from lt_zero.common.errors import CheckpointError
 
 LARGEST = 1 << 30  # maximum bytes of a box, so that replicated tensors can be divided among the ranks
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
-
-
-def boxes(shape: tuple[int, ...], lo: int, hi: int, largest: int | None = None) -> list[Box]:
-    """Cut elements [lo, hi) of a row-major tensor into rectangles, in order. See Note [Boxes].
-
-    ``largest``: maximum elements of a rectangle, if cutting along its first long dimension suffices.
-
-    >>> boxes((4, 3), 2, 10)
-    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
-    """
-    if math.prod(shape) == 0:
-        return [((0,) * len(shape), shape)]
-    found = _cut(shape, lo, hi)
-    return [part for box in found for part in _split(box, largest)] if largest else found
-
-
-def _cut(shape: tuple[int, ...], lo: int, hi: int) -> list[Box]:
-    if lo >= hi:
-        return []
-    if not shape:
-        return [((), ())]
-    row = math.prod(shape[1:])
-    first, last = -(-lo // row), hi // row  # full rows are [first, last)
-
-    def within(number: int, start: int, stop: int) -> list[Box]:
-        """Rectangles of elements [start, stop) of the tensor, which lie in one row."""
-        inner = _cut(shape[1:], start - number * row, stop - number * row)
-        return [((number, *offsets), (1, *sizes)) for offsets, sizes in inner]
-
-    if first > last:
-        return within(last, lo, hi)
-    body: list[Box] = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
-    return within(first - 1, lo, first * row) + body + within(last, last * row, hi)
-
-
-def _split(box: Box, largest: int) -> list[Box]:
-    """Cut a box into boxes of at most ``largest`` elements, along the first dimension longer than 1."""
-    offsets, sizes = box
-    axis = next((i for i, size in enumerate(sizes) if size > 1), None)
-    if axis is None or math.prod(sizes) <= largest:
-        return [box]
-    step = max(1, largest // math.prod(sizes[axis + 1 :]))
-    parts = []
-    for cut in range(0, sizes[axis], step):
-        at, size = offsets[axis] + cut, min(step, sizes[axis] - cut)
-        parts.append(((*offsets[:axis], at, *offsets[axis + 1 :]), (*sizes[:axis], size, *sizes[axis + 1 :])))
-    return parts
-
-
-def flat_index(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
-    """The row-major index of the element at ``offsets``."""
-    index = 0
-    for size, offset in zip(shape, offsets, strict=True):
-        index = index * size + offset
-    return index
-
-
-def common(box: Box, other: Box) -> Box | None:
-    """What two boxes have in common."""
-    ends = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(*box, *other, strict=True)]
-    if any(low >= high for low, high in ends):
-        return None
-    return tuple(low for low, _ in ends), tuple(high - low for low, high in ends)
+_SHOWN = 4  # ranks, and boxes of each, in an error
 
 
 class Part(NamedTuple):
-    """What a rank has, or is to write, of a tensor: boxes, each contiguous in it."""
+    """What a rank has, or is to write, of a tensor: boxes, each contiguous in what the rank has."""
 
-    shape: tuple[int, ...]  # of the tensor
+    shape: Shape  # of the tensor
     dtype: torch.dtype
     boxes: tuple[Box, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(math.prod(sizes) for _, sizes in self.boxes) * self.dtype.itemsize
+        return sum(box.numel for box in self.boxes) * self.dtype.itemsize
 
     @property
     def is_whole(self) -> bool:
-        return len(self.boxes) == 1 and self.boxes[0][1] == self.shape
+        return len(self.boxes) == 1 and self.boxes[0].sizes == self.shape
 
 
 Plan = Mapping[str, Part]  # of one rank, by the tensor's name
 
 
-def part_of(shape: tuple[int, ...], dtype: torch.dtype, lo: int, hi: int) -> Part:
-    """Elements [lo, hi) in row-major order of a tensor."""
-    return _part_of(shape, dtype, lo, hi, max(1, LARGEST // dtype.itemsize))
+def part_of(shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int) -> Part:
+    """Elements [lo, hi) in row-major order of a box of a tensor."""
+    return _part_of(shape, dtype, box, lo, hi, max(1, LARGEST // dtype.itemsize))
 
 
 @functools.lru_cache(4096)
-def _part_of(shape: tuple[int, ...], dtype: torch.dtype, lo: int, hi: int, largest: int) -> Part:
-    return Part(shape, dtype, tuple(boxes(shape, lo, hi, largest)))
+def _part_of(shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int, largest: int) -> Part:
+    found = cut_range(box.sizes, lo, hi, largest)
+    if box.sizes != shape:
+        found = [inner.shifted(box.offsets) for inner in found if box.numel or not math.prod(shape)]
+    return Part(shape, dtype, tuple(found))
 
 
 def divide(plans: Sequence[Plan]) -> list[dict[str, Part]]:
@@ -154,19 +89,24 @@ def _divide(name: str, parts: Mapping[int, Part], loads: list[int]) -> dict[int,
             )
         for box in part.boxes:
             owners.setdefault(box, []).append(rank)
+    try:
+        check_cover(name, shape, list(owners))
+    except ValueError as error:
+        has = [f"rank {rank} has {_listed(part.boxes)}" for rank, part in list(parts.items())[:_SHOWN]]
+        has += [f"{len(parts) - _SHOWN} more ranks have parts"] if len(parts) > _SHOWN else []
+        raise CheckpointError(
+            f"{name} of {shape} cannot be saved: {error} ({'; '.join(has)}; others have nothing of it). Change the "
+            "state dict in the same way on all ranks."
+        ) from None
     found: dict[int, list[Box]] = {}
-    end = 0
-    for (offsets, sizes), ranks in sorted(owners.items(), key=lambda item: flat_index(shape, item[0][0])):
-        start = flat_index(shape, offsets)
-        if start != end:
-            what = f"elements {end} to {start} are on no rank" if start > end else f"boxes overlap at element {start}"
-            raise CheckpointError(f"{name} of {shape} cannot be saved: {what}.")
-        end = start + math.prod(sizes)
+    for box, ranks in sorted(owners.items()):
         rank = min(ranks, key=loads.__getitem__)
-        loads[rank] += math.prod(sizes) * dtype.itemsize
-        found.setdefault(rank, []).append((offsets, sizes))
-    if end != math.prod(shape):
-        raise CheckpointError(f"{name} of {shape} cannot be saved: elements from {end} on are on no rank.")
+        loads[rank] += box.numel * dtype.itemsize
+        found.setdefault(rank, []).append(box)
     return {
         r: parts[r] if len(own) == len(parts[r].boxes) else Part(shape, dtype, tuple(own)) for r, own in found.items()
     }
+
+
+def _listed(boxes: Sequence[Box]) -> str:
+    return ", ".join(map(str, boxes[:_SHOWN])) + (", ..." if len(boxes) > _SHOWN else "")

@@ -12,7 +12,7 @@ many ranks, by parameter.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.comm.tolerance import TolerantSum
+from lt_zero.common.boxes import ParamSpec
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.gradient_compression import ErrorFeedback
@@ -79,7 +80,7 @@ def _late_gradients(engine: Engine, tolerance: TolerantSum, sharded: bool) -> di
             if sharded:
                 lo, hi = (numel * rank // world.size for rank in (world.rank, world.rank + 1))
                 local = partial(rows.narrow, 0, span.lo + lo, hi - lo)
-                state["worker"][span.name] = Fragment(local, (1, *span.shape), lo, hi, torch.float32)
+                state["worker"][span.name] = _fragment(span.spec.stacked(1), local, lo, hi, bucket.group.ranks)
             elif world.rank == 0:
                 state["worker"][span.name] = rows[span.lo : span.hi].view(1, *span.shape)
             state["units"][span.name] = _late_unit(bucket)
@@ -100,13 +101,17 @@ def _fragments(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Fragm
     for index, span in enumerate(layout.spans):
         numel = span.hi - span.lo
         mine = partial(rows.narrow, 0, span.lo, numel)
-        shape = (group.size, *span.shape)
-        worker[span.name] = Fragment(mine, shape, group.rank * numel, (group.rank + 1) * numel, torch.float32)
+        lo, hi = group.rank * numel, (group.rank + 1) * numel
+        worker[span.name] = _fragment(span.spec.stacked(group.size), mine, lo, hi, group.ranks)
         if shard is not None:
             piece = pieces.get(index)
             at, lo, hi = (piece.offset, piece.lo, piece.hi) if piece is not None else (0, 0, 0)
-            server[span.name] = Fragment(partial(shard.narrow, 0, at, hi - lo), span.shape, lo, hi, torch.float32)
+            server[span.name] = _fragment(span.spec, partial(shard.narrow, 0, at, hi - lo), lo, hi, group.ranks)
     return worker, server
+
+
+def _fragment(spec: ParamSpec, local: Callable[[], Tensor], lo: int, hi: int, ranks: tuple[int, ...]) -> Fragment:
+    return Fragment(local, spec.global_shape, lo, hi, torch.float32, box=spec.local_box, ranks=ranks)
 
 
 def _gathered(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -167,13 +172,19 @@ def _owed_in(engine: Engine, tolerance: TolerantSum, state: Mapping[str, Any]) -
             if (found := state["worker"].get(span.name)) is not None:
                 numel, factor = span.hi - span.lo, state["units"][span.name] / _late_unit(bucket)
                 for rank in range(found.shape[0]):
-                    rows[span.lo : span.hi] += elements_of(found, rank * numel, (rank + 1) * numel) * factor
+                    rows[span.lo : span.hi] += _row(found, span.spec, rank) * factor
                 if (shard := state["server"].get(span.name)) is not None:
-                    rows[span.lo : span.hi] += elements_of(shard, 0, numel) * factor
+                    rows[span.lo : span.hi] += elements_of(shard, 0, numel, span.spec.local_box) * factor
                 weights[span.lo : span.hi] = state.get("counts", {}).get(span.name, 0.0)
         lo, hi = tolerance.part(bucket.layout.numel)
         owed[bucket.name] = rows[lo:hi], weights[lo:hi]
     return owed
+
+
+def _row(rows: Tensor, spec: ParamSpec, rank: int) -> Tensor:
+    """The residuals (1D) of this rank's part of a parameter that ``rank`` had."""
+    numel = spec.local_box.numel
+    return elements_of(rows, rank * numel, (rank + 1) * numel, spec.stacked(rows.shape[0]).local_box)
 
 
 def _load(
@@ -183,19 +194,17 @@ def _load(
     group, span, (worker, server, *_) = bucket.group, bucket.layout.spans[index], feedback.make()
     numel, mine = span.hi - span.lo, worker[span.lo : span.hi]
 
-    def row(rank: int) -> Tensor:
-        return elements_of(rows, rank * numel, (rank + 1) * numel).to(mine.device)
-
+    box = span.spec.local_box
     if rows.shape[0] == group.size and (sums is None) == (server is None):
-        mine.copy_(row(group.rank) * factor)
+        mine.copy_(_row(rows, span.spec, group.rank).to(mine.device) * factor)
         for piece in bucket.layout.pieces(*bucket.layout.shard(group.rank)):
             if server is not None and sums is not None and piece.index == index:
-                own = elements_of(sums, piece.lo, piece.hi).to(mine.device)
+                own = elements_of(sums, piece.lo, piece.hi, box).to(mine.device)
                 server[piece.offset : piece.offset + piece.numel] = own * factor
         return
     total = torch.zeros(numel, dtype=torch.float64, device=mine.device)
     for rank in range(rows.shape[0]):
-        total += row(rank)
+        total += _row(rows, span.spec, rank).to(mine.device)
     if sums is not None:
-        total += elements_of(sums, 0, numel).to(mine.device)
+        total += elements_of(sums, 0, numel, box).to(mine.device)
     mine.copy_(total * (factor / group.size))

@@ -4,18 +4,12 @@ torch.distributed.checkpoint runs the save: it collects plans (plan.py), results
 ``weights-<rank>.pt`` and ``moments-<rank>.pt``. Each is an ordinary file of ``torch.save``, and each tensor in it is
 one, too, so that torch's own reader of such directories can read them (torchfile.py). Rank 0 adds what is the same on
 all ranks.
-
-Note [Rank 0 decides the names]
-    Hooks may change the state dict, often on rank 0 only. The names and ties of rank 0 are saved; other ranks drop
-    fragments of tensors that rank 0 does not have. Plain tensors are saved from rank 0, as under DDP, even if other
-    ranks have fragments.
 """
 
 from __future__ import annotations
 
 import functools
 import io
-import math
 import pickle
 import traceback
 import warnings
@@ -40,10 +34,11 @@ from lt_zero.checkpoint.native.directory import Chunk, Entry, Manifest, Place
 from lt_zero.checkpoint.native.keys import Key, Path, described, where
 from lt_zero.checkpoint.native.pieces import Fragment, parameter_numbers
 from lt_zero.checkpoint.native.plain import plain
-from lt_zero.checkpoint.native.plan import Part, Plan, divide, flat_index, part_of
+from lt_zero.checkpoint.native.plan import Part, Plan, divide, part_of
 from lt_zero.checkpoint.native.torchfile import Stored, TorchFile
-from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.checkpoint.native.union import Beside, Names, agree_on_names, unite
 from lt_zero.comm.world import World
+from lt_zero.common.boxes import Box, flat_index
 from lt_zero.common.compat import storage_info
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
@@ -85,7 +80,7 @@ class Bundle:
 def bundle(
     checkpoint: Mapping[str, Any],
     names: Sequence[Sequence[Sequence[str]]],
-    group: ShardGroup,
+    world: World,
     run: Mapping[str, Any],
     config: Mapping[str, Any],
     left_out: Collection[str] = (),
@@ -100,12 +95,13 @@ def bundle(
         left_out: names of frozen parameters that are deliberately not saved.
 
     Raises:
-        CheckpointError: a rank lacks an entry of the state dict that rank 0 has.
+        CheckpointError: ranks disagree on an entry of the state dict, or on an option of an optimizer's group.
     """
-    rest, made, world = dict(checkpoint), Bundle({}), group.world
+    rest, made = dict(checkpoint), Bundle({})
     weights: dict[str, Any] = dict(rest.pop("state_dict", {}))
     optimizers: list[Any] = list(rest.pop("optimizer_states", []))
-    order, aliases = _agreed(weights, world)
+    agreed = agree_on_names(weights, world)
+    shares: set[Any] = set()  # keys of entries with tensors that several ranks have
 
     def swap(path: Path, value: Tensor) -> Any:
         if not isinstance(value, Fragment):
@@ -114,58 +110,58 @@ def bundle(
         while name in made.tensors:  # of the keys 1 and "1"
             name += "'"
         made.tensors[name] = value
+        shares.add(path[0])
         return {REFERENCE: name}
 
+    left: dict[Path, Any] = {}
+    mine = Beside([], {}, {}, list(left_out))
     with world.agree("reading the checkpoint's content", CheckpointError):  # values of hooks may fail
-        for name, is_sharded in order.items():
-            if isinstance(weights[name], Tensor) and name not in aliases and (is_sharded or world.rank == 0):
-                made.tensors[f"model.{name}"] = weights[name]
-        left: dict[Path, Any] = {}
-        packed = [_take_optimizer(made, i, state, names[i], world.rank, left) for i, state in enumerate(optimizers)]
+        made.tensors = {f"model.{name}": weights[name] for name in agreed.written(weights, world.rank)}
+        keeps = world.rank == 0 or agreed.tells
+        packed = [_take_optimizer(made, i, state, names[i], keeps, left) for i, state in enumerate(optimizers)]
         made.meta, of_rest = plain(rest, swap)
+        if keeps:
+            mine.extra, of_state = plain(agreed.others(weights, world.rank))
+            left |= of_rest | {(KEY, "extra_state", *path): value for path, value in of_state.items()}
+            mine.optimizers, mine.meta = packed, {key: made.meta[key] for key in made.meta.keys() & shares}
+    if agreed.some:
+        theirs = world.host_gather(mine if agreed.tells else None, "what ranks save beside tensors")
+    with world.agree("uniting the checkpoint's content", CheckpointError):
         if world.rank == 0:
-            extra, of_state = plain({name: weights[name] for name in order if not isinstance(weights[name], Tensor)})
-            of_state = {(KEY, "extra_state", *path): value for path, value in of_state.items()}
-            keys, left = _keys_of({**left, **of_rest, **of_state})
-            made.meta[KEY] = {
-                **made.meta.get(KEY, {}),
-                "optimizers": packed,
-                "extra_state": extra,
-                "keys": keys,
-                "left_out": [[where((part,)) for part in path] for path in left],
-                "frozen_left_out": list(left_out),
-                "config": plain(config)[0],
-                **({"has_optimizers": True} if "optimizer_states" in checkpoint else {}),
-            }
-            made.objects = _pickled(left)
-            made.manifest = {"order": tuple(order), "aliases": aliases, "left_out": tuple(left_out), "run": dict(run)}
-    if group.mesh.replica > 0:
-        made.tensors.clear()  # the first replica writes the same
+            if agreed.some:
+                unite(mine, theirs)
+            _complete(made, mine, agreed, left, run, config, "optimizer_states" in checkpoint)
+        elif agreed.tells and left:
+            places = ", ".join(repr(where(path)) for path in list(left)[:5])
+            warn(f"Rank {world.rank} has entries without a plain form, which only rank 0 can save: {places}.")
     return made
 
 
-def _agreed(weights: Mapping[str, Any], world: World) -> tuple[dict[str, bool], dict[str, str]]:
-    """Rank 0's names, each with whether it is sharded, and its tied names. See Note [Rank 0 decides the names]."""
-    tied: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for name, value in weights.items():
-        if isinstance(value, Tensor):
-            key: Any = id(value)
-            if not isinstance(value, Fragment) and value.numel():
-                key = (value.device, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
-            if (known := first.setdefault(key, name)) != name:
-                tied[name] = known
-    own = ({name: isinstance(value, Fragment) for name, value in weights.items()}, tied)
-    order, aliases = world.host_broadcast(own, "names of the state dict")
-    problem = None
-    for name, is_sharded in order.items():
-        if name not in weights:
-            problem = f"the state dict has no {name!r}, which rank 0 has. Change it in the same way on all ranks."
-        elif is_sharded and not isinstance(weights[name], Fragment):
-            problem = f"{name!r} was replaced in the state dict, and not on rank 0. Replace it on all ranks."
-    if found := world.problems(problem, "the state dict"):
-        raise CheckpointError(" ".join(found))
-    return order, aliases
+def _complete(
+    made: Bundle,
+    mine: Beside,
+    agreed: Names,
+    left: dict[Path, Any],
+    run: Mapping[str, Any],
+    config: Mapping[str, Any],
+    has_optimizers: bool,
+) -> None:
+    """Add to rank 0's bundle what is saved beside tensors. ``left``: what has no plain form."""
+    keys, left = _keys_of(left)
+    made.meta |= mine.meta
+    made.meta[KEY] = {
+        **made.meta.get(KEY, {}),
+        "optimizers": mine.optimizers,
+        "extra_state": mine.extra,
+        "keys": keys,
+        "left_out": [[where((part,)) for part in path] for path in left],
+        "frozen_left_out": mine.left_out,
+        "config": plain(config)[0],
+        **({"has_optimizers": True} if has_optimizers else {}),
+    }
+    made.objects = _pickled(left)
+    order, left_out = tuple(agreed.writers), tuple(mine.left_out)
+    made.manifest = {"order": order, "aliases": agreed.aliases, "left_out": left_out, "run": dict(run)}
 
 
 def _keys_of(left: Mapping[Path, Any]) -> tuple[list[list[Any]], dict[Path, Any]]:
@@ -176,9 +172,9 @@ def _keys_of(left: Mapping[Path, Any]) -> tuple[list[list[Any]], dict[Path, Any]
 
 
 def _take_optimizer(
-    made: Bundle, number: int, state: Any, groups: Sequence[Sequence[str]], rank: int, left: dict[Path, Any]
+    made: Bundle, number: int, state: Any, groups: Sequence[Sequence[str]], keeps: bool, left: dict[Path, Any]
 ) -> Any:
-    """Move the fragments of an optimizer's state dict to the tensors; returns the rest on rank 0, keyed by name.
+    """Move the fragments of an optimizer's state dict to the tensors; returns the rest, keyed by name, if ``keeps``.
 
     What of it has no plain form is added to ``left``.
     """
@@ -195,12 +191,12 @@ def _take_optimizer(
                 )
             if isinstance(value, Fragment):
                 made.tensors[f"optimizer_{number}.state.{name}.{key}"] = value
-            elif rank == 0:
+            elif keeps:
                 # Copy counters: torch.save would write a shared storage with each of them.
                 copied = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
                 kept.setdefault(name, {})[key] = copied
     named = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
-    if rank > 0:
+    if not keeps:
         return {}
     packed, rest = plain({"param_groups": named, "state": kept})
     left |= {(KEY, "optimizers", number, *path): value for path, value in rest.items()}
@@ -258,7 +254,8 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
             continue
         if copy.numel():
             copy.copy_(value.local(), non_blocking=True)
-        made.tensors[name] = Fragment(partial(copy.view, -1), tuple(value.shape), value.lo, value.hi, value.dtype)
+        shape, local = tuple(value.shape), partial(copy.view, -1)
+        made.tensors[name] = Fragment(local, shape, value.lo, value.hi, value.dtype, box=value.box)
 
     def copied(_: Path, value: Tensor) -> Tensor:
         return value if isinstance(value, LazyTensor) else value.detach().to("cpu", copy=True)
@@ -382,8 +379,8 @@ class DirectoryWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         own: dict[str, Part] = {}
         for name, value in self.made.tensors.items():
-            lo, hi = (value.lo, value.hi) if isinstance(value, Fragment) else (0, value.numel())
-            part = part_of(tuple(value.shape), value.dtype, lo, hi)
+            box, lo, hi = _range_of(value)
+            part = part_of(tuple(value.shape), value.dtype, box, lo, hi)
             if part.boxes:
                 own[name] = part
         return replace(plan, storage_data=own)
@@ -419,17 +416,13 @@ class DirectoryWriter(StorageWriter):
             for key, value in _releasing(((key, self.made.tensors[key]) for key in parts), sink.wait_written):
                 part, found = parts[key], list[_Place]()
                 places[key] = part, found
-                flat, lo = (value.local(), value.lo) if isinstance(value, Fragment) else (value.detach().reshape(-1), 0)
-                for offsets, sizes in part.boxes:
-                    start = flat_index(part.shape, offsets) - lo
-                    count = math.prod(sizes)
-                    values = flat if flat.numel() == count else flat[start : start + count]
-                    stored = file.add_parts(sizes, part.dtype, [values.cpu()])
-                    if part.is_whole:
-                        content[key] = stored
-                    else:  # ``name[2:3, 0:8]``
-                        ranges = (f"{o}:{o + s}" for o, s in zip(offsets, sizes, strict=True))
-                        content[f"{key}[{', '.join(ranges)}]"] = stored
+                flat = value.local() if isinstance(value, Fragment) else value.detach().reshape(-1)
+                local, lo, _ = _range_of(value)
+                for box in part.boxes:
+                    start = flat_index(local.sizes, box.inside(local).offsets) - lo
+                    values = flat if flat.numel() == box.numel else flat[start : start + box.numel]
+                    stored = file.add_parts(box.sizes, part.dtype, [values.cpu()])
+                    content[key if part.is_whole else f"{key}{box}"] = stored  # ``name[2:3, 0:8]``
                     found.append((stored.start, *stored.blob))
                     self.tick(values.nbytes)
             file.finish(content)
@@ -481,6 +474,13 @@ def _size_of(parts: Plan) -> int:
     return sum(part.nbytes + _OVERHEAD for part in parts.values())
 
 
+def _range_of(value: Tensor) -> tuple[Box, int, int]:
+    """The box of a tensor of which this rank has elements, and the range of these in it."""
+    if isinstance(value, Fragment):
+        return value.box, value.lo, value.hi
+    return Box.whole(tuple(value.shape)), 0, value.numel()
+
+
 def _local_bytes(value: Any) -> int:
     return (value.hi - value.lo) * value.dtype.itemsize if isinstance(value, Fragment) else int(value.nbytes)
 
@@ -494,18 +494,18 @@ def _describe(
     for name, parts in written.items():
         (shape, dtype, _), chunks = parts[0][1], list[Chunk]()
         for file, part, places in parts:
-            for (offsets, sizes), (start, *blob) in zip(part.boxes, places, strict=True):
-                chunks.append(Chunk(offsets, sizes, file, start))
-                metadata.storage_data[dcp.MetadataIndex(name, offsets)] = storage_info(file, *blob)
+            for box, (start, *blob) in zip(part.boxes, places, strict=True):
+                chunks.append(Chunk(box, file, start))
+                metadata.storage_data[dcp.MetadataIndex(name, box.offsets)] = storage_info(file, *blob)
         tensors[name] = Entry(shape, dtype, tuple(chunks))
-        part = parts[0][1] if len(parts) == 1 else Part(shape, dtype, tuple(chunk[:2] for chunk in chunks))
+        part = parts[0][1] if len(parts) == 1 else Part(shape, dtype, tuple(chunk.box for chunk in chunks))
         known[name] = _form_of(part)
     for tied, name in ((f"model.{alias}", f"model.{name}") for alias, name in aliases.items()):
         if name in tensors:
             known[tied] = known[name]
             for chunk in tensors[name].chunks:
-                location = metadata.storage_data[dcp.MetadataIndex(name, chunk.offsets)]
-                metadata.storage_data[dcp.MetadataIndex(tied, chunk.offsets)] = location
+                location = metadata.storage_data[dcp.MetadataIndex(name, chunk.box.offsets)]
+                metadata.storage_data[dcp.MetadataIndex(tied, chunk.box.offsets)] = location
     metadata.planner_data = {name: path_of(name) for name in known}
     return tensors
 
@@ -513,7 +513,7 @@ def _describe(
 @functools.lru_cache(4096)
 def _form_of(part: Part) -> dcp.TensorStorageMetadata:
     """The boxes of a tensor for torch; one object for equal tensors, which a pickle holds once."""
-    chunks = [dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in part.boxes]
+    chunks = [dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in part.boxes]
     return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=part.dtype), torch.Size(part.shape), chunks)
 
 
@@ -556,9 +556,9 @@ def _add_others(sink: Sink, metadata: dcp.Metadata, extra: Mapping[str, Any], op
         index, metadata.planner_data[name] = dcp.MetadataIndex(name), path
         metadata.state_dict_metadata[name] = dcp.BytesStorageMetadata()
         if isinstance(value, Tensor):
-            whole = (0,) * value.dim(), tuple(value.shape)  # of any size: it is one record
-            index = dcp.MetadataIndex(name, whole[0])
-            metadata.state_dict_metadata[name] = _form_of(Part(whole[1], value.dtype, (whole,)))
+            whole = Box.whole(tuple(value.shape))  # of any size: it is one record
+            index = dcp.MetadataIndex(name, whole.offsets)
+            metadata.state_dict_metadata[name] = _form_of(Part(whole.sizes, value.dtype, (whole,)))
         metadata.storage_data[index] = known[key]
     file.finish(content)
 
