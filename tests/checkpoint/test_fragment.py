@@ -9,6 +9,7 @@ import math
 import pickle
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from lt_zero.checkpoint.native import directory, plan
+from lt_zero.checkpoint.native import archive, directory, plan
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.pieces import Fragment
@@ -141,21 +142,59 @@ def test_fragments_of_ranks_are_one_tensor(
     folder = tmp_path / "ckpt"
     save_as_ranks(folder, states, {"epoch": 3})
 
-    archive = Archive(str(folder))
-    assert archive.meta == {"epoch": 3}
-    assert archive.verify() > 0
+    opened = Archive(str(folder))
+    assert opened.meta == {"epoch": 3}
+    assert opened.verify() > 0
     for name, value in want.items():
         flat = value.reshape(-1)
-        assert torch.equal(archive.elements(name, 0, value.numel()), flat), name
+        assert torch.equal(opened.elements(name, 0, value.numel()), flat), name
         for _ in range(20):
             lo, hi = sorted(random.choices(range(value.numel() + 1), k=2))
-            assert torch.equal(archive.elements(name, lo, hi), flat[lo:hi]), (name, lo, hi)
-    archive.close()
+            assert torch.equal(opened.elements(name, lo, hi), flat[lo:hi]), (name, lo, hi)
+    opened.close()
 
     empty = {name: torch.zeros_like(value) for name, value in want.items()}
     dcp.load(empty, storage_reader=FileSystemReader(folder), no_dist=True)
     for name, value in want.items():
         assert torch.equal(empty[name], value), name
+
+
+@pytest.mark.parametrize("rows", [archive.ROWS, 40])
+def test_boxes_of_ranks_are_one_tensor(tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns, uneven rows (one rank has none) and blocks of a tensor, each cut flat; read in boxes of all kinds."""
+    random.seed(rows)
+    monkeypatch.setattr(archive, "ROWS", rows)  # bytes: columns are copied of a few rows at a time
+    wide, high, cube = torch.randn(6, 9), torch.randn(7, 3), torch.randn(3, 4, 5)
+    cuts = {
+        "model.wide": (wide, [Box((0, 0), (6, 4)), Box((0, 4), (6, 5))]),
+        "model.high": (high, [Box((0, 0), (2, 3)), Box((2, 0), (0, 3)), Box((2, 0), (5, 3))]),
+        "optimizer_0.state.cube.exp_avg": (cube, [Box((0, 0, 0), (3, 1, 5)), Box((0, 1, 0), (3, 3, 5))]),
+    }
+    states: list[dict[str, Any]] = [{} for _ in range(6)]
+    for name, (value, boxes) in cuts.items():
+        for number, box in enumerate(boxes):
+            middle = box.numel // 3 + 1 if box.numel else 0
+            for half, (lo, hi) in enumerate(((0, middle), (middle, box.numel))):
+                part = box.of(value).reshape(-1)[lo:hi]
+                fragment = Fragment(partial(part.view, -1), tuple(value.shape), lo, hi, value.dtype, box=box)
+                states[2 * number + half][name] = fragment
+    save_as_ranks(tmp_path / "ckpt", states, {})
+    opened = Archive(str(tmp_path / "ckpt"))
+    for name, (value, boxes) in cuts.items():
+        assert torch.equal(opened.lazy(name).whole(), value), name
+        every = [*boxes, Box.whole(tuple(value.shape))]
+        for _ in range(30):
+            ends = [sorted(random.choices(range(size + 1), k=2)) for size in value.shape]
+            box = random.choice([Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends)), *every])
+            lo, hi = sorted(random.choices(range(box.numel + 1), k=2))
+            want = box.of(value).reshape(-1)[lo:hi]
+            assert torch.equal(opened.elements(name, lo, hi, box), want), (name, lo, hi, box)
+            assert torch.equal(opened.lazy(name).part(box).clone(), box.of(value)), (name, box)
+    opened.close()
+    found = {name: torch.zeros_like(value) for name, (value, _) in cuts.items()}
+    dcp.load(found, storage_reader=FileSystemReader(tmp_path / "ckpt"), no_dist=True)
+    for name, (value, _) in cuts.items():
+        assert torch.equal(found[name], value), name
 
 
 def test_files_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,14 +207,14 @@ def test_files_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for state, part in zip(states, cut(value, [value.numel() // 3]), strict=True):
             state[name] = part
     save_as_ranks(tmp_path / "ckpt", states, {})
-    archive = Archive(str(tmp_path / "ckpt"))
-    assert max(len(record.sums) for record in archive.manifest.files.values()) > 4
-    archive.verify()
+    opened = Archive(str(tmp_path / "ckpt"))
+    assert max(len(record.sums) for record in opened.manifest.files.values()) > 4
+    opened.verify()
     for name, value in want.items():
         for lo, hi in [(0, len(value)), (len(value) // 5, len(value)), (len(value) // 2, len(value) // 2 + 1)]:
             hi = min(hi, len(value))
-            assert torch.equal(archive.elements(name, lo, hi), value[lo:hi]), (name, lo, hi)
-    archive.close()
+            assert torch.equal(opened.elements(name, lo, hi), value[lo:hi]), (name, lo, hi)
+    opened.close()
 
 
 def test_a_fragment_has_no_values() -> None:
