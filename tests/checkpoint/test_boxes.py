@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lt_zero.comm.communicator import Comm
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -30,7 +31,6 @@ from lt_zero.checkpoint.native.pieces import (
 from lt_zero.checkpoint.native.restore import restore_optimizer, restore_weights
 from lt_zero.checkpoint.native.save import bundle, make_place, write
 from lt_zero.cli import app
-from lt_zero.comm.communicator import Comm
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_parameters, full_state_dict

@@ -40,7 +40,7 @@ class Fragment(Tensor):
         dtype: of the elements.
         done: called when the elements are no longer needed, until ``local`` is called again.
         box: default: all of the tensor.
-        ranks: that have the elements of the box together; default: all. See union.py, Note [Who decides the names].
+        ranks: that have the elements of the box together; default: all. See plan.py, Note [Who decides the names].
     """
 
     local: Callable[[], Tensor]

@@ -1,24 +1,176 @@
-"""Which rank writes which boxes of a tensor: each element once, and all of them.
+"""Who saves what: the names that the ranks have together, what is saved beside tensors, and who writes which boxes.
 
 torch.distributed.checkpoint's planner has objects for each part, which it copies, logs and pickles several times: that
 took most of the time of saving thousands of small tensors. Here equal parts of different tensors (whole, of a common
 shape) are one object, which a pickle holds once.
+
+Note [Who decides the names]
+    Hooks may change the state dict, often on rank 0 only: the names and ties of rank 0 are saved. Ranks that have other
+    layers (a stage of a pipeline) have tensors that rank 0 never had. Of the ranks that share such a tensor the first
+    one decides: it tells the names that rank 0 lacks. So each name is decided on by one rank, wherever its elements
+    are; other ranks drop fragments under names that are not told. Plain tensors are saved from the rank that decides,
+    as under DDP, even if other ranks have fragments. Whether all elements of a tensor are there is checked when the
+    ranks divide what they write.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from lt_zero.checkpoint.native.pieces import Fragment
+from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box, Shape, check_cover, cut_range
 from lt_zero.common.errors import CheckpointError
 
 LARGEST = 1 << 30  # maximum bytes of a box, so that replicated tensors can be divided among the ranks
 _SHOWN = 4  # ranks, and boxes of each, in an error
+
+
+@dataclass
+class Names:
+    """What the ranks have agreed on.
+
+    ``writers``: all names in their order: the rank that writes the value, or None if each writes its elements.
+    ``aliases``: tied name -> the name that is saved. ``tells``: this rank has told names that rank 0 lacks; ``some``: a
+    rank has.
+    """
+
+    writers: dict[str, int | None]
+    aliases: dict[str, str]
+    tells: bool = False
+    some: bool = False
+
+    def written(self, weights: Mapping[str, Any], rank: int) -> Iterator[str]:
+        """The names under which a rank saves a tensor."""
+        for name, value in weights.items():
+            if name in self.writers and name not in self.aliases and isinstance(value, Tensor):
+                writer = self.writers[name]
+                if isinstance(value, Fragment) if writer is None else writer == rank:
+                    yield name
+
+    def others(self, weights: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """What a rank saves that is no tensor."""
+        found = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
+        return {name: value for name, value in found.items() if self.writers.get(name) == rank}
+
+
+def agree_on_names(weights: Mapping[str, Any], world: World) -> Names:
+    """The names of the state dict. Collective. See Note [Who decides the names].
+
+    Raises:
+        CheckpointError: a rank lacks a tensor that it shares with rank 0, or has a plain value in its place.
+    """
+    kinds = {name: value.ranks if isinstance(value, Fragment) else None for name, value in weights.items()}
+    ties = _ties(weights)
+    first, aliases = world.host_broadcast((kinds, ties), "names of the state dict")
+    problem = _difference(kinds, first, world.rank)
+    names = Names({name: 0 if ranks is None else None for name, ranks in first.items()}, dict(aliases))
+    new = {name: ranks for name, ranks in kinds.items() if name not in first}
+    names.tells = any(ranks and ranks[0] == world.rank for ranks in new.values() if world.rank > 0)
+    flags = torch.tensor([problem is not None, names.tells], dtype=torch.uint8)
+    world.host_max(flags, "names of the state dict").wait()
+    if flags[0]:
+        raise CheckpointError(" ".join(world.problems(problem, "the state dict")))
+    names.some = bool(flags[1])
+    if names.some:
+        mine = {name: ranks for name, ranks in new.items() if names.tells and (not ranks or ranks[0] == world.rank)}
+        every = world.host_gather((mine, {tied: ties[tied] for tied in ties.keys() & mine}), "names that rank 0 lacks")
+        for rank, (told, tied) in enumerate(every):
+            new = {name: ranks for name, ranks in told.items() if name not in names.writers}
+            names.writers |= {name: rank if ranks is None else None for name, ranks in new.items()}
+            names.aliases |= {alias: name for alias, name in tied.items() if alias in new}
+    return names
+
+
+def _difference(kinds: Mapping[str, Any], first: Mapping[str, Any], rank: int) -> str | None:
+    """How this rank's names, each with its ranks or None, differ from rank 0's."""
+    for name, ranks in first.items():
+        if ranks is not None and name not in kinds and (not ranks or rank in ranks):
+            return f"the state dict has no {name!r}, which rank 0 has. Change it in the same way on all ranks."
+        if ranks is not None and kinds.get(name, ranks) is None:
+            return f"{name!r} was replaced in the state dict, and not on rank 0. Replace it on all ranks."
+    return None
+
+
+def _ties(weights: Mapping[str, Any]) -> dict[str, str]:
+    """Tied name -> the first name of the same tensor."""
+    tied: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, value in weights.items():
+        if isinstance(value, Tensor):
+            key: Any = id(value)
+            if not isinstance(value, Fragment) and value.numel():
+                key = (value.device, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+            if (known := first.setdefault(key, name)) != name:
+                tied[name] = known
+    return tied
+
+
+@dataclass
+class Beside:
+    """What a rank saves beside tensors, in plain containers.
+
+    ``optimizers``: groups and states that are no tensors, by name. ``extra``: of the state dict. ``meta``: entries of
+    the checkpoint that refer to tensors. ``left_out``: names of frozen parameters.
+    """
+
+    optimizers: list[dict[str, Any]]
+    extra: dict[str, Any]
+    meta: dict[str, Any]
+    left_out: list[str]
+
+
+def unite(mine: Beside, theirs: Sequence[Beside | None]) -> None:
+    """Add to what rank 0 saves, ``mine``, what other ranks told (by rank) and it lacks.
+
+    Raises:
+        CheckpointError: a group of an optimizer has another option than on rank 0.
+    """
+    for rank, other in enumerate(theirs):
+        if other is None:
+            continue
+        _add_missing(mine.extra, other.extra)
+        _add_missing(mine.meta, other.meta)
+        mine.left_out.extend(name for name in other.left_out if name not in mine.left_out)
+        for number, saved in enumerate(other.optimizers):
+            if number == len(mine.optimizers):
+                mine.optimizers.append({"param_groups": [], "state": {}})
+            _unite_optimizer(mine.optimizers[number], saved, f"rank {rank}: Optimizer {number}")
+
+
+def _add_missing(mine: dict[Any, Any], theirs: Mapping[Any, Any]) -> None:
+    for key, value in theirs.items():
+        if key not in mine:
+            mine[key] = value
+        elif isinstance(mine[key], dict) and isinstance(value, Mapping):
+            _add_missing(mine[key], value)
+
+
+def _unite_optimizer(mine: dict[str, Any], theirs: Mapping[str, Any], where: str) -> None:
+    groups, known = mine["param_groups"], {name for group in mine["param_groups"] for name in group["params"]}
+    for index, group in enumerate(theirs["param_groups"]):
+        new = [name for name in group["params"] if name not in known]
+        if index == len(groups):
+            groups.append({**group, "params": []})
+        for key in groups[index].keys() | group.keys() if new else ():
+            one, other = groups[index].get(key), group.get(key)
+            if key != "params" and repr(one) != repr(other):
+                raise CheckpointError(
+                    f"{where} has {key}={other!r:.100} in parameter group {index}, and rank 0 has {one!r:.100}. Give "
+                    "the groups of an optimizer the same options on all ranks."
+                )
+        groups[index]["params"] = [*groups[index]["params"], *new]
+    _add_missing(mine["state"], {name: state for name, state in theirs["state"].items() if name not in mine["state"]})
+
+
+# ---- which rank writes which boxes: each element once, and all of them -----------------------------------------------
 
 
 class Part(NamedTuple):

@@ -34,9 +34,8 @@ from lt_zero.checkpoint.native.directory import Chunk, Entry, Manifest, Place
 from lt_zero.checkpoint.native.keys import Key, Path, described, where
 from lt_zero.checkpoint.native.pieces import Fragment, parameter_numbers
 from lt_zero.checkpoint.native.plain import plain
-from lt_zero.checkpoint.native.plan import Part, Plan, divide, part_of
+from lt_zero.checkpoint.native.plan import Beside, Names, Part, Plan, agree_on_names, divide, part_of, unite
 from lt_zero.checkpoint.native.torchfile import Stored, TorchFile
-from lt_zero.checkpoint.native.union import Beside, Names, agree_on_names, unite
 from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box, flat_index
 from lt_zero.common.compat import storage_info
@@ -417,10 +416,12 @@ class DirectoryWriter(StorageWriter):
                 part, found = parts[key], list[_Place]()
                 places[key] = part, found
                 flat = value.local() if isinstance(value, Fragment) else value.detach().reshape(-1)
-                local, lo, _ = _range_of(value)
                 for box in part.boxes:
-                    start = flat_index(local.sizes, box.inside(local).offsets) - lo
-                    values = flat if flat.numel() == box.numel else flat[start : start + box.numel]
+                    values, count = flat, box.numel
+                    if flat.numel() != count:
+                        local, lo, _ = _range_of(value)
+                        start = flat_index(local.sizes, box.inside(local).offsets) - lo
+                        values = flat[start : start + count]
                     stored = file.add_parts(box.sizes, part.dtype, [values.cpu()])
                     content[key if part.is_whole else f"{key}{box}"] = stored  # ``name[2:3, 0:8]``
                     found.append((stored.start, *stored.blob))
