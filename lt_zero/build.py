@@ -67,6 +67,7 @@ def shard(
     training: bool = True,
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None = None,
     specs: Iterable[ParamSpec] = (),
+    group_of: Callable[[str, nn.Parameter], ShardGroup] | None = None,
 ) -> Engine:
     """Shard ``module`` in place over all ranks of the default process group.
 
@@ -81,6 +82,8 @@ def shard(
         saved: reads the full values of parameters, of which only the shapes count then.
         specs: of parameters that are a part of a tensor of the model, whose other parts are on ranks of other groups.
             They have that part's shape; checkpoints have the whole tensor.
+        group_of: the ranks over which a parameter is the same, and sharded; default: ``group``, whose world they share.
+            The same on all ranks; where ``group`` has other ranks, they may have other tensors of this name.
 
     Raises:
         ValueError: a parameter is sharded already; or a pattern of ``fp16_override_modules`` matches nothing; or
@@ -102,7 +105,7 @@ def shard(
     group = group or ShardGroup.of_all(World.join(device, config))
     group.world.advise(remedy)
     with group.world.together("lt_zero.shard"):  # reads files, and calls the initialisation of the user's modules
-        return _shard(module, config, device, policy, group, training, saved, specs)
+        return _shard(module, config, device, policy, group, training, saved, specs, group_of)
 
 
 def _shard(
@@ -114,6 +117,7 @@ def _shard(
     training: bool,
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
     specs: Iterable[ParamSpec],
+    group_of: Callable[[str, nn.Parameter], ShardGroup] | None,
 ) -> Engine:
     """Plan the buckets of ``module``, check that they fit, and build the engine."""
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true"))
@@ -122,12 +126,17 @@ def _shard(
     elif config.quantize is not None:
         policy = replace(policy, low_master=True)  # no wider values are kept beside the codes
     zero = config.zero_optimization
-    compare_models(group.world, module, policy)
+    groups = {p: group_of(name, p) for name, p in module.named_parameters()} if group_of is not None else {}
+    apart = [p for p, found in groups.items() if found.size < group.world.size]
+    compare_models(group.world, module, policy, apart)
     _check_kernels(config, device, group.world)
     _check_late_gradients(config, policy)
-    group.configure(config)
+    distinct = list(dict.fromkeys([group, *groups.values()]))
+    _check_groups(config, distinct)
+    for each in distinct:
+        each.configure(config)
     with without_torch_function():  # guards of parameters that are sharded already would intercept each access
-        plan = plan_engine(module, config, policy, group.mesh.shards, specs)
+        plan = plan_engine(module, config, policy, group.mesh.shards, specs, groups)
         _check_whole(plan)
         _check_hooks(plan)
         if training and config.activation_checkpointing.mode != "none":
@@ -137,7 +146,7 @@ def _shard(
         check_build(plan, config, policy, group, training)
     if config.sparse_attention is not None:
         install_sparse_attention(module, config, group.world.rank)
-    return _build(module, device, plan, config, policy, group, training, saved)
+    return _build(module, device, plan, config, policy, distinct, training, saved)
 
 
 def _build(
@@ -146,7 +155,7 @@ def _build(
     plan: EnginePlan,
     config: ZeroConfig,
     policy: DtypePolicy,
-    group: ShardGroup,
+    groups: list[ShardGroup],
     training: bool,
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
 ) -> Engine:
@@ -156,8 +165,8 @@ def _build(
     def owner() -> Owner | None:
         return engine_ref[0]() if engine_ref else None
 
-    materializer, world = Materializer(module, group.device, saved), group.world
-    made = {bucket: Bucket(bucket, group, owner, policy) for bucket in plan.buckets}
+    materializer, world = Materializer(module, device, saved), groups[0].world
+    made = {bucket: Bucket(bucket, bucket.group or groups[0], owner, policy) for bucket in plan.buckets}
     use_zero_plus_plus(config, made.values())
     offload_manager = open_offload_manager(list(made.values()), config, device)
     rest_quantized(config, made.values())
@@ -167,7 +176,7 @@ def _build(
     if policy.buffers is not None:
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
         _cast_buffers(module, policy.buffers, plan.fp32_modules, names)
-    engine = Engine(module, units, root, [group], config, policy, offload_manager, training)
+    engine = Engine(module, units, root, groups, config, policy, offload_manager, training)
     engine.compression = _compression(engine, plan)
     engine.plan, engine.on_guarded_use = plan, partial(use_outside, engine)
     offload_manager.check(world, "the files of states")
@@ -233,6 +242,18 @@ def _move_in(
         units.append(Unit(planned.name, planned.module, buckets, planned.needs_weights))
     *others, root = units
     return [unit for unit in others if unit.buckets], root
+
+
+def _check_groups(config: ZeroConfig, groups: list[ShardGroup]) -> None:
+    """Raise ConfigError for what is done in one group only."""
+    asked = {
+        "communication.slow_node_tolerance": bool(config.communication.slow_node_tolerance),
+        "gradient_compression.algorithm": config.gradient_compression.algorithm != "none",
+        "optimizer.type": bool(one_bit(config)),
+    }
+    for key in (key for key, wanted in asked.items() if wanted and len(groups) > 1):
+        text = f"{key}: this needs the same parameters on all ranks, and these are sharded over {len(groups)} groups"
+        raise ConfigError([Problem(key, f"{text}. Remove the key.")])
 
 
 def _check_late_gradients(config: ZeroConfig, policy: DtypePolicy) -> None:

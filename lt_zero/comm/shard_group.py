@@ -21,7 +21,7 @@ from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.send_buffers import SendBuffer, SendBuffers
 from lt_zero.comm.shared_memory import SharedArena, store
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
-from lt_zero.comm.topology import choose, whole_nodes
+from lt_zero.comm.topology import Topology, choose, whole_nodes
 from lt_zero.comm.transport import Gloo, Groups, Mesh, Transport, Windows
 from lt_zero.comm.work import FENCE, All, Done, Work
 from lt_zero.comm.world import World
@@ -42,8 +42,8 @@ class ShardGroup(Ranks):
 
     Args:
         world: all ranks of the run.
-        parts: which ranks form groups, each in ascending order: every rank is in one of them, this is a member of the
-            one with its own. The same on all ranks. Collective.
+        parts: which ranks form groups: this one has the ranks of the part with this rank. Equally many ranks, in
+            ascending order, are in each; every rank is in one. The same on all ranks. Collective.
         divisor: of the mean of gradients: how many ranks see different data, which may be more or fewer than there are
             in the group.
         norm_share: by what squares of this group's gradients are multiplied in sums over the world, of which each
@@ -59,6 +59,7 @@ class ShardGroup(Ranks):
 
     def __init__(self, world: World, parts: Sequence[Sequence[int]], divisor: float, norm_share: float = 1.0) -> None:
         self.world, self._parts = world, [list(part) for part in parts]
+        _check_parts(self._parts, world.size)
         ranks = next(part for part in self._parts if world.rank in part)
         everyone = len(ranks) == world.size
         order = world.order_of(ranks)
@@ -155,6 +156,8 @@ class ShardGroup(Ranks):
             self._row = Groups(self.reductions, gathers, reductions, across)
         kind = "windows" if self._arena is not None else backend
         self.topology = choose(topology, self.mesh, self.nodes, kind)
+        if len(self._parts) > 1 and len(set(self.world.host_gather(self.topology.sizes, "topologies"))) > 1:
+            self.topology = Topology((), "groups are not on nodes in the same way")
         common = (
             self.mesh,
             self._row or Groups(self.reductions, self.process_group, self.reductions),
@@ -168,7 +171,7 @@ class ShardGroup(Ranks):
             shared = [arena for arena in arenas if arena is not None]
             self._transport = Hierarchy(*common, self.watch, self.topology.sizes, make, shared)
         elif self._arena is not None:
-            self._transport = Windows(*common, self.watch, self._arena)
+            self._transport = Windows(*common, self.watch, self._arena, self.ranks)
         else:
             self._transport = Gloo(*common, self.watch) if self._gloo else Transport(*common)
         self._sums = self._transport
@@ -463,6 +466,17 @@ class ShardGroup(Ranks):
         if self.mesh.replica > 0:
             value.zero_()  # so that all get the same bits
         return self.sum_all(value, name)
+
+
+def _check_parts(parts: Sequence[Sequence[int]], world: int) -> None:
+    """Raise ValueError for parts that are no division of the ranks."""
+    each_once = sorted(rank for part in parts for rank in part) == list(range(world))
+    if not each_once or len({len(part) for part in parts}) > 1 or any(part != sorted(part) for part in parts):
+        shown = ", ".join(map(str, parts[:4])) + (", ..." if len(parts) > 4 else "")
+        raise ValueError(
+            f"ShardGroup(parts=[{shown}]): each of the {world} ranks has to be in one part, in ascending order, and all "
+            "parts have to have equally many."
+        )
 
 
 def combine_rows(rows: Tensor, groups: Sequence[ShardGroup], name: str, maximum: bool = False) -> Tensor:

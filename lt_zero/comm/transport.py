@@ -181,16 +181,27 @@ class Gloo(Transport):
 
 
 class Windows(Gloo):
-    """Memory that all ranks read, on one host. See shared_memory.py, Note [Shared windows]."""
+    """Memory that all ranks read, on one host. See shared_memory.py, Note [Shared windows].
+
+    ``ranks``: the arena's numbers of the ranks of ``mesh``.
+    """
 
     overlaps, sums_wide = False, True
     send_buffers = SEND_BUFFERS
 
     def __init__(
-        self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool, watch: Watch, arena: SharedArena
+        self,
+        mesh: Mesh,
+        groups: Groups,
+        device: torch.device,
+        scatters: bool,
+        watch: Watch,
+        arena: SharedArena,
+        ranks: Sequence[int],
     ) -> None:
         super().__init__(mesh, groups, device, scatters, watch)
         self._arena, self.sums_wide = arena, True
+        self._ranks, self._row = list(ranks), [ranks[rank] for rank in mesh.row(mesh.replica)]
 
     def shares(self, tensor: Tensor | None) -> bool:
         return tensor is not None and self._arena.has(tensor)
@@ -201,7 +212,7 @@ class Windows(Gloo):
     def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
         if own is None or not self._arena.has(own):
             return super().all_gather(flat, own, launch, group)
-        self._arena.gather(own, flat, self._mesh.row(self._mesh.replica))
+        self._arena.gather(own, flat, self._row)
         return Done()
 
     def reduce_scatter(
@@ -225,7 +236,7 @@ class Windows(Gloo):
             part = flat.numel() // world  # its rank alone reads it on this rank until the barrier
             self._arena.sum(flat, rank * part, flat.narrow(0, rank * part, part), False, factor)
             self._watch.wait(Barrier(self._arena, REDUCTIONS), launch)
-            self._arena.gather(flat, flat, list(range(world)))
+            self._arena.gather(flat, flat, self._ranks)
             store(out, flat, add, 1.0)
 
         return self._all([Barrier(self._arena, REDUCTIONS)], launch, finish)

@@ -99,7 +99,7 @@ class Bucket:
         dtype, sharding = plan.dtype, plan.sharding
         self.params = [p for _, p in plan.parameters]
         cut = sharding.optim or sharding.params
-        self.layout = plan.layout(group.mesh.shards if cut else group.size)
+        self.layout = plan.layout_in(group.mesh.shards, group.size)
         self.shapes = [span.shape for span in self.layout.spans]
         # Dtypes to restore when the engine is removed; an fp64 run stays fp64.
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]

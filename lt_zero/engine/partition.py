@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.users_code import warn
@@ -43,11 +44,12 @@ class Kind(NamedTuple):
     dtype: torch.dtype  # of the gathered weights
     trains: bool
     compresses: bool
+    group: ShardGroup | None  # over which they are sharded; None: that of the engine
 
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """Parameters of one dtype and one kind (trainable, trainable and compressed, or frozen), moved together."""
+    """Parameters of one dtype, group and kind (trainable, trainable and compressed, or frozen), moved together."""
 
     name: str  # of the unit, for messages
     parameters: tuple[Named, ...]  # they may be on the meta device
@@ -56,11 +58,18 @@ class BucketPlan:
     sharding: Sharding
     owners: tuple[int, ...] | None = None  # the rank that owns each parameter; None: shards cut through parameters
     compresses: bool = False  # its gradients are sent compressed (gradient_compression.py)
+    group: ShardGroup | None = None  # over which it is sharded; None: that of the engine
     _layouts: dict[int, BucketLayout] = field(default_factory=dict, init=False, repr=False)  # asked for so far
 
     @property
     def trains(self) -> bool:
         return any(p.requires_grad for _, p in self.parameters)
+
+    def layout_in(self, shards: int, world: int) -> BucketLayout:
+        """The layout in its group, or in one of ``world`` ranks that have ``shards`` shards."""
+        if self.group is not None:
+            shards, world = self.group.mesh.shards, self.group.size
+        return self.layout(shards if self.sharding.optim or self.sharding.params else world)
 
     def layout(self, world: int) -> BucketLayout:
         if world not in self._layouts:
@@ -113,15 +122,21 @@ class EnginePlan:
     def padding(self, world: int) -> float:
         """The padding of all buckets, per element of the parameters."""
         elements = sum(p.numel() for bucket in self.buckets for _, p in bucket.parameters)
-        return sum(bucket.layout(world).numel for bucket in self.buckets) / elements - 1 if elements else 0.0
+        return sum(bucket.layout_in(world, world).numel for bucket in self.buckets) / elements - 1 if elements else 0.0
 
 
 def plan_engine(
-    root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world: int, specs: Iterable[ParamSpec] = ()
+    root: nn.Module,
+    config: ZeroConfig,
+    policy: DtypePolicy,
+    world: int,
+    specs: Iterable[ParamSpec] = (),
+    groups: Mapping[Parameter, ShardGroup] | None = None,
 ) -> EnginePlan:
     """Find the units of ``root`` and assign their parameters to buckets. Nothing is allocated or changed.
 
-    ``specs``: of those parameters that are a part of a tensor of the model.
+    ``world``: the number of shards. ``specs``: of those parameters that are a part of a tensor of the model.
+    ``groups``: of the parameters that are sharded over other ranks.
 
     Raises:
         ValueError: a pattern, or a class or module name, of the configuration matches nothing; a spec does not fit.
@@ -142,7 +157,7 @@ def plan_engine(
     def kind_of(p: Parameter) -> Kind:
         dtype = policy.dtype_of(p, p in fp32_modules.parameters)
         compresses = dense is not None and p.requires_grad and p not in dense and dtype != torch.float64
-        return Kind(dtype, p.requires_grad, compresses)
+        return Kind(dtype, p.requires_grad, compresses, groups.get(p) if groups is not None else None)
 
     given = _specs_of(root, specs)
 
@@ -309,8 +324,9 @@ def _cut(
     gather_limit = zero.allgather_bucket_size if gathers_after_step else zero.reduce_bucket_size
     step_limit = zero.sub_group_size if zero.offload_optimizer.device != "none" else gather_limit
     limit = max(1, min(zero.reduce_bucket_size, gather_limit, step_limit))
-    owners = Owners(world) if zero.shard_along == "parameter" and sharding.optim else None
-    joins = owners is not None and not sharding.params  # a bucket may have several units: layout.py, Note [Padding]
+    owns = zero.shard_along == "parameter" and sharding.optim
+    owners: dict[ShardGroup | None, Owners] = {}
+    joins = owns and not sharding.params  # a bucket may have several units: layout.py, Note [Padding]
     together = [range(len(units))] if joins else [range(n, n + 1) for n in range(len(units))]
     units = [*units, ("small parameters", small)]
     found: list[list[BucketPlan]] = [[] for _ in units]
@@ -321,18 +337,23 @@ def _cut(
                 kinds.setdefault(kind_of(p), []).append((number, (name, p)))
         for kind, members in kinds.items():
             numels = [p.numel() for _, (_, p) in members]
+            shards = kind.group.mesh.shards if kind.group is not None else world
             groups: list[list[int]] = []
             for _, unit in groupby(range(len(members)), key=lambda i: members[i][0]):
                 mine = list(unit)
                 groups += [[mine[i] for i in cut] for cut in split_by_size([numels[i] for i in mine], limit)]
-            for group in join(numels, groups, limit, world) if len(numbers) > 1 else groups:
+            for group in join(numels, groups, limit, shards) if len(numbers) > 1 else groups:
                 first, last = members[group[0]][0], members[group[-1]][0]
                 name = units[first][0] if first == last else f"{units[first][0]} to {units[last][0]}"
-                of_rank = owners.of([numels[i] for i in group], kind.trains) if owners is not None else None
+                of_rank = None
+                if owns:
+                    known = owners.setdefault(kind.group, Owners(shards))
+                    of_rank = known.of([numels[i] for i in group], kind.trains)
                 kept = replace(sharding, params=False) if first == len(units) - 1 else sharding
                 parameters = tuple(members[i][1] for i in group)
                 specs = tuple(starmap(spec_of, parameters))
-                found[first].append(BucketPlan(name, parameters, specs, kind.dtype, kept, of_rank, kind.compresses))
+                how = (kind.dtype, kept, of_rank, kind.compresses, kind.group)
+                found[first].append(BucketPlan(name, parameters, specs, *how))
     return found
 
 

@@ -258,24 +258,27 @@ def _equal(flags: Sequence[int]) -> bool:
     return all(one + other == 255 for one, other in zip(flags[:_DIGEST], flags[_DIGEST:], strict=True))
 
 
-def compare_models(world: World, root: nn.Module, policy: DtypePolicy | None = None) -> None:
+def compare_models(
+    world: World, root: nn.Module, policy: DtypePolicy | None = None, apart: Collection[Parameter] = ()
+) -> None:
     """Compare the parameters of all ranks: before the first collective that depends on them. Collective.
 
     ``policy``: of a model that is about to be sharded: it is compared, too, and buffers, which are then broadcast.
+    ``apart``: parameters whose shapes may differ between ranks.
 
     Raises:
         RuntimeError: on all ranks, if they differ; names parameters, ranks and values.
     """
     if not world.alone:
-        compare(world, model_snapshot(root, policy), "the model's parameters")
+        compare(world, model_snapshot(root, policy, apart), "the model's parameters")
 
 
-def model_snapshot(root: nn.Module, policy: DtypePolicy | None) -> Snapshot:
+def model_snapshot(root: nn.Module, policy: DtypePolicy | None, apart: Collection[Parameter] = ()) -> Snapshot:
     """The names, classes of modules, shapes, dtypes, ties and frozen parameters of a model, and its buffers."""
     facts: dict[str, Any] = {}
     if policy is not None:
         facts |= {"precision": policy.mode, "the dtype of computation": str(policy.compute)}
-    first: dict[int, str] = {}
+    first, differ = dict[int, str](), set(map(id, apart))
     with without_torch_function():  # of parameters that are sharded already
         for path, module in root.named_modules(remove_duplicate=False):
             prefix, kind = f"{path}." if path else "", type(module).__name__
@@ -283,7 +286,8 @@ def model_snapshot(root: nn.Module, policy: DtypePolicy | None) -> Snapshot:
                 name = prefix + name
                 tied = first.setdefault(id(parameter), name)
                 more = ("" if parameter.requires_grad else ", frozen") + (f", tied to {tied!r}" if tied != name else "")
-                facts[f"parameter {name!r} (of {kind})"] = described(parameter) + more
+                form = str(parameter.dtype) if id(parameter) in differ else described(parameter)
+                facts[f"parameter {name!r} (of {kind})"] = form + more
             buffers = module.named_buffers(recurse=False, remove_duplicate=False) if policy is not None else ()
             for name, buffer in buffers:
                 facts[f"buffer {prefix + name!r} (of {kind})"] = described(buffer)

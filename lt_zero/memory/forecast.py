@@ -137,9 +137,7 @@ class Row:
 def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> list[Row]:
     """The buckets as rows, in the plan's order."""
     zero, buckets, on_cpu = config.zero_optimization, plan.buckets, setup.device == "cpu"
-    cut = [bucket.sharding.optim or bucket.sharding.params for bucket in buckets]
-    shards = zero.shards(setup.world)
-    layouts = [bucket.layout(shards if is_cut else setup.world) for bucket, is_cut in zip(buckets, cut, strict=True)]
+    layouts = [bucket.layout_in(zero.shards(setup.world), setup.world) for bucket in buckets]
     places = resting([layout.numel for layout in layouts], [b.sharding.params for b in buckets], zero)
     optim, param = zero.offload_optimizer.device, zero.param_offload.device
     rows = []

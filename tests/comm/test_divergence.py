@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.comm import hang_detection
 from lt_zero.comm.ranks import LaunchOrder
 from lt_zero.comm.work import Launch
+from lt_zero.engine.divergence import remedy
 from lt_zero.engine.engine import Engine
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from tests.support.lightning_tools import error_of_fit, quick
@@ -172,7 +172,7 @@ def test_experts_are_spoken_of_where_modules_differ_only() -> None:
         ("flags", ("lt_zero.synced", "lt_zero.other"), False),
     ):
         one, other = (Launch("collective", 1, operation, name) for name in names)
-        assert ("leaf_module.names: [" in hang_detection._remedy(one, other)) == hint
+        assert ("leaf_module.names: [" in remedy(one, other)) == hint
 
 
 @both

@@ -21,13 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lt_zero.world.size import World
 from torch.distributed import distributed_c10d
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
 from lt_zero.checkpoint.native.save import DirectoryWriter
 from lt_zero.comm import ended_ranks, hang_detection, process_groups
+from lt_zero.comm.world import World
 from lt_zero.common.users_code import warn
 from lt_zero.session import saving
 from tests.support.launchers import environment

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
-from lt_zero.world.size import World
 from simulated_nodes import SimulatedNodes
 
 import lt_zero
 import lt_zero.loop.engine
 from lt_zero.comm import hang_detection, process_groups
+from lt_zero.comm.world import World
 from tests.support import faces
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of

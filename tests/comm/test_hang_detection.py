@@ -20,12 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lt_zero.world.size import World
 from torch.utils.data import DataLoader, IterableDataset
 
 import lt_zero
 from lt_zero.comm import hang_detection
 from lt_zero.comm.work import Launch
+from lt_zero.comm.world import World
 from lt_zero.engine.engine import Engine
 from tests.support.lightning_tools import GPT, Rows, error_of_fit, quick, sharded_trainer
 from tests.support.matrix import only, only_rows

@@ -9,11 +9,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lt_zero.world.size import World
 
 import lt_zero
 from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.build import _check_kernels
+from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.guard import is_guarded
 from lt_zero.ops import compiler, library

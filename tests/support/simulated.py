@@ -69,8 +69,10 @@ class LateGroup(ShardGroup):
     or with ``early`` at the launch (a write after it is not). Gathers always read at the launch.
     """
 
-    def __init__(self, device: torch.device, early: bool = False) -> None:
-        super().__init__(_LateWorld(device), [range(2)], 2)
+    def __init__(
+        self, device: torch.device, early: bool = False, world: World | None = None, divisor: float = 2.0
+    ) -> None:
+        super().__init__(world or _LateWorld(device), [range(2)], divisor)
         self._early = early
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._full: dict[str, Tensor] = {}  # what rank 1 sends of a bucket that was broadcast

@@ -1,0 +1,212 @@
+"""One engine, several groups: some parameters sharded over all ranks, others, different ones, over halves of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lt_zero
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
+from lt_zero.common.errors import ConfigError
+from lt_zero.engine.engine import Engine
+from tests.support.matrix import cover
+from tests.support.parity import OPTIMIZERS, RELEASE, config_of, full_values
+from tests.support.pool import Pool
+from tests.support.simulated import LateGroup, one_of
+
+CPU = torch.device("cpu")
+HALVES = [[0, 1], [2, 3]]  # each has some columns of ``Net.middle``; in each, ranks have different data
+CUT = 3  # columns of the first half, of 5
+LIMIT = 0.05  # of the gradients' norm
+
+
+class SumOverHalves(torch.autograd.Function):
+    """Adds up the partial outputs of both halves; the gradient of each is that of the sum."""
+
+    @staticmethod
+    def forward(context: Any, part: Tensor, group: Any) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Net(nn.Module):
+    """``half``: which columns of ``middle`` this rank has; None: all."""
+
+    def __init__(self, half: int | None = None, group: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(7, 5), nn.Linear(5, 9, bias=False), nn.Linear(9, 3)
+        self.columns, self.group = slice(None), group
+        if half is not None:
+            self.columns = slice(0, CUT) if half == 0 else slice(CUT, 5)
+            self.middle.weight = nn.Parameter(self.middle.weight.detach()[:, self.columns].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.middle(torch.tanh(self.first(x))[:, self.columns])
+        if self.group is not None:
+            hidden = SumOverHalves.apply(hidden, self.group)  # type: ignore[no-untyped-call]
+        result: Tensor = self.last(torch.tanh(hidden))
+        return result
+
+
+def loss_of(model: nn.Module, step: int, data: int) -> Tensor:
+    drawn = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + data))
+    result: Tensor = model(drawn).square().mean()
+    return result
+
+
+def groups_of(world: World) -> Callable[[str, nn.Parameter], ShardGroup]:
+    """The gradient of ``first`` is a sum over halves of which each rank has one, that of ``last`` is on both."""
+    names = {
+        "first": ShardGroup(world, [range(4)], divisor=2),
+        "middle": ShardGroup(world, HALVES, divisor=2),
+        "last": ShardGroup(world, [range(4)], divisor=4),
+    }
+    return lambda name, parameter: names[name.split(".")[0]]
+
+
+def _train(stage: int, optimizer: str, zero: dict[str, Any]) -> None:
+    """Compare weights, and the norm before clipping, with one process."""
+    rank, steps = dist.get_rank(), 4
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # same data
+    half = rank // 2
+    model, reference = Net(half, pairs[rank % 2]), Net()
+    world = World.join(CPU)
+    engine = lt_zero.shard(model, config_of(stage, zero), group_of=groups_of(world), group=ShardGroup.of_all(world))
+    middle = next(bucket for bucket in engine.buckets if "middle" in bucket.layout.spans[0].name)
+    assert (middle.group.ranks, middle.group.rank) == (HALVES[half], rank % 2)
+    made, expected = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](reference.parameters())
+    sharded = lt_zero.ShardedOptimizer(engine, made)
+    for step in range(steps):
+        made.zero_grad()
+        expected.zero_grad()
+        loss_of(model, step, rank % 2).backward()
+        for data in range(2):
+            (loss_of(reference, step, data) / 2).backward()
+        if step == 2:
+            want = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
+            assert float(sharded.grads.norm(float("inf"))) == pytest.approx(want, rel=1e-5)
+        want = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), LIMIT))
+        assert want > LIMIT, "the gradients are clipped"
+        assert float(sharded.grads.clip_norm(LIMIT)) == pytest.approx(want, rel=1e-5)
+        made.step()
+        expected.step()
+    values = full_values(engine)
+    for name, parameter in reference.named_parameters():
+        whole = parameter.detach()
+        mine = whole[:, model.columns] if name.startswith("middle") else whole
+        torch.testing.assert_close(values[name], mine, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "optimizer", "shared"), cover([1, 2, 3], ["sgd", "adamw"], ["1", "0"], strength=2))
+def test_equals_one_process(pool: Pool, stage: int, optimizer: str, shared: str) -> None:
+    """With windows and with sockets."""
+    pool.run(4, _train, stage, optimizer, RELEASE if stage == 3 else {}, env={"LT_ZERO_SHARED_MEMORY": shared})
+
+
+def _diverged() -> str:
+    """Rank 3 gathers another bucket than rank 2 in their group; that of ranks 0 and 1 is right."""
+    world = World.join(CPU)
+    halves = ShardGroup(world, HALVES, divisor=2)
+    with pytest.raises(RuntimeError) as caught:
+        _gather(halves, ["a", "b", "a", "b" if world.rank < 3 else "c"])
+    return str(caught.value)
+
+
+def _gather(group: ShardGroup, names: list[str]) -> None:
+    for name in names:
+        group.all_gather(torch.zeros(4), name).wait()
+    group.world.host_gather(None, "the end")
+
+
+def test_ranks_of_one_group_that_diverge_are_named_on_all(pool: Pool) -> None:
+    for text in pool.run(4, _diverged, env={"LT_ZERO_SHARED_MEMORY": "0"}):
+        assert "The all-gather of 'b' was begun on rank 2" in text
+        assert "rank 3, which waits in the all-gather of 'c'" in text
+
+
+# ---- simulated groups ------------------------------------------------------------------------------------------------
+
+
+def chain(width: int = 12) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+
+
+def every_other(groups: list[ShardGroup]) -> Callable[[str, nn.Parameter], ShardGroup]:
+    return lambda name, parameter: groups[int(name.split(".")[0]) % 2]
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_collectives_of_two_groups_may_read_and_write_at_any_time(stage: int, early: bool) -> None:
+    """Both simulate two ranks; one divides by four, as if its tensors were used for other data, too."""
+    groups = [LateGroup(CPU, early)]
+    groups.append(LateGroup(CPU, early, groups[0].world, divisor=4))
+    model, reference = chain(), chain()
+    engine = lt_zero.shard(
+        model, config_of(stage, RELEASE if stage == 3 else {}), CPU, group=groups[0], group_of=every_other(groups)
+    )
+    for _ in range(2):
+        x = torch.ones(3, 12)
+        model(x).square().mean().backward()
+        reference(x).square().mean().backward()
+    engine.finish_reductions()
+    wanted = {name: p.grad for name, p in reference.named_parameters()}
+    for bucket in engine.buckets:
+        own, (first, last) = bucket.grads.read(), bucket.shard_range
+        for span in bucket.layout.spans:
+            lo, hi, want = max(span.lo, first), min(span.hi, last), wanted[span.name]
+            assert want is not None
+            if lo < hi:
+                whole = want.reshape(-1)[lo - span.lo : hi - span.lo]
+                torch.testing.assert_close(own[lo - first : hi - first], whole * 2 / bucket.group.divisor)
+
+
+def of_many(world: int) -> tuple[Engine, list[ShardGroup]]:
+    with one_of(world, CPU) as group:
+        pairs = ShardGroup(group.world, [[rank, rank + 1] for rank in range(0, world, 2)], divisor=2)
+        engine = lt_zero.shard(chain(48), config_of(3), CPU, group=group, group_of=every_other([group, pairs]))
+        optimizer = torch.optim.SGD(engine.root.parameters(), lr=0.1)
+        lt_zero.ShardedOptimizer(engine, optimizer)
+        engine.root(torch.ones(2, 48)).square().mean().backward()
+        optimizer.step()
+        return engine, [group, pairs]
+
+
+def test_one_of_many_ranks_shards_over_two_of_them() -> None:
+    engine, (everyone, pairs) = of_many(512)
+    for bucket in engine.buckets:
+        shards = {everyone: 512, pairs: 2}[bucket.group]
+        assert bucket.shard.numel() * shards == bucket.layout.numel
+    # Of each kind of collectives, this rank is in one process group per set of ranks.
+    assert len(everyone.world.process_groups) == 4
+    assert len({id(group) for group in everyone.world.process_groups}) == 4
+
+
+@pytest.mark.parametrize(
+    "block",
+    [{"gradient_compression": {"algorithm": "1bit"}}, {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}],
+)
+def test_what_is_done_in_one_group_only_is_refused(block: dict[str, Any]) -> None:
+    groups = [LateGroup(CPU)]
+    groups.append(LateGroup(CPU, world=groups[0].world))
+    with pytest.raises(ConfigError, match=f"{next(iter(block))}.* 2 groups. Remove the key"):
+        lt_zero.shard(chain(), config_of(1, **block), CPU, group=groups[0], group_of=every_other(groups))
+
+
+@pytest.mark.parametrize("parts", [[[0], [1, 2, 3]], [[0, 1], [1, 2]], [[1, 0], [2, 3]], [[0, 1]]])
+def test_parts_divide_the_ranks(parts: list[list[int]]) -> None:
+    with one_of(4, CPU) as group, pytest.raises(ValueError, match="each of the 4 ranks has to be in one part"):
+        ShardGroup(group.world, parts, divisor=2)
