@@ -474,8 +474,8 @@ def _check_parts(parts: Sequence[Sequence[int]], world: int) -> None:
     if not each_once or len({len(part) for part in parts}) > 1 or any(part != sorted(part) for part in parts):
         shown = ", ".join(map(str, parts[:4])) + (", ..." if len(parts) > 4 else "")
         raise ValueError(
-            f"ShardGroup(parts=[{shown}]): each of the {world} ranks has to be in one part, in ascending order, and all "
-            "parts have to have equally many."
+            f"ShardGroup(parts=[{shown}]): each of the {world} ranks has to be in one part, in ascending order, and all"
+            " parts have to have equally many."
         )
 
 
