@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
-from lightning.fabric.accelerators.cpu import CPUAccelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -22,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lt_zero.checkpoint.identity import Identity, checked_file, load_same, of_content, opened_source, reading
-from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.directory import is_url, whole_file
 from lt_zero.checkpoint.native.pieces import (
     full_optimizer_state,
@@ -45,7 +43,6 @@ from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.config.faces import Face, check_face
 from lt_zero.config.load import examine
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_state_dict
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.lightning.checkpoint_plugin import writes_directories
@@ -54,7 +51,7 @@ from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.setup import shorten_errors
 from lt_zero.session.restoring import restore_optimizers
-from lt_zero.session.saving import Saving, beside, frozen_names, weights_to_save
+from lt_zero.session.saving import Saving, beside, export_weights, frozen_names, weights_to_save, whole_weights
 from lt_zero.session.session import Session, move_buffers
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
@@ -138,9 +135,7 @@ class FabricZeroStrategy(DDPStrategy):
     def precision(self, precision: Precision | None) -> None:
         self._precision = None
         if precision is not None:
-            plugin = ZeroPrecision.of(precision)
-            plugin.configure(self.config, device_type="cpu" if isinstance(self.accelerator, CPUAccelerator) else "cuda")
-            self._precision = plugin
+            self._precision = ZeroPrecision.configured(precision, self.config, self.accelerator)
 
     # ---- set-up ------------------------------------------------------------------------------------------------
 
@@ -335,12 +330,12 @@ class FabricZeroStrategy(DDPStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self.session.world.explaining() if self.session.known is not None else nullcontext():
+        with self.session.explaining():
             super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        with self.session.world.explaining() if self.session.known is not None else nullcontext():
+        with self.session.explaining():
             return super().broadcast(obj, src)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
@@ -350,8 +345,7 @@ class FabricZeroStrategy(DDPStrategy):
         """Full tensors on rank 0, {} elsewhere. Collective."""
         if not isinstance(module, ShardedModule):
             return dict(module.state_dict())
-        self.world.roll_call("Fabric.save")
-        return full_state_dict(module.engine)
+        return whole_weights(module.engine, "Fabric.save")
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -365,14 +359,14 @@ class FabricZeroStrategy(DDPStrategy):
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The state dict of a module that is set up, with full tensors on rank 0, {} on the others. Collective."""
-        return full_state_dict(self._engine_of(module))
+        return whole_weights(self._engine_of(module), "full_state_dict")
 
     def export(self, module: nn.Module, path: str | os.PathLike[str], **options: Any) -> None:
         """Write all weights of a module to files that are readable without lt_zero, in fp16 by default. Collective.
 
         ``options`` and errors are those of ``lt_zero.export``.
         """
-        export_engine(self._engine_of(module), self.broadcast(path), **{"dtype": torch.float16, **options})
+        export_weights(self._engine_of(module), self.broadcast(path), "export", **options)
         self.barrier("export")
 
     def _engine_of(self, module: nn.Module) -> Engine:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import plugins as fabric
+from lightning.fabric.accelerators.cpu import CPUAccelerator as FabricCPUAccelerator
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from lt_zero.engine.engine import Engine
 
 
+_CPUS = (CPUAccelerator, FabricCPUAccelerator)
 _STOCK = (
     *(Precision, HalfPrecision, MixedPrecision, DoublePrecision),
     *(fabric.Precision, fabric.HalfPrecision, fabric.MixedPrecision, fabric.DoublePrecision),
@@ -101,6 +104,13 @@ class ZeroPrecision(HalfPrecision):
                 f"Use one of {', '.join(MODES)}."
             )
         return cls(plugin.precision, getattr(plugin, "scaler", None))
+
+    @classmethod
+    def configured(cls, plugin: fabric.Precision, config: ZeroConfig, accelerator: Any) -> ZeroPrecision:
+        """``of`` for a run. Errors are those of ``of`` and ``configure``."""
+        made = cls.of(plugin)
+        made.configure(config, device_type="cpu" if isinstance(accelerator, _CPUS) else "cuda")
+        return made
 
     def configure(self, config: ZeroConfig, precision: str | None = None, device_type: str = "cpu") -> None:
         """Check and apply the ``fp16``, ``bf16`` and ``data_types`` blocks.

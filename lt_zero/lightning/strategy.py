@@ -14,7 +14,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision, TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -25,7 +25,6 @@ from typing_extensions import override
 
 from lt_zero.activation.checkpointing import install, installed, uninstall
 from lt_zero.checkpoint.export import Format
-from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.comm.comm_log import CommLog, CommRecord
 from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted, check_launch, joining
@@ -37,7 +36,7 @@ from lt_zero.config.faces import Face
 from lt_zero.config.load import examine
 from lt_zero.config.uses import ignored_keys, tell_ignored
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_state_dict, restore_whole, sync_buffers
+from lt_zero.engine.full_params import restore_whole, sync_buffers
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.lightning import setup as set_up
@@ -49,6 +48,7 @@ from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.setup import Run, Signals
+from lt_zero.session.saving import export_weights, whole_weights
 from lt_zero.session.session import Session, move_buffers
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -199,14 +199,7 @@ class ZeroStrategy(DDPStrategy):
 
         With ``EMA`` it has the averages, as exports have.
         """
-        self.engine.world.roll_call("full_state_dict")
-        with self._averaged():
-            return full_state_dict(self.engine)
-
-    def _averaged(self) -> AbstractContextManager[None]:
-        """Context in which the model has the averages of ``EMA``, if there are some. Collective."""
-        average = self.engine.average
-        return average.showing(True) if average is not None else nullcontext()
+        return whole_weights(self.engine, "full_state_dict")
 
     def save_trained_weights(self, checkpoint: dict[str, Any]) -> None:
         """Add the trained weights to a checkpoint whose state dict has the averages of ``EMA``. Collective."""
@@ -225,9 +218,8 @@ class ZeroStrategy(DDPStrategy):
 
         Rank 0 writes one bucket at a time. Arguments and errors are those of ``lt_zero.export``.
         """
-        self.engine.world.roll_call("export")
-        with self._averaged():
-            export_engine(self.engine, self.broadcast(path), dtype, format, shard_size, strip_prefix, overwrite)
+        more = {"shard_size": shard_size, "strip_prefix": strip_prefix, "overwrite": overwrite}
+        export_weights(self.engine, self.broadcast(path), "export", dtype=dtype, format=format, **more)
         self.barrier("export")
 
     def comms_summary(self) -> list[CommRecord]:
@@ -260,9 +252,7 @@ class ZeroStrategy(DDPStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = None
         if precision_plugin is not None:
-            plugin = ZeroPrecision.of(precision_plugin)
-            plugin.configure(self.config, device_type="cpu" if isinstance(self.accelerator, CPUAccelerator) else "cuda")
-            self._precision_plugin = plugin
+            self._precision_plugin = ZeroPrecision.configured(precision_plugin, self.config, self.accelerator)
 
     # ---- set-up ------------------------------------------------------------------------------------------------
 
@@ -486,7 +476,7 @@ class ZeroStrategy(DDPStrategy):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         # Saves outside of a run are synchronous.
-        with self.world.explaining() if self.world is not None else nullcontext():
+        with self.session.explaining():
             super().barrier(*args, **kwargs)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lt_zero.checkpoint.identity import open_same
-from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.directory import file_system, inside, is_url, whole_file
 from lt_zero.checkpoint.native.load import as_lightning, check_schedule, fitting_state
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
@@ -50,12 +49,11 @@ from lt_zero.config.faces import Face, check_face
 from lt_zero.config.load import examine, resolved
 from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_state_dict
 from lt_zero.engine.partition import with_sizes
 from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.session.restoring import Progress, restore_optimizers
-from lt_zero.session.saving import Saving, beside, frozen_names, weights_to_save
+from lt_zero.session.saving import Saving, beside, export_weights, frozen_names, weights_to_save, whole_weights
 from lt_zero.session.session import Session
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
@@ -275,7 +273,7 @@ class TrainingEngine(nn.Module):
         self.global_steps += 1
         self.global_samples += (self._micro or 1) * self._pending * self.world_size
         self._pending = 0
-        if self.lr_scheduler is not None and self._applied:
+        if self.lr_scheduler is not None and (self._applied or self._config.on_skipped_step == "advance"):
             self.lr_scheduler.step(**lr_kwargs)
         self.session.end_step(sharded)
 
@@ -389,8 +387,7 @@ class TrainingEngine(nn.Module):
 
     def module_state_dict(self) -> dict[str, Any]:
         """The module's state dict with full weights on the CPU of rank 0, {} elsewhere. Collective."""
-        self.engine.prepare_reading()
-        return full_state_dict(self.engine)
+        return whole_weights(self.engine, "engine.module_state_dict")
 
     @without_gc
     @together
@@ -533,7 +530,7 @@ class TrainingEngine(nn.Module):
             if self.world.rank == 0:
                 Path(save_dir).mkdir(parents=True, exist_ok=True)
         dtype = torch.bfloat16 if self.bfloat16_enabled() else torch.float16
-        export_engine(self.engine, Path(save_dir, save_filename), **{"dtype": dtype, **options})
+        export_weights(self.engine, Path(save_dir, save_filename), "save_16bit_model", **{"dtype": dtype, **options})
         return True
 
     save_fp16_model = save_16bit_model

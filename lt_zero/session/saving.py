@@ -11,11 +11,12 @@ Note [Life of a save]
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.pieces import weight_fragments
 from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
@@ -58,13 +60,37 @@ def weights_to_save(
         averaged: with the averages of ``EMA`` where it has some, else with the trained weights.
         sharded: in fragments, for a directory; else full tensors on rank 0, and nothing elsewhere.
     """
-    without, average = set(left_out), engine.average
+    without = set(left_out)
     if sharded:
         state = weight_fragments(engine, averaged)
     else:
-        with average.showing(averaged) if average is not None else nullcontext():
+        with averages_shown(engine, averaged):
             state = full_state_dict(engine)
     return {name: value for name, value in state.items() if name not in without}
+
+
+def averages_shown(engine: Engine, averaged: bool = True) -> AbstractContextManager[None]:
+    """Context in which the model has the averages of ``EMA``, if there are some, or its trained weights. Collective."""
+    return engine.average.showing(averaged) if engine.average is not None else nullcontext()
+
+
+def whole_weights(engine: Engine, call: str) -> dict[str, Any]:
+    """The state dict with full tensors on the CPU of rank 0, {} elsewhere. Collective.
+
+    With ``EMA`` it has the averages, as exports have. ``call``: what users call.
+    """
+    engine.world.roll_call(call)
+    return weights_to_save(engine, sharded=False)
+
+
+def export_weights(engine: Engine, path: str | os.PathLike[str], call: str, **options: Any) -> None:
+    """Write all weights to files, by default in fp16, rank 0 one bucket at a time. Collective.
+
+    ``options`` and errors are those of ``lt_zero.export``.
+    """
+    engine.world.roll_call(call)
+    with averages_shown(engine):
+        export_engine(engine, path, **{"dtype": torch.float16, **options})
 
 
 def trained_beside(engine: Engine, left_out: Iterable[str] = (), sharded: bool = True) -> dict[str, Any]:

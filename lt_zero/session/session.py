@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -203,10 +204,10 @@ class Session:
         return self.loss_scale.scaled(engine or next(iter(self.engines), None), loss)
 
     def step(self, sharded: ShardedOptimizer, limit: float, call: Callable[[], object]) -> tuple[bool, Tensor | None]:
-        """``LossScaleController.step`` of an optimizer, once the save in the background has not failed. Collective.
+        """``LossScaleController.step`` of an optimizer. Collective.
 
         Raises:
-            CheckpointError: on all ranks: it has.
+            CheckpointError: on all ranks, before the step: the save in the background has failed.
         """
         self.saver.check(self.world)
         return self.loss_scale.step(sharded, self.number(sharded), limit, call)
@@ -215,6 +216,10 @@ class Session:
         """A step of an optimizer is over, for the face, too."""
         if self.trial is not None and self.number(sharded) == 0:
             self.trial.end_step()
+
+    def explaining(self) -> AbstractContextManager[None]:
+        """Context in which errors of collectives of others tell which rank has ended."""
+        return self.known.world.explaining() if self.known is not None else nullcontext()
 
     # ---- checkpoints, and the end ------------------------------------------------------------------------------
 

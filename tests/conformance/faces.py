@@ -49,13 +49,18 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass
 class Settings:
-    """Of a run. ``zero``: keys of the zero_optimization block; ``config``: of the top level."""
+    """Of a run.
+
+    ``zero``: keys of the zero_optimization block; ``config``: of the top level; ``schedule``: is stepped by
+    ``Face.step``.
+    """
 
     stage: int
     precision: str = "32-true"
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+    schedule: Callable[[Any], Any] | None = None
 
     def whole(self, **keys: Any) -> dict[str, Any]:
         block = {"stage": self.stage, "stage3_param_persistence_threshold": 0, **self.zero}
@@ -182,7 +187,9 @@ def _run_loop(settings: Settings, contract: Contract, net: nn.Module) -> Any:
     if block is not None:
         config[block] = {"enabled": True, **config.get(block, {})}
         config["torch_autocast"] = {"enabled": kind == "mixed", "dtype": block}
-    engine = lt_zero.initialize(model=net, optimizer=settings.optimizer(net), config=config)[0]
+    optimizer = settings.optimizer(net)
+    made = lt_zero.initialize(model=net, optimizer=optimizer, lr_scheduler=settings.schedule, config=config)
+    engine = made[0]
     try:
         return contract(LoopFace(engine))
     finally:
@@ -193,8 +200,8 @@ def _run_loop(settings: Settings, contract: Contract, net: nn.Module) -> Any:
 
 
 class FabricFace(Face):
-    def __init__(self, fabric: Any, model: Any, optimizer: Any) -> None:
-        self.fabric, self.model, self.wrapped = fabric, model, optimizer
+    def __init__(self, fabric: Any, model: Any, optimizer: Any, schedule: Any = None) -> None:
+        self.fabric, self.model, self.wrapped, self.schedule = fabric, model, optimizer, schedule
         self.net, self.optimizer = model.module, optimizer.optimizer
         self._controller = fabric.strategy.precision.loss_scale_controller
 
@@ -215,6 +222,8 @@ class FabricFace(Face):
     def step(self) -> None:
         self.wrapped.step()
         self.wrapped.zero_grad()
+        if self.schedule is not None:
+            self.schedule.step()
 
     def save(self, path: str) -> None:
         self.fabric.save(path, {"model": self.model, "optimizer": self.wrapped})
@@ -236,7 +245,9 @@ def _run_fabric(settings: Settings, contract: Contract, net: nn.Module) -> Any:
         precision=settings.precision,  # type: ignore[arg-type]
     )
     fabric.launch()
-    return contract(FabricFace(fabric, *fabric.setup(net, settings.optimizer(net))))
+    optimizer = settings.optimizer(net)
+    schedule = {} if settings.schedule is None else {"scheduler": settings.schedule(optimizer)}
+    return contract(FabricFace(fabric, *fabric.setup(net, optimizer, **schedule)))
 
 
 # ---- a Trainer -------------------------------------------------------------------------------------------------------
@@ -271,6 +282,8 @@ class TrainerFace(Face):
         optimizer: Any = self.module.optimizers()
         optimizer.step()
         optimizer.zero_grad()
+        if (schedule := self.module.lr_schedulers()) is not None:
+            schedule.step()  # type: ignore[union-attr, call-arg]
 
     def save(self, path: str) -> None:
         self.module.trainer.save_checkpoint(path)
@@ -292,7 +305,8 @@ class ContractModule(pl.LightningModule):
         self.result = self.contract(TrainerFace(self))
 
     def configure_optimizers(self) -> Any:
-        return self.settings.optimizer(self.net)
+        optimizer = self.settings.optimizer(self.net)
+        return optimizer if self.settings.schedule is None else ([optimizer], [self.settings.schedule(optimizer)])
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(torch.zeros(dist.get_world_size(), 1))  # type: ignore[arg-type]

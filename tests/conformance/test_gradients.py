@@ -154,7 +154,7 @@ SETTINGS = [
 @pytest.mark.parametrize(
     ("face", "settings", "ranks"),
     only_rows(
-        [("loop", 0, 2), ("fabric", 1, 2), ("trainer", 2, 2)],
+        [("loop", 0, 2), ("fabric", 8, 2), ("trainer", 2, 2)],
         [*itertools.product(FACES, range(len(SETTINGS)), [2]), *itertools.product(FACES, [3], [3])],
     ),
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import lt_zero
@@ -44,6 +46,40 @@ def _trains(settings: Settings, clip: bool, face: Face) -> None:
 
 def _run(face: str, settings: Settings, clip: bool) -> None:
     run(face, settings, partial(_trains, settings, clip))
+
+
+def _halves(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def _skips(face: Face) -> list[float]:
+    """The learning rates after three steps, of which the gradients of the second overflow on one rank."""
+    rates = []
+    for step in range(3):
+        before = lt_zero.full_master(next(face.net.parameters()))
+        for micro in range(GAS):
+            face.backward(step, micro, float("inf") if step == 1 and dist.get_rank() == 1 else 1.0)
+        face.step()
+        rates.append(face.optimizer.param_groups[0]["lr"])
+        assert torch.equal(before, lt_zero.full_master(next(face.net.parameters()))) == (step == 1)
+    return rates
+
+
+def _run_skips(face: str, how: str) -> Any:
+    config = {"fp16": {"initial_scale_power": 10, "hysteresis": 1}, "on_skipped_step": how}
+    return run(face, Settings(2, "16-true", config=config, schedule=_halves), _skips)
+
+
+HELD, ADVANCED = ("hold", [0.05, 0.05, 0.025]), ("advance", [0.05, 0.025, 0.0125])
+
+
+@pytest.mark.parametrize(
+    ("face", "how", "rates"),
+    only_rows([*((f, *HELD) for f in FACES), ("loop", *ADVANCED)], [(f, *r) for f in FACES for r in (HELD, ADVANCED)]),
+)
+def test_a_skipped_step_changes_nothing(pool: Pool, face: str, how: str, rates: list[float]) -> None:
+    for found in pool.run(2, _run_skips, face, how):
+        assert found == rates
 
 
 EXACT = [Settings(stage, optimizer=optimizer) for stage in range(4) for optimizer in (sgd, adamw)]
