@@ -133,6 +133,11 @@ class Ranks(ProcessLocal):
         self._gloo = process_group is not None and dist.get_backend(process_group) == "gloo"
 
     @property
+    def of_process(self) -> tuple[int, ...]:
+        """The ranks as torch numbers them in the default process group; () in a single process without one."""
+        return tuple(dist.get_process_group_ranks(self.process_group)) if self.process_group is not None else ()
+
+    @property
     def alone(self) -> bool:
         """Whether there is one rank, and no process group."""
         return self.process_group is None and self.size == 1

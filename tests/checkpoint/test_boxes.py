@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lt_zero.comm.communicator import Comm
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -31,6 +30,8 @@ from lt_zero.checkpoint.native.pieces import (
 from lt_zero.checkpoint.native.restore import restore_optimizer, restore_weights
 from lt_zero.checkpoint.native.save import bundle, make_place, write
 from lt_zero.cli import app
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_parameters, full_state_dict
@@ -43,11 +44,11 @@ CPU = torch.device("cpu")
 STATES = ("exp_avg", "exp_avg_sq")
 
 
-def _comm_of(groups: list[list[int]]) -> Comm:
-    """The collectives of this rank's group."""
-    made = [(dist.new_group(ranks), dist.new_group(ranks)) for ranks in groups]
+def _group_of(groups: list[list[int]]) -> ShardGroup:
+    """This rank's group, whose ranks are a world of their own."""
+    made = [dist.new_group(ranks) for ranks in groups]
     mine = next(number for number, ranks in enumerate(groups) if dist.get_rank() in ranks)
-    return Comm(*made[mine], CPU)
+    return ShardGroup.of_all(World(made[mine], CPU))
 
 
 class Net(nn.Module):
@@ -66,10 +67,10 @@ class Net(nn.Module):
         return found.sum() + x.sum() * self.bias.sum()
 
 
-def _engine(model: nn.Module, comm: Comm, stage: int, specs: list[ParamSpec]) -> tuple[Engine, ShardedOptimizer]:
+def _engine(model: nn.Module, group: ShardGroup, stage: int, specs: list[ParamSpec]) -> tuple[Engine, ShardedOptimizer]:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-    engine = lt_zero.shard(model, config, CPU, comm=comm, specs=specs)
+    engine = lt_zero.shard(model, config, CPU, group=group, specs=specs)
     return engine, ShardedOptimizer(engine, torch.optim.AdamW(_groups(model), lr=0.1))
 
 
@@ -85,7 +86,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _save(engine: Engine, sharded: ShardedOptimizer, path: str, **more: Any) -> None:
-    world, names = Comm.for_world(CPU), [parameter_names(sharded.optimizer, engine)]
+    world, names = World.join(CPU), [parameter_names(sharded.optimizer, engine)]
     state = {"state_dict": weight_fragments(engine), "optimizer_states": [optimizer_fragments(sharded)], **more}
     made = bundle(state, names, world, {}, {})
     write(made, make_place(world, path), world, world.saving_group(background=False))
@@ -111,9 +112,9 @@ ROWS = [Box((0, 0), (2, 8)), Box((2, 0), (4, 8)), Box((6, 0), (1, 8))]
 
 def _save_columns(folder: str, stage: int) -> dict[str, Tensor]:
     """Ranks 0 and 1 have the first columns, 2 and 3 the others; each pair shards them. Returns the whole tensors."""
-    comm, box = _comm_of([[0, 1], [2, 3]]), COLUMNS[dist.get_rank() // 2]
+    group, box = _group_of([[0, 1], [2, 3]]), COLUMNS[dist.get_rank() // 2]
     model = Net(box)
-    engine, sharded = _engine(model, comm, stage, [ParamSpec("weight", (7, 8), box)])
+    engine, sharded = _engine(model, group, stage, [ParamSpec("weight", (7, 8), box)])
     _train(model, sharded.optimizer)
     _save(engine, sharded, f"{folder}/saved")
     for refused in (full_state_dict, lambda engine: full_optimizer_state(sharded)):
@@ -130,7 +131,7 @@ def _save_columns(folder: str, stage: int) -> dict[str, Tensor]:
 
 def _load_whole(path: str, want: dict[str, Tensor]) -> None:
     model = Net()
-    engine, sharded = _engine(model, Comm.for_world(CPU), 2, [])
+    engine, sharded = _engine(model, World.join(CPU), 2, [])
     _restore(engine, sharded, path)
     _equal(_values(engine), want)
 
@@ -139,7 +140,7 @@ def _load_rows(path: str, want: dict[str, Tensor]) -> None:
     """Each rank has other rows, and shards with nobody. Weights are given in full, and by rows, too."""
     box = ROWS[dist.get_rank()]
     model = Net(box)
-    engine, sharded = _engine(model, _comm_of([[0], [1], [2]]), 1, [ParamSpec("weight", (7, 8), box)])
+    engine, sharded = _engine(model, _group_of([[0], [1], [2]]), 1, [ParamSpec("weight", (7, 8), box)])
     _restore(engine, sharded, path)
     rows = {name: box.of(value) if _is_cut(name) else value for name, value in want.items()}
     _equal(_values(engine), rows)
@@ -230,9 +231,9 @@ class Stage(nn.Module):
 
 def _save_stages(folder: str) -> dict[str, Tensor]:
     """Ranks 0 and 1 have the first layer, rank 2 the second, with more entries that hold its tensors."""
-    comm, last = _comm_of([[0, 1], [2]]), dist.get_rank() == 2
+    group, last = _group_of([[0, 1], [2]]), dist.get_rank() == 2
     model = Stage("second" if last else "first")
-    engine, sharded = _engine(model, comm, 1, [])
+    engine, sharded = _engine(model, group, 1, [])
     _train(model, sharded.optimizer)
     average = {n: v for n, v in weight_fragments(engine).items() if isinstance(v, Fragment)}
     _save(engine, sharded, f"{folder}/saved", mine={"average": average, "count": {model.layers[0]: 5}, "epochs": 3})
@@ -247,7 +248,7 @@ def _save_stages(folder: str) -> dict[str, Tensor]:
 
 def _load_stages(path: str, want: dict[str, Tensor]) -> None:
     model = Stage("first", "second")
-    engine, sharded = _engine(model, Comm.for_world(CPU), 3, [])
+    engine, sharded = _engine(model, World.join(CPU), 3, [])
     for buffer in model.buffers():
         buffer.zero_()
     _restore(engine, sharded, path)

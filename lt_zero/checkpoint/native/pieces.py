@@ -133,7 +133,7 @@ def _fragment(bucket: Bucket, index: int, local: Callable[[], Tensor], dtype: to
     if 0 in spec.shape:
         local = partial(torch.empty, 0, dtype=dtype)
     done = bucket.put_away if streamed else None
-    return Fragment(local, spec.global_shape, lo, hi, dtype, done, spec.local_box, bucket.group.ranks)
+    return Fragment(local, spec.global_shape, lo, hi, dtype, done, spec.local_box, bucket.group.of_process)
 
 
 class _Scalar(NamedTuple):

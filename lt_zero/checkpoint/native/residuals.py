@@ -80,7 +80,7 @@ def _late_gradients(engine: Engine, tolerance: TolerantSum, sharded: bool) -> di
             if sharded:
                 lo, hi = (numel * rank // world.size for rank in (world.rank, world.rank + 1))
                 local = partial(rows.narrow, 0, span.lo + lo, hi - lo)
-                state["worker"][span.name] = _fragment(span.spec.stacked(1), local, lo, hi, bucket.group.ranks)
+                state["worker"][span.name] = _fragment(span.spec.stacked(1), local, lo, hi, bucket.group.of_process)
             elif world.rank == 0:
                 state["worker"][span.name] = rows[span.lo : span.hi].view(1, *span.shape)
             state["units"][span.name] = _late_unit(bucket)
@@ -102,11 +102,11 @@ def _fragments(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Fragm
         numel = span.hi - span.lo
         mine = partial(rows.narrow, 0, span.lo, numel)
         lo, hi = group.rank * numel, (group.rank + 1) * numel
-        worker[span.name] = _fragment(span.spec.stacked(group.size), mine, lo, hi, group.ranks)
+        worker[span.name] = _fragment(span.spec.stacked(group.size), mine, lo, hi, group.of_process)
         if shard is not None:
             piece = pieces.get(index)
             at, lo, hi = (piece.offset, piece.lo, piece.hi) if piece is not None else (0, 0, 0)
-            server[span.name] = _fragment(span.spec, partial(shard.narrow, 0, at, hi - lo), lo, hi, group.ranks)
+            server[span.name] = _fragment(span.spec, partial(shard.narrow, 0, at, hi - lo), lo, hi, group.of_process)
     return worker, server
 
 
