@@ -219,8 +219,8 @@ class Bucket:
             if self.route is not None and self._routed:
                 self._pending = self.route.launch()
             else:
-                gather = self.weights.gather_source.launch_gather
-                self._pending = gather(self.shard, lambda own: self.group.all_gather(self.flat, self.name, own))
+                gather = partial(self.group.all_gather, self.flat, self.name)
+                self._pending = self.weights.gather_source.launch_gather(self.shard, gather)
         self.state = State.GATHERING
         self.live.elements += self.layout.numel
         self.live.flying += self.layout.numel

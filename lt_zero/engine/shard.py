@@ -319,19 +319,23 @@ class Accumulator:
             self.take(out, add)
             return Done()
 
-        return self._launch(take)
+        add = self._begin()
+        return self.values.launch_reduce(take, add)
 
     def launch_reduce(self, send: SendBuffer) -> Waits:
         """Start averaging ``send`` (all elements) over the ranks into the accumulator."""
-        group, name = self._group, self._name
         feedback = self.feedback
         residuals = feedback.begin() if feedback is not None else None
+        add = self._begin()
         if feedback is not None and residuals is not None:
-            return self._launch(lambda out, add: feedback.reduce(out, send.flat, residuals, add))
-        collective = group.all_reduce if self._whole else group.reduce_scatter
-        return self._launch(lambda out, add: collective(out, send, add, name))
+            reduce: Reduce = partial(feedback.reduce, send=send.flat, residuals=residuals)
+        else:
+            collective = self._group.all_reduce if self._whole else self._group.reduce_scatter
+            reduce = partial(collective, send=send, name=self._name)
+        return self.values.launch_reduce(reduce, add)
 
-    def _launch(self, reduce: Reduce) -> Waits:
+    def _begin(self) -> bool:
+        """Prepare the accumulator for a reduction that is launched next; returns whether that adds to what is there."""
         self.apply_deferred_scale()
         if self._store is self._none:
             self._store = self._place.store("grad", self._numel, self.dtype)
@@ -340,7 +344,7 @@ class Accumulator:
         add = bool(self.valid)
         self.changes += 1
         self.valid.update(i for i, p in enumerate(self._params) if p.requires_grad)
-        return self.values.launch_reduce(reduce, add)
+        return add
 
     @property
     def accumulated(self) -> bool:

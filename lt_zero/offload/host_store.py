@@ -117,7 +117,7 @@ class HostStore(Store):
     def launch_reduce(self, reduce: Reduce, add: bool) -> Waits:
         out = self.write() if add else self.overwrite()
         if self._link is None:
-            return reduce(out, add)
+            return reduce(out, add=add)
         link, landing = self._link, flat_empty(out.numel(), out.dtype, self._link.device)
 
         def receive() -> None:
@@ -129,7 +129,7 @@ class HostStore(Store):
             if len(arriving) > _ARRIVING:
                 arriving.popleft().wait_arrived()
 
-        return _Then([reduce(landing, False)], receive)
+        return _Then([reduce(landing, add=False)], receive)
 
     @torch.no_grad()
     def wait_arrived(self) -> None:

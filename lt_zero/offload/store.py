@@ -32,8 +32,12 @@ class Waits(Protocol):
 
 # Launches the all-gather of a shard; the argument is this rank's shard, if peers can read it there.
 Gather = Callable[[Tensor | None], Waits]
-# Launches a reduction into a tensor on the device; the second argument: add to it.
-Reduce = Callable[[Tensor, bool], Waits]
+
+
+class Reduce(Protocol):
+    """Launches a reduction into ``out``, a tensor on the device; ``add``: adds to it."""
+
+    def __call__(self, out: Tensor, *, add: bool) -> Waits: ...
 
 
 class Store:
@@ -130,7 +134,7 @@ class Store:
 
     def launch_reduce(self, reduce: Reduce, add: bool) -> Waits:
         """Start a reduction whose result becomes the values, or is added to them."""
-        return reduce(self.write() if add else self.overwrite(), add)
+        return reduce(self.write() if add else self.overwrite(), add=add)
 
     def wait_sent(self) -> None:
         """Wait for the last copy to the device that reads host memory, which is changed next."""
