@@ -41,8 +41,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -55,8 +55,6 @@ from lt_zero.comm import shared_memory
 from lt_zero.comm import work as work_module
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.ended_ranks import (
-    COUNTS,
-    WHERE,
     EndedRanks,
     described,
     innermost,
@@ -65,7 +63,8 @@ from lt_zero.comm.ended_ranks import (
     user_line,
 )
 from lt_zero.comm.process_groups import closing_if_unanswered, exists
-from lt_zero.comm.work import CALL, FENCE, MEETING, Launch, Watch
+from lt_zero.comm.verdict import GONE, OVER, RAN, RankState, Remedy, diverged, sentence
+from lt_zero.comm.work import CALL, Launch, Watch
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ class HangDetector:
         self._last_answers: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
         self._heeded = 0.0  # when errors of others were read
         self._end: str | None = None  # why another rank has ended
-        self.remedy: Remedy = lambda launch, other: _RAN
+        self.remedy: Remedy = lambda launch, other: RAN
         self.ends = EndedRanks(store, self._ranks, self._rank, host, watch)
         this = weakref.ref(self)
 
@@ -183,19 +182,19 @@ class HangDetector:
             else:
                 members = self._watch.channels[launch.channel].ranks
                 states = {r: self._state_of(r, launch, now) for r in members if r != self._rank}
-                states[self._rank] = _RankState.waiting(launch, user_line(sys._getframe()))
+                states[self._rank] = RankState.waiting(launch, user_line(sys._getframe()))
                 lost = next((rank for rank, state in states.items() if state.never), None)
                 if lost is None and launch.operation == CALL and waited > self._patience.limit:
                     lost = next((rank for rank, state in states.items() if not state.came), None)
                 if lost is not None:
-                    readers = sum(not state.text.startswith(_GONE) for state in states.values())
-                    self._fail(_sentence(states, self._rank, lost, self.remedy), readers)
+                    readers = sum(not state.text.startswith(GONE) for state in states.values())
+                    self._fail(sentence(states, self._rank, lost, self.remedy), readers)
             self._asked = now
             self._store.set(f"question/{self._rank}", json.dumps([launch.channel, launch.number]))
             asks = self._store.add("asks", 1)
             self._first_question = self._first_question or asks
 
-    def _state_of(self, rank: int, launch: Launch, now: float) -> _RankState:
+    def _state_of(self, rank: int, launch: Launch, now: float) -> RankState:
         """What another rank is doing, and whether it will never launch ``launch``."""
         key = f"doing/{rank}"
         answer: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {"asks": 0}
@@ -204,16 +203,16 @@ class HangDetector:
         self._last_answers[rank] = answer["asks"], since
         if now - since > 2.5 * self._patience.poll and self.ends.has_ended(rank):
             end = self.ends.of(rank)
-            text = _OVER if end is not None and not end.text and end.concerns(self.ends.scopes) else _GONE
+            text = OVER if end is not None and not end.text and end.concerns(self.ends.scopes) else GONE
             lost = f", or its link is cut ({self.ends.lost[rank]})" if rank in self.ends.lost else ""
-            return _RankState(None, "", f"{text}{self.ends.on_hosts([rank])}{lost}", never=True)
+            return RankState(None, "", f"{text}{self.ends.on_hosts([rank])}{lost}", never=True)
         if answer["asks"] < self._first_question:
             end = self.ends.of(rank)
             if end is not None and not end.text and end.concerns(self.ends.scopes) and end.precedes(launch):
-                return _RankState(None, "", _OVER, never=True)
-            return _RankState(None, "", "does not answer")
+                return RankState(None, "", OVER, never=True)
+            return RankState(None, "", "does not answer")
         theirs = Launch(*answer["launch"]) if answer["launch"] is not None else None
-        state = _RankState(theirs, answer["place"], answer["text"])
+        state = RankState(theirs, answer["place"], answer["text"])
         stuck = answer["seconds"] >= self._patience.stuck
         ran = answer["ran"].get(str(self._rank))
         channel = self._watch.channels.get(theirs.channel) if theirs is not None else None
@@ -240,7 +239,7 @@ class HangDetector:
             told = {rank: json.loads(self._store.get(f"ran/{rank}")) for rank in channel.ranks}
             histories = {rank: ([Launch(*entry) for entry in ran], place) for rank, (ran, place) in told.items()}
             self._fail(diverged(histories, self.remedy), len(channel.ranks))
-        raise RuntimeError(f"The ranks diverged at {launch}. {_RAN}")
+        raise RuntimeError(f"The ranks diverged at {launch}. {RAN}")
 
     def _fail(self, verdict: str, readers: int) -> None:
         """Post the verdict, wait until ``readers`` ranks have read it, and raise: Note [The verdict reaches all ranks].
@@ -365,108 +364,6 @@ class HangDetector:
         self._end = None
 
 
-_GONE = "has ended or left the process group"
-_OVER = "has come to its end without an error"
-_ENDED = f"See the last that it printed{WHERE}, and whether its host runs (dmesg, the scheduler)."
-_CALLED = (
-    "Every rank has a part of the state: call it on every rank, without `if trainer.is_global_zero:` or"
-    " `rank_zero_only` around it."
-)
-_RAN = (
-    "Every rank has to launch the same collectives in the same order: look for a branch or a loop that depends on the"
-    " rank or its data."
-)
-Remedy = Callable[[Launch, Launch | None], str]
-
-
-@dataclass
-class _RankState:
-    """A rank: the collective in which it waits, its line of the user's code, and both in words.
-
-    ``came``: it is, or was, in the collective that is examined. ``never``: it never will be.
-    """
-
-    launch: Launch | None
-    place: str
-    text: str
-    came: bool = False
-    never: bool = False
-
-    @classmethod
-    def waiting(cls, launch: Launch, place: str) -> _RankState:
-        return cls(launch, place, f"waits in {launch} ({place})", came=True)
-
-    def compare(self, launch: Launch, ran: Launch) -> None:
-        """Compare ``launch``, which is examined, with ``ran``, which the rank launched under the same number."""
-        self.came = launch.like(ran)
-        self.never = not self.came
-        if self.never and not ran.like(self.launch):
-            self.text += f", and ran {ran} ({ran.numel:,} elements) in its place"
-
-
-def diverged(histories: Mapping[int, tuple[list[Launch], str]], remedy: Remedy) -> str:
-    """The verdict on ranks that meet in different collectives, from the history and user line of each.
-
-    The same text on every rank.
-    """
-    least = min(ran[-1].number for ran, _ in histories.values())
-    ran_at = {rank: {launch.number: launch for launch in ran} for rank, (ran, _) in histories.items()}
-    first, *others = ran_at.values()
-    common = sorted(set(first).intersection(*others))
-    number = next((n for n in common if not all(ran[n].like(first[n]) for ran in others)), least)
-    head = next(rank for rank, (ran, _) in histories.items() if ran[-1].number == least)
-    states = {rank: _RankState.waiting(ran[-1], place) for rank, (ran, place) in histories.items()}
-    for rank, state in states.items():
-        if number in ran_at[rank]:
-            state.compare(ran_at[head][number], ran_at[rank][number])
-        else:
-            state.came, state.never = False, True
-    lost = next((rank for rank, state in states.items() if state.never), next(rank for rank in states if rank != head))
-    return _sentence(states, head, lost, remedy)
-
-
-def _sentence(states: dict[int, _RankState], head: int, lost: int, remedy: Remedy) -> str:
-    """The verdict: rank ``head`` waits for rank ``lost``, which will never arrive."""
-    first, other = states[head], states[lost]
-    assert first.launch is not None
-    called = first.launch.operation == CALL
-    calls = other.launch is not None and other.launch.operation == CALL
-    sooner = other.launch is not None and other.launch[:2] <= first.launch[:2]
-    if other.launch is not None and sooner and _known(other.launch) < _known(first.launch):
-        states = {rank: replace(state, came=False) for rank, state in states.items()}
-        return _sentence(states, lost, head, remedy)
-    came = sorted(rank for rank, state in states.items() if state.launch == first.launch)
-    if called and calls:
-        return (
-            f"{first.launch} was called on {_names(came)} ({first.place}) while {other.launch} was called on rank"
-            f" {lost} ({other.place}). Both need all ranks: call the same operations in the same order on every rank."
-        )
-    others = sorted(r for r, state in states.items() if r not in (*came, lost) and not state.came)
-    also = f" (nor on {_names(others)})" if others else ""
-    meets = first.launch.operation == MEETING
-    done = "was called" if called else "was reached" if meets else "was begun"
-    begun = f"{first.launch} {done}" if called else f"T{str(first.launch)[1:]} {done}"
-    if meets or other.text.startswith(_OVER):
-        advice = COUNTS
-    elif other.text.startswith(_GONE):
-        advice = _ENDED
-    else:
-        advice = _CALLED if called else remedy(first.launch, other.launch)
-    return f"{begun} on {_names(came)} ({first.place}) and not on rank {lost}, which {other.text}{also}. {advice}"
-
-
-def _known(launch: Launch) -> int:
-    """Rank of what users know best: their calls, then batches and epochs, modules, and fences of this package."""
-    return {CALL: 0, MEETING: 1, FENCE: 3}.get(launch.operation, 2)
-
-
-def _names(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}" if len(ranks) <= 8 else f"{len(ranks)} ranks ({shown}, ...)"
-
-
 # ---- the thread --------------------------------------------------------------------------------------------------
 
 
@@ -577,7 +474,7 @@ class _Reporter:
         now: Any = launch
         text = f"is at {place}"
         if launch is not None:
-            text = _RankState.waiting(launch, place).text
+            text = RankState.waiting(launch, place).text
         elif frame is not None and (ranks := _collective_of(frame)) is not None:
             now, text = frame, f"waits in {frame.f_code.co_name} of torch.distributed ({place})"
         if now is None or now is not self._in:

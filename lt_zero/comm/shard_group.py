@@ -65,7 +65,7 @@ class ShardGroup(Ranks):
         order = world.order_of(ranks)
         gathers = world.process_group
         if gathers is not None and not everyone:
-            gathers = world.new_group(None, self._parts, probed=True)
+            gathers = world.new_group(None, self._parts, closes=True)
         super().__init__(gathers, ranks, ranks.index(world.rank), world.device, world.watch, order, world.log)
         self.divisor, self.norm_share = float(divisor), norm_share
         self.sums_gradients = False  # gradient_allreduce_op: sum
@@ -97,7 +97,7 @@ class ShardGroup(Ranks):
     def _connect(self, gathers: dist.ProcessGroup, everyone: bool) -> None:
         """Make what the collectives of this group need besides the process group for gathers."""
         world, order, backend = self.world, self.order, dist.get_backend(gathers)
-        self.reductions = gathers if one_queue() else world.new_group(None, self._parts, probed=True)
+        self.reductions = gathers if one_queue() else world.new_group(None, self._parts, closes=True)
         if not everyone:
             order.host = gathers if backend in ("gloo", "fake") else world.new_group("gloo", self._parts)
         apart = world.check and order.host is not gathers

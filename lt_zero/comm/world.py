@@ -75,7 +75,7 @@ class World(Ranks):
         super().__init__(process_group, range(size), rank, device, watch, LaunchOrder(watch, range(size)), log)
         self.check, self.timeout, self.link_timeout = check, timeout, link_timeout
         self.process_groups = [process_group] if process_group is not None else []  # all that were made
-        self._probed = list(self.process_groups)  # whose connections hang detection closes
+        self._closed = list(self.process_groups)  # whose connections hang detection closes
         # Exchanges of host data (used parameters, orders) must not synchronise the GPU.
         self.order.host = process_group
         # A simulated group (torch's "fake" backend) has no other processes; results are this process's values.
@@ -122,7 +122,7 @@ class World(Ranks):
         host = world.order.host
         assert host is not None
         if dist.get_backend(host) == "gloo":  # not a simulated group
-            world.detector = world.order.detector = HangDetector(world._probed, host, world.watch, patience)
+            world.detector = world.order.detector = HangDetector(world._closed, host, world.watch, patience)
             world.agreement = world.detector.agreement
             places = world.host_gather((node_identity(node), socket.gethostname()), "nodes")
             world.nodes = group_by_node([identity for identity, _ in places])
@@ -150,11 +150,11 @@ class World(Ranks):
         backend: str | None,
         parts: Sequence[Sequence[int]] | None = None,
         timeout: timedelta | None = None,
-        probed: bool = False,
+        closes: bool = False,
     ) -> dist.ProcessGroup:
         """Another process group over all ranks, or over that of ``parts`` which has this rank. Collective.
 
-        ``backend``: None: that of the default group. ``parts``: the same on all ranks. ``probed``: hang detection
+        ``backend``: None: that of the default group. ``parts``: the same on all ranks. ``closes``: hang detection
         closes its connections after a verdict.
         """
         assert self.process_group is not None
@@ -166,7 +166,7 @@ class World(Ranks):
             group = new_group(members, timeout or self.timeout, backend, self.device, inside, link_timeout=patience)
             mine += [group] if inside else []
         self.process_groups += mine
-        self._probed += mine if probed else []
+        self._closed += mine if closes else []
         return mine[0]
 
     def order_of(self, ranks: Sequence[int]) -> LaunchOrder:

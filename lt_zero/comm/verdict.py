@@ -1,0 +1,110 @@
+"""The verdict on ranks that will never meet, in words: which rank waits where, and what the user may look for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from lt_zero.comm.ended_ranks import COUNTS, WHERE
+from lt_zero.comm.work import CALL, FENCE, MEETING, Launch
+
+GONE = "has ended or left the process group"
+OVER = "has come to its end without an error"
+_ENDED = f"See the last that it printed{WHERE}, and whether its host runs (dmesg, the scheduler)."
+_CALLED = (
+    "Every rank has a part of the state: call it on every rank, without `if trainer.is_global_zero:` or"
+    " `rank_zero_only` around it."
+)
+RAN = (
+    "Every rank has to launch the same collectives in the same order: look for a branch or a loop that depends on the"
+    " rank or its data."
+)
+Remedy = Callable[[Launch, Launch | None], str]  # what to tell users whose ranks ran these two, or this one
+
+
+@dataclass
+class RankState:
+    """A rank: the collective in which it waits, its line of the user's code, and both in words.
+
+    ``came``: it is, or was, in the collective that is examined. ``never``: it never will be.
+    """
+
+    launch: Launch | None
+    place: str
+    text: str
+    came: bool = False
+    never: bool = False
+
+    @classmethod
+    def waiting(cls, launch: Launch, place: str) -> RankState:
+        return cls(launch, place, f"waits in {launch} ({place})", came=True)
+
+    def compare(self, launch: Launch, ran: Launch) -> None:
+        """Compare ``launch``, which is examined, with ``ran``, which the rank launched under the same number."""
+        self.came = launch.like(ran)
+        self.never = not self.came
+        if self.never and not ran.like(self.launch):
+            self.text += f", and ran {ran} ({ran.numel:,} elements) in its place"
+
+
+def diverged(histories: Mapping[int, tuple[list[Launch], str]], remedy: Remedy) -> str:
+    """The verdict on ranks that meet in different collectives, from the history and user line of each.
+
+    The same text on every rank.
+    """
+    least = min(ran[-1].number for ran, _ in histories.values())
+    ran_at = {rank: {launch.number: launch for launch in ran} for rank, (ran, _) in histories.items()}
+    first, *others = ran_at.values()
+    common = sorted(set(first).intersection(*others))
+    number = next((n for n in common if not all(ran[n].like(first[n]) for ran in others)), least)
+    head = next(rank for rank, (ran, _) in histories.items() if ran[-1].number == least)
+    states = {rank: RankState.waiting(ran[-1], place) for rank, (ran, place) in histories.items()}
+    for rank, state in states.items():
+        if number in ran_at[rank]:
+            state.compare(ran_at[head][number], ran_at[rank][number])
+        else:
+            state.came, state.never = False, True
+    lost = next((rank for rank, state in states.items() if state.never), next(rank for rank in states if rank != head))
+    return sentence(states, head, lost, remedy)
+
+
+def sentence(states: dict[int, RankState], head: int, lost: int, remedy: Remedy) -> str:
+    """The verdict: rank ``head`` waits for rank ``lost``, which will never arrive."""
+    first, other = states[head], states[lost]
+    assert first.launch is not None
+    called = first.launch.operation == CALL
+    calls = other.launch is not None and other.launch.operation == CALL
+    sooner = other.launch is not None and other.launch[:2] <= first.launch[:2]
+    if other.launch is not None and sooner and _known(other.launch) < _known(first.launch):
+        states = {rank: replace(state, came=False) for rank, state in states.items()}
+        return sentence(states, lost, head, remedy)
+    came = sorted(rank for rank, state in states.items() if state.launch == first.launch)
+    if called and calls:
+        return (
+            f"{first.launch} was called on {_names(came)} ({first.place}) while {other.launch} was called on rank"
+            f" {lost} ({other.place}). Both need all ranks: call the same operations in the same order on every rank."
+        )
+    others = sorted(r for r, state in states.items() if r not in (*came, lost) and not state.came)
+    also = f" (nor on {_names(others)})" if others else ""
+    meets = first.launch.operation == MEETING
+    done = "was called" if called else "was reached" if meets else "was begun"
+    begun = f"{first.launch} {done}" if called else f"T{str(first.launch)[1:]} {done}"
+    if meets or other.text.startswith(OVER):
+        advice = COUNTS
+    elif other.text.startswith(GONE):
+        advice = _ENDED
+    else:
+        advice = _CALLED if called else remedy(first.launch, other.launch)
+    return f"{begun} on {_names(came)} ({first.place}) and not on rank {lost}, which {other.text}{also}. {advice}"
+
+
+def _known(launch: Launch) -> int:
+    """Rank of what users know best: their calls, then batches and epochs, modules, and fences of this package."""
+    return {CALL: 0, MEETING: 1, FENCE: 3}.get(launch.operation, 2)
+
+
+def _names(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" if len(ranks) <= 8 else f"{len(ranks)} ranks ({shown}, ...)"
