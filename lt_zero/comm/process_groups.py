@@ -51,18 +51,20 @@ def new_group(
     inside: bool = True,
     probed: bool = False,
     link_timeout: float = LINK_TIMEOUT_S,
+    alone: bool = False,
 ) -> dist.ProcessGroup:
     """A connected group: connecting at its first use could deadlock with other groups' collectives. Collective.
 
     ``inside``: whether this rank is one of ``ranks``. ``probed``: whether hang detection probes its connections.
-    ``link_timeout``: ``communication.link_timeout``.
+    ``link_timeout``: ``communication.link_timeout``. ``alone``: only ``ranks``, and not all of the default group, make
+    it; then all of them have to have made equally many groups before.
 
     Raises:
         RuntimeError: the ranks cannot connect.
     """
     try:
         with closing_if_unanswered(probed, link_timeout):
-            group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend)
+            group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend, use_local_synchronization=alone)
     except RuntimeError as error:
         raise RuntimeError(
             f"The ranks cannot connect a {backend or dist.get_backend()} process group: {error}\nThe interface of a "

@@ -43,7 +43,7 @@ class World(Ranks):
     """All ranks of a run.
 
     Args:
-        process_group: over all ranks; None: a single process without one.
+        process_group: over all ranks, which may be some of the default group; None: a single process without one.
         device: of tensors in collectives.
         check: compare each collective before its launch, including reductions (debug mode).
         timeout: of the groups that are made later; None: torch's default for the backend.
@@ -159,11 +159,14 @@ class World(Ranks):
         """
         assert self.process_group is not None
         mine: list[dist.ProcessGroup] = []
-        ranks = dist.get_process_group_ranks(self.process_group)
+        ranks, patience = dist.get_process_group_ranks(self.process_group), self.link_timeout
+        alone = len(ranks) < dist.get_world_size()  # the others do not call this
         for part in parts or [range(self.size)]:
             members, inside = [ranks[rank] for rank in part], self.rank in part
-            patience = self.link_timeout
-            group = new_group(members, timeout or self.timeout, backend, self.device, inside, link_timeout=patience)
+            if alone and not inside:
+                continue
+            how = (timeout or self.timeout, backend, self.device, inside)
+            group = new_group(members, *how, link_timeout=patience, alone=alone)
             mine += [group] if inside else []
         self.process_groups += mine
         self._closed += mine if closes else []
