@@ -131,7 +131,7 @@ def _save_columns(folder: str, stage: int) -> dict[str, Tensor]:
 
 def _load_whole(path: str, want: dict[str, Tensor]) -> None:
     model = Net()
-    engine, sharded = _engine(model, World.join(CPU), 2, [])
+    engine, sharded = _engine(model, ShardGroup.of_all(World.join(CPU)), 2, [])
     _restore(engine, sharded, path)
     _equal(_values(engine), want)
 
@@ -248,7 +248,7 @@ def _save_stages(folder: str) -> dict[str, Tensor]:
 
 def _load_stages(path: str, want: dict[str, Tensor]) -> None:
     model = Stage("first", "second")
-    engine, sharded = _engine(model, World.join(CPU), 3, [])
+    engine, sharded = _engine(model, ShardGroup.of_all(World.join(CPU)), 3, [])
     for buffer in model.buffers():
         buffer.zero_()
     _restore(engine, sharded, path)
