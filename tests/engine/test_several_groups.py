@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import lt_zero
+from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
+from lt_zero.checkpoint.native.save import bundle, make_place, write
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.engine import Engine
 from tests.support.matrix import cover
@@ -47,7 +52,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.middle, self.last = nn.Linear(7, 5), nn.Linear(5, 9, bias=False), nn.Linear(9, 3)
-        self.columns, self.group = slice(None), group
+        self.columns, self.group = slice(0, 5), group
         if half is not None:
             self.columns = slice(0, CUT) if half == 0 else slice(CUT, 5)
             self.middle.weight = nn.Parameter(self.middle.weight.detach()[:, self.columns].clone())
@@ -76,16 +81,18 @@ def groups_of(world: World) -> Callable[[str, nn.Parameter], ShardGroup]:
     return lambda name, parameter: names[name.split(".")[0]]
 
 
-def _train(stage: int, optimizer: str, zero: dict[str, Any]) -> None:
-    """Compare weights, and the norm before clipping, with one process."""
+def _train(stage: int, optimizer: str, zero: dict[str, Any], path: str) -> dict[str, Tensor]:
+    """Compare weights, and the norm before clipping, with one process; return its weights. Save a checkpoint."""
     rank, steps = dist.get_rank(), 4
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # same data
     half = rank // 2
     model, reference = Net(half, pairs[rank % 2]), Net()
     world = World.join(CPU)
-    engine = lt_zero.shard(model, config_of(stage, zero), group_of=groups_of(world), group=ShardGroup.of_all(world))
+    part = ParamSpec("middle.weight", (9, 5), Box((0, model.columns.start), (9, model.middle.weight.shape[1])))
+    groups = {"group_of": groups_of(world), "group": ShardGroup.of_all(world)}
+    engine = lt_zero.shard(model, config_of(stage, zero), specs=[part], **groups)
     middle = next(bucket for bucket in engine.buckets if "middle" in bucket.layout.spans[0].name)
-    assert (middle.group.ranks, middle.group.rank) == (HALVES[half], rank % 2)
+    assert (list(middle.group.ranks), middle.group.rank) == (HALVES[half], rank % 2)
     made, expected = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](reference.parameters())
     sharded = lt_zero.ShardedOptimizer(engine, made)
     for step in range(steps):
@@ -107,12 +114,19 @@ def _train(stage: int, optimizer: str, zero: dict[str, Any]) -> None:
         whole = parameter.detach()
         mine = whole[:, model.columns] if name.startswith("middle") else whole
         torch.testing.assert_close(values[name], mine, rtol=1e-5, atol=1e-6)
+    content = {"state_dict": weight_fragments(engine), "optimizer_states": [optimizer_fragments(sharded)]}
+    saved = bundle(content, [parameter_names(made, engine)], world, {}, {})
+    write(saved, make_place(world, path), world, world.saving_group(background=False))
+    return reference.state_dict()
 
 
 @pytest.mark.parametrize(("stage", "optimizer", "shared"), cover([1, 2, 3], ["sgd", "adamw"], ["1", "0"], strength=2))
-def test_equals_one_process(pool: Pool, stage: int, optimizer: str, shared: str) -> None:
-    """With windows and with sockets."""
-    pool.run(4, _train, stage, optimizer, RELEASE if stage == 3 else {}, env={"LT_ZERO_SHARED_MEMORY": shared})
+def test_equals_one_process(pool: Pool, tmp_path: Path, stage: int, optimizer: str, shared: str) -> None:
+    """With windows and with sockets. The checkpoint has the whole matrix."""
+    given = (stage, optimizer, RELEASE if stage == 3 else {}, str(tmp_path / "saved"))
+    expected = pool.run(4, _train, *given, env={"LT_ZERO_SHARED_MEMORY": shared})[0]
+    lt_zero.export(tmp_path / "saved", tmp_path / "weights.safetensors", dtype=torch.float32)
+    torch.testing.assert_close(load_file(tmp_path / "weights.safetensors"), expected, rtol=1e-5, atol=1e-6)
 
 
 def _diverged() -> str:
