@@ -1,10 +1,17 @@
-"""Which checkpoints go through Lightning's checkpoint plugin, in a Trainer and in Fabric."""
+"""What goes through Lightning's checkpoint plugin, in a Trainer and in Fabric: checkpoints of one file."""
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
+from lt_zero.checkpoint.native.directory import is_url, whole_file
 from lt_zero.config import ZeroConfig
+
+Path = TypeVar("Path", bound="str | os.PathLike[str]")
 
 
 def writes_directories(config: ZeroConfig, plugin: CheckpointIO) -> bool:
@@ -20,3 +27,18 @@ def writes_directories(config: ZeroConfig, plugin: CheckpointIO) -> bool:
             'checkpoint.format="full".'
         )
     return config.sharded_checkpoints and stock
+
+
+def local_file(plugin: CheckpointIO, path: Path) -> Path | None:
+    """The path if it is a local file of torch.save; None if only the plugin knows what it is."""
+    return path if type(plugin) is TorchCheckpointIO and not is_url(path) else None
+
+
+def write_file(plugin: CheckpointIO, content: Any, path: str, options: Any) -> None:
+    """Write one file, on rank 0.
+
+    A local file gets its name when it is complete: Lightning's way is a copy from /tmp, which a kill cuts short.
+    """
+    local = local_file(plugin, path) is not None
+    with whole_file(path) if local else nullcontext(path) as file:
+        plugin.save_checkpoint(content, file, storage_options=options)

@@ -25,7 +25,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import Container
@@ -37,7 +36,7 @@ from lt_zero.checkpoint.identity import Identity, checked_file, load_same, of_co
 from lt_zero.checkpoint.last import tell_of_newer
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import is_url, remove, whole_file
+from lt_zero.checkpoint.native.directory import is_url, remove
 from lt_zero.checkpoint.native.keys import put_back
 from lt_zero.checkpoint.native.load import (
     as_lightning,
@@ -64,12 +63,14 @@ from lt_zero.config.load import shown
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.lazy_tensor import LazyTensor, read_now
+from lt_zero.lightning.checkpoint_plugin import local_file, write_file
 from lt_zero.lightning.data_position.position import KEY as POSITION
 from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.lightning.setup import Run
+from lt_zero.session.content import beside, frozen_names, trained_beside, weights_to_save
 from lt_zero.session.restoring import Progress, restore_optimizers
-from lt_zero.session.saving import Saving, beside, frozen_names, trained_beside, weights_to_save
+from lt_zero.session.saving import Saving
 
 _HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 _HPARAMS_TYPE = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
@@ -159,11 +160,8 @@ class CheckpointService:
             found.setdefault(KEY, {})["config"] = shown(run.config)
             if self._frozen:
                 found[KEY]["frozen_left_out"] = list(self._frozen)
-            if run.rank == 0 and (is_url(path) or type(run.checkpoint_io) is not TorchCheckpointIO):
-                run.checkpoint_io.save_checkpoint(found, path, storage_options=storage_options)
-            elif run.rank == 0:
-                with whole_file(path) as temporary:  # Lightning's way is a copy from /tmp, which a kill cuts short
-                    run.checkpoint_io.save_checkpoint(found, temporary, storage_options=storage_options)
+            if run.rank == 0:
+                write_file(run.checkpoint_io, found, path, storage_options)
         if run.built is not None and (beside := _file_beside(run, path)) is not None:
             export_engine(run.built, *beside)
 
@@ -227,7 +225,7 @@ class CheckpointService:
             if is_directory(path):
                 with progress_bar(f"Opening {path}", rank=run.rank):
                     return opened_source(path, partial(as_lightning, weights_only=weights_only), run.rank == 0)
-            file = path if type(run.checkpoint_io) is TorchCheckpointIO and not is_url(path) else None
+            file = local_file(run.checkpoint_io, path)
             zipped = checked_file(file, run.world)
             with reading(file):
                 if zipped:

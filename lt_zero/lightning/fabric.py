@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lt_zero.checkpoint.identity import Identity, checked_file, load_same, of_content, opened_source, reading
-from lt_zero.checkpoint.native.directory import is_url, whole_file
 from lt_zero.checkpoint.native.pieces import (
     full_optimizer_state,
     optimizer_fragments,
@@ -45,13 +43,14 @@ from lt_zero.config.load import examine
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
-from lt_zero.lightning.checkpoint_plugin import writes_directories
+from lt_zero.lightning.checkpoint_plugin import local_file, write_file, writes_directories
 from lt_zero.lightning.fabric_items import BESIDE, Opened, open_directory, opened_file, prefixes_of
 from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.setup import shorten_errors
+from lt_zero.session.content import beside, export_weights, frozen_names, weights_to_save, whole_weights
 from lt_zero.session.restoring import restore_optimizers
-from lt_zero.session.saving import Saving, beside, export_weights, frozen_names, weights_to_save, whole_weights
+from lt_zero.session.saving import Saving
 from lt_zero.session.session import Session, move_buffers
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
@@ -413,7 +412,7 @@ class FabricZeroStrategy(DDPStrategy):
         Raises:
             CheckpointError: on all ranks: it has failed.
         """
-        self.session.saver.wait(self.world)
+        self.session.wait_for_save("FabricZeroStrategy.wait_for_save")
 
     def _save_file(
         self, path: str, state: Mapping[str, Any], options: Any, kept: Mapping[str, Callable[[str, Any], bool]]
@@ -431,9 +430,7 @@ class FabricZeroStrategy(DDPStrategy):
                 return
             if os.path.isdir(path):
                 raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
-            ours = type(plugin) is TorchCheckpointIO and not is_url(path)
-            with whole_file(path) if ours else nullcontext(path) as file:
-                plugin.save_checkpoint(parts, file, storage_options=options)
+            write_file(plugin, parts, path, options)
 
     def _parts(
         self, state: Mapping[str, Any], kept: Mapping[str, Callable[[str, Any], bool]], own: Mapping[str, Any]
@@ -545,7 +542,7 @@ class FabricZeroStrategy(DDPStrategy):
             use = partial(open_directory, weights_only=weights_only)
             opened, identify = opened_source(path, use, self._reading.rank == 0)
             return (opened, True), identify
-        file = path if type(self.checkpoint_io) is TorchCheckpointIO and not is_url(path) else None
+        file = local_file(self.checkpoint_io, path)
         checked_file(file, self._reading)
         with reading(file):
             found = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)

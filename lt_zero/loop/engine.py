@@ -52,8 +52,9 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.partition import with_sizes
 from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
+from lt_zero.session.content import beside, export_weights, frozen_names, weights_to_save, whole_weights
 from lt_zero.session.restoring import Progress, restore_optimizers
-from lt_zero.session.saving import Saving, beside, export_weights, frozen_names, weights_to_save, whole_weights
+from lt_zero.session.saving import Saving
 from lt_zero.session.session import Session
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
@@ -381,7 +382,7 @@ class TrainingEngine(nn.Module):
         Raises:
             CheckpointError: on all ranks: it has failed.
         """
-        self.session.saver.wait(self.world)
+        self.session.wait_for_save("engine.wait_for_save")
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 

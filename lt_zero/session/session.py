@@ -227,6 +227,16 @@ class Session:
         """``Saver.save``, in the background if ``checkpoint.async`` says so. Collective."""
         self.saver.save(saving, path, self.world, saving.config.checkpoint.async_save)
 
+    def wait_for_save(self, call: str) -> None:
+        """Wait for the save in the background; ``call``: what users call. Collective.
+
+        Raises:
+            CheckpointError: on all ranks: it has failed.
+        """
+        if self.known is not None:
+            self.world.roll_call(call)
+        self.saver.wait(self.world if self.known is not None else None)
+
     def end(self, clean: bool = True) -> None:
         """End the run on this rank, after the save in the background.
 
