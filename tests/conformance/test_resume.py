@@ -129,10 +129,9 @@ def _trains_and_saves(settings: Settings, path: str, face: Face) -> Any:
     return _values(settings, face), face.loss_scale
 
 
-def _loads_and_trains(settings: Settings, path: str, face: Face) -> Any:
+def _loads_and_trains(plain: Plain, settings: Settings, path: str, face: Face) -> Any:
     face.load(path)
     loaded, scale = _values(settings, face), face.loss_scale
-    plain = Plain(settings.optimizer)
     for step in range(4):
         plain.backward(step, world=SAVED_BY if step < 2 else dist.get_world_size())
         plain.optimizer.step()
@@ -144,7 +143,8 @@ def _loads_and_trains(settings: Settings, path: str, face: Face) -> Any:
 
 
 def _elsewhere(face: str, settings: Settings, folder: str, loads: bool) -> Any:
-    path, contract = f"{folder}/saved", _loads_and_trains if loads else _trains_and_saves
+    path, plain = f"{folder}/saved", Plain(settings.optimizer)  # before a Trainer changes the default dtype
+    contract: Any = partial(_loads_and_trains, plain) if loads else _trains_and_saves
     return run(face, settings, partial(contract, settings, path), path if loads else None)
 
 

@@ -20,9 +20,9 @@ STATES = {sgd: "momentum_buffer", adamw: "exp_avg"}
 LIMIT = 0.25
 
 
-def _trains(settings: Settings, clip: bool, face: Face) -> None:
+def _trains(plain: Plain, settings: Settings, clip: bool, face: Face) -> None:
     """Steps with accumulation, clipped or not; in fp32 weights and states are compared elementwise."""
-    plain, exact = Plain(settings.optimizer), settings.precision == "32-true"
+    exact = settings.precision == "32-true"
     for step in range(2):
         for micro in range(GAS):
             face.backward(step, micro)
@@ -45,7 +45,7 @@ def _trains(settings: Settings, clip: bool, face: Face) -> None:
 
 
 def _run(face: str, settings: Settings, clip: bool) -> None:
-    run(face, settings, partial(_trains, settings, clip))
+    run(face, settings, partial(_trains, Plain(settings.optimizer), settings, clip))
 
 
 def _halves(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
