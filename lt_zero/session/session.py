@@ -233,9 +233,10 @@ class Session:
         Raises:
             CheckpointError: on all ranks: it has failed.
         """
-        if self.known is not None:
-            self.world.roll_call(call)
-        self.saver.wait(self.world if self.known is not None else None)
+        world = self.known.world if self.known is not None else None
+        if world is not None:
+            world.roll_call(call)
+        self.saver.wait(world)
 
     def end(self, clean: bool = True) -> None:
         """End the run on this rank, after the save in the background.
