@@ -61,10 +61,14 @@ class Box(NamedTuple):
 
     def common(self, other: Box) -> Box | None:
         """The elements that are in both; None if there are none."""
-        ends = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(*self, *other, strict=True)]
-        if any(low >= high for low, high in ends):
-            return None
-        return Box(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
+        offsets, sizes = list[int](), list[int]()
+        for a, n, b, m in zip(*self, *other, strict=True):
+            low, high = max(a, b), min(a + n, b + m)
+            if low >= high:
+                return None
+            offsets.append(low)
+            sizes.append(high - low)
+        return Box(tuple(offsets), tuple(sizes))
 
     def is_contiguous_in(self, shape: Shape) -> bool:
         """Whether its elements follow each other in a tensor of this shape."""
@@ -193,10 +197,10 @@ def check_cover(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
     """
     if len(boxes) == 1 and boxes[0] == ((0,) * len(shape), shape):
         return  # most tensors
-    for box in boxes:
-        check_inside(name, shape, box)
     if _follow_each_other(shape, boxes):
         return
+    for box in boxes:
+        check_inside(name, shape, box)
     total, numel = sum(box.numel for box in boxes), math.prod(shape)
     if total != numel:
         what = "lacks" if total < numel else "has twice"
@@ -224,10 +228,17 @@ def check_cover(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
 def _follow_each_other(shape: Shape, boxes: Sequence[Box]) -> bool:
     """Whether the boxes are all of a tensor in row-major order, each contiguous in it."""
     end = 0
-    for box in sorted(boxes):
-        if flat_index(shape, box.offsets) != end or not box.is_contiguous_in(shape):
+    for offsets, sizes in sorted(boxes):
+        if not len(offsets) == len(sizes) == len(shape):
             return False
-        end += box.numel
+        index, numel = 0, 1
+        for low, size, length in zip(offsets, sizes, shape, strict=True):
+            if low < 0 or size < 0 or low + size > length or (numel > 1 and size != length):
+                return False
+            index, numel = index * length + low, numel * size
+        if index != end:
+            return False
+        end += numel
     return end == math.prod(shape)
 
 

@@ -180,15 +180,13 @@ class Archive:
             self._blocks.read(entry.chunks[0].file, entry.chunks[0].start + lo * out.itemsize, out.view(torch.uint8))
             return out
         covered = 0
-        wanted = cut_range(box.sizes, lo, hi)
+        wanted = [(part.shifted(box.offsets), part) for part in cut_range(box.sizes, lo, hi)]
         for chunk in sorted(entry.chunks, key=lambda chunk: chunk.start):
-            for part in wanted:
-                shared = part.shifted(box.offsets).common(chunk.box)
-                if shared is not None:
+            for place, part in wanted:
+                if (shared := place.common(chunk.box)) is not None:
                     first = flat_index(box.sizes, part.offsets) - lo
                     target = out[first : first + part.numel].view(part.sizes)
-                    target = shared.inside(box).inside(part).of(target)
-                    self._read(chunk, shared.inside(chunk.box), target)
+                    self._read(chunk, shared.inside(chunk.box), shared.inside(place).of(target))
                     covered += shared.numel
         if covered != hi - lo:
             raise CheckpointError(f"{self.path}: {full} lacks {hi - lo - covered} of elements {lo} to {hi} of {box}.")
