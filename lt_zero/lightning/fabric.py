@@ -200,7 +200,7 @@ class FabricZeroStrategy(DDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: LRScheduler | None = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         sharded = self._set_up(module, training=True)
-        self._add(optimizers)
+        self._add(sharded.engine, optimizers)
         if scheduler is not None:
             number = self.session.number(self._sharded(scheduler.optimizer))
             self.session.hold(scheduler, number, self.config)
@@ -214,23 +214,18 @@ class FabricZeroStrategy(DDPStrategy):
             ValueError: it has parameters of no such module, or of several.
             NotEnoughMemory: the host has no memory for its states.
         """
-        self._add([optimizer])
+        with self.world.agree("looking for the module of an optimizer", ValueError):
+            engine = self._stepped_by(optimizer)
+        self._add(engine, [optimizer])
         return optimizer
 
-    def _add(self, optimizers: Sequence[Optimizer]) -> None:
-        """Shard optimizers, those of one engine at once."""
-        of_engine: dict[int, tuple[Engine, list[Optimizer]]] = {}
-        with self.world.agree("looking for the modules of optimizers", ValueError):
-            for optimizer in optimizers:
-                engine = self._stepped_by(optimizer)
-                of_engine.setdefault(id(engine), (engine, []))[1].append(optimizer)
-        for engine, own in of_engine.values():
-            self.session.add_optimizers(engine, own)
+    def _add(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
+        self.session.add_optimizers(engine, optimizers)
         self.session.start_trial(self.config, accumulation=1)
 
     def _stepped_by(self, optimizer: Optimizer) -> Engine:
         """The engine of an optimizer's parameters. Raises ValueError if there is not exactly one."""
-        owners = {id(owner): owner for group in optimizer.param_groups for owner in map(owner_of, group["params"])}
+        owners = {id(owner_of(p)) for group in optimizer.param_groups for p in group["params"]}
         engines = [engine for engine in self.engines if id(engine) in owners]
         if len(engines) == len(owners) == 1:
             return engines[0]

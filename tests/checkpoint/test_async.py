@@ -393,7 +393,7 @@ def _abandons(folder: str) -> Any:
         trainer = sharded_trainer(2, **options, callbacks=[SavesAt2(f"{folder}/first", release, fail=True)])
         with pytest.raises(ZeroDivisionError):
             trainer.fit(GPT(dist.get_world_size(), "adamw"))
-        group = trainer.strategy._group  # type: ignore[attr-defined]
+        group = trainer.strategy.session.group  # type: ignore[attr-defined]
         again = sharded_trainer(2, **options, callbacks=[SavesAt2(f"{folder}/second", release)])
         again.strategy.session.known = group
         again.fit(GPT(dist.get_world_size(), "adamw"))

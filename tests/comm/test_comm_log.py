@@ -69,7 +69,7 @@ def _counted(stage: int) -> Any:
     with Calls() as calls, redirect_stdout(io.StringIO()) as text:
         trainer = sharded_trainer(stage, config={"comms_logger": {"enabled": True}}, max_epochs=1)
         trainer.fit(GPT(2))
-    return calls.totals(trainer.strategy._group), _totals(trainer.strategy.comms_summary()), text.getvalue()
+    return calls.totals(trainer.strategy.session.group), _totals(trainer.strategy.comms_summary()), text.getvalue()
 
 
 def _totals(records: Any) -> dict[str, tuple[int, int]]:
@@ -106,7 +106,7 @@ def _shared() -> Any:
     with mock.patch.object(ShardGroup, "fence", lambda self: (fenced.append(1), fence(self))[1]):
         trainer = sharded_trainer(3, config={"comms_logger": {"enabled": True}}, max_epochs=1)
         trainer.fit(GPT(2))
-    assert trainer.strategy._group.shares_memory
+    assert trainer.strategy.session.group.shares_memory
     return _totals(trainer.strategy.comms_summary()), len(fenced)
 
 

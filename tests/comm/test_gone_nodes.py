@@ -26,7 +26,7 @@ import lt_zero
 import lt_zero.loop.engine
 from lt_zero.comm import hang_detection, process_groups
 from lt_zero.comm.world import World
-from tests.support import faces
+from tests.conformance import faces
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of
 from tests.support.paths import ROOT
