@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ class Ranks(ProcessLocal):
         self.device, self.watch, self.order, self.log = device, watch, order, log
         self._gloo = process_group is not None and dist.get_backend(process_group) == "gloo"
 
-    @property
+    @cached_property
     def of_process(self) -> tuple[int, ...]:
         """The ranks as torch numbers them in the default process group; () in a single process without one."""
         return tuple(dist.get_process_group_ranks(self.process_group)) if self.process_group is not None else ()

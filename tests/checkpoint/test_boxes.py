@@ -54,12 +54,12 @@ def _group_of(groups: list[list[int]]) -> ShardGroup:
 class Net(nn.Module):
     """A matrix, or some of its columns or rows, and a vector that all have."""
 
-    def __init__(self, box: Box | None = None) -> None:
+    def __init__(self, box: Box | None = None, bias: int = 7) -> None:
         super().__init__()
         weight = torch.randn(7, 8, generator=torch.Generator().manual_seed(3))
         self.box = box or Box.whole((7, 8))
         self.weight = nn.Parameter(self.box.of(weight).clone())
-        self.bias = nn.Parameter(torch.linspace(-1, 1, 7))
+        self.bias = nn.Parameter(torch.linspace(-1, 1, bias))
 
     def forward(self, x: Tensor) -> Tensor:  # linear: the gradients of a part are those of the whole
         (low, left), (rows, columns) = self.box
@@ -110,10 +110,10 @@ COLUMNS = [Box((0, 0), (7, 3)), Box((0, 3), (7, 5))]
 ROWS = [Box((0, 0), (2, 8)), Box((2, 0), (4, 8)), Box((6, 0), (1, 8))]
 
 
-def _save_columns(folder: str, stage: int) -> dict[str, Tensor]:
+def _save_columns(folder: str, stage: int, bias: int = 7) -> dict[str, Tensor]:
     """Ranks 0 and 1 have the first columns, 2 and 3 the others; each pair shards them. Returns the whole tensors."""
     group, box = _group_of([[0, 1], [2, 3]]), COLUMNS[dist.get_rank() // 2]
-    model = Net(box)
+    model = Net(box, bias)
     engine, sharded = _engine(model, group, stage, [ParamSpec("weight", (7, 8), box)])
     _train(model, sharded.optimizer)
     _save(engine, sharded, f"{folder}/saved")
@@ -122,7 +122,7 @@ def _save_columns(folder: str, stage: int) -> dict[str, Tensor]:
     every: list[Any] = [None] * 4
     dist.all_gather_object(every, _values(engine))
     whole = {n: torch.cat([every[0][n], every[2][n]], 1) if _is_cut(n) else v for n, v in every[0].items()}
-    alone = Net()
+    alone = Net(bias=bias)
     _train(alone, torch.optim.AdamW(_groups(alone), lr=0.1))
     for name, parameter in alone.named_parameters():
         torch.testing.assert_close(whole[f"model.{name}"], parameter.detach())
@@ -185,6 +185,12 @@ def test_columns_of_a_matrix(pool: Pool, tmp_path: Path, stage: int) -> None:
     _read_by_others(tmp_path, want)
     pool.run(2, _load_whole, str(tmp_path / "saved"), want)
     pool.run(3, _load_rows, str(tmp_path / "saved"), want)
+
+
+def test_a_vector_that_two_groups_cut_in_other_places(pool: Pool, tmp_path: Path) -> None:
+    """Their buckets differ in length, as they have other columns of the matrix."""
+    want = pool.run(4, _save_columns, str(tmp_path), 1, 101)[0]
+    _read_by_others(tmp_path, want)
 
 
 def _refusals() -> None:

@@ -118,6 +118,23 @@ def test_what_is_not_the_tensor_is_refused(parts: list[list[Box]], problem: str)
         divide([{"w": Part((4, 5), F32, tuple(boxes))} for boxes in parts])
 
 
+def test_groups_with_the_same_elements_may_cut_them_in_other_places() -> None:
+    """One of them writes; another rank's ends beyond those of its own group are not taken."""
+    whole = Box.whole((101,))
+
+    def parts(ranks: tuple[int, ...], *cuts: int) -> dict[int, Any]:
+        ends = zip((0, *cuts), (*cuts, 101), strict=True)
+        return {r: {"x": part_of((101,), F32, whole, *end, ranks)} for r, end in zip(ranks, ends, strict=True)}
+
+    for one, other in (((0, 1), (2, 3)), ((0, 1, 5), (2, 3, 4))):
+        found = parts(one, *(40, 80)[: len(one) - 1]) | parts(other, *(32, 90)[: len(other) - 1])
+        made = divide([found[rank] for rank in sorted(found)])
+        assert [rank for rank, plan in enumerate(made) if plan] == list(one)
+        assert sum(plan["x"].nbytes for plan in made if plan) == 404
+    with pytest.raises(CheckpointError, match="x of .* has twice elements"):
+        divide([{"x": part_of((101,), F32, whole, *ends)} for ends in ((0, 40), (40, 101), (0, 32), (32, 101))])
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "text"),
     [((4,), torch.float64, r"torch.float64 of \(4,\)"), ((6,), F32, r"torch.float32 of \(6,\)")],

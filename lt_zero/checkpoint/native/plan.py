@@ -9,8 +9,9 @@ Note [Who decides the names]
     layers (a stage of a pipeline) have tensors that rank 0 never had. Of the ranks that share such a tensor the first
     one decides: it tells the names that rank 0 lacks. So each name is decided on by one rank, wherever its elements
     are; other ranks drop fragments under names that are not told. Plain tensors are saved from the rank that decides,
-    as under DDP, even if other ranks have fragments. Whether all elements of a tensor are there is checked when the
-    ranks divide what they write.
+    as under DDP, even if other ranks have fragments. So a rank that has no fragment of its own, say a stage of buffers
+    only, saves none of them: they look like what a hook has removed on rank 0. Whether all elements of a tensor are
+    there is checked when the ranks divide what they write.
 """
 
 from __future__ import annotations
@@ -174,11 +175,16 @@ def _unite_optimizer(mine: dict[str, Any], theirs: Mapping[str, Any], where: str
 
 
 class Part(NamedTuple):
-    """What a rank has, or is to write, of a tensor: boxes, each contiguous in what the rank has."""
+    """What a rank has, or is to write, of a tensor: boxes, each contiguous in what the rank has.
+
+    ``within``: the box of the tensor that ``ranks`` have together; None, or (): as for ``Fragment``.
+    """
 
     shape: Shape  # of the tensor
     dtype: torch.dtype
     boxes: tuple[Box, ...]
+    within: Box | None = None
+    ranks: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -192,17 +198,19 @@ class Part(NamedTuple):
 Plan = Mapping[str, Part]  # of one rank, by the tensor's name
 
 
-def part_of(shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int) -> Part:
-    """Elements [lo, hi) in row-major order of a box of a tensor."""
-    return _part_of(shape, dtype, box, lo, hi, max(1, LARGEST // dtype.itemsize))
+def part_of(shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int, ranks: tuple[int, ...] = ()) -> Part:
+    """Elements [lo, hi) in row-major order of a box of a tensor, which ``ranks`` have together."""
+    return _part_of(shape, dtype, box, lo, hi, ranks, max(1, LARGEST // dtype.itemsize))
 
 
 @functools.lru_cache(4096)
-def _part_of(shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int, largest: int) -> Part:
+def _part_of(
+    shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int, ranks: tuple[int, ...], largest: int
+) -> Part:
     found = cut_range(box.sizes, lo, hi, largest)
     if box.sizes != shape:
         found = [inner.shifted(box.offsets) for inner in found if box.numel or not math.prod(shape)]
-    return Part(shape, dtype, tuple(found))
+    return Part(shape, dtype, tuple(found), box, ranks)
 
 
 def divide(plans: Sequence[Plan]) -> list[dict[str, Part]]:
@@ -219,7 +227,7 @@ def divide(plans: Sequence[Plan]) -> list[dict[str, Part]]:
     loads = [0] * len(plans)  # bytes
     for name, ranks in owners.items():
         part = plans[ranks[0]][name]
-        if part.is_whole and all(plans[rank][name] == part for rank in ranks[1:]):  # most tensors
+        if part.is_whole and all(plans[rank][name][:3] == part[:3] for rank in ranks[1:]):  # most tensors
             rank = min(ranks, key=loads.__getitem__)
             loads[rank] += part.nbytes
             chosen[rank][name] = part
@@ -233,16 +241,22 @@ def divide(plans: Sequence[Plan]) -> list[dict[str, Part]]:
 def _divide(name: str, parts: Mapping[int, Part], loads: list[int]) -> dict[int, Part]:
     """Divide the boxes of one tensor among the ranks that have them; adds to ``loads``."""
     shape, dtype = next(iter(parts.values()))[:2]
-    owners: dict[Box, list[int]] = {}
     for rank, part in parts.items():
         if part[:2] != (shape, dtype):
             raise CheckpointError(
                 f"{name} is {part.dtype} of {part.shape} on rank {rank}, and {dtype} of {shape} on another."
             )
-        for box in part.boxes:
-            owners.setdefault(box, []).append(rank)
+    owners = _owners(parts)
     try:
-        check_cover(name, shape, list(owners))
+        try:
+            check_cover(name, shape, list(owners))
+        except ValueError:
+            # Groups of ranks with the same elements cut them in other places, where their buckets differ in length.
+            first = _of_first_groups(parts)
+            if len(first) == len(parts):
+                raise
+            owners = _owners(first)
+            check_cover(name, shape, list(owners))
     except ValueError as error:
         has = [f"rank {rank} has {_listed(part.boxes)}" for rank, part in list(parts.items())[:_SHOWN]]
         has += [f"{len(parts) - _SHOWN} more ranks have parts"] if len(parts) > _SHOWN else []
@@ -258,6 +272,21 @@ def _divide(name: str, parts: Mapping[int, Part], loads: list[int]) -> dict[int,
     return {
         r: parts[r] if len(own) == len(parts[r].boxes) else Part(shape, dtype, tuple(own)) for r, own in found.items()
     }
+
+
+def _owners(parts: Mapping[int, Part]) -> dict[Box, list[int]]:
+    """The ranks that have each box."""
+    owners: dict[Box, list[int]] = {}
+    for rank, part in parts.items():
+        for box in part.boxes:
+            owners.setdefault(box, []).append(rank)
+    return owners
+
+
+def _of_first_groups(parts: Mapping[int, Part]) -> dict[int, Part]:
+    """The parts of one group of ranks for each box that groups have together."""
+    first: dict[Box | None, tuple[int, ...]] = {}
+    return {rank: part for rank, part in parts.items() if first.setdefault(part.within, part.ranks) == part.ranks}
 
 
 def _listed(boxes: Sequence[Box]) -> str:

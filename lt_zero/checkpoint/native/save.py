@@ -378,8 +378,8 @@ class DirectoryWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         own: dict[str, Part] = {}
         for name, value in self.made.tensors.items():
-            box, lo, hi = _range_of(value)
-            part = part_of(tuple(value.shape), value.dtype, box, lo, hi)
+            ranks = value.ranks if isinstance(value, Fragment) else ()
+            part = part_of(tuple(value.shape), value.dtype, *_range_of(value), ranks)
             if part.boxes:
                 own[name] = part
         return replace(plan, storage_data=own)
@@ -493,7 +493,8 @@ def _describe(
     locations, nesting of names, and tied names."""
     known, tensors, metadata.storage_data = metadata.state_dict_metadata, dict[str, Entry](), {}
     for name, parts in written.items():
-        (shape, dtype, _), chunks = parts[0][1], list[Chunk]()
+        shape, dtype, *_ = parts[0][1]
+        chunks: list[Chunk] = []
         for file, part, places in parts:
             for box, (start, *blob) in zip(part.boxes, places, strict=True):
                 chunks.append(Chunk(box, file, start))
