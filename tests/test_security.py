@@ -25,7 +25,7 @@ PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 # Tests elsewhere, each with the sentences that it shows.
 ELSEWHERE = """
 tests/ops/test_build.py::test_a_library_of_another_user_is_not_loaded
-    - A library in the cache is loaded only if you or root own the folder and the file, nobody else may write
+    - A library in the cache is loaded only if you or root own the folder and the file, no other user can write
       to them, and neither is a link.
     - Otherwise kernels are compiled into a private folder, and one warning names the cause.
 tests/ops/test_build.py::test_the_command_refuses_a_folder_of_others

@@ -38,7 +38,7 @@ class LaunchOrder:
         name: of this set of ranks, which no other has; "": all ranks.
 
     Attributes:
-        host: a gloo group over the ranks; None: there is nobody to compare with.
+        host: a gloo group over the ranks; None for a single process.
         of_reductions: another one, by which reductions are compared.
         compares_all: compare each collective, reductions too (debug mode).
         arena: memory that the ranks share, by which other collectives are compared; None: they share none.
@@ -140,7 +140,7 @@ class Ranks(ProcessLocal):
 
     @property
     def alone(self) -> bool:
-        """Whether there is one rank, and no process group."""
+        """True for a single rank without a process group."""
         return self.process_group is None and self.size == 1
 
     def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:

@@ -15,7 +15,7 @@ from lt_zero.common.flat_storage import flat_empty
 
 @dataclass(eq=False)
 class SendBuffer:
-    """What one reduction sends.
+    """Input of one reduction.
 
     Attributes:
         flat: 1D; the sender fills it with gradients times ``factor``.

@@ -1,4 +1,4 @@
-"""What all ranks of a run agree on: objects, problems, requests, hangs, ended ranks, saving, hosts and nodes.
+"""All ranks of a run, and their agreement on objects, problems, requests, hangs, ended ranks, saving, hosts and nodes.
 
 The collectives of buckets are those of shard_group.py.
 """

@@ -71,7 +71,7 @@ class Box(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def is_contiguous_in(self, shape: Shape) -> bool:
-        """Whether its elements follow each other in a tensor of this shape."""
+        """True if its elements follow each other in a tensor of this shape."""
         first = next((axis for axis, size in enumerate(self.sizes) if size > 1), len(shape))
         return self.sizes[first + 1 :] == shape[first + 1 :]
 
@@ -226,7 +226,7 @@ def check_cover(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
 
 
 def _follow_each_other(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Whether the boxes are all of a tensor in row-major order, each contiguous in it."""
+    """True if the boxes, in row-major order, cover the tensor without a gap and each is contiguous in it."""
     end = 0
     for offsets, sizes in sorted(boxes):
         if not len(offsets) == len(sizes) == len(shape):

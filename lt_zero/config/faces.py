@@ -1,4 +1,4 @@
-"""What of a configuration counts under a Trainer, in Fabric, and in a loop of one's own (``lt_zero.initialize``).
+"""Configuration keys that a Trainer, Fabric, or a loop of one's own (``lt_zero.initialize``) uses or refuses.
 
 A key that a face cannot follow is refused, or has no effect there, of which a warning and
 ``lt-zero config check --face`` tell. All other keys mean the same in the three.
@@ -18,7 +18,7 @@ from lt_zero.config.load import ConfigWarning, ZeroConfig, plain
 
 
 class Face(str, Enum):
-    """Who trains."""
+    """Interface through which a user trains."""
 
     TRAINER = "trainer"
     FABRIC = "fabric"
@@ -57,7 +57,7 @@ def tell_without_effect(config: ZeroConfig, face: Face, rank: int) -> None:
 
 
 def refused(config: ZeroConfig, face: Face) -> list[Problem]:
-    """What ``face`` cannot do, and what else to do about it."""
+    """Problems with keys that ``face`` cannot use, each with a remedy."""
     if face is Face.TRAINER:
         return []
     found = []
@@ -85,7 +85,7 @@ def check_face(config: ZeroConfig, face: Face) -> None:
 
 
 def _asks(value: Any) -> bool:
-    """Whether a value asks for anything."""
+    """True unless a value is absent, null, false or a disabled block."""
     if isinstance(value, Mapping):
         return bool(value.get("enabled", True))
     return value not in (MISSING, None, False)

@@ -1,4 +1,4 @@
-"""What of a configuration counts without training, and whether all ranks have the same one."""
+"""Configuration keys that count without training, and the comparison of the ranks' configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to tell users whose ranks ran different modules: the engine knows which keys and contexts help."""
+"""Advice for users whose ranks ran different modules: keys and contexts of the engine that help."""
 
 from __future__ import annotations
 

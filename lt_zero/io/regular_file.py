@@ -1,4 +1,4 @@
-"""Opens files that somebody else may have put there: regular files only, without waiting.
+"""Opens files of untrusted folders: regular files only, without blocking.
 
 A pipe or a terminal in the place of a file would keep its reader waiting for ever, and a device has no end. The kind is
 looked at before a file is opened, as opening a device may do something by itself, and again on the open descriptor: the

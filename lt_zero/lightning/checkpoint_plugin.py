@@ -1,4 +1,4 @@
-"""What goes through Lightning's checkpoint plugin, in a Trainer and in Fabric: checkpoints of one file."""
+"""Checkpoints of one file, which go through Lightning's checkpoint plugin, for the Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Path = TypeVar("Path", bound="str | os.PathLike[str]")
 
 
 def writes_directories(config: ZeroConfig, plugin: CheckpointIO) -> bool:
-    """Whether checkpoints are directories, which no plugin writes.
+    """True if checkpoints are directories, which no plugin writes.
 
     Raises:
         ValueError: they have to be, and a plugin writes files.

@@ -478,7 +478,7 @@ class FabricZeroStrategy(DDPStrategy):
         return {prefix: modules[key].engine for key, prefix in prefixes_of(list(modules)).items()}
 
     def _progress(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """How far training is: keys of optimizers that have stepped, and the loss scale."""
+        """Progress of training: keys of optimizers that have stepped, and the loss scale."""
         found = {key: ShardedOptimizer.of(value) for key, value in state.items() if isinstance(value, Optimizer)}
         return {
             "stepped": [key for key, known in found.items() if known is not None and known.engine.stepped],

@@ -43,7 +43,7 @@ class Opened:
     prefixes: Mapping[str, str] = field(default_factory=dict)  # of names of parameters, by module
 
     def progress(self, stepped: bool) -> Progress:
-        """What an optimizer's engine goes on with; its buffers are restored with its module."""
+        """Progress of an optimizer's engine, without buffers, which are restored with its module."""
         return Progress(stepped, self.residuals, loss_scale=self.loss_scale)
 
     def only(self, value: nn.Module | Optimizer, path: str) -> str:

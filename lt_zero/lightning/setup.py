@@ -103,7 +103,7 @@ class Run:
 
     @property
     def directories(self) -> bool:
-        """Whether checkpoints are directories."""
+        """True if checkpoints are directories."""
         return writes_directories(self.config, self.checkpoint_io)
 
     def agree(self, what: str, error: type[Exception]) -> AbstractContextManager[None]:

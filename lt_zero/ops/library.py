@@ -269,8 +269,8 @@ def cache_dir() -> Path:
 def trusted(cache: Path) -> Path:
     """``cache``, unless other users could have put a library there: then a private folder, with a warning.
 
-    Where nobody named the folder, lt_zero made it itself, and may close it: with the umask 002 of many systems, earlier
-    versions left it open to the user's group.
+    The default folder was made by lt_zero, which closes it to the group: under the umask 002 of many systems, earlier
+    versions left it open.
 
     Raises:
         OSError: no private folder can be created.

@@ -1,4 +1,4 @@
-"""What of an engine goes into checkpoints and exports: weights, averages, residuals, buffers of each rank."""
+"""Content of checkpoints and exports of an engine: weights, averages, residuals, buffers of each rank."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def trained_beside(engine: Engine, left_out: Iterable[str] = (), sharded: bool =
 
 
 def beside(engines: Mapping[str, Engine], sharded: bool = True) -> dict[str, Any]:
-    """What is neither in the weights nor in the optimizers' states, by its key in a checkpoint. Collective.
+    """Content beside weights and optimizers' states, by its key in a checkpoint. Collective.
 
     Args:
         engines: by the prefix of their parameters' names in the checkpoint.

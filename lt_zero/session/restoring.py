@@ -21,7 +21,7 @@ from lt_zero.step.loss_scale import LossScaleController
 
 @dataclass(frozen=True)
 class Progress:
-    """What a checkpoint has beside weights and optimizers' states.
+    """Content of a checkpoint beside weights and optimizers' states.
 
     Attributes:
         stepped: whether its weights are those of a step.
@@ -39,7 +39,7 @@ class Progress:
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any]) -> Progress:
-        """That of a checkpoint dictionary, whichever face saved it."""
+        """Read it from a checkpoint dictionary, whichever face saved it."""
         averages = None
         if TRAINED in checkpoint:
             averages = checkpoint["state_dict"], checkpoint[TRAINED]["updates"]

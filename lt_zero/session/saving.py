@@ -56,7 +56,7 @@ class Saving:
     then: Callable[[str], object] = lambda path: None
 
     def bundle(self, world: World) -> Bundle:
-        """What is written. Collective."""
+        """Divide the checkpoint into what each rank writes. Collective."""
         facts = {
             "stage": self.config.zero_optimization.stage,
             "ranks": world.size,
@@ -78,7 +78,7 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """Whether a save in the background has not been waited for."""
+        """True if a save in the background has not been waited for."""
         return self._pending is not None
 
     def save(self, saving: Saving, path: str, world: World, background: bool) -> None:

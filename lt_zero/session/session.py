@@ -75,11 +75,11 @@ class Session:
 
     @property
     def optimizers(self) -> list[ShardedOptimizer]:
-        """Those that are set up, in this order."""
+        """Optimizers in the order in which they were set up."""
         return [sharded for ref in self._optimizers if (sharded := ref()) is not None]
 
     def number(self, sharded: ShardedOptimizer) -> int:
-        """Of an optimizer among those that are set up."""
+        """Index of an optimizer among those that are set up."""
         return next(number for number, other in enumerate(self.optimizers) if other is sharded)
 
     # ---- set-up ------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class Session:
 
 
 def _steps(optimizer: Optimizer, engine: Engine) -> bool:
-    """Whether an optimizer has parameters of an engine."""
+    """True if an optimizer has parameters of an engine."""
     return any(id(p) in engine.owner for group in optimizer.param_groups for p in group["params"])
 
 

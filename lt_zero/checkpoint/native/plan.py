@@ -1,4 +1,4 @@
-"""Who saves what: the names that the ranks have together, what is saved beside tensors, and who writes which boxes.
+"""The division of a save: names united over the ranks, content beside tensors, and the boxes that each rank writes.
 
 torch.distributed.checkpoint's planner has objects for each part, which it copies, logs and pickles several times: that
 took most of the time of saving thousands of small tensors. Here equal parts of different tensors (whole, of a common
@@ -36,7 +36,7 @@ _SHOWN = 4  # ranks, and boxes of each, in an error
 
 @dataclass
 class Names:
-    """What the ranks have agreed on.
+    """Names of the state dict, united over the ranks.
 
     ``writers``: all names in their order: the rank that writes the value, or None if each writes its elements.
     ``aliases``: tied name -> the name that is saved. ``tells``: this rank has told names that rank 0 lacks; ``some``: a
@@ -57,7 +57,7 @@ class Names:
                     yield name
 
     def others(self, weights: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """What a rank saves that is no tensor."""
+        """Entries other than tensors that a rank saves."""
         found = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
         return {name: value for name, value in found.items() if self.writers.get(name) == rank}
 
@@ -91,7 +91,7 @@ def agree_on_names(weights: Mapping[str, Any], world: World) -> Names:
 
 
 def _difference(kinds: Mapping[str, Any], first: Mapping[str, Any], rank: int) -> str | None:
-    """How this rank's names, each with its ranks or None, differ from rank 0's."""
+    """Describe how this rank's names, each with its ranks or None, differ from rank 0's; None if they do not."""
     for name, ranks in first.items():
         if ranks is not None and name not in kinds and (not ranks or rank in ranks):
             return f"the state dict has no {name!r}, which rank 0 has. Change it in the same way on all ranks."
@@ -116,7 +116,7 @@ def _ties(weights: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass
 class Beside:
-    """What a rank saves beside tensors, in plain containers.
+    """Content that a rank saves beside tensors, in plain containers.
 
     ``optimizers``: groups and states that are no tensors, by name. ``extra``: of the state dict. ``meta``: entries of
     the checkpoint that refer to tensors. ``left_out``: names of frozen parameters.
@@ -175,7 +175,7 @@ def _unite_optimizer(mine: dict[str, Any], theirs: Mapping[str, Any], where: str
 
 
 class Part(NamedTuple):
-    """What a rank has, or is to write, of a tensor: boxes, each contiguous in what the rank has.
+    """Boxes of a tensor that a rank has, or is to write; each is contiguous in the rank's elements.
 
     ``within``: the box of the tensor that ``ranks`` have together; None, or (): as for ``Fragment``.
     """

@@ -89,7 +89,7 @@ class RunMonitor:
 
     @property
     def records_collectives(self) -> bool:
-        """Whether ``comms_logger`` is enabled."""
+        """True if ``comms_logger`` is enabled."""
         return self._config.comms_logger.enabled
 
     def record(self, world: World, new: bool) -> None:
