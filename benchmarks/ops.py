@@ -114,7 +114,7 @@ def others(state: State) -> Cases:
         ),
         "Adagrad": (
             torch.optim.Adagrad,
-            {"fused": True},
+            {"fused": True} if state.p.device.type == "cpu" else {"foreach": True},  # torch fuses it on CPUs only
             lambda: ops.adagrad_step(
                 lists[0], lists[1], [state.v], lists[3], lr=1e-3, eps=1e-10, scale=state.scale, **decay
             ),

@@ -21,7 +21,7 @@ LIMIT_S, LINES = 360, 60
 
 def run(command: list[str], device: str) -> tuple[str, str]:
     """How it ended, and what it printed; it is shown meanwhile."""
-    environment = {**os.environ, "LT_ZERO_TEST_DEVICE": device, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "ZERO_TEST_DEVICE": device, "PYTHONUNBUFFERED": "1"}
     started, printed = time.monotonic(), list[str]()
     process = subprocess.Popen(
         ["timeout", "-k", "10", str(LIMIT_S), sys.executable, *command],

@@ -148,6 +148,7 @@ class TolerantSum:
         self._leaving: dict[tuple[int, int], list[tuple[Any, Tensor]]] = defaultdict(list)  # messages, by kind and peer
         self._published: dict[tuple[int, int, int], Any] = {}  # the last sum, by peer, flow and piece
         self._threads: dict[tuple[int, int], threading.Thread] = {}  # by kind and peer; this member's close sums
+        self._started: list[threading.Thread] = []  # those, and those that have said that they end
         self._running, self._runs = False, 0
         self._ends: dict[tuple[int, int], int] = defaultdict(int)  # how many runs a peer has ended, by kind
         self._error: BaseException | None = None
@@ -397,6 +398,7 @@ class TolerantSum:
             target, given = (self._close_sums, ()) if mine else (self._receive, (kind, member))
             thread = threading.Thread(target=target, args=given, name=f"lt_zero-sums-{kind}-{member}", daemon=True)
             self._threads[kind, member] = thread
+            self._started.append(thread)
             thread.start()
 
     def end(self) -> None:
@@ -409,11 +411,11 @@ class TolerantSum:
                 for kind, peer in itertools.product((_CONTRIBUTION, _SUM), range(self._members)):
                     if peer != self._me:
                         self._send(peer, kind)
-            threads = list(self._threads.values())
             self._changed.notify_all()
         until = time.monotonic() + _PATIENCE
-        for thread in threads:
+        for thread in self._started:
             thread.join(max(0.0, until - time.monotonic()))
+        self._started = [thread for thread in self._started if thread.is_alive()]
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

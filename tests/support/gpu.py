@@ -1,4 +1,4 @@
-"""The device of tests marked ``gpu``; ``LT_ZERO_TEST_DEVICE=cpu`` puts the CPU there, to try the tests themselves."""
+"""The device of tests marked ``gpu``; ``ZERO_TEST_DEVICE=cpu`` puts the CPU there, to try the tests themselves."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import os
 
 import torch
 
-GPU = torch.device(os.environ.get("LT_ZERO_TEST_DEVICE", "cuda"))
+GPU = torch.device(os.environ.get("ZERO_TEST_DEVICE", "cuda"))

@@ -24,22 +24,23 @@ class _Late:
     """A collective that runs when it is waited for (CPU), or late on a stream of its own (GPU)."""
 
     def __init__(self, run: Callable[[], object], stream: Any) -> None:
-        self._run: Callable[[], object] | None = run
+        self._run: Callable[[], object] | None = run  # until the wait: what it reads may not be allocated anew before
+        self._event: Any = None
         if stream is None:
             return
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             torch.cuda._sleep(_SLEEP)
             run()
-            self._run, self._event = None, torch.cuda.Event()
+            self._event = torch.cuda.Event()
             self._event.record()
 
     def wait(self) -> None:
-        if self._run is not None:
-            run, self._run = self._run, None
-            run()
-        elif hasattr(self, "_event"):
+        run, self._run = self._run, None
+        if self._event is not None:
             self._event.wait()
+        elif run is not None:
+            run()
 
 
 class _LateWorld(World):
