@@ -18,6 +18,7 @@ from lt_zero.comm.send_buffers import SendBuffer, SendBuffers
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import Transport
 from lt_zero.comm.work import All, Done, Work
+from lt_zero.common import flat_storage
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
@@ -306,6 +307,16 @@ def test_a_gpu_with_one_queue_has_one_group(monkeypatch: pytest.MonkeyPatch) -> 
         assert group.reductions is group.process_group
         with pytest.raises(ConfigError, match="overlap_step=true .*CUDA_DEVICE_MAX_CONNECTIONS=1.* unset it"):
             group.allow_background()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_memory_of_weights_is_resized_as_on_a_gpu(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There freed memory has no elements, so that slices of it are errors; pages of a CPU keep their address."""
+    monkeypatch.setattr(flat_storage, "_PAGES", False)
+    with group_of_one(CPU) as group:
+        got = full_values(trained(stage, group))
+    for name, want in expected().items():
+        torch.testing.assert_close(got[name], want, msg=name)
 
 
 def accumulated(stage: int, group: ShardGroup | None, dtype: torch.dtype | None) -> tuple[dict[str, Tensor], int]:
