@@ -14,6 +14,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from lt_zero.engine.guard import Owner, owner_of
 from lt_zero.engine.local_steps import LocalSteps
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
-from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding, with_sizes
+from lt_zero.engine.partition import BucketPlan, EnginePlan, GradientOf, plan_engine, warn_of_padding, with_sizes
 from lt_zero.engine.quantized import refuse_quantized, rest_quantized
 from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.engine.zero_plus_plus import use_zero_plus_plus
@@ -68,6 +69,7 @@ def shard(
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None = None,
     specs: Iterable[ParamSpec] = (),
     group_of: Callable[[str, nn.Parameter], ShardGroup] | None = None,
+    gradient_of: GradientOf = attrgetter("grad"),
 ) -> Engine:
     """Shard ``module`` in place over all ranks of the default process group.
 
@@ -84,6 +86,7 @@ def shard(
             They have that part's shape; checkpoints have the whole tensor.
         group_of: the ranks over which a parameter is the same, and sharded; default: ``group``, whose world they share.
             The same on all ranks; where ``group`` has other ranks, they may have other tensors of this name.
+        gradient_of: a parameter's gradient after backward, in the shape of its spec.
 
     Raises:
         ValueError: a parameter is sharded already; or a pattern of ``fp16_override_modules`` matches nothing; or
@@ -105,7 +108,7 @@ def shard(
     group = group or ShardGroup.of_all(World.join(device, config))
     group.world.advise(remedy)
     with group.world.together("lt_zero.shard"):  # reads files, and calls the initialisation of the user's modules
-        return _shard(module, config, device, policy, group, training, saved, specs, group_of)
+        return _shard(module, config, device, policy, group, training, saved, specs, group_of, gradient_of)
 
 
 def _shard(
@@ -118,6 +121,7 @@ def _shard(
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
     specs: Iterable[ParamSpec],
     group_of: Callable[[str, nn.Parameter], ShardGroup] | None,
+    gradient_of: GradientOf,
 ) -> Engine:
     """Plan the buckets of ``module``, check that they fit, and build the engine."""
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true"))
@@ -136,7 +140,7 @@ def _shard(
     for each in distinct:
         each.configure(config)
     with without_torch_function():  # guards of parameters that are sharded already would intercept each access
-        plan = plan_engine(module, config, policy, group.mesh.shards, specs, groups)
+        plan = plan_engine(module, config, policy, group.mesh.shards, specs, groups, gradient_of)
         _check_whole(plan)
         _check_hooks(plan)
         if training and config.activation_checkpointing.mode != "none":

@@ -16,6 +16,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.autograd import Variable
 from torch.autograd import profiler as torch_profiler
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -61,6 +62,30 @@ class DispatchMode(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         return super().__enter__()  # type: ignore[no-untyped-call]
+
+
+def local_tensor(parameter: DTensor) -> torch.Tensor:
+    """The tensor of this rank, without a step of autograd."""
+    return parameter._local_tensor
+
+
+def set_local_tensor(parameter: DTensor, value: torch.Tensor) -> None:
+    """Let ``parameter``, whose placements stay, have ``value`` on this rank: ``parameter.data = ...`` would copy it."""
+    parameter._local_tensor = value
+
+
+def accumulated_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What autograd has accumulated, whatever ``grad`` is in a subclass."""
+    found: torch.Tensor | None = _GRAD.__get__(parameter)
+    return found
+
+
+def set_accumulated_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Set what autograd accumulates into."""
+    _GRAD.__set__(parameter, value)
+
+
+_GRAD: Any = torch._C.TensorBase.grad
 
 
 def clean_name(name: str) -> str:

@@ -85,6 +85,13 @@ def _guarded_function(
     return owner.on_guarded_use(parameters, func, args, kwargs)
 
 
+def called_on_guarded(
+    parameter: Tensor, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a method of a subclass that is no torch function, and needs the values of a guarded ``parameter``."""
+    return _guarded_function(type(parameter), method, (), args, kwargs)
+
+
 def called(func: Any) -> str:
     """The name of a torch function as users write it: ``.data``, not ``__get__``."""
     name = str(getattr(func, "__name__", func))

@@ -339,7 +339,7 @@ class Materializer:
             if parameter in gathered:
                 yield next(gathered[parameter])
             else:
-                yield self._saved[parameter]() if parameter in self._saved else parameter.detach()
+                yield self._saved[parameter]() if parameter in self._saved else parameter.data
 
     def fill(self, parameters: Iterable[Parameter]) -> None:
         """Initialise the ``parameters`` that are on the meta device, and their modules' buffers.

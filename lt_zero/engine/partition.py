@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import groupby, starmap
-from operator import itemgetter
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -36,6 +36,7 @@ from lt_zero.engine.layout import BucketLayout, Owners, Sharding, join, plan_buc
 _MUCH = 0.25  # padding, per element of the parameters, that is warned about
 
 Named = tuple[str, Parameter]
+GradientOf = Callable[[Parameter], torch.Tensor | None]
 
 
 class Kind(NamedTuple):
@@ -59,6 +60,7 @@ class BucketPlan:
     owners: tuple[int, ...] | None = None  # the rank that owns each parameter; None: shards cut through parameters
     compresses: bool = False  # its gradients are sent compressed (gradient_compression.py)
     group: ShardGroup | None = None  # over which it is sharded; None: that of the engine
+    gradient_of: GradientOf = attrgetter("grad")  # in the shape of the parameter's spec
     _layouts: dict[int, BucketLayout] = field(default_factory=dict, init=False, repr=False)  # asked for so far
 
     @property
@@ -121,7 +123,7 @@ class EnginePlan:
 
     def padding(self, world: int) -> float:
         """The padding of all buckets, per element of the parameters."""
-        elements = sum(p.numel() for bucket in self.buckets for _, p in bucket.parameters)
+        elements = sum(spec.local_box.numel for bucket in self.buckets for spec in bucket.specs)
         return sum(bucket.layout_in(world, world).numel for bucket in self.buckets) / elements - 1 if elements else 0.0
 
 
@@ -132,6 +134,7 @@ def plan_engine(
     world: int,
     specs: Iterable[ParamSpec] = (),
     groups: Mapping[Parameter, ShardGroup] | None = None,
+    gradient_of: GradientOf = attrgetter("grad"),
 ) -> EnginePlan:
     """Find the units of ``root`` and assign their parameters to buckets. Nothing is allocated or changed.
 
@@ -164,7 +167,7 @@ def plan_engine(
     def spec_of(name: str, p: Parameter) -> ParamSpec:
         return replace(given[p], name=name) if p in given else ParamSpec.whole(name, tuple(p.shape))
 
-    *cut, rest = _cut(named, small, config, world, kind_of, spec_of)
+    *cut, rest = _cut(named, small, config, world, kind_of, spec_of, gradient_of)
     return EnginePlan(
         root, [UnitPlan(*unit, buckets) for unit, buckets in zip(units, cut, strict=True)], rest, fp32_modules
     )
@@ -184,9 +187,9 @@ def _specs_of(root: nn.Module, specs: Iterable[ParamSpec]) -> dict[Parameter, Pa
             near = difflib.get_close_matches(spec.name, named, 1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"specs: the module has no parameter {spec.name!r}.{hint}")
-        if tuple(parameter.shape) != spec.shape:
+        if tuple(parameter.data.shape) != spec.shape:
             raise ValueError(
-                f"specs: {spec.name!r} has the shape {tuple(parameter.shape)}, and its box {spec.local_box} of "
+                f"specs: {spec.name!r} has the shape {tuple(parameter.data.shape)}, and its box {spec.local_box} of "
                 f"{spec.global_shape} has {spec.shape}. Give the box that the parameter is."
             )
         if parameter in found:
@@ -219,7 +222,7 @@ def stay_whole(root: nn.Module, zero: ZeroOptimization) -> set[Parameter]:
 
     whole: set[Parameter] = set()
     total, limit = 0, zero.stage3_model_persistence_threshold if zero.stage == 3 else None
-    numels = [(parameter.numel(), parameter) for parameter in root.parameters()]
+    numels = [(parameter.data.numel(), parameter) for parameter in root.parameters()]
     for numel, parameter in sorted(numels, key=itemgetter(0)):
         total += numel
         if numel >= zero.stage3_param_persistence_threshold or (limit is not None and total > limit):
@@ -312,6 +315,7 @@ def _cut(
     world: int,
     kind_of: Callable[[Parameter], Kind],
     spec_of: Callable[[str, Parameter], ParamSpec],
+    gradient_of: GradientOf,
 ) -> list[list[BucketPlan]]:
     """The buckets of each unit, then those of the ``small`` parameters, which are not sharded.
 
@@ -336,7 +340,8 @@ def _cut(
             for name, p in units[number][1]:
                 kinds.setdefault(kind_of(p), []).append((number, (name, p)))
         for kind, members in kinds.items():
-            numels = [p.numel() for _, (_, p) in members]
+            specs = [spec_of(*parameter) for _, parameter in members]
+            numels = [spec.local_box.numel for spec in specs]
             shards = kind.group.mesh.shards if kind.group is not None else world
             groups: list[list[int]] = []
             for _, unit in groupby(range(len(members)), key=lambda i: members[i][0]):
@@ -350,10 +355,9 @@ def _cut(
                     known = owners.setdefault(kind.group, Owners(shards))
                     of_rank = known.of([numels[i] for i in group], kind.trains)
                 kept = replace(sharding, params=False) if first == len(units) - 1 else sharding
-                parameters = tuple(members[i][1] for i in group)
-                specs = tuple(starmap(spec_of, parameters))
-                how = (kind.dtype, kept, of_rank, kind.compresses, kind.group)
-                found[first].append(BucketPlan(name, parameters, specs, *how))
+                parameters, theirs = tuple(members[i][1] for i in group), tuple(specs[i] for i in group)
+                how = (kind.dtype, kept, of_rank, kind.compresses, kind.group, gradient_of)
+                found[first].append(BucketPlan(name, parameters, theirs, *how))
     return found
 
 

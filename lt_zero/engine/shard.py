@@ -252,6 +252,7 @@ class Accumulator:
         background: BackgroundStep,
     ) -> None:
         self._name, self._params, self._layout, self._group = plan.name, [p for _, p in plan.parameters], layout, group
+        self._gradient_of = plan.gradient_of
         self._numel, self._pieces = shard_range[1] - shard_range[0], pieces
         self._whole = not (plan.sharding.optim or plan.sharding.params)
         self.dtype, self._wire = policy.accumulate_of(plan.dtype), policy.wire_of(plan.dtype)
@@ -281,7 +282,7 @@ class Accumulator:
         """Move the parameters' gradients times ``factor``, or zeros, into ``out`` (1D, all elements), or add them."""
         targets, grads = [], []  # for the kernel: torch would need two passes
         for index, (parameter, span) in enumerate(zip(self._params, self._layout.spans, strict=True)):
-            grad, target = parameter.grad, out[span.lo : span.hi].view(span.shape)
+            grad, target = self._gradient_of(parameter), out[span.lo : span.hi].view(span.shape)
             if grad is None:
                 if not add:
                     target.zero_()

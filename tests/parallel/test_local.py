@@ -1,0 +1,128 @@
+"""Parameters that are DTensors, in an engine: tensor parallelism against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import lt_zero
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
+from lt_zero.parallel.local import local_gradient, localize
+from tests.support.parity import OPTIMIZERS, RELEASE, STAGES, config_of, full_values
+from tests.support.pool import Pool
+
+CPU = torch.device("cpu")
+STEPS = 4
+
+
+class Feed(nn.Module):
+    def __init__(self, width: int = 6, hidden: int = 10) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return result
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.head = nn.ModuleList(Feed() for _ in range(depth)), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+def parallelized(mesh: DeviceMesh, sequence: bool) -> Net:
+    """``sequence``: norms work on parts of the sequence, so that their gradients are partial sums."""
+    model, plan = Net(), dict[str, Any]()
+    along = Shard(1) if sequence else Replicate()
+    if sequence:
+        own = {"input_layouts": Replicate(), "desired_input_layouts": Shard(1), "use_local_output": True}
+        plan["layers.0"] = PrepareModuleInput(**own)
+        plan["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    for number in range(len(model.layers)):
+        plan[f"layers.{number}.up"] = ColwiseParallel(input_layouts=along)
+        plan[f"layers.{number}.down"] = RowwiseParallel(output_layouts=along)
+        if sequence:
+            plan[f"layers.{number}.norm"] = SequenceParallel()
+    parallelize_module(model, mesh, plan)
+    return model
+
+
+def batch(step: int, data: int) -> Tensor:
+    return torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(10 * step + data))
+
+
+def families(world: World, tensor: int) -> Callable[[str, nn.Parameter], ShardGroup]:
+    ranks = range(world.size)
+    sharded = ShardGroup(world, [ranks[i::tensor] for i in range(tensor)], divisor=world.size // tensor)
+    everyone = ShardGroup.of_all(world)
+
+    def group_of(name: str, parameter: nn.Parameter) -> ShardGroup:
+        cut = isinstance(parameter, DTensor) and any(isinstance(p, Shard) for p in parameter.placements)
+        return sharded if cut else everyone
+
+    return group_of
+
+
+def _train(stage: int, optimizer: str, tensor: int, sequence: bool) -> float:
+    """The largest difference of a weight from one process."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    data = size // tensor
+    mesh = DeviceMesh("cpu", torch.arange(size).view(data, tensor), mesh_dim_names=("data", "tensor"))["tensor"]
+    model, reference = parallelized(mesh, sequence), Net()
+    specs = localize(model, mesh)
+    world = World.join(CPU)
+    given = {"specs": specs, "group_of": families(world, tensor), "gradient_of": local_gradient}
+    zero = RELEASE if stage == 3 else {}
+    engine = lt_zero.shard(model, config_of(stage, zero), CPU, group=ShardGroup.of_all(world), **given)
+    made, expected = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](reference.parameters())
+    sharded = lt_zero.ShardedOptimizer(engine, made)
+    for step in range(STEPS):
+        made.zero_grad()
+        expected.zero_grad()
+        model(batch(step, rank // tensor)).square().mean().backward()
+        for part in range(data):
+            (reference(batch(step, part)).square().mean() / data).backward()
+        want = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05))
+        assert want > 0.05
+        assert float(sharded.grads.clip_norm(0.05)) == pytest.approx(want, rel=1e-5)
+        made.step()
+        expected.step()
+    values, whole, far = full_values(engine), dict(reference.named_parameters()), 0.0
+    for spec in specs:
+        want = spec.local_box.of(whole[spec.name].detach())
+        far = max(far, float((values.pop(spec.name) - want).abs().max()))
+    return max([far, *(float((value - whole[name]).abs().max()) for name, value in values.items())])
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_tensor_ranks_train_as_one_process(pool: Pool, stage: int, sequence: bool) -> None:
+    assert max(pool.run(2, _train, stage, "adamw", 2, sequence)) < 2e-6
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_tensor_and_data_ranks_train_as_one_process(pool: Pool, stage: int) -> None:
+    assert max(pool.run(4, _train, stage, "sgd", 2, True)) < 1e-6
