@@ -111,6 +111,8 @@ _lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) e
 _text = BeforeValidator(lambda value: str(value) if type(value) is int else value)  # YAML: digits are a number
 
 _off_if_false = BeforeValidator(lambda value: {} if value in (False, "none") else value)
+_one_if_zero = BeforeValidator(lambda value: 1 if type(value) is int and value == 0 else value)
+_off_if_number = BeforeValidator(lambda value: {} if type(value) in (bool, int) and value in (0, 1) else value)
 _none_if_false = BeforeValidator(lambda value: None if value is False else value)
 
 Folder = Annotated[Path, BeforeValidator(_folder)]
@@ -558,6 +560,14 @@ class Communication(Block):
     )
 
 
+class TensorParallel(Block):
+    """The ``tensor_parallel`` block: ranks that have parts of each layer."""
+
+    autotp_size: Annotated[int, BeforeValidator(to_whole_number), Field(gt=0, strict=True), _one_if_zero] = key(
+        1, "ranks that share the tensors of each layer, and see the same data; they divide all ranks"
+    )
+
+
 class GradientCompression(Block):
     """The ``gradient_compression`` block: gradients are sent in fewer bits, with error feedback."""
 
@@ -738,6 +748,10 @@ class Schema(Block):
     wandb: Wandb = key(Wandb(), "metrics for Weights & Biases")
     comet: Comet = key(Comet(), "metrics for Comet")
     communication: Communication = key(Communication(), "collectives over several nodes")
+    data_parallel_size: Positive | None = key(None, "ranks that see different data; checked against the others")
+    tensor_parallel: Annotated[TensorParallel, _off_if_number] = key(
+        TensorParallel(), "ranks that have parts of each layer"
+    )
     gradient_compression: Annotated[GradientCompression, _off_if_false] = key(
         GradientCompression(), "gradients in fewer bits, with error feedback"
     )

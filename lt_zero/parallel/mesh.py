@@ -1,0 +1,112 @@
+"""The ranks of a run as a mesh: which hold the parts of one model, and which see the same data.
+
+Note [Families]
+    A family is the ranks over which a parameter is the same, and ZeRO shards it over them. A parameter that is cut over
+    tensor ranks is the same on the data ranks that have its part; one that is replicated is the same on all ranks. So
+    each element of the model has one owner in the world: norms are one sum over the world, replicas cannot drift apart,
+    and checkpoints need no deduplication. A replicated parameter's gradient is the mean over all ranks. Tensor ranks
+    have equal gradients of it, or partial sums (local.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
+from lt_zero.common.errors import ConfigError
+from lt_zero.config import ZeroConfig
+from lt_zero.parallel.local import local_gradient, localize
+
+PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
+AXES = (PIPELINE, DATA, SEQUENCE, TENSOR)  # outermost first: tensor ranks are neighbours, on one node
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Numbers of ranks along each axis of the mesh."""
+
+    data: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, config: ZeroConfig, ranks: int) -> ParallelSizes:
+        """The sizes that the configuration asks for.
+
+        Raises:
+            ConfigError: they are not those of so many ranks.
+        """
+        tensor, data = config.tensor_parallel.autotp_size, config.data_parallel_size
+        if ranks % tensor:
+            raise ConfigError.about(
+                "tensor_parallel.autotp_size",
+                f"tensor_parallel.autotp_size={tensor} does not divide the {ranks} ranks of this run. Use a divisor, or "
+                "start another number of processes.",
+            )
+        if data not in (None, ranks // tensor):
+            raise ConfigError.about(
+                "data_parallel_size",
+                f"data_parallel_size={data}, but {ranks} ranks with tensor_parallel.autotp_size={tensor} are "
+                f"{ranks // tensor} data ranks. Remove the key, or change one of them.",
+            )
+        return cls(ranks // tensor, tensor)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all ranks are data ranks."""
+        return self.tensor == 1
+
+
+class ParallelMesh:
+    """The ranks of a run along the axes of parallelism.
+
+    Args:
+        sizes: along each axis.
+        world: all ranks. Collective.
+
+    Attributes:
+        device_mesh: with an axis for each of ``AXES``, also for those of size 1.
+        data_rank: which data this rank sees, of ``sizes.data``. Its tensor ranks see the same.
+        tensor_rank: which part of tensors this rank has, of ``sizes.tensor``.
+    """
+
+    def __init__(self, sizes: ParallelSizes, world: World) -> None:
+        self.sizes, self._world = sizes, world
+        device = world.device.type
+        self.device_mesh = init_device_mesh(device, (1, sizes.data, 1, sizes.tensor), mesh_dim_names=AXES)
+        self.data_rank, self.tensor_rank = divmod(world.rank, sizes.tensor)
+        ranks = range(world.size)
+        parts = [ranks[first :: sizes.tensor] for first in range(sizes.tensor)]
+        self._cut = ShardGroup(world, parts, divisor=sizes.data)
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """The ranks that have the other parts of this rank's tensors."""
+        return self.device_mesh[TENSOR]
+
+    def arguments(self, module: nn.Module, group: ShardGroup) -> dict[str, Any]:
+        """Of ``lt_zero.shard``, for a module some of whose parameters are DTensors; ``group``: all ranks.
+
+        Raises:
+            ValueError: a parameter is distributed over other ranks, or not into equal parts.
+        """
+        specs = localize(module, self.tensor)
+        return {"specs": specs, "group_of": self._group_of(group), "gradient_of": local_gradient}
+
+    def _group_of(self, group: ShardGroup) -> Callable[[str, nn.Parameter], ShardGroup]:
+        def group_of(name: str, parameter: nn.Parameter) -> ShardGroup:
+            return self._cut if is_cut(parameter) else group
+
+        return group_of
+
+
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Whether ranks have parts of ``parameter``."""
+    return isinstance(parameter, DTensor) and not all(isinstance(p, Replicate) for p in parameter.placements)
