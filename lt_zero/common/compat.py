@@ -366,6 +366,11 @@ def is_plain_closure(closure: Any) -> bool:
     return cls.__name__ == "Closure" and cls.__module__ == "lightning.pytorch.loops.optimization.automatic"
 
 
+def set_device_mesh(module: Any, mesh: Any) -> None:
+    """Let ``LightningModule.device_mesh`` be ``mesh``, as Lightning's ModelParallelStrategy does."""
+    module._device_mesh = mesh
+
+
 class SignalOverride:
     """Replaces Lightning's reactions to SIGTERM and SLURM's requeue signal.
 

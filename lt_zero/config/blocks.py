@@ -788,5 +788,5 @@ class Schema(Block):
     @property
     def sharded_checkpoints(self) -> bool:
         """Whether checkpoints are directories that all ranks write."""
-        how = self.checkpoint.format
-        return how == "sharded" or (how == "auto" and self.zero_optimization.stage > 0)
+        how, cut = self.checkpoint.format, self.zero_optimization.stage > 0 or self.tensor_parallel.autotp_size > 1
+        return how == "sharded" or (how == "auto" and cut)

@@ -88,6 +88,11 @@ class BucketLayout:
     def numel(self) -> int:
         return self.shard_numel * self.world
 
+    @cached_property
+    def elements(self) -> int:
+        """Elements without padding."""
+        return sum(span.hi - span.lo for span in self.spans)
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' elements in ``flat`` (1D, ``numel``), in their shapes."""
         return [flat[span.lo : span.hi].view(span.shape) for span in self.spans]

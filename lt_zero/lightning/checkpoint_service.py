@@ -139,7 +139,8 @@ class CheckpointService:
         if isinstance(content.get(_HPARAMS), Container):  # it is written as plain containers
             content[KEY] = {**content.get(KEY, {}), "hparams": "omegaconf"}
         if run.world is not None and "optimizer_states" in checkpoint:
-            content[POSITION] = run.world.host_gather(self._data.state_dict(), "random states")
+            states = run.world.host_gather(self._data.state_dict(), "random states")
+            content[POSITION] = run.session.of_data_ranks(states)
             if run.built is not None:
                 content |= beside({"": run.built}, sharded=run.directories)
         self.wait(run)
@@ -316,7 +317,7 @@ class CheckpointService:
             check_schedule(state, config.scheduler, checkpoint.get(KEY, {}).get("path") or "The checkpoint")
         if POSITION in checkpoint:
             with run.agree("restoring random states and the position in the data", CheckpointError):
-                self._data.load(checkpoint[POSITION], world.rank)
+                self._data.load(checkpoint[POSITION], run.session.data_rank)
         if not states and (how.load_module_only or not how.load_optimizer_states):
             return
         Progress.of(checkpoint).restore(run.engine, None)  # Lightning gives the loss scale to the precision plugin

@@ -15,6 +15,7 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
@@ -45,7 +46,7 @@ from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.lightning.checkpoint_plugin import local_file, write_file, writes_directories
 from lt_zero.lightning.fabric_items import BESIDE, Opened, open_directory, opened_file, prefixes_of
-from lt_zero.lightning.other_strategies import explained
+from lt_zero.lightning.other_strategies import explained, tensor_override
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.setup import shorten_errors
 from lt_zero.session.content import beside, export_weights, frozen_names, weights_to_save, whole_weights
@@ -74,6 +75,8 @@ class FabricZeroStrategy(DDPStrategy):
     Args:
         stage, config, overrides, activation_checkpointing, broadcast_buffers: as for ``ZeroStrategy``. Optimizers and
             schedules are made by the script.
+        tensor_parallel_size: as for ``ZeroStrategy``. The script parallelizes the module, over
+            ``fabric.strategy.device_mesh["tensor_parallel"]``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy.
         process_group_backend: ``gloo`` on CPU and ``nccl`` on CUDA by default.
         timeout: of collectives.
@@ -99,7 +102,9 @@ class FabricZeroStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         activation_checkpointing: Mapping[str, Any] | ActivationCheckpointing | str | bool | None = None,
         broadcast_buffers: bool | None = None,
+        tensor_parallel_size: int | None = None,
     ) -> None:
+        overrides = [*overrides, *tensor_override(tensor_parallel_size)]
         check_launch("FabricZeroStrategy", start_method, timeout, process_group_backend)
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
@@ -184,6 +189,24 @@ class FabricZeroStrategy(DDPStrategy):
             self.session.loss_scale = self.precision.loss_scale_controller
             self.session.join(self.config, self.root_device, self._timeout, self.cluster_environment.node_rank())
 
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The ranks along Lightning's axes, ``data_parallel`` and ``tensor_parallel``; None: all are data ranks."""
+        return self.session.device_mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self.device_mesh is None:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": self.session.data_ranks, "rank": self.session.data_rank}
+
+    @override
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks that see different data, unless ``group`` says over which."""
+        with self.session.explaining():
+            return super().all_reduce(tensor, group if group is not None else self.session.data_group, reduce_op)
+
     @override
     def setup_module(self, module: nn.Module) -> ShardedModule:  # type: ignore[override]
         """Shard a module in place. One in evaluation mode gets no master weights, until it gets an optimizer."""
@@ -262,7 +285,7 @@ class FabricZeroStrategy(DDPStrategy):
         """Parameters are sharded while they are constructed (stage 3), or made on the meta device if ``empty_init``."""
         zero = self.config.zero_optimization
         placed: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
-        if not empty_init and zero.stage == 3 and self.world.size > 1:
+        if not empty_init and zero.stage == 3 and self.world.size > 1 and self.device_mesh is None:
             placed = ConstructionSharder(self.group, zero.stage3_param_persistence_threshold)
         with placed, self.precision.module_init_context():
             yield

@@ -42,7 +42,7 @@ def unit_table(engine: Engine, console: Console | None = None) -> None:
 
 
 def _elements(buckets: Iterable[Bucket]) -> int:
-    return sum(p.numel() for bucket in buckets for p in bucket.params)
+    return sum(bucket.layout.elements for bucket in buckets)
 
 
 def _cells(unit: Unit) -> tuple[str, str, str, str, str]:
@@ -85,7 +85,7 @@ def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[st
     """
     weights = grads = states = whole_weights = whole_grads = whole_states = 0
     for bucket in engine.buckets:
-        size, held = sum(p.numel() for p in bucket.params), bucket.grads
+        size, held = bucket.layout.elements, bucket.grads
         # The compute copy if it is in memory, and master weights if they are separate.
         weights += bucket.weights.nbytes + (0 if bucket.state is State.RELEASED else bucket.flat.nbytes)
         whole_weights += size * bucket.dtype.itemsize
@@ -101,7 +101,7 @@ def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[st
             states += sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors)  # NaN while they are on NVMe
             if id(parameter) in engine.owner:
                 bucket, index = engine.owner[id(parameter)]
-                elements[bucket] += parameter.numel()
+                elements[bucket] += parameter.data.numel()
                 for piece in bucket.pieces_of(index):  # none if this rank has no part of it
                     here = sum(t.element_size() for t in tensors if t.numel() == piece.numel)
                     nbytes[bucket] = max(nbytes[bucket], here)

@@ -64,11 +64,10 @@ _ELSEWHERE = {
     "activation_checkpointing_policy": 'Write activation_checkpointing="full"',
     "sharding_strategy": "Write stage=3 for FULL_SHARD, 2 for SHARD_GRAD_OP, 0 for NO_SHARD; for HYBRID_SHARD also "
     "zero_optimization.mics_shard_size",
-    "data_parallel_size": "All ranks are data parallel; zero_optimization.mics_shard_size is how many share a copy",
-    "tensor_parallel_size": "All ranks are data parallel, there is no tensor parallelism",
+    "data_parallel_size": "It is the number of ranks divided by tensor_parallel_size",
     "save_distributed_checkpoint": "Remove it: checkpoints are sharded; ZeroStrategy.export writes one file",
     "state_dict_type": "Remove it: checkpoints are sharded; ZeroStrategy.export writes one file",
-    "device_mesh": "All ranks are data parallel; zero_optimization.mics_shard_size is how many share a copy",
+    "device_mesh": "The strategy makes it: pass tensor_parallel_size",
     "find_unused_parameters": "Remove it: parameters may be unused in any step, on any rank",
     "gradient_as_bucket_view": "Remove it: gradients lie in buckets always",
     "static_graph": "Remove it: graphs may differ from step to step",
@@ -101,6 +100,11 @@ def explained(init: Callable[P, None]) -> Callable[P, None]:
         init(*args, **kwargs)
 
     return explaining
+
+
+def tensor_override(size: int | None) -> list[str]:
+    """The override of the configuration that the argument ``tensor_parallel_size`` is."""
+    return [] if size is None else [f"tensor_parallel.autotp_size={size}"]
 
 
 def _advice(name: str, value: Any, known: list[str]) -> str:

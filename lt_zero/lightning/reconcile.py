@@ -103,17 +103,18 @@ class Reconciler:
                 setattr(module, _HOOK, in_instance)
         self._patched = None
 
-    def agree(self, trainer: pl.Trainer, module: pl.LightningModule, world: World, show: bool) -> None:
+    def agree(self, trainer: pl.Trainer, module: pl.LightningModule, world: World, ranks: int, show: bool) -> None:
         """Resolve "auto" and make the Trainer and the configuration agree. Collective.
 
-        The ``module`` is fully constructed, and not sharded yet. ``show``: print the resolved values.
+        The ``module`` is fully constructed, and not sharded yet. ``ranks``: that see different data. ``show``: print
+        the resolved values.
 
         Raises:
             ConfigError: on all ranks, if the values contradict each other, or an "auto" cannot be resolved.
         """
         self._seen, config = False, self._given
         with world.agree("reading the configuration", ConfigError), self._marked():
-            rows, config = _apply_to_trainer(config, trainer, module, world.size)
+            rows, config = _apply_to_trainer(config, trainer, module, ranks)
             self._steps = steps = trainer.accumulate_grad_batches
             facts = Facts(
                 accumulation=steps,
@@ -125,10 +126,10 @@ class Reconciler:
             config, resolutions = resolve(config, facts)
             micro, total = config.train_micro_batch_size_per_gpu, config.train_batch_size
             if micro is not None:
-                _check_batch(config, micro, steps, world.size, "is configured")
+                _check_batch(config, micro, steps, ranks, "is configured")
             elif total is not None:  # it implies the micro-batch, with which the first batch is compared
-                micro = _quotient(total, "accumulation", steps, world.size, "micro-batch")
-                source = f"train_batch_size: {total} / ({steps} * {world.size} ranks)"
+                micro = _quotient(total, "accumulation", steps, ranks, "micro-batch")
+                source = f"train_batch_size: {total} / ({steps} * {ranks} ranks)"
                 rows.append(Resolution("batch_size of the data loader", micro, source))
         check_same(config, world.host_gather)
         self.config = config
@@ -150,7 +151,7 @@ class Reconciler:
 
     # ---- in a run ----------------------------------------------------------------------------------------------
 
-    def see(self, batch: Any, trainer: pl.Trainer, world: World, show: bool) -> None:
+    def see(self, batch: Any, trainer: pl.Trainer, world: World, ranks: int, show: bool) -> None:
         """Resolve the keys about batches and compare them with the first batch. Collective for that batch.
 
         If a resumed run begins with the short last batch of an epoch, the next batch is used.
@@ -174,9 +175,9 @@ class Reconciler:
         size = sizes.pop() if len(sizes) == 1 else None
         with world.agree("reading the configuration", ConfigError), self._marked():
             if size is not None:
-                _check_batch(self.config, size, self._steps, world.size, "is the size of the first batch")
+                _check_batch(self.config, size, self._steps, ranks, "is the size of the first batch")
         if size is not None:
-            self.config, found = resolve_batch(self.config, size, self._steps, world.size)
+            self.config, found = resolve_batch(self.config, size, self._steps, ranks)
             show_table(found if show else [])
         elif given and show:
             names = " and ".join(f"{key}={value}" for key, value in given.items())

@@ -19,6 +19,7 @@ from lightning.pytorch.plugins import Precision, TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
@@ -29,6 +30,7 @@ from lt_zero.comm.comm_log import CommLog, CommRecord
 from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted, check_launch, joining
 from lt_zero.comm.world import World
+from lt_zero.common.compat import set_device_mesh
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
@@ -44,7 +46,7 @@ from lt_zero.lightning.checkpoint_service import CheckpointService
 from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.run_monitor import RunMonitor
-from lt_zero.lightning.other_strategies import explained
+from lt_zero.lightning.other_strategies import explained, tensor_override
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.setup import Run, Signals
@@ -71,6 +73,9 @@ class ZeroStrategy(DDPStrategy):
             blocks, "selective", "none", or keys of that block of the configuration, which must not contradict it.
         broadcast_buffers: whether buffers that change are rank 0's in each training forward, as for ``DDPStrategy``
             (default: the config's, or True).
+        tensor_parallel_size: ranks that share the tensors of each layer; ``tensor_parallel.autotp_size`` of the
+            configuration. The module is parallelized in ``configure_model``, over
+            ``self.device_mesh["tensor_parallel"]``.
 
     Attributes:
         checkpoints, monitor, data: own saving and loading, what is shown of a run, and the position in the data.
@@ -102,7 +107,9 @@ class ZeroStrategy(DDPStrategy):
         | bool
         | None = None,
         broadcast_buffers: bool | None = None,
+        tensor_parallel_size: int | None = None,
     ) -> None:
+        overrides = [*overrides, *tensor_override(tensor_parallel_size)]
         check_launch("ZeroStrategy", start_method, timeout, process_group_backend)
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
@@ -281,6 +288,25 @@ class ZeroStrategy(DDPStrategy):
         if not self.session.join(self.config, self.root_device, self._group_timeout, self._node_rank, keeps, first):
             self.monitor.record(self.session.world, new=False)
         self.checkpoints.begin_run()
+        if self.lightning_module is not None and self.device_mesh is not None:
+            set_device_mesh(self.lightning_module, self.device_mesh)
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The ranks along Lightning's axes, ``data_parallel`` and ``tensor_parallel``; None: all are data ranks."""
+        return self.session.device_mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self.device_mesh is None:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": self.session.data_ranks, "rank": self.session.data_rank}
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks that see different data, unless ``group`` says over which."""
+        return super().reduce(tensor, group if group is not None else self.session.data_group, reduce_op)
 
     @property
     def _node_rank(self) -> int:
@@ -304,7 +330,7 @@ class ZeroStrategy(DDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         compare_models(world, self._module)  # "auto" depends on it, and whether an engine is used again
         if fitting:
-            self._reconciler.agree(trainer, self._module, world, self.is_global_zero)
+            self._reconciler.agree(trainer, self._module, world, self.session.data_ranks, self.is_global_zero)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
             self._layer_sync = TorchSyncBatchNorm()
         if fitting and self._layer_sync:
@@ -370,8 +396,8 @@ class ZeroStrategy(DDPStrategy):
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
         group = self.session.known
-        if self.stage < 3 or group is None or group.size == 1:
-            yield
+        if self.stage < 3 or group is None or group.size == 1 or self.device_mesh is not None:
+            yield  # modules are parallelized in the same hook, which distributes whole tensors
             return
         threshold = self.config.zero_optimization.stage3_param_persistence_threshold
         with ConstructionSharder(group, threshold):
@@ -381,7 +407,8 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self.data.process(super().process_dataloader(dataloader), self._module.trainer)
+        ranks = self.session.data_ranks if self.session.known is not None else self.world_size
+        return self.data.process(super().process_dataloader(dataloader), self._module.trainer, ranks)
 
     @override
     def on_train_start(self) -> None:
@@ -401,7 +428,8 @@ class ZeroStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         run, module, batch = self.run, self._module, args[0] if args else None
         self.session.saver.check(run.engine.world)
-        self._reconciler.see(batch, module.trainer, run.engine.world, self.is_global_zero)
+        self._reconciler.see(batch, module.trainer, run.engine.world, self.session.data_ranks, self.is_global_zero)
+        self.session.compare_batch(batch)
         with phase("forward"), run.engine.forward_scope():
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))
 

@@ -118,6 +118,7 @@ class TrainingEngine(nn.Module):
         module: the model.
         optimizer: of torch; its groups hold the module's parameters, its state this rank's part.
         engine: what runs the model.
+        data_ranks: how many ranks, or sets of tensor-parallel ranks, see different data.
         micro_steps, global_steps, global_samples: micro-batches, steps and samples so far.
     """
 
@@ -138,7 +139,8 @@ class TrainingEngine(nn.Module):
         self.session.join(config, wanted, first=partial(_same_models, model))
         self.world = self.session.world
         self.global_rank, self.world_size = self.world.rank, self.world.size
-        self._micro, self._gas = _batch_sizes(config, self.world_size)
+        self.data_ranks = self.session.data_ranks
+        self._micro, self._gas = _batch_sizes(config, self.data_ranks)
         self.engine: Engine = self.session.build(model, config, wanted, policy, training=True)
         self.module, self._config = model, config
         self.optimizer: Optimizer | None = None
@@ -272,7 +274,7 @@ class TrainingEngine(nn.Module):
         self._applied, self._norm = self.session.step(sharded, limit, optimizer.step)
         optimizer.zero_grad()
         self.global_steps += 1
-        self.global_samples += (self._micro or 1) * self._pending * self.world_size
+        self.global_samples += (self._micro or 1) * self._pending * self.data_ranks
         self._pending = 0
         if self.lr_scheduler is not None and (self._applied or self._config.on_skipped_step == "advance"):
             self.lr_scheduler.step(**lr_kwargs)
@@ -333,7 +335,7 @@ class TrainingEngine(nn.Module):
         return self.optimizer.param_groups if self.optimizer is not None else []
 
     def train_batch_size(self) -> int | None:
-        return None if self._micro is None else self._micro * self._gas * self.world_size
+        return None if self._micro is None else self._micro * self._gas * self.data_ranks
 
     def train_micro_batch_size_per_gpu(self) -> int | None:
         return self._micro
@@ -365,7 +367,8 @@ class TrainingEngine(nn.Module):
         if size is None:
             key = _BATCH[1]
             raise ConfigError.about(key, f"training_data needs a batch size: write {key} or {_BATCH[0]}.")
-        sampler: DistributedSampler[Any] = DistributedSampler(dataset, self.world_size, self.global_rank)
+        data = self.session.data_ranks, self.session.data_rank
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, *data)
         return DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn)
 
     def destroy(self) -> None:

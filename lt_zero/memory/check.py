@@ -115,7 +115,7 @@ def check_build(
     for bucket in plan.buckets:
         for _, parameter in bucket.parameters:
             parts = group.mesh.shards if is_guarded(parameter) else 1  # guarded: sharded at construction
-            taken[parameter.device.type] += parameter.numel() * parameter.dtype.itemsize // parts
+            taken[parameter.device.type] += parameter.data.numel() * parameter.dtype.itemsize // parts
     advice = partial(_advice, plan.root, config, policy, setup, "adam")
     _check(cast, list(cast.phases), taken, config.max_cpu_gb, group.world, advice)
 

@@ -157,7 +157,7 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
             setup.world == 1 and wire is None and (config.prescale_gradients or config.gradient_predivide_factor == 1)
         )
         row = Row(
-            elements=sum(p.numel() for _, p in bucket.parameters),
+            elements=layout.elements,
             numel=layout.numel,
             own=layout.shard_numel if sharded else layout.numel,
             held=held if sharded else layout.numel,

@@ -31,7 +31,7 @@ class LocalParameter(DTensor):
     _shown: ClassVar[str] = "_lt_zero_shown"  # in the object's ``__dict__``
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return local_tensor(self)
 
     @data.setter
@@ -57,15 +57,17 @@ class LocalParameter(DTensor):
     # These are no torch functions, so that the guard of a released parameter does not see them.
 
     def to_local(self, **kwargs: Any) -> Tensor:
-        return self._values(DTensor.to_local, kwargs)
+        local: Tensor = self._of_values(DTensor.to_local, kwargs)
+        return local
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
-        return self._values(DTensor.full_tensor, kwargs)
+        full: Tensor = self._of_values(DTensor.full_tensor, kwargs)
+        return full
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
-        return self._values(DTensor.redistribute, kwargs, *args)
+        return self._of_values(DTensor.redistribute, kwargs, *args)
 
-    def _values(self, method: Callable[..., Any], kwargs: dict[str, Any], *args: Any) -> Any:
+    def _of_values(self, method: Callable[..., Any], kwargs: dict[str, Any], *args: Any) -> Any:
         if is_guarded(self):
             return called_on_guarded(self, method, (self, *args), kwargs)
         return method(self, *args, **kwargs)
@@ -110,8 +112,8 @@ def spec_of(name: str, parameter: DTensor) -> ParamSpec:
             continue
         if type(placement) is not Shard or sizes[placement.dim] % ranks:
             raise ValueError(
-                f"Parameter {name!r} of shape {tuple(parameter.shape)} is placed as {placement} over {ranks} ranks. Use "
-                f"Replicate(), or Shard(dim) where {ranks} divides the size."
+                f"Parameter {name!r} of shape {tuple(parameter.shape)} is placed as {placement} over {ranks} ranks. "
+                f"Use Replicate(), or Shard(dim) where {ranks} divides the size."
             )
         sizes[placement.dim] //= ranks
         offsets[placement.dim] += coordinate[axis] * sizes[placement.dim]
@@ -134,5 +136,5 @@ def localize(module: nn.Module, mesh: DeviceMesh) -> list[ParamSpec]:
                 f"{mesh}. Parallelize with self.device_mesh['tensor_parallel']."
             )
         specs.append(spec_of(name, parameter))
-        parameter.__class__ = LocalParameter
+        parameter.__class__ = LocalParameter  # type: ignore[assignment]
     return specs

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
@@ -47,8 +48,8 @@ class ParallelSizes:
         if ranks % tensor:
             raise ConfigError.about(
                 "tensor_parallel.autotp_size",
-                f"tensor_parallel.autotp_size={tensor} does not divide the {ranks} ranks of this run. Use a divisor, or "
-                "start another number of processes.",
+                f"tensor_parallel.autotp_size={tensor} does not divide the {ranks} ranks of this run. Use a divisor, "
+                "or start another number of processes.",
             )
         if data not in (None, ranks // tensor):
             raise ConfigError.about(
@@ -105,6 +106,22 @@ class ParallelMesh:
             return self._cut if is_cut(parameter) else group
 
         return group_of
+
+
+def mesh_of(config: ZeroConfig, world: World) -> ParallelMesh | None:
+    """The mesh that the configuration asks for; None if all ranks are data ranks. Collective.
+
+    Raises:
+        ConfigError: the sizes are not those of so many ranks; or a GPU has one queue for all groups.
+    """
+    sizes = ParallelSizes.of(config, world.size)
+    if sizes.is_plain:
+        return None
+    if world.device.type == "cuda" and one_queue():
+        key = "tensor_parallel.autotp_size"
+        text = f"{key}={sizes.tensor} needs process groups beside the others, which CUDA_DEVICE_MAX_CONNECTIONS=1 does"
+        raise ConfigError.about(key, f"{text} not allow: unset it.")
+    return ParallelMesh(sizes, world)
 
 
 def is_cut(parameter: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lt_zero.build import shard
@@ -24,6 +26,8 @@ from lt_zero.config.uses import check_same
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.memory.check import check_optimizers
+from lt_zero.parallel.batches import check_same_batch
+from lt_zero.parallel.mesh import DATA, ParallelMesh, mesh_of
 from lt_zero.session.saving import Saver, Saving
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
@@ -42,6 +46,7 @@ class Session:
     Attributes:
         loss_scale: that of the run's precision; a face sets it before anything is built.
         known: ``group``; None before ``join``.
+        mesh: the ranks along the axes of parallelism; None: all are data ranks, or before ``join``.
         saver: the checkpoints that are being written.
         trial: of ``lt-zero tune``, if the process was started for one.
     """
@@ -51,6 +56,8 @@ class Session:
     def __init__(self, face: Face) -> None:
         self.face = face
         self.known: ShardGroup | None = None
+        self.mesh: ParallelMesh | None = None
+        self._compared = False  # the first batch
         self.saver = Saver()
         self.trial = Trial.of_environment()
         self._engines: list[weakref.ref[Engine]] = []
@@ -67,6 +74,30 @@ class Session:
     def world(self) -> World:
         """All ranks of the run. Raises RuntimeError before ``join``."""
         return self.group.world
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks, or sets of ranks that have parts of one model, see different data."""
+        return self.mesh.sizes.data if self.mesh is not None else self.world.size
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these this rank is, or is in."""
+        return self.mesh.data_rank if self.mesh is not None else self.world.rank
+
+    def of_data_ranks(self, of_ranks: Sequence[Any]) -> list[Any]:
+        """Of what all ranks have, that of the first rank of each data rank."""
+        return list(of_ranks[:: self.world.size // self.data_ranks])
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh with Lightning's names, of which modules are parallelized over ``["tensor_parallel"]``."""
+        return self.mesh.device_mesh if self.mesh is not None else None
+
+    @property
+    def data_group(self) -> ProcessGroup | None:
+        """The ranks that see different data and have the same parts; None: all ranks."""
+        return self.mesh.device_mesh[DATA].get_group() if self.mesh is not None else None
 
     @property
     def engines(self) -> list[Engine]:
@@ -110,7 +141,8 @@ class Session:
             check_same(config, world.host_gather)
             tell_without_effect(config, self.face, world.rank)
             group.configure(config)
-            self.known = group
+            self.mesh, self.known = mesh_of(config, world), group
+        self._compared = False
         self.world.begin_run()
         return new
 
@@ -129,7 +161,8 @@ class Session:
         """
         self._refuse_another()
         move_buffers(module, device)
-        engine = shard(module, config, device, policy, self.group, training)
+        parts = self.mesh.arguments(module, self.group) if self.mesh is not None else {}
+        engine = shard(module, config, device, policy, self.group, training, **parts)
         load(engine)
         sync_buffers(engine)
         self._engines.append(weakref.ref(engine))
@@ -195,6 +228,16 @@ class Session:
         """Let a schedule wait while steps of optimizer ``number`` are skipped, unless ``on_skipped_step`` says not."""
         if self.loss_scale.checks and config.on_skipped_step != "advance":
             hold_schedule(schedule, self.loss_scale.counter(number))
+
+    def compare_batch(self, batch: Any) -> None:
+        """Compare the first batch of a run between ranks that have parts of one model. Collective for that batch.
+
+        Raises:
+            RuntimeError: on all ranks, if they have different batches.
+        """
+        if self.mesh is not None and not self._compared:
+            self._compared = True
+            check_same_batch(self.mesh, self.world, batch)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 

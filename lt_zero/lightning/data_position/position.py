@@ -65,13 +65,16 @@ class DataPosition:
         if trainer.accumulate_grad_batches + 2 > (self._feed.recent.maxlen or 0):
             self._feed.recent = deque(self._feed.recent, maxlen=trainer.accumulate_grad_batches + 2)
 
-    def process(self, loader: object, trainer: pl.Trainer) -> object:
-        """Lightning's loader with its reads tracked. See Note [Lazy iterators] in loaders.py."""
+    def process(self, loader: object, trainer: pl.Trainer, ranks: int) -> object:
+        """Lightning's loader with its reads tracked. See Note [Lazy iterators] in loaders.py.
+
+        ``ranks``: that see different data.
+        """
         if trainer.state.fn != "fit":
             return untracked(loader)
         self.watch(trainer)
         if trainer.training:
-            return self._feed.add(loader, trainer.world_size)
+            return self._feed.add(loader, ranks)
         feed, plain = self._feed, untracked(loader)
 
         def open(make: Make) -> Iterator[Any]:

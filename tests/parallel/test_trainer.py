@@ -1,0 +1,117 @@
+"""A Trainer with tensor-parallel ranks: against one process, saved and resumed on other meshes, exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import lt_zero
+from tests.support.lightning_tools import sharded_trainer, single_trainer, trust
+from tests.support.pool import Pool
+
+ROWS, BATCH = 48, 12  # samples, and samples per step of all ranks
+
+
+class Rows(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(6, generator=torch.Generator().manual_seed(index))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return result
+
+
+class Module(pl.LightningModule):
+    """``data``: ranks that see different data."""
+
+    def __init__(self, optimizer: str = "sgd", data: int = 1) -> None:
+        super().__init__()
+        self.optimizer, self.data, self.losses = optimizer, data, list[float]()
+        torch.manual_seed(0)
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(6, 3)
+
+    def configure_model(self) -> None:
+        if self.device_mesh is None:
+            return
+        for block in self.blocks:
+            parallelize_module(
+                block, self.device_mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(x)
+        return result
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = self(batch).square().mean()
+        self.log("loss", loss, sync_dist=True)
+        self.log("rows", float(len(batch)), sync_dist=True, reduce_fx="sum")
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        # Not shuffled, as Lightning's own sampler would: the samples of a step are those of the single process.
+        ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+        return DataLoader(
+            Rows(), batch_size=BATCH // self.data, sampler=DistributedSampler(Rows(), shuffle=False, **ranks)
+        )
+
+
+def trainer_of(stage: int, tensor: int, steps: int) -> pl.Trainer:
+    config = {"tensor_parallel": {"autotp_size": tensor}, "train_batch_size": BATCH}
+    if dist.get_world_size() == tensor == 1:
+        return single_trainer(max_steps=steps, use_distributed_sampler=False)
+    return sharded_trainer(stage, config=config, max_steps=steps)
+
+
+def _fit(stage: int, tensor: int, steps: int, save: str, resume: str | None = None) -> tuple[list[float], float]:
+    data = dist.get_world_size() // tensor
+    trainer, module = trainer_of(stage, tensor, steps), Module(data=data)
+    trainer.fit(module, ckpt_path=resume, **trust(False))
+    trainer.save_checkpoint(save)
+    assert float(trainer.callback_metrics["rows"]) == BATCH
+    return module.losses
+
+
+def expected(steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    module = Module()
+    single_trainer(max_steps=steps).fit(module)
+    return module.losses, module.state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_run_is_that_of_one_process_and_goes_on_without_tensor_ranks(pool: Pool, tmp_path: Path, stage: int) -> None:
+    first, second = str(tmp_path / "tensor"), str(tmp_path / "data")
+    losses = pool.run(4, _fit, stage, 2, 3, first)[0]
+    assert losses == pytest.approx(expected(3)[0], rel=1e-5)
+    losses = pool.run(3, _fit, stage, 1, 6, second, first)[0]
+    want, weights = expected(6)
+    assert losses == pytest.approx(want[3:], rel=1e-5)
+    lt_zero.export(second, tmp_path / "weights.pt", dtype=torch.float32)
+    torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), weights, rtol=1e-4, atol=1e-5)
