@@ -21,7 +21,7 @@ def digest_of_batch(batch: Any) -> list[tuple[tuple[int, ...], str, int]]:
 def _checksum(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return 0
-    return zlib.crc32(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def check_same_batch(mesh: ParallelMesh, world: World, batch: Any) -> None:
