@@ -25,7 +25,7 @@ from lt_zero.common.arguments import expect
 from lt_zero.common.errors import CheckpointError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import dtype_policy, resolve_mode
-from lt_zero.config.uses import check_same, tell_ignored, without_training
+from lt_zero.config.uses import check_same, refuse_tensor_parallel, tell_ignored, without_training
 from lt_zero.engine.full_params import sync_buffers
 
 log = logging.getLogger("lt_zero")
@@ -60,6 +60,7 @@ def inference(
     """
     expect(module, nn.Module, "The module of lt_zero.inference", "pass an nn.Module")
     chosen, ignored = without_training(config)
+    refuse_tensor_parallel(chosen, "lt_zero.inference")
     placed = (t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta")
     device = device or next(placed, torch.device("cpu"))
     group = group or ShardGroup.of_all(World.join(device, chosen))

@@ -18,6 +18,7 @@ from lt_zero.comm.process_groups import init_distributed, is_part, joining
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.config.load import examine
+from lt_zero.config.uses import refuse_tensor_parallel
 from lt_zero.engine.full_params import gathered
 from lt_zero.engine.materialize import ConstructionSharder
 
@@ -93,6 +94,7 @@ class Init:
             _refuse(name, None if not asked or getattr(zero, name) else True, name)
         self._dtype, self._before = dtype, torch.float32
         self._sharder: AbstractContextManager[Any] = nullcontext()
+        refuse_tensor_parallel(made, "lt_zero.Init")
         if enabled and zero.stage == 3:
             with joining(made.communication.link_timeout):
                 init_distributed()

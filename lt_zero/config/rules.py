@@ -45,6 +45,7 @@ def contradictions(config: Schema) -> Iterator[Problem]:
     yield from _compression(config)
     yield from _one_bit(config)
     yield from _tolerance(config)
+    yield from _tensor_parallel(config)
     yield from _precision(config)
     yield from _offload(config)
     yield from _sparse_attention(config)
@@ -168,6 +169,20 @@ def _one_bit(config: Schema) -> Iterator[Problem]:
         if wrong:
             after = "var_freeze_step" if local else "freeze_step"
             yield Problem(key, f"{key}={value!r} cannot be combined with {name}: after {after} {why}. Remove it.")
+
+
+def _tensor_parallel(config: Schema) -> Iterator[Problem]:
+    size, key = config.tensor_parallel.autotp_size, "tensor_parallel.autotp_size"
+    if size == 1:
+        return
+    asked = {
+        "gradient_compression.algorithm": config.gradient_compression.algorithm != "none",
+        "communication.slow_node_tolerance": config.communication.slow_node_tolerance > 0,
+        "optimizer.type": bool(one_bit(config)),
+    }
+    for other in (other for other, wanted in asked.items() if wanted):
+        text = f"{key}={size}: {other} needs the same parameters on all ranks. Remove one of them."
+        yield Problem(other, text)
 
 
 def _precision(config: Schema) -> Iterator[Problem]:

@@ -202,12 +202,6 @@ class FabricZeroStrategy(DDPStrategy):
         return {"num_replicas": self.session.data_ranks, "rank": self.session.data_rank}
 
     @override
-    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks that see different data, unless ``group`` says over which."""
-        with self.session.explaining():
-            return super().all_reduce(tensor, group if group is not None else self.session.data_group, reduce_op)
-
-    @override
     def setup_module(self, module: nn.Module) -> ShardedModule:  # type: ignore[override]
         """Shard a module in place. One in evaluation mode gets no master weights, until it gets an optimizer."""
         return self._set_up(module, module.training)

@@ -375,6 +375,7 @@ class ZeroStrategy(DDPStrategy):
         for child in self._module.modules():
             if isinstance(child, Metric):
                 child.to(self.root_device)
+                child.process_group = child.process_group or self.session.data_group  # others see the same samples
         move_buffers(self._module, self.root_device)
 
     @override

@@ -23,6 +23,7 @@ from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import MODES, DtypePolicy, dtype_policy, resolve_mode
+from lt_zero.config.uses import refuse_tensor_parallel
 from lt_zero.engine.partition import EnginePlan, plan_engine, with_sizes
 from lt_zero.memory.forecast import DEVICE, HOST, NVME, PLACES, Forecast, Setup, forecast
 from lt_zero.memory.limits import amount
@@ -123,6 +124,7 @@ def _planned(
 ) -> tuple[EnginePlan, ZeroConfig, DtypePolicy, Setup]:
     """The plan of a run, its configuration, precision and setup; arguments as for ``estimate``."""
     config = ZeroConfig.of(config)
+    refuse_tensor_parallel(config, "the estimate")
     counts = {"world": world, "ranks_per_node": ranks_per_node, "accumulate_grad_batches": accumulate_grad_batches}
     for name, count in counts.items():
         if count is not None or name != "ranks_per_node":

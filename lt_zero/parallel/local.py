@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.compat import accumulated_grad, local_tensor, set_accumulated_grad, set_local_tensor
+from lt_zero.common.errors import ConfigError
 from lt_zero.engine.guard import called_on_guarded, is_guarded
 
 
@@ -101,7 +102,7 @@ def spec_of(name: str, parameter: DTensor) -> ParamSpec:
     """What this rank has of ``parameter``.
 
     Raises:
-        ValueError: it is not cut into equal parts, along one axis for each axis of the mesh.
+        ConfigError: it is not cut into equal parts.
     """
     offsets, sizes = [0] * parameter.dim(), list(parameter.shape)
     coordinate = parameter.device_mesh.get_coordinate()
@@ -111,9 +112,11 @@ def spec_of(name: str, parameter: DTensor) -> ParamSpec:
         if isinstance(placement, Replicate):
             continue
         if type(placement) is not Shard or sizes[placement.dim] % ranks:
-            raise ValueError(
-                f"Parameter {name!r} of shape {tuple(parameter.shape)} is placed as {placement} over {ranks} ranks. "
-                f"Use Replicate(), or Shard(dim) where {ranks} divides the size."
+            text = f"parameter {name!r} of shape {tuple(parameter.shape)} is placed as {placement} over {ranks} ranks."
+            raise ConfigError.about(
+                "tensor_parallel.autotp_size",
+                f"tensor_parallel.autotp_size={ranks}: {text} Use a size that divides it, or Shard(dim) along another "
+                "dimension, or Replicate().",
             )
         sizes[placement.dim] //= ranks
         offsets[placement.dim] += coordinate[axis] * sizes[placement.dim]
@@ -124,7 +127,8 @@ def localize(module: nn.Module, mesh: DeviceMesh) -> list[ParamSpec]:
     """Make the DTensor parameters of ``module``, which are distributed over ``mesh``, local ones; returns their specs.
 
     Raises:
-        ValueError: one is distributed over other ranks, or not into equal parts.
+        ConfigError: one is not cut into equal parts.
+        ValueError: one is distributed over other ranks.
     """
     specs, ranks = [], mesh.mesh.tolist()
     for name, parameter in module.named_parameters():

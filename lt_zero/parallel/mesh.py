@@ -95,8 +95,7 @@ class ParallelMesh:
     def arguments(self, module: nn.Module, group: ShardGroup) -> dict[str, Any]:
         """Of ``lt_zero.shard``, for a module some of whose parameters are DTensors; ``group``: all ranks.
 
-        Raises:
-            ValueError: a parameter is distributed over other ranks, or not into equal parts.
+        Errors are those of ``localize``.
         """
         specs = localize(module, self.tensor)
         return {"specs": specs, "group_of": self._group_of(group), "gradient_of": local_gradient}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchmetrics import SumMetric
 
 import lt_zero
 from tests.support.lightning_tools import sharded_trainer, single_trainer, trust
@@ -44,6 +45,7 @@ class Module(pl.LightningModule):
     def __init__(self, optimizer: str = "sgd", data: int = 1) -> None:
         super().__init__()
         self.optimizer, self.data, self.losses = optimizer, data, list[float]()
+        self.count = SumMetric()
         torch.manual_seed(0)
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(6, 3)
 
@@ -65,6 +67,8 @@ class Module(pl.LightningModule):
         loss = self(batch).square().mean()
         self.log("loss", loss, sync_dist=True)
         self.log("rows", float(len(batch)), sync_dist=True, reduce_fx="sum")
+        self.count(float(len(batch)))
+        self.log("count", self.count, on_step=False, on_epoch=True)
         return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
@@ -96,6 +100,7 @@ def _fit(stage: int, tensor: int, steps: int, save: str, resume: str | None = No
     trainer.fit(module, ckpt_path=resume, **trust(False))
     trainer.save_checkpoint(save)
     assert float(trainer.callback_metrics["rows"]) == BATCH
+    assert float(trainer.callback_metrics["count"]) == BATCH * (steps if resume is None else 2), "of the last epoch"
     return module.losses
 
 
@@ -105,7 +110,7 @@ def expected(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     return module.losses, module.state_dict()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3)), 3])
 def test_a_run_is_that_of_one_process_and_goes_on_without_tensor_ranks(pool: Pool, tmp_path: Path, stage: int) -> None:
     first, second = str(tmp_path / "tensor"), str(tmp_path / "data")
     losses = pool.run(4, _fit, stage, 2, 3, first)[0]
