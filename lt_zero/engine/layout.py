@@ -61,6 +61,10 @@ class Span:
     def shape(self) -> tuple[int, ...]:
         return self.spec.shape
 
+    @cached_property
+    def numel(self) -> int:
+        return self.hi - self.lo
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -91,7 +95,7 @@ class BucketLayout:
     @cached_property
     def elements(self) -> int:
         """Elements without padding."""
-        return sum(span.hi - span.lo for span in self.spans)
+        return sum(span.numel for span in self.spans)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' elements in ``flat`` (1D, ``numel``), in their shapes."""

@@ -101,7 +101,7 @@ def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[st
             states += sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors)  # NaN while they are on NVMe
             if id(parameter) in engine.owner:
                 bucket, index = engine.owner[id(parameter)]
-                elements[bucket] += parameter.data.numel()
+                elements[bucket] += bucket.layout.spans[index].numel
                 for piece in bucket.pieces_of(index):  # none if this rank has no part of it
                     here = sum(t.element_size() for t in tensors if t.numel() == piece.numel)
                     nbytes[bucket] = max(nbytes[bucket], here)
