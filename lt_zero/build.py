@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lt_zero.activation.checkpointing import find_modules, install
 from lt_zero.attention.huggingface import install as install_sparse_attention
@@ -38,7 +39,7 @@ from lt_zero.config.rules import one_bit
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.compressed_momentum import MOMENTA, CompressedMomentum
 from lt_zero.engine.divergence import remedy
-from lt_zero.engine.engine import Engine
+from lt_zero.engine.engine import Engine, has_groups
 from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
 from lt_zero.engine.full_params import install_load_hooks, use_outside
 from lt_zero.engine.gather import Unit
@@ -49,13 +50,16 @@ from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GradientOf, plan_engine, warn_of_padding, with_sizes
 from lt_zero.engine.quantized import refuse_quantized, rest_quantized
-from lt_zero.engine.same_on_ranks import compare_models
+from lt_zero.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.engine.zero_plus_plus import use_zero_plus_plus
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.memory.check import check_build
 from lt_zero.ops.library import missing
 
 log = logging.getLogger("lt_zero")
+
+# By which buckets are cut, and units gathered; of the model if they are "auto".
+_SIZES = "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"
 
 
 @without_gc
@@ -92,12 +96,14 @@ def shard(
         ValueError: a parameter is sharded already; or a pattern of ``fp16_override_modules`` matches nothing; or
             ``device`` is not the current GPU; or a spec does not fit its parameter.
         ConfigError: activation checkpointing is on, and no module can be checkpointed; or ``ops`` is "required", and
-            native kernels are missing on a rank; or ``training`` with ``quantize``.
+            native kernels are missing on a rank; or ``training`` with ``quantize``; or a key needs the same parameters
+            on all ranks.
         NotEnoughMemory: a machine has too little memory; the module is unchanged.
-        RuntimeError: on all ranks, if their models differ.
+        RuntimeError: on all ranks, if their models, or what ``group_of`` returns, differ.
     """
     expect(module, nn.Module, "The module of lt_zero.shard", "pass an nn.Module")
-    config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module)
+    specs = tuple(specs)
+    config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module, specs)
     placed = (t.device for t in chain(module.parameters(), module.buffers()) if t.device.type != "meta")
     device = with_index(device or next(placed, torch.device("cpu")))
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -130,9 +136,10 @@ def _shard(
     elif config.quantize is not None:
         policy = replace(policy, low_master=True)  # no wider values are kept beside the codes
     zero = config.zero_optimization
-    groups = {p: group_of(name, p) for name, p in module.named_parameters()} if group_of is not None else {}
-    apart = [p for p, found in groups.items() if found.size < group.world.size]
+    groups = _groups_of(module, config, group, group_of)
+    apart = [p for p in module.parameters() if groups.get(p, group).size < group.world.size]
     compare_models(group.world, module, policy, apart)
+    sizes = _most_elements(module, group.world, apart)
     _check_kernels(config, device, group.world)
     _check_late_gradients(config, policy)
     distinct = list(dict.fromkeys([group, *groups.values()]))
@@ -140,7 +147,7 @@ def _shard(
     for each in distinct:
         each.configure(config)
     with without_torch_function():  # guards of parameters that are sharded already would intercept each access
-        plan = plan_engine(module, config, policy, group.mesh.shards, specs, groups, gradient_of)
+        plan = plan_engine(module, config, policy, group.mesh.shards, specs, groups, sizes, gradient_of)
         _check_whole(plan)
         _check_hooks(plan)
         if training and config.activation_checkpointing.mode != "none":
@@ -248,15 +255,59 @@ def _move_in(
     return [unit for unit in others if unit.buckets], root
 
 
+def _groups_of(
+    module: nn.Module,
+    config: ZeroConfig,
+    group: ShardGroup,
+    group_of: Callable[[str, nn.Parameter], ShardGroup] | None,
+) -> dict[nn.Parameter, ShardGroup]:
+    """The groups of parameters, compared with those of other ranks. Collective if ``group_of`` is given.
+
+    Raises:
+        ValueError: a group is of another world.
+        RuntimeError: on all ranks, if they have other groups, or sizes of buckets.
+    """
+    if group_of is None:
+        return {}
+    named = {name: (p, group_of(name, p)) for name, p in module.named_parameters()}
+    for name, (_, found) in named.items():
+        if found.world is not group.world:
+            raise ValueError(
+                f"group_of({name!r}) is a group of another World. Make all groups of the World of `group`."
+            )
+    if not group.world.alone:
+        zero = config.zero_optimization
+        sizes = {key: getattr(zero, key) for key in ("reduce_bucket_size", *_SIZES)}
+        facts = {f"zero_optimization.{key}": value for key, value in sizes.items()}
+        facts |= {f"the group of parameter {name!r}": found.described for name, (_, found) in named.items()}
+        compare(group.world, Snapshot.of(facts), "groups of parameters")
+    return dict(named.values())
+
+
+def _most_elements(module: nn.Module, world: World, apart: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
+    """The most elements that a rank has of each parameter whose shape may differ between ranks. Collective."""
+    if not apart:
+        return {}
+    differ = set(apart)
+    with without_torch_function():
+        counts = [p.data.numel() if p in differ and not is_lazy(p) else 0 for p in module.parameters()]
+    most = torch.tensor(counts)
+    world.host_max(most, "elements of parameters").wait()
+    return {p: count for p, count in zip(module.parameters(), most.tolist(), strict=True) if p in differ}
+
+
 def _check_groups(config: ZeroConfig, groups: list[ShardGroup]) -> None:
     """Raise ConfigError for what is done in one group only."""
+    if not has_groups(groups):
+        return
     asked = {
         "communication.slow_node_tolerance": bool(config.communication.slow_node_tolerance),
         "gradient_compression.algorithm": config.gradient_compression.algorithm != "none",
         "optimizer.type": bool(one_bit(config)),
     }
-    for key in (key for key, wanted in asked.items() if wanted and len(groups) > 1):
-        text = f"{key}: this needs the same parameters on all ranks, and these are sharded over {len(groups)} groups"
+    for key in (key for key, wanted in asked.items() if wanted):
+        number = len(groups) if len(groups) > 1 else groups[0].world.size // groups[0].size
+        text = f"{key}: this needs the same parameters on all ranks, and these are sharded over {number} groups"
         raise ConfigError([Problem(key, f"{text}. Remove the key.")])
 
 

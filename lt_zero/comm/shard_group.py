@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -32,6 +33,7 @@ from lt_zero.ops.codecs import Codec
 
 log = logging.getLogger("lt_zero")
 
+_SHOWN = 4  # groups that a message lists
 _QUEUE = "needs process groups beside the others, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow: unset it"
 
 
@@ -93,6 +95,13 @@ class ShardGroup(Ranks):
     def of_all(cls, world: World) -> ShardGroup:
         """All ranks of the run, each with data of its own. Collective."""
         return cls(world, [range(world.size)], world.size)
+
+    @property
+    def described(self) -> str:
+        """The groups, as all ranks make them."""
+        more = f", ... ({zlib.crc32(repr(self._parts).encode()):08x})" if len(self._parts) > _SHOWN else ""
+        parts = ", ".join(str(part if len(part) < 9 else [part[0], "...", part[-1]]) for part in self._parts[:_SHOWN])
+        return f"ranks {parts}{more}, divisor {self.divisor:g}, norm_share {self.norm_share:g}"
 
     def _connect(self, gathers: dist.ProcessGroup, everyone: bool) -> None:
         """Make what the collectives of this group need besides the process group for gathers."""

@@ -100,6 +100,7 @@ class Bucket:
         self.params = [p for _, p in plan.parameters]
         cut = sharding.optim or sharding.params
         self.layout = plan.layout_in(group.mesh.shards, group.size)
+        self.counted = plan.counted(self.layout)  # elements, where ranks of all groups have to decide alike
         self.shapes = [span.shape for span in self.layout.spans]
         # Dtypes to restore when the engine is removed; an fp64 run stays fp64.
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
@@ -223,8 +224,8 @@ class Bucket:
                 gather = partial(self.group.all_gather, self.flat, self.name)
                 self._pending = self.weights.gather_source.launch_gather(self.shard, gather)
         self.state = State.GATHERING
-        self.live.elements += self.layout.numel
-        self.live.flying += self.layout.numel
+        self.live.elements += self.counted
+        self.live.flying += self.counted
         self.live.launched += 1
 
     @property
@@ -258,7 +259,7 @@ class Bucket:
         self._pending = None
         if self.route is not None and self._routed:
             self.route.landed()
-        self.live.flying -= self.layout.numel
+        self.live.flying -= self.counted
         self.live.launched -= 1
 
     def release(self) -> None:
@@ -282,7 +283,7 @@ class Bucket:
             self.state = State.RELEASED
             self._hide()
             self._await_readers()
-        self.live.elements -= self.layout.numel
+        self.live.elements -= self.counted
         self._free()
 
     def _hide(self) -> None:

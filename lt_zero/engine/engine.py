@@ -105,6 +105,8 @@ class Engine(ProcessLocal):
         self.root, self.units, self.root_unit = root, units, root_unit
         self.groups, world, zero = list(groups), groups[0].world, config.zero_optimization
         self.world, self.device = world, world.device
+        # Whether ranks may have other parameters, or other numbers of ranks the same.
+        self.has_groups = has_groups(groups)
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
         unpublished = deque[Bucket]()
         for bucket in self.buckets:
@@ -497,6 +499,11 @@ class Engine(ProcessLocal):
             yield
         finally:
             self.reducer.sync = before
+
+
+def has_groups(groups: Sequence[ShardGroup]) -> bool:
+    """Whether some parameters are not the same on all ranks of the run, or have a divisor of their own."""
+    return len(groups) > 1 or groups[0].size < groups[0].world.size
 
 
 # ---- hooks on modules, output nodes and inputs -----------------------------------------------------------------------

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -54,12 +54,22 @@ class UnitRules:
     leaf_suffixes: tuple[str, ...] = ()  # suffixes of such names
     alike: bool = False  # blocks of unequal size count as repeated if they are similar (the first has a relative bias)
     joins_experts: bool = True  # experts are no units: see Note [Experts]
+    sizes: Mapping[Parameter, int] = field(
+        default_factory=dict
+    )  # elements that parameters count with, if not their own
+
+    def numel(self, module: nn.Module) -> int:
+        """The elements of a module, as they are counted."""
+        return sum([self.sizes[p] if p in self.sizes else p.numel() for p in module.parameters()])
 
     def forces(self, name: str, module: nn.Module) -> bool:
         """Whether the user asks for this module to be a unit."""
         plain = clean_name(f"{name}.").removesuffix(".")
         by_suffix = plain != "" and plain.endswith(self.leaf_suffixes)
         return by_suffix or plain in self.leaf_names or class_matches(module, self.leaf_classes)
+
+
+_ALIKE = UnitRules(alike=True)
 
 
 def class_matches(module: nn.Module, names: Iterable[str]) -> bool:
@@ -124,42 +134,38 @@ def _search(
     module: nn.Module, name: str, rules: UnitRules, repeated: int | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
     """The modules of units inside ``module``, or itself; ``repeated``: its elements if it is a repeated block."""
-    if not any(p.numel() for p in module.parameters()):
+    if not rules.numel(module):
         return
     children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
     small = repeated is not None and repeated <= rules.max_numel
-    if small or rules.forces(name, module) or (repeated is not None and not _has_repeats(module, rules.alike)):
+    if small or rules.forces(name, module) or (repeated is not None and not _has_repeats(module, rules)):
         yield name, module
         return
     if not children:
-        if _numel(module) >= rules.min_numel and _has_forward(module):
+        if rules.numel(module) >= rules.min_numel and _has_forward(module):
             yield name, module
         return
     paths = {n: f"{name}.{n}" if name else n for n, _ in children}
     experts = {n for n, c in children if _are_experts(paths[n], c, rules)}
-    has_blocks = any(_has_repeats(c, rules.alike) for n, c in children if n not in experts)
+    has_blocks = any(_has_repeats(c, rules) for n, c in children if n not in experts)
     if experts and name and (repeated is not None or (_has_forward(module) and not has_blocks)):
         yield name, module
         return
-    repeats = _repeated_children(module, rules.alike)
+    repeats = _repeated_children(module, rules)
     for child_name, child in children:
         if child_name not in experts:
             yield from _search(child, paths[child_name], rules, repeats.get(child_name))
 
 
-def _numel(module: nn.Module) -> int:
-    return sum([p.numel() for p in module.parameters()])
-
-
-def _repeated_children(module: nn.Module, alike: bool) -> dict[str, int]:
+def _repeated_children(module: nn.Module, rules: UnitRules) -> dict[str, int]:
     """The children of a list-like container that are repeated blocks, and the elements of each."""
     if not isinstance(module, _LISTS):
         return {}
     composite = {n: c for n, c in module.named_children() if any(True for _ in c.children())}
-    numels = {n: _numel(c) for n, c in composite.items()}
+    numels = {n: rules.numel(c) for n, c in composite.items()}
     sizes = Counter((type(c), numels[n]) for n, c in composite.items())
     repeated = any(count >= 2 and numel > 0 for (_, numel), count in sizes.items())
-    if alike and not repeated:
+    if rules.alike and not repeated:
         rows = [[c for c in composite.values() if type(c) is cls] for cls in {cls for cls, _ in sizes}]
         repeated = any(_are_alike(one, other) for row in rows for one, other in pairwise(row))
     # If some members are blocks, all are: the first of a ResNet stage differs from the others.
@@ -185,8 +191,8 @@ def _are_alike(one: nn.Module, other: nn.Module) -> bool:
     held, theirs = ({(n, p.shape): p.numel() for n, p in m.named_parameters()} for m in (one, other))
     common = sum(numel for place, numel in held.items() if place in theirs)
     similar = common > 0 and 4 * common >= min(sum(held.values()), sum(theirs.values()))
-    return similar and not (_has_repeats(one, alike=True) and _has_repeats(other, alike=True))
+    return similar and not (_has_repeats(one, _ALIKE) and _has_repeats(other, _ALIKE))
 
 
-def _has_repeats(module: nn.Module, alike: bool) -> bool:
-    return any(_repeated_children(m, alike) for m in module.modules())
+def _has_repeats(module: nn.Module, rules: UnitRules) -> bool:
+    return any(_repeated_children(m, rules) for m in module.modules())

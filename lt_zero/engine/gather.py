@@ -31,7 +31,7 @@ class Unit:
     def __init__(self, name: str, module: nn.Module, buckets: list[Bucket], needs_weights: bool) -> None:
         self.name, self.module, self.buckets = name, module, buckets
         self.sharded = [b for b in buckets if b.sharding.params]
-        self.numel = sum(b.layout.numel for b in self.sharded)
+        self.numel = sum(b.counted for b in self.sharded)
         self.backward_needs_weights = needs_weights
         self.keep = False
         self.leases = 0

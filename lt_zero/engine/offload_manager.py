@@ -168,7 +168,7 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
                 manager.params = manager.optim
             elif params.device in _TIERS:
                 manager.params = _TIERS[params.device](params.nvme_path, *files, pin=pin)
-    places = resting([b.layout.numel for b in buckets], [b.sharding.params for b in buckets], zero)
+    places = resting([b.counted for b in buckets], [b.sharding.params for b in buckets], zero)
     link: HostLink | None = None
     if apart:
         # Bytes of the largest shard that is cast from master weights in host memory to the compute dtype.

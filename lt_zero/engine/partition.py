@@ -60,6 +60,7 @@ class BucketPlan:
     owners: tuple[int, ...] | None = None  # the rank that owns each parameter; None: shards cut through parameters
     compresses: bool = False  # its gradients are sent compressed (gradient_compression.py)
     group: ShardGroup | None = None  # over which it is sharded; None: that of the engine
+    most: int | None = None  # elements on the ranks that have the most of it; None: all have as many
     gradient_of: GradientOf = attrgetter("grad")  # in the shape of the parameter's spec
     _layouts: dict[int, BucketLayout] = field(default_factory=dict, init=False, repr=False)  # asked for so far
 
@@ -72,6 +73,10 @@ class BucketPlan:
         if self.group is not None:
             shards, world = self.group.mesh.shards, self.group.size
         return self.layout(shards if self.sharding.optim or self.sharding.params else world)
+
+    def counted(self, layout: BucketLayout) -> int:
+        """The elements with which it counts where ranks of all groups have to decide alike."""
+        return layout.numel if self.most is None else self.most
 
     def layout(self, world: int) -> BucketLayout:
         if world not in self._layouts:
@@ -134,12 +139,14 @@ def plan_engine(
     world: int,
     specs: Iterable[ParamSpec] = (),
     groups: Mapping[Parameter, ShardGroup] | None = None,
+    sizes: Mapping[Parameter, int] | None = None,
     gradient_of: GradientOf = attrgetter("grad"),
 ) -> EnginePlan:
     """Find the units of ``root`` and assign their parameters to buckets. Nothing is allocated or changed.
 
     ``world``: the number of shards. ``specs``: of those parameters that are a part of a tensor of the model.
-    ``groups``: of the parameters that are sharded over other ranks.
+    ``groups``: of the parameters that are sharded over other ranks. ``sizes``: of the parameters that have other shapes
+    on other ranks, the most elements that a rank has: all ranks have to cut their buckets alike.
 
     Raises:
         ValueError: a pattern, or a class or module name, of the configuration matches nothing; a spec does not fit.
@@ -148,11 +155,11 @@ def plan_engine(
     zero = config.zero_optimization
     fp32_modules = _fp32_modules_of(root, policy)
     leaf = zero.leaf_module
-    rules = UnitRules(
-        zero.stage3_param_persistence_threshold, zero.reduce_bucket_size, leaf.classes, leaf.names, leaf.name_suffixes
-    )
+    sizes = sizes or {}
+    bounds = zero.stage3_param_persistence_threshold, zero.reduce_bucket_size
+    rules = UnitRules(*bounds, leaf.classes, leaf.names, leaf.name_suffixes, sizes=sizes)
     _check_names(root, zero)
-    units, whole = find_units(root, rules), stay_whole(root, zero)
+    units, whole = find_units(root, rules), stay_whole(root, zero, sizes)
     named = [(unit.name or "the root module", [(n, p) for n, p in unit.parameters if p not in whole]) for unit in units]
     small = [(n, p) for unit in units for n, p in unit.parameters if p in whole]  # mostly
     dense = sent_dense(root, config)
@@ -167,7 +174,7 @@ def plan_engine(
     def spec_of(name: str, p: Parameter) -> ParamSpec:
         return replace(given[p], name=name) if p in given else ParamSpec.whole(name, tuple(p.shape))
 
-    *cut, rest = _cut(named, small, config, world, kind_of, spec_of, gradient_of)
+    *cut, rest = _cut(named, small, config, world, kind_of, spec_of, sizes, gradient_of)
     return EnginePlan(
         root, [UnitPlan(*unit, buckets) for unit, buckets in zip(units, cut, strict=True)], rest, fp32_modules
     )
@@ -214,7 +221,7 @@ def warn_of_padding(plan: EnginePlan, zero: ZeroOptimization, world: int) -> Non
     )
 
 
-def stay_whole(root: nn.Module, zero: ZeroOptimization) -> set[Parameter]:
+def stay_whole(root: nn.Module, zero: ZeroOptimization, sizes: Mapping[Parameter, int]) -> set[Parameter]:
     """The parameters that are not sharded, also at stage 3; at lower stages those that get buckets of their own."""
 
     def inside(classes: tuple[str, ...]) -> set[Parameter]:
@@ -222,7 +229,7 @@ def stay_whole(root: nn.Module, zero: ZeroOptimization) -> set[Parameter]:
 
     whole: set[Parameter] = set()
     total, limit = 0, zero.stage3_model_persistence_threshold if zero.stage == 3 else None
-    numels = [(parameter.data.numel(), parameter) for parameter in root.parameters()]
+    numels = [(sizes.get(p, p.data.numel()), p) for p in root.parameters()]
     for numel, parameter in sorted(numels, key=itemgetter(0)):
         total += numel
         if numel >= zero.stage3_param_persistence_threshold or (limit is not None and total > limit):
@@ -315,6 +322,7 @@ def _cut(
     world: int,
     kind_of: Callable[[Parameter], Kind],
     spec_of: Callable[[str, Parameter], ParamSpec],
+    sizes: Mapping[Parameter, int],
     gradient_of: GradientOf,
 ) -> list[list[BucketPlan]]:
     """The buckets of each unit, then those of the ``small`` parameters, which are not sharded.
@@ -341,7 +349,8 @@ def _cut(
                 kinds.setdefault(kind_of(p), []).append((number, (name, p)))
         for kind, members in kinds.items():
             specs = [spec_of(*parameter) for _, parameter in members]
-            numels = [spec.local_box.numel for spec in specs]
+            own = [spec.local_box.numel for spec in specs]
+            numels = [sizes.get(p, size) for size, (_, (_, p)) in zip(own, members, strict=True)]
             shards = kind.group.mesh.shards if kind.group is not None else world
             groups: list[list[int]] = []
             for _, unit in groupby(range(len(members)), key=lambda i: members[i][0]):
@@ -353,15 +362,16 @@ def _cut(
                 of_rank = None
                 if owns:
                     known = owners.setdefault(kind.group, Owners(shards))
-                    of_rank = known.of([numels[i] for i in group], kind.trains)
+                    of_rank = known.of([own[i] for i in group], kind.trains)
                 kept = replace(sharding, params=False) if first == len(units) - 1 else sharding
                 parameters, theirs = tuple(members[i][1] for i in group), tuple(specs[i] for i in group)
-                how = (kind.dtype, kept, of_rank, kind.compresses, kind.group, gradient_of)
+                most = sum(numels[i] for i in group) if any(p in sizes for _, p in parameters) else None
+                how = (kind.dtype, kept, of_rank, kind.compresses, kind.group, most, gradient_of)
                 found[first].append(BucketPlan(name, parameters, theirs, *how))
     return found
 
 
-def hidden_size(root: nn.Module) -> tuple[int, str]:
+def hidden_size(root: nn.Module, specs: Iterable[ParamSpec] = ()) -> tuple[int, str]:
     """The width of the residual stream, and how it was found. Only shapes of parameters are read.
 
     It is ``hidden_size``, or the largest of ``hidden_sizes``, of the ``config`` or ``config.text_config`` of the model
@@ -380,7 +390,9 @@ def hidden_size(root: nn.Module) -> tuple[int, str]:
                 size = size if isinstance(size, int) and size > 0 else max(sizes)
             if isinstance(size, int) and size > 0:
                 return size, f"{name + '.' if name else ''}config of the model"
-    counts = Counter(size for p in root.parameters() if p.dim() == 2 for size in set(p.shape) if size > 1)
+    whole = {spec.name: spec.global_shape for spec in specs}
+    shapes = [whole.get(name, tuple(p.shape)) for name, p in root.named_parameters()]
+    counts = Counter(size for shape in shapes if len(shape) == 2 for size in set(shape) if size > 1)
     if not counts:
         message = (
             'A bucket size is "auto", and the model has neither config.hidden_size nor a matrix. Write numbers for '
@@ -391,6 +403,6 @@ def hidden_size(root: nn.Module) -> tuple[int, str]:
     return min(size for size, count in counts.items() if count == most), "the size that most matrices have"
 
 
-def with_sizes(config: ZeroConfig, root: nn.Module) -> ZeroConfig:
+def with_sizes(config: ZeroConfig, root: nn.Module, specs: Iterable[ParamSpec] = ()) -> ZeroConfig:
     """The configuration with bucket sizes that were "auto" resolved for this model; ConfigError as ``hidden_size``."""
-    return resolve_sizes(config, lambda: hidden_size(root))
+    return resolve_sizes(config, lambda: hidden_size(root, specs))

@@ -138,7 +138,8 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
     """The buckets as rows, in the plan's order."""
     zero, buckets, on_cpu = config.zero_optimization, plan.buckets, setup.device == "cpu"
     layouts = [bucket.layout_in(zero.shards(setup.world), setup.world) for bucket in buckets]
-    places = resting([layout.numel for layout in layouts], [b.sharding.params for b in buckets], zero)
+    counted = [bucket.counted(layout) for bucket, layout in zip(buckets, layouts, strict=True)]
+    places = resting(counted, [b.sharding.params for b in buckets], zero)
     optim, param = zero.offload_optimizer.device, zero.param_offload.device
     rows = []
     for bucket, layout, held, (moves, away) in zip(buckets, layouts, _held(plan, layouts), places, strict=True):
@@ -193,16 +194,19 @@ def _residual(bucket: BucketPlan, layout: BucketLayout, config: ZeroConfig, poli
 
 
 def _held(plan: EnginePlan, layouts: Sequence[BucketLayout]) -> list[int]:
-    """Elements of each bucket on the rank with the most to step; if parameters are not cut, ranks differ."""
+    """Elements of each bucket on the rank of its group with most to step: ranks differ if parameters are not cut."""
     if all(bucket.owners is None for bucket in plan.buckets):
         return [layout.shard_numel for layout in layouts]
     shares = []
     for layout in layouts:
         shares.append([sum(p.numel for p in layout.pieces(*layout.shard(r))) for r in range(layout.world)])
-    trained = [share for bucket, share in zip(plan.buckets, shares, strict=True) if bucket.trains]
-    totals = [sum(of_rank) for of_rank in zip(*trained, strict=True)]
-    most = totals.index(max(totals)) if totals else 0
-    return [share[most] for share in shares]
+    most: dict[ShardGroup | None, int] = {}  # the rank of each group
+    for group in dict.fromkeys(bucket.group for bucket in plan.buckets):
+        rows = zip(plan.buckets, shares, strict=True)
+        trained = [share for bucket, share in rows if bucket.trains and bucket.group is group]
+        totals = [sum(of_rank) for of_rank in zip(*trained, strict=True)]
+        most[group] = totals.index(max(totals)) if totals else 0
+    return [share[most[bucket.group]] for bucket, share in zip(plan.buckets, shares, strict=True)]
 
 
 class Gathered(NamedTuple):

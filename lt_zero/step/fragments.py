@@ -47,6 +47,12 @@ class Fragments:
         self._wide: list[list[Parameter]] | None = None  # the groups' parameters during a step
         self._swapped: list[tuple[Parameter, Parameter]] = []  # (parameter, fragment) during a step
 
+    @property
+    def part(self) -> str:
+        """The name of a parameter that is a part of a tensor that several groups have; "": there is none."""
+        spans = (bucket.layout.spans[index] for bucket, index, _ in self.places())
+        return next((span.name for span in spans if not span.spec.is_whole), "")
+
     def of(self, parameter: Parameter) -> list[Parameter]:
         """This rank's fragment of ``parameter`` (none or one), or ``parameter`` if the engine does not own it.
 

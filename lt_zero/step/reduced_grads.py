@@ -136,7 +136,7 @@ class ReducedGrads:
         """
         engine, device, dtype = self._engine, self._engine.device, self._dtype
         apart = isinstance(engine.compression, LocalSteps) and engine.compression.local
-        sums = apart or engine.sharded_optim or len(engine.groups) > 1
+        sums = apart or engine.sharded_optim or engine.has_groups
         found = ((rows, factor, self._share(group) if sums else 1.0) for rows, factor, group in self._by_factor())
         ranks = engine.world.size if apart else 1
         if norm_type == 2.0:

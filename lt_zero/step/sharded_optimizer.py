@@ -140,7 +140,8 @@ class ShardedOptimizer(ProcessLocal):
         engine.same_on_ranks.begin(self.options)
         manager = engine.offload_manager
         whole = engine.config.zero_optimization.shard_along == "parameter" or not engine.sharded_optim
-        check_supported(optimizer, engine.sharded_optim or manager.optim is not None, whole)
+        divided = engine.sharded_optim or manager.optim is not None or engine.has_groups
+        check_supported(optimizer, divided, whole, self.fragments.part)
         if manager.optim is not None:
             manager.require(engine.world, states_per_element(optimizer))
         engine.begin_training()

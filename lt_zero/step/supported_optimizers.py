@@ -40,13 +40,14 @@ _CUT = 5000  # of 10,240 elements: 8-bit optimizers keep tensors of less than 40
 _STEPS = 8  # rectified optimizers (RAdam) do not move before the sixth
 
 
-def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) -> None:
+def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False, part: str = "") -> None:
     """Refuse optimizers whose update would be wrong on shards; warn about unknown ones.
 
     Args:
         optimizer: any.
         sharded: whether each rank holds a shard of the model.
         whole: whether shards consist of full parameters.
+        part: the name of a parameter that is a part of a tensor, whose other parts other groups of ranks have.
 
     Raises:
         TypeError: the optimizer needs full matrices, all parameters, sparse gradients or repeated closures, or it
@@ -65,6 +66,8 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) ->
         raise TypeError(f"{name} evaluates its closure several times per step, which ZeRO does not support. Use AdamW.")
     if "SparseAdam" in names:
         raise TypeError(f"{name} needs sparse gradients; ZeRO reduces dense buckets. Use Adam and sparse=False.")
+    if part:
+        _check_parts(optimizer, name, names, part)
     if not sharded or isinstance(optimizer, Lamb):  # asks for the norms of full parameters
         return
     if names & _WHOLE and not whole:
@@ -95,6 +98,21 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) ->
         why += "" if whole else "gives it whole parameters)"
         warn(
             f"{name} is not known to lt_zero: each rank runs it on {held}, which is exact only if its update {why}.",
+        )
+
+
+def _check_parts(optimizer: Optimizer, name: str, names: set[str], part: str) -> None:
+    """Refuse optimizers that compute something else on a part of a tensor than on all of it, whatever the stage.
+
+    Raises:
+        TypeError: it needs whole tensors.
+    """
+    ours = type(optimizer).__module__.startswith(("torch.optim.", "lt_zero.optim."))
+    if names & _WHOLE or (not ours and divides(optimizer, whole=False) is False):
+        raise TypeError(
+            f"{name} computes its update from whole tensors (matrices, or norms of parameters), but of the tensor "
+            f"{part!r} each group of ranks has a part. Take an element-wise optimizer such as AdamW, or one optimizer "
+            "for such parameters and another one for the rest."
         )
 
 

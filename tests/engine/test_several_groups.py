@@ -129,6 +129,171 @@ def test_equals_one_process(pool: Pool, tmp_path: Path, stage: int, optimizer: s
     torch.testing.assert_close(load_file(tmp_path / "weights.safetensors"), expected, rtol=1e-5, atol=1e-6)
 
 
+class SumBackward(torch.autograd.Function):
+    """The gradient of an input that both halves use is the sum of theirs."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, group: Any) -> Tensor:
+        context.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone()
+        dist.all_reduce(total, group=context.group)
+        return total, None
+
+
+class Block(nn.Module):
+    """A layer that all ranks have, and two of which each half has other units."""
+
+    def __init__(self, units: slice, group: Any) -> None:
+        super().__init__()
+        self.all, self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 9), nn.Linear(9, 4, bias=False)
+        self.up.weight = nn.Parameter(self.up.weight.detach()[units].clone())
+        self.up.bias = nn.Parameter(self.up.bias.detach()[units].clone())
+        self.down.weight = nn.Parameter(self.down.weight.detach()[:, units].clone())
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.all(x))
+        if self.group is not None:
+            hidden = SumBackward.apply(hidden, self.group)  # type: ignore[no-untyped-call]
+        part = self.down(torch.tanh(self.up(hidden)))
+        if self.group is not None:
+            part = SumOverHalves.apply(part, self.group)  # type: ignore[no-untyped-call]
+        result: Tensor = x + part
+        return result
+
+
+def _uneven(units: slice = slice(0, 9), group: Any = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 4), *(Block(units, group) for _ in range(4)), nn.Linear(4, 3))
+
+
+def _specs(model: nn.Module, units: slice) -> list[ParamSpec]:
+    found = []
+    for name, parameter in model.named_parameters():
+        axis = int(".down." in name)
+        if ".up." in name or axis:
+            shape = tuple(9 if i == axis else size for i, size in enumerate(parameter.shape))
+            offsets = tuple(units.start if i == axis else 0 for i in range(len(shape)))
+            found.append(ParamSpec(name, shape, Box(offsets, tuple(parameter.shape))))
+    return found
+
+
+UNEVEN = {  # each bound lies between what the halves have
+    "buckets": (1, {"reduce_bucket_size": 20, "allgather_bucket_size": 20}),
+    "small": (3, {"stage3_param_persistence_threshold": 20}),
+    "small together": (3, {"stage3_param_persistence_threshold": 40, "stage3_model_persistence_threshold": 100}),
+    "kept": (3, {"stage3_max_reuse_distance": 600}),
+    "live": (3, {"stage3_max_live_parameters": 400}),
+    "offloaded": (2, {"reduce_bucket_size": 20, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+    "owned": (2, {"shard_along": "parameter"}),
+}
+
+
+def _train_uneven(stage: int, zero: dict[str, Any]) -> None:
+    """The first half has 6 of 9 units, the other 3: whatever depends on sizes has to be the same on all ranks."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # same data
+    units, pair = (slice(0, 6), slice(6, 9))[rank // 2], pairs[rank % 2]
+    model, reference = _uneven(units, pair), _uneven()
+    world = World.join(CPU)
+    every, halves = ShardGroup.of_all(world), ShardGroup(world, HALVES, divisor=2)
+    specs = _specs(model, units)
+    cut = {spec.name for spec in specs}
+    engine = lt_zero.shard(
+        model,
+        config_of(stage, zero),
+        group=every,
+        specs=specs,
+        group_of=lambda name, parameter: halves if name in cut else every,
+    )
+    made, expected = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](reference.parameters())
+    lt_zero.ShardedOptimizer(engine, made)
+    for step in range(3):
+        made.zero_grad()
+        expected.zero_grad()
+        loss_of(model, step, rank % 2).backward()
+        for data in range(2):
+            (loss_of(reference, step, data) / 2).backward()
+        made.step()
+        expected.step()
+    values, boxes = full_values(engine), {spec.name: spec.local_box for spec in specs}
+    for name, parameter in reference.named_parameters():
+        mine = boxes[name].of(parameter.detach()) if name in boxes else parameter.detach()
+        torch.testing.assert_close(values[name], mine, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_halves_of_different_sizes(pool: Pool, kind: str) -> None:
+    pool.run(4, _train_uneven, *UNEVEN[kind], env={"LT_ZERO_SHARED_MEMORY": "0"})
+
+
+# ---- one group for each half, and nothing that all ranks have -----------------------------------------------------
+
+
+def _norm_over_halves(stage: int) -> None:
+    """Of a matrix of which each half has three rows."""
+    rank, half = dist.get_rank(), dist.get_rank() // 2
+    whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    model = nn.Linear(4, 3, bias=False)
+    model.weight = nn.Parameter(whole.detach()[3 * half : 3 * half + 3].clone())
+    part = ParamSpec("weight", (6, 4), Box((3 * half, 0), (3, 4)))
+    group = ShardGroup(World.join(CPU), HALVES, divisor=2)
+    engine = lt_zero.shard(model, config_of(stage), group=group, specs=[part])
+    sharded = lt_zero.ShardedOptimizer(engine, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = [torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    model(data[rank % 2]).square().sum().backward()
+    torch.stack([(x @ whole.t()).square().sum() / 2 for x in data]).sum().backward()
+    assert whole.grad is not None
+    for order in (2.0, 1.0, float("inf")):
+        want = float(torch.linalg.vector_norm(whole.grad, order))
+        assert float(sharded.grads.norm(order)) == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_norm_is_over_all_ranks(pool: Pool, stage: int) -> None:
+    pool.run(4, _norm_over_halves, stage)
+
+
+def _whole_tensors(stage: int) -> None:
+    """Optimizers that need whole tensors are refused for parts; for others they are as they were."""
+    half = dist.get_rank() // 2
+    model, world = Net(half), World.join(CPU)
+    part = ParamSpec("middle.weight", (9, 5), Box((0, model.columns.start), (9, model.middle.weight.shape[1])))
+    zero = {"shard_along": "parameter"} if stage else {}
+    engine = lt_zero.shard(
+        model, config_of(stage, zero), specs=[part], group=ShardGroup.of_all(world), group_of=groups_of(world)
+    )
+    for make in (lt_zero.optim.Lamb, torch.optim.Adafactor, torch.optim.Muon):
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        with pytest.raises(TypeError, match=f"{make.__name__} computes its update from whole tensors.*'middle.weight'"):
+            lt_zero.ShardedOptimizer(engine, make(matrices, lr=0.1))
+        lt_zero.ShardedOptimizer(engine, make([p for p in matrices if p is not model.middle.weight], lr=0.1))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_optimizers_that_need_whole_tensors(pool: Pool, stage: int) -> None:
+    pool.run(4, _whole_tensors, stage)
+
+
+def _other_groups() -> str:
+    """Rank 3 says that all ranks have what the others say is in halves."""
+    world = World.join(CPU)
+    every, halves = ShardGroup.of_all(world), ShardGroup(world, HALVES, divisor=2)
+    with pytest.raises(RuntimeError) as caught:
+        lt_zero.shard(chain(), config_of(1), group=every, group_of=lambda *_: every if world.rank == 3 else halves)
+    return str(caught.value)
+
+
+def test_ranks_that_have_other_groups_are_named_on_all(pool: Pool) -> None:
+    for text in pool.run(4, _other_groups):
+        assert "the group of parameter '0.weight'" in text
+        assert "rank 3" in text
+
+
 def _diverged() -> str:
     """Rank 3 gathers another bucket than rank 2 in their group; that of ranks 0 and 1 is right."""
     world = World.join(CPU)
@@ -218,6 +383,10 @@ def test_what_is_done_in_one_group_only_is_refused(block: dict[str, Any]) -> Non
     groups.append(LateGroup(CPU, world=groups[0].world))
     with pytest.raises(ConfigError, match=f"{next(iter(block))}.* 2 groups. Remove the key"):
         lt_zero.shard(chain(), config_of(1, **block), CPU, group=groups[0], group_of=every_other(groups))
+    with one_of(4, CPU) as group:
+        halves = ShardGroup(group.world, HALVES, divisor=2)
+        with pytest.raises(ConfigError, match=f"{next(iter(block))}.* 2 groups. Remove the key"):
+            lt_zero.shard(chain(), config_of(1, **block), CPU, group=halves)
 
 
 @pytest.mark.parametrize("parts", [[[0], [1, 2, 3]], [[0, 1], [1, 2]], [[1, 0], [2, 3]], [[0, 1]]])
