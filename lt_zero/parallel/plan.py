@@ -214,15 +214,15 @@ def _tie_again(ties: Ties) -> None:
 
 
 def _rows(module: nn.Module, plan: Plan) -> list[PlanRow]:
-    kinds: dict[tuple[str, str], list[Assignment]] = {(pattern, ""): [] for pattern in plan.patterns}
+    kinds: dict[str, dict[str, list[Assignment]]] = {pattern: {} for pattern in plan.patterns}
     for each in plan.assigned:
-        kinds.pop((each.pattern, ""), None)
-        kinds.setdefault((each.pattern, each.kind), []).append(each)
+        kinds[each.pattern].setdefault(each.kind, []).append(each)
     seen: set[int] = set()
     rows = []
-    for (pattern, kind), found in kinds.items():
-        parameters = [p for each in found for n, p in each.module.named_parameters() if n in each.parameters]
-        rows.append(_row(pattern, kind or "-", len(found), parameters, seen))
+    for pattern, by_kind in kinds.items():
+        for kind, found in (by_kind or {"-": []}).items():
+            parameters = [p for each in found for n, p in each.module.named_parameters() if n in each.parameters]
+            rows.append(_row(pattern, kind, len(found), parameters, seen))
     rest = {place: own for place, own in _owners(module) if any(id(p) not in seen for p in own)}
     if rest:
         rows.append(_row("(all others)", styles.WHOLE, len(rest), [p for own in rest.values() for p in own], seen))
@@ -232,7 +232,7 @@ def _rows(module: nn.Module, plan: Plan) -> list[PlanRow]:
 def _row(pattern: str, kind: str, modules: int, parameters: Iterable[Parameter], seen: set[int]) -> PlanRow:
     """A row of the parameters that are not in ``seen``, to which they are added: tied ones count once."""
     own = {id(p): p for p in parameters if id(p) not in seen}
-    seen |= own.keys()
+    seen.update(own)
     return PlanRow(pattern, kind, modules, len(own), sum(map(_local_numel, own.values())))
 
 
