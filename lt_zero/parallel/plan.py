@@ -13,12 +13,13 @@ Note [Plans]
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -27,10 +28,20 @@ from torch.nn import Parameter
 
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.parallel import styles
 from lt_zero.parallel.local import mark_partial
-from lt_zero.parallel.rules import SIZE, Assignment, Plan, generic, plan_of_model, plan_of_rules
+from lt_zero.parallel.rules import (
+    SIZE,
+    Assignment,
+    Plan,
+    generic,
+    head_size_of,
+    heads_of,
+    plan_of_model,
+    plan_of_rules,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,6 +75,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, config: ZeroConfig) -> list
         if block.partition_config is not None or block.preset_model is not None:
             key = RULES if block.partition_config is not None else "tensor_parallel.preset_model"
             raise ConfigError.about(key, f"{key}: the model is parallelized already. Remove the key, or do not do it.")
+        _warn_of_lost_ties(module)
         return _rows_of_user(module)
     plan = plan_of_rules(module, block) or plan_of_model(module)
     if plan is None:
@@ -94,7 +106,12 @@ def _apply(plan: Plan, mesh: DeviceMesh) -> None:
             for name in each.parameters:
                 mark_partial(parameters[name], mesh.size())
         elif (style := styles.style_of(each.kind, each.sizes)) is not None:
+            buffers = list(each.module.named_buffers())
             parallelize_module(each.module, mesh, style)
+            # torch makes them DTensors, which the engine cannot send. Numbers may be plain in operations on DTensors.
+            for name, buffer in buffers:
+                owner, _, own = name.rpartition(".")
+                setattr(each.module.get_submodule(owner), own, buffer)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -128,9 +145,6 @@ def _remedy(each: Assignment) -> str:
     return f"Change the model's size, exclude its layers by skip rules, or {others}."
 
 
-# Attributes that count heads: num_heads, n_head, num_key_value_heads, num_kv, heads; no sizes: dim_head, d_head.
-_COUNTS_HEADS = re.compile(r"(?!.*(dim|size|per_|group))(?!d_)(.*heads?|n(um)?_kv|.*_kv_heads?)")
-
 Heads = list[tuple[str, Any, int]]  # name of the attribute, the object that has it, value
 
 
@@ -142,16 +156,15 @@ def _heads(module: nn.Module, plan: Plan) -> Heads:
             continue
         parent_name = each.name.rpartition(".")[0]
         parent = modules[each.place.rpartition(".")[0]]
-        for name, value in vars(parent).items():
-            if type(value) is int and value > 0 and _COUNTS_HEADS.fullmatch(name.lower()):
-                found[f"{parent_name}.{name}".lstrip(".")] = (parent, value)
-        dim = next((v for n in ("head_dim", "head_size") if type(v := getattr(parent, n, None)) is int), 0)
+        for name, number in heads_of(parent).items():
+            found[f"{parent_name}.{name}".lstrip(".")] = (parent, number)
+        dim = head_size_of(parent)
         config = getattr(parent, "config", None)
         if not dim or not isinstance(each.module, nn.Linear):
             continue
-        for number, size in enumerate(each.sizes or (each.module.out_features,)):
+        for part, size in enumerate(each.sizes or (each.module.out_features,)):
             if size % dim == 0:
-                found[f"{each.name}[{number}]" if each.sizes else each.name] = (None, size // dim)
+                found[f"{each.name}[{part}]" if each.sizes else each.name] = (None, size // dim)
         for name in ("num_attention_heads", "num_key_value_heads"):
             if type(value := getattr(config, name, None)) is int:
                 found[f"{parent_name}.config.{name}".lstrip(".")] = (None, value)
@@ -208,6 +221,25 @@ def _tie_again(ties: Ties) -> None:
         parameter = getattr(first, own)
         for module, name, _ in rest:
             module.register_parameter(name, parameter)
+
+
+def _warn_of_lost_ties(module: nn.Module) -> None:
+    """Warn of an embedding and a layer with the same values, which were one before ``parallelize_module``."""
+    kinds: dict[type, list[tuple[str, DTensor]]] = {nn.Embedding: [], nn.Linear: []}
+    for place, sub in module.named_modules():
+        for kind, found in kinds.items():
+            if isinstance(sub, kind) and isinstance(weight := getattr(sub, "weight", None), DTensor):
+                found.append((f"{clean_name(place)}.weight".lstrip("."), weight))
+    for (one, first), (other, second) in product(*kinds.values()):
+        if first is second or first.shape != second.shape or first.placements != second.placements or first.is_meta:
+            continue
+        values = first.to_local().detach()
+        if values.unique().numel() > 1 and torch.equal(values, second.to_local()):
+            warn(
+                f"{one} and {other} have the same values, but are two parameters. If they were tied: "
+                "parallelize_module makes two of them, which are trained apart. Tie them again after it: "
+                "head.weight = embedding.weight, or tie_weights()."
+            )
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn import Parameter
 
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError, Problem
@@ -112,7 +113,9 @@ def plan_of_rules(module: nn.Module, block: TensorParallel) -> Plan | None:
         key = "tensor_parallel.partition_config.strict_mode"
         text = f"{key}: no rule matches {', '.join(linear[:5])}{' and others' if len(linear) > 5 else ''}"
         plan.problems.append(Problem(key, f"{text}. Write rules, of partition_type: skip to leave them whole."))
-    plan.problems += [*_fused(plan), *_unpaired(plan)]
+    order = {id(sub): number for number, sub in enumerate(module.modules())}
+    plan.assigned.sort(key=lambda each: order[id(each.module)])
+    plan.problems += [*_fused(plan), *_unpaired(plan), *_unsaid(plan, module)]
     if not plan.cuts and not plan.problems:
         key = SPECS if rules.layer_specs else PRESET
         text = f"{key} cuts no layer of {type(module).__name__}. Write rules for its layers"
@@ -245,17 +248,77 @@ def _fused(plan: Plan) -> Iterator[Problem]:
 
 
 def _unpaired(plan: Plan) -> Iterator[Problem]:
-    """Problems: layers whose output stays cut, and near which no layer takes parts."""
-    rows = [each.place for each in plan.assigned if each.kind == styles.ROW]
+    """Problems: layers whose output stays cut, and after which no layer near them takes parts."""
+    for number, each in enumerate(plan.assigned):
+        parent = each.place.rpartition(".")[0]
+        above = {parent, parent.rpartition(".")[0]}
+        after = [other.place for other in plan.assigned[number + 1 :] if other.kind == styles.ROW]
+        if each.kind in styles.LOCAL_OUTPUT and not any(_is_near(place, top) for place in after for top in above):
+            text = f"{SPECS}: {each.pattern!r} cuts the output of {each.name}, and no layer after it in "
+            text = f"{text}{clean_name(parent) or 'the model'} takes parts. Write gather_output: true"
+            yield Problem(SPECS, f"{text}, or a rule of partition_type: row for the layer that gets its output.")
+
+
+def _is_near(place: str, top: str) -> bool:
+    """Whether ``place`` is one or two levels below ``top``."""
+    inside = place.removeprefix(f"{top}.") if top else place
+    return (not top or inside != place) and inside.count(".") < 2
+
+
+_OF_HEADS = re.compile(
+    r"w?[qkv]|[qkv]_?(proj|lin|linear)|query|key|value|.*qkv.*|query_key_value|c_attn", re.IGNORECASE
+)
+
+
+def _unsaid(plan: Plan, module: nn.Module) -> Iterator[Problem]:
+    """Problems: what must be known of modules that go on with parts, and cannot be found out."""
+    modules, taken = dict(module.named_modules()), {id(each.module) for each in plan.assigned}
+    parents: dict[str, list[Assignment]] = {}
     for each in plan.assigned:
-        above = each.place.rpartition(".")[0].rpartition(".")[0]
-        near = f"{above}." if above else ""
-        if each.kind in styles.LOCAL_OUTPUT and not any(row.startswith(near) for row in rows):
+        if each.kind in styles.LOCAL_OUTPUT:
+            parents.setdefault(each.place.rpartition(".")[0], []).append(each)
+    for place, cut in parents.items():
+        parent, name = modules[place], clean_name(place) or type(modules[place]).__name__
+        of_heads = [each.name for each in cut if _OF_HEADS.fullmatch(each.place.rpartition(".")[2])]
+        if of_heads and not heads_of(parent) and not head_size_of(parent):
             yield Problem(
                 SPECS,
-                f"{SPECS}: {each.pattern!r} cuts the output of {each.name}, and no layer in {above or 'the model'} "
-                "takes parts. Write gather_output: true, or a rule of partition_type: row for the layer after it.",
+                f"{SPECS}: {of_heads[0]} is cut, but {name} has no attribute for the number of its heads (num_heads) "
+                "or their size (head_dim). Give it the one that its forward uses: each rank has a part of the heads.",
             )
+        widths = {each.module.in_features for each in cut if isinstance(each.module, nn.Linear)}
+        for child, sub in [("", parent), *parent.named_children()]:
+            if id(sub) in taken or isinstance(sub, (nn.Linear, nn.Embedding)):
+                continue
+            for own, parameter in sub.named_parameters(recurse=False):
+                if parameter.dim() and parameter.shape[-1] not in widths:
+                    full = clean_name(".".join(part for part in (place, child, own) if part))
+                    yield _whole_beside(full, parameter, cut[0].name)
+
+
+def _whole_beside(name: str, parameter: Parameter, cut: str) -> Problem:
+    return Problem(
+        SPECS,
+        f"{SPECS}: {name} of shape {tuple(parameter.shape)} stays whole beside {cut}, whose output is cut, and no rule "
+        "says how it is used. Write one of partition_type: skip, with grad_allreduce: true if each rank uses it on its "
+        "part (a norm of single heads), without if all ranks use it alike.",
+    )
+
+
+# Attributes that count heads: num_heads, n_head, num_key_value_heads, num_kv, heads; no sizes: dim_head, d_head.
+_COUNTS_HEADS = re.compile(r"(?!.*(dim|size|per_|group))(?!d_)(.*heads?|n(um)?_kv)")
+
+
+def heads_of(module: nn.Module) -> dict[str, int]:
+    """Attributes of ``module`` that are numbers of heads."""
+    found = {name: value for name, value in vars(module).items() if type(value) is int and value > 0}
+    return {name: value for name, value in found.items() if _COUNTS_HEADS.fullmatch(name.lower())}
+
+
+def head_size_of(module: nn.Module) -> int:
+    """The size of a head, if ``module`` has it as an attribute, else 0."""
+    sizes = (getattr(module, name, None) for name in ("head_dim", "head_size", "d_head", "dim_head"))
+    return next((size for size in sizes if type(size) is int and size > 0), 0)
 
 
 # ---- plans of transformers -------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lt_zero
@@ -166,6 +167,21 @@ def odd_hidden() -> nn.Module:
     return Feed()
 
 
+def without_numbers() -> nn.Module:
+    module = Attention(fused=False, head_norms=False)
+    del module.num_heads, module.num_kv_heads
+    return module
+
+
+def normed_heads() -> nn.Module:
+    return Attention(fused=False, head_norms=True)
+
+
+def headed() -> nn.Module:
+    layers = [nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(2)]
+    return nn.ModuleDict({"layers": nn.ModuleList(layers), "back": nn.Linear(4, 4), "out": nn.Linear(4, 6)})
+
+
 def normed() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
 
@@ -193,7 +209,15 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], list[dict[str, Any]] | None, dic
     "wrong sizes": (fused, [rule("qkv", shape=[[4, 4], -1]), QKVO[1]], {}, ["together 8", "out_features=48"]),
     "wrong number of inputs": (fused, [rule("qkv", shape=[3, 7]), QKVO[1]], {}, ["7 inputs", f"in_features={WIDTH}"]),
     "equal parts that are none": (fused, [rule("qkv", shape=[5, -1]), QKVO[1]], {}, ["5 equal", "48"]),
-    "output stays cut": (attention, [QKVO[0]], {}, ["no layer in the model takes parts", "gather_output"]),
+    "output stays cut": (attention, [QKVO[0]], {}, ["no layer after it in the model takes parts"]),
+    "a head stays cut": (
+        headed,
+        [rule(".*(up|out)"), rule(".*(down|back).weight", "row")],
+        {},
+        ["the output of out", "gather_output", "row"],
+    ),
+    "no number of heads": (without_numbers, QKVO, {}, ["q_proj is cut", "num_heads", "head_dim"]),
+    "norms of heads": (normed_heads, QKVO, {}, ["q_norm.weight of shape (2,)", "k_norm.weight", "grad_allreduce"]),
     "a norm": (normed, [rule("0"), rule("1", gather_output=True)], {}, ["LayerNorm", "skip"]),
     "max_norm": (renormed, [rule("0")], {}, ["max_norm"]),
     "the other axis": (odd, [rule("0", partition_dim=1), PAIR[1]], {}, ["partition_dim=1"]),
@@ -327,6 +351,37 @@ def test_a_parallelized_model_is_left_as_it_is(pool: Pool) -> None:
 def _one_rank() -> list[PlanRow]:
     mesh = DeviceMesh("cpu", torch.arange(1), mesh_dim_names=("tensor",))
     return parallelize(odd(), mesh, config(1))
+
+
+def _untied() -> list[str]:
+    model = Llama(tied=True)
+    mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tensor",))
+    plan = {"embed_tokens": RowwiseParallel(input_layouts=Replicate()), "lm_head": ColwiseParallel()}
+    parallelize_module(model, mesh, plan)
+    found = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            parallelize(model, mesh, config(2))
+        found.append("".join(str(each.message) for each in seen))
+        model.lm_head.weight = model.embed_tokens.weight
+    return found
+
+
+def test_ties_that_a_user_has_lost_are_told(pool: Pool) -> None:
+    for lost, tied in pool.run(2, _untied):
+        assert "embed_tokens.weight and lm_head.weight have the same values" in lost
+        assert not tied
+
+
+def _meta() -> list[PlanRow]:
+    with torch.device("meta"):
+        model = Llama()
+    return cut_over_all(model, config(2, rules()))
+
+
+def test_models_on_the_meta_device(pool: Pool) -> None:
+    assert pool.run(2, _meta) == pool.run(2, _rows, True)
 
 
 def test_one_rank_needs_no_plan(pool: Pool) -> None:
