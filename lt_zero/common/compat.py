@@ -17,7 +17,7 @@ from torch._ops import HigherOrderOperator
 from torch.autograd import Variable
 from torch.autograd import profiler as torch_profiler
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import HalfPrecision  # only the strategy imports lightning at run time
@@ -93,6 +93,16 @@ def clean_name(name: str) -> str:
     for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
         name = name.replace(wrapper, "")
     return name
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with storage inside a wrapper, such as the result of a collective that runs; else ``tensor``."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from plain_tensors(getattr(tensor, name))
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

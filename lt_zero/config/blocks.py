@@ -6,6 +6,7 @@ The keys are DeepSpeed's (0.19.8), so existing files can be passed as they are.
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -22,6 +23,7 @@ from pydantic import (
     SecretStr,
     WithJsonSchema,
     model_serializer,
+    model_validator,
 )
 from pydantic.fields import FieldInfo
 
@@ -164,6 +166,12 @@ def block_of(field: FieldInfo) -> type[Block] | None:
     """The block that a field holds, or None."""
     is_union = get_origin(field.annotation) in (Union, types.UnionType)
     kinds = get_args(field.annotation) if is_union else (field.annotation,)
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Block)), None)
+
+
+def item_block_of(field: FieldInfo) -> type[Block] | None:
+    """The block of the items of a list, or None."""
+    kinds = get_args(field.annotation) if get_origin(field.annotation) is tuple else ()
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, Block)), None)
 
 
@@ -560,11 +568,87 @@ class Communication(Block):
     )
 
 
+def _regex(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"it is no regular expression ({error})") from None
+    return value
+
+
+_PositiveList = Annotated[tuple[Positive, ...], Field(min_length=1)]
+Regexes = Annotated[
+    tuple[Annotated[str, AfterValidator(_regex)], ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    Field(min_length=1),
+]
+
+
+class LayerSpec(Block):
+    """A rule of ``tensor_parallel.partition_config.layer_specs``."""
+
+    patterns: Regexes = Field(description="regular expressions for full parameter names, matched from the beginning")
+    partition_type: Annotated[Literal["column", "row", "skip"], _lower] = key(
+        "column", "column: each rank has a part of a linear layer's outputs, row: of its inputs, skip: all of it"
+    )
+    shape: tuple[Positive | Literal[-1] | _PositiveList, ...] | None = key(
+        None, "of a layer whose output is several outputs in a row: [[sizes], -1], or [number, -1] if they are equal"
+    )
+    partition_dim: Literal[0, 1] | None = key(None, "axis of the weight; null: 0 for column, 1 for row")
+    model_types: Names | None = key(None, "model_type of the models to which the rule applies; null: any")
+    gather_output: bool = key(False, "gather the output of a column layer, so that each rank has all of it")
+    grad_allreduce: bool = key(False, "with skip: sum gradients over the ranks, each of which has used its part only")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LayerSpec:
+        kind = self.partition_type
+        if kind != "column" and (self.shape is not None or self.gather_output):
+            word = "gather_output" if self.gather_output else "shape"
+            raise ValueError(f"{word} is of partition_type=column, not {kind}. Remove it, or change the type")
+        if kind != "skip" and self.grad_allreduce:
+            raise ValueError(f"grad_allreduce is of partition_type=skip, not {kind}. Remove it, or change the type")
+        if self.shape is not None and (len(self.shape) != 2 or self.shape[0] == -1 or not _is_size(self.shape[1])):
+            raise ValueError(
+                f"shape={scalars(self.shape)} is neither [[sizes], -1] nor [number, -1]: outputs in a row along "
+                "axis 0, and all inputs. Write one of these, or gather_output: true without shape"
+            )
+        if self.shape is not None and self.partition_dim == 1:
+            raise ValueError("partition_dim=1 with shape is not supported. Remove partition_dim, or shape")
+        return self
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int)
+
+
+class PartitionConfig(Block):
+    """The ``tensor_parallel.partition_config`` block: which rank has which part of a layer."""
+
+    layer_specs: tuple[LayerSpec, ...] = key(
+        (),
+        "rules; a parameter takes the first that matches. Each has patterns, and may have partition_type: column "
+        "(default), row or skip, shape: [[sizes], -1] of outputs in a row, partition_dim, model_types, gather_output, "
+        "and grad_allreduce. A pattern that matches nothing is an error",
+    )
+    use_default_specs: bool = key(True, "rules of preset_model, if there is one, for what layer_specs does not match")
+    strict_mode: bool = key(False, "raise if a linear layer matches no rule; false: each rank has all of it")
+    embedding_partition_dim: Literal[0, 1] = key(1, "axis along which embeddings are cut: 0, the vocabulary, or 1")
+    lm_head_patterns: Names = key(
+        ("lm_head", "embed_out"), "last parts of names of heads, whose outputs are gathered if a rule cuts them"
+    )
+
+
 class TensorParallel(Block):
     """The ``tensor_parallel`` block: ranks that have parts of each layer."""
 
     autotp_size: Annotated[int, BeforeValidator(to_whole_number), Field(gt=0, strict=True), _one_if_zero] = key(
-        1, "ranks that share the tensors of each layer, and see the same data; they divide all ranks"
+        1, "ranks that share the tensors of each layer, and see the same data; they divide all ranks (DeepSpeed: 0)"
+    )
+    partition_config: PartitionConfig | None = key(
+        None, "how layers are cut; null: as the model's own plan (transformers) says"
+    )
+    preset_model: str | None = key(
+        None, "a model type of transformers whose plan is used, such as llama or qwen2", min_length=1
     )
 
 

@@ -98,6 +98,8 @@ def _type_text(node: Mapping[str, Any]) -> str:
 def _kind(node: Mapping[str, Any]) -> str:
     if "const" in node or "enum" in node:
         return ", ".join(value_text(value) for value in node.get("enum", [node.get("const")]))
+    if "$ref" in node:
+        return "blocks"
     if node.get("type") == "array":
         return f"list of {_type_text(node['items'])}"
     if node.get("type") == "object":

@@ -61,7 +61,8 @@ class Document:
         """The value, or ``MISSING``."""
         node: Any = self.values
         for key in path:
-            if not isinstance(node, Mapping) or key not in node:
+            in_list = isinstance(node, list) and isinstance(key, int) and 0 <= key < len(node)
+            if not in_list and not (isinstance(node, Mapping) and key in node):
                 return MISSING
             node = node[key]
         return node

@@ -22,6 +22,7 @@ from lt_zero.config.blocks import (
     Schema,
     ZeroOptimization,
     block_of,
+    item_block_of,
     keys_of,
     scalars,
     thawed,
@@ -256,9 +257,15 @@ def _with_autos(config: ZeroConfig, values: dict[str, Any]) -> dict[str, Any]:
 
 def _written(block: Block) -> dict[str, Any]:
     values = ((name, getattr(block, name)) for name in type(block).model_fields if name in block.model_fields_set)
-    return {
-        name: _written(value) if isinstance(value, Block) else thawed(copy.deepcopy(value)) for name, value in values
-    }
+    return {name: _plain_value(value) for name, value in values}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Block):
+        return _written(value)
+    if isinstance(value, tuple) and any(isinstance(item, Block) for item in value):
+        return [_plain_value(item) for item in value]
+    return thawed(copy.deepcopy(value))
 
 
 # ---- arguments of the strategy ---------------------------------------------------------------------------------------
@@ -384,6 +391,7 @@ def _message_of(document: Document, entry: Mapping[str, Any], schema: type[Block
     """The path of one of pydantic's errors, and a message for authors of configuration files."""
     path: list[str | int] = []
     block: type[Block] | None = schema
+    items: type[Block] | None = None
     description, secret = "", False
     for part in entry["loc"]:  # for unions the location ends in names internal to pydantic
         found = keys_of(block).get(str(part)) if block is not None else None
@@ -391,8 +399,14 @@ def _message_of(document: Document, entry: Mapping[str, Any], schema: type[Block
             break
         path.append(part)
         if found is not None:
-            description, secret, block = found.description or "", bool(found.exclude), block_of(found)
+            description, secret = found.description or "", bool(found.exclude)
+            block, items = block_of(found), item_block_of(found)
+        else:
+            block, items = items, None
     key, value = dotted(tuple(path)), document.get(tuple(path))
+    if entry["type"] == "extra_forbidden" and block is not None:  # in a list: classify() has seen the others
+        text = f"{key}.{entry['loc'][-1]} is not a key here, where there are {', '.join(keys_of(block))}."
+        return tuple(path), text
     if entry["type"] == "missing":
         return tuple(path), f"{key} is missing: {description}."
     item = bool(entry["loc"]) and isinstance(entry["loc"][-1], int)  # an item of a list: the input shows which one

@@ -54,7 +54,13 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
 
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.common.compat import in_running_backward, queue_backward_callback, running_transform, view_base
+from lt_zero.common.compat import (
+    in_running_backward,
+    plain_tensors,
+    queue_backward_callback,
+    running_transform,
+    view_base,
+)
 from lt_zero.common.module_hooks import Hook, ProcessLocal
 from lt_zero.common.tensor_tree import ReplacedTensors, iter_tensors
 from lt_zero.common.timing import NOTHING, Span, UnitRanges, phase, phased, unit_range
@@ -557,7 +563,8 @@ def shares_storage(tensor: Tensor, flat: Tensor) -> bool:
     """Whether ``tensor`` is a view of ``flat``."""
     if is_guarded(tensor) or tensor.layout is not torch.strided or tensor.device != flat.device:
         return False
-    return tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    address = flat.untyped_storage().data_ptr()
+    return any(inner.untyped_storage().data_ptr() == address for inner in plain_tensors(tensor))
 
 
 def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> ReplacedTensors:

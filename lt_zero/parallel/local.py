@@ -92,10 +92,25 @@ def local_part(parameter: DTensor, value: DTensor) -> Tensor:
     return local * factor if factor > 1 else local
 
 
+_PARTIAL = "_lt_zero_partial_over"  # in a parameter's ``__dict__``
+
+
+def mark_partial(parameter: Tensor, ranks: int) -> None:
+    """Note that the gradient of a plain ``parameter`` on each of ``ranks`` ranks is a part of a sum."""
+    setattr(parameter, _PARTIAL, ranks)
+
+
 def local_gradient(parameter: Parameter) -> Tensor | None:
-    """The gradient of ``parameter`` as an engine takes it: in the shape of what it holds."""
+    """The gradient of ``parameter`` as an engine takes it: in the shape of what it holds.
+
+    A partial sum is multiplied by the number of ranks, as in ``local_part``. This is not done by a hook on the
+    parameter: a frozen one cannot have hooks, and may be unfrozen later.
+    """
     grad = parameter.grad
-    return local_part(parameter, grad) if isinstance(grad, DTensor) and isinstance(parameter, DTensor) else grad
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+        return local_part(parameter, grad)
+    ranks = getattr(parameter, _PARTIAL, 1)
+    return grad * ranks if grad is not None and ranks > 1 else grad
 
 
 def spec_of(name: str, parameter: DTensor) -> ParamSpec:

@@ -29,7 +29,7 @@ WRONG: dict[str, set[str]] = {
     "120205690": {"int8"},
     "BarryZ001": {"disable_fused_adam"},
     "CZtheHusky": {""},  # a comma is missing
-    "Fahad-Touseef": {"tensor_parallel"},
+    "Fahad-Touseef": {"tensor_parallel.enabled", "tensor_parallel.tp_size"},  # of deepspeed.init_inference
     "KtechB": {""},  # a Markdown fence
     "ND-SAFA": {f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")},  # a raw device
     "OptimalScale": {"deepspeed_config"},  # of accelerate
@@ -49,7 +49,7 @@ ODD: dict[str, tuple[set[str], set[str]]] = {
     "adam_with_leftovers.json": (set(), {"optimizer.params.freeze_step", "optimizer.params.comm_backend_name"}),
     "batches_that_cannot_be.json": ({"train_batch_size"}, set()),
     "braceless.hjson": ({""}, set()),
-    "compiled.json": ({"compile", "tensor_parallel", "aio.use_gds"}, set()),
+    "compiled.json": ({"compile", "aio.use_gds"}, set()),
     "deepcompile_off.json": (set(), set()),
     "everything_one_level_up.json": (
         {"cuda_visible_devices", "num_train_epochs", "dataloader_num_workers", "seed"}
