@@ -183,8 +183,8 @@ def install_load_hooks(engine: Engine) -> None:
         def write(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, places: Any = places) -> None:
             for name, (bucket, index) in places.items():
                 value = state.get(prefix + name)
-                if isinstance(value, Tensor) and tuple(value.shape) == bucket.shapes[index]:
-                    bucket.write(index, value)
+                if isinstance(value, Tensor) and value.shape == bucket.params[index].shape:
+                    bucket.write(index, engine.parts.cut(bucket.params[index], value))
 
         def note_edits(module: nn.Module, incompatible: Any, places: Any = places) -> None:
             for bucket, _ in places.values():
@@ -196,7 +196,8 @@ def install_load_hooks(engine: Engine) -> None:
 
 def _install_cutting(engine: Engine) -> None:
     """Make ``load_state_dict`` take the parameters' parts of full tensors."""
-    specs = {id(p): span.spec for b in engine.buckets for p, span in zip(b.params, b.layout.spans, strict=True)}
+    every = ((p, span.spec) for b in engine.buckets for p, span in zip(b.params, b.layout.spans, strict=True))
+    specs = {id(p): spec for p, spec in every if p.shape == torch.Size(spec.shape)}  # others cut by themselves
     for module in engine.root.modules():
         owned = {name: specs[id(p)] for name, p in module.named_parameters(recurse=False) if id(p) in specs}
         if not (parts := {name: spec for name, spec in owned.items() if not spec.is_whole}):
@@ -302,10 +303,11 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
             f"(grad, vmap, jvp, jacrev, ...). They are sharded over {engine.world.size} ranks and cannot be gathered "
             "there: wrap the whole call in `with lt_zero.gathered(parameter):` on every rank."
         )
-    if func is Tensor.copy_ and args[0] is parameters[0] and len(parameters) == 1:
+    if getattr(func, "__name__", "") == "copy_" and args[0] is parameters[0] and len(parameters) == 1:
         with without_torch_function():
-            value, shape = args[1], torch.Size(bucket.shapes[index])
-            bucket.write(index, value if value.shape == shape else value.expand(shape))
+            value, shape = args[1], parameters[0].shape
+            value = engine.parts.cut(bucket.params[index], value if value.shape == shape else value.expand(shape))
+            bucket.write(index, value)
         return args[0]
     if engine.running:
         for used in buckets:

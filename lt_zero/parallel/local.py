@@ -1,14 +1,14 @@
 """Parameters whose ranks hold parts: a DTensor parameter as its local tensor, which buckets shard further.
 
 A bucket holds the local tensor. The parameter keeps its identity and its global shape, so modules, optimizers and
-torch's operations see the DTensor that they know. What the engine reads and sets (``data``, ``grad``, addresses) is of
-the local tensor.
+torch's operations see the DTensor that they know. What the engine reads and sets (``data``, addresses) is of the local
+tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import Parameter
 
 from lt_zero.common.boxes import Box, ParamSpec
-from lt_zero.common.compat import accumulated_grad, local_tensor, set_accumulated_grad, set_local_tensor
+from lt_zero.common.compat import local_tensor, set_local_tensor
 from lt_zero.engine.guard import called_on_guarded, is_guarded
+from lt_zero.engine.lazy_tensor import part_of, whole
 
 
 class LocalParameter(DTensor):
-    """A parameter that is a DTensor, of which the engine has the local tensor.
-
-    ``grad`` is what autograd accumulated, a DTensor, until the engine takes it; then what the engine shows, which has
-    the shape of the local tensor.
-    """
-
-    _shown: ClassVar[str] = "_lt_zero_shown"  # in the object's ``__dict__``
+    """A parameter that is a DTensor, of which the engine has the local tensor."""
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -36,23 +31,25 @@ class LocalParameter(DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        set_local_tensor(self, value.to_local() if isinstance(value, DTensor) else value)
-
-    @property
-    def grad(self) -> Tensor | None:
-        shown = self.__dict__.get(self._shown)
-        return shown if shown is not None else accumulated_grad(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self.__dict__[self._shown] = local_part(self, value) if isinstance(value, DTensor) else value
-        set_accumulated_grad(self, None)
+        has = local_tensor(self).shape
+        if isinstance(value, DTensor) or (value.shape == self.shape and value.shape != has):
+            value = cut(self, value)
+        set_local_tensor(self, value)
 
     def data_ptr(self) -> int:
         return local_tensor(self).data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return local_tensor(self).untyped_storage()
+
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
+        """Copy a DTensor, or a tensor of the whole shape, as ``load_state_dict`` does: torch refuses the latter."""
+        if is_guarded(self):
+            return called_on_guarded(self, LocalParameter.copy_, (self, src), {})  # type: ignore[no-any-return]
+        if not isinstance(src, DTensor) or src.placements != self.placements:
+            src = shown(self, whole(cut(self, src if src.shape == self.shape else src.expand(self.shape))))
+        DTensor.copy_(self, src, non_blocking)
+        return self
 
     # These are no torch functions, so that the guard of a released parameter does not see them.
 
@@ -69,6 +66,35 @@ class LocalParameter(DTensor):
         if is_guarded(self):
             return called_on_guarded(self, method, (self, *args), kwargs)
         return method(self, *args, **kwargs)
+
+
+class LocalParts:
+    """``Parts`` of DTensors; of other parameters all of the tensor."""
+
+    def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
+        return cut(parameter, value) if isinstance(parameter, DTensor) else value
+
+    def show(self, parameter: Parameter, part: Tensor) -> Tensor:
+        return shown(parameter, part) if isinstance(parameter, DTensor) else part
+
+    def join(self, parameter: Parameter, part: Tensor) -> Tensor:
+        if not isinstance(parameter, DTensor):
+            return part
+        with torch.no_grad():
+            return shown(parameter, part).full_tensor()
+
+
+def cut(parameter: DTensor, value: Tensor) -> Tensor:
+    """The part of ``value``, a DTensor or all of a tensor, that this rank has of ``parameter``."""
+    if isinstance(value, DTensor):
+        return local_part(parameter, value)
+    return part_of(value, spec_of("", parameter).local_box)
+
+
+def shown(parameter: DTensor, part: Tensor) -> DTensor:
+    """``part`` as a DTensor that is distributed as ``parameter``."""
+    part = part if part.device.type == parameter.device.type else part.to(parameter.device)
+    return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False)
 
 
 def local_part(parameter: DTensor, value: DTensor) -> Tensor:
@@ -92,7 +118,7 @@ def local_part(parameter: DTensor, value: DTensor) -> Tensor:
 def local_gradient(parameter: Parameter) -> Tensor | None:
     """The gradient of ``parameter`` as an engine takes it: in the shape of what it holds."""
     grad = parameter.grad
-    return local_part(parameter, grad) if isinstance(grad, DTensor) and isinstance(parameter, DTensor) else grad
+    return cut(parameter, grad) if grad is not None and isinstance(parameter, DTensor) else grad
 
 
 def spec_of(name: str, parameter: DTensor) -> ParamSpec:
