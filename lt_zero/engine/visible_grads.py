@@ -314,13 +314,13 @@ class UsedParameters:
                     self._shown[(bucket, index)] = None
                     continue
                 local = _local(bucket, index) if views[bucket] else []
-                grad = self._hidden.get((bucket, index))
+                grad: Tensor | None = self._hidden.get((bucket, index))
                 if local:
                     grad = self.parts.show(parameter, local[0].view(bucket.shapes[index]))
                 elif grad is None:
                     empty = _nothing(parameter.shape, parameter.dtype, parameter.device)
-                    grad = empty.as_subclass(ShardedGrad)
-                    grad._refs = weakref.ref(bucket), index, weakref.ref(self)
+                    grad = stand_in = empty.as_subclass(ShardedGrad)
+                    stand_in._refs = weakref.ref(bucket), index, weakref.ref(self)
                 parameter.grad = self._shown[(bucket, index)] = grad
         self._hidden = {}
 
@@ -427,14 +427,14 @@ class UsedParameters:
         for number, (bucket, index) in enumerate(self._places):
             if bucket.grads.local is not None:
                 continue  # not reduced: ``norm`` refuses it
-            if bucket.shard_range == (0, bucket.layout.numel) and bucket.group.rank > 0:
-                continue  # every rank has all elements: count them once
+            if bucket.repeats(index):
+                continue
             for grad in _local(bucket, index, write=False):
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
                 row[number] = norm if infinite else norm**norm_type
             if number + 1 == len(self._places) or self._places[number + 1][0] is not bucket:
                 bucket.grads.put_away()
-        row = combine_rows(row, [bucket.group for bucket, _ in self._places], "gradient norms", infinite)
+        row = combine_rows(row, [bucket.holders(index) for bucket, index in self._places], "gradient norms", infinite)
         row = row if infinite else row ** (1.0 / norm_type)
         return {place: row[number].to(wide(place[0].grads.dtype)) for number, place in enumerate(self._places)}
 

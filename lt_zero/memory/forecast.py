@@ -199,10 +199,14 @@ def _held(plan: EnginePlan, layouts: Sequence[BucketLayout]) -> list[int]:
     shares = []
     for layout in layouts:
         shares.append([sum(p.numel for p in layout.pieces(*layout.shard(r))) for r in range(layout.world)])
-    trained = [share for bucket, share in zip(plan.buckets, shares, strict=True) if bucket.trains]
-    totals = [sum(of_rank) for of_rank in zip(*trained, strict=True)]
-    most = totals.index(max(totals)) if totals else 0
-    return [share[most] for share in shares]
+    trained: dict[ShardGroup | None, list[list[int]]] = {}
+    for bucket, share in zip(plan.buckets, shares, strict=True):
+        trained.setdefault(bucket.group, []).extend([share] if bucket.trains else [])
+    most: dict[ShardGroup | None, int] = {}  # the rank in each group: in another group it may be another one
+    for group, rows in trained.items():
+        totals = [sum(of_rank) for of_rank in zip(*rows, strict=True)]
+        most[group] = totals.index(max(totals)) if totals else 0
+    return [share[most[bucket.group]] for bucket, share in zip(plan.buckets, shares, strict=True)]
 
 
 class Gathered(NamedTuple):

@@ -26,7 +26,7 @@ class LocalParameter(DTensor):
     """A parameter that is a DTensor, of which the engine has the local tensor."""
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return local_tensor(self)
 
     @data.setter
@@ -45,7 +45,8 @@ class LocalParameter(DTensor):
     def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
         """Copy a DTensor, or a tensor of the whole shape, as ``load_state_dict`` does: torch refuses the latter."""
         if is_guarded(self):
-            return called_on_guarded(self, LocalParameter.copy_, (self, src), {})  # type: ignore[no-any-return]
+            called_on_guarded(self, LocalParameter.copy_, (self, src), {})
+            return self
         if not isinstance(src, DTensor) or src.placements != self.placements:
             src = shown(self, whole(cut(self, src if src.shape == self.shape else src.expand(self.shape))))
         DTensor.copy_(self, src, non_blocking)
@@ -53,16 +54,16 @@ class LocalParameter(DTensor):
 
     # These are no torch functions, so that the guard of a released parameter does not see them.
 
-    def to_local(self, **kwargs: Any) -> Tensor:
-        return self._values(DTensor.to_local, kwargs)
+    def to_local(self, **kwargs: Any) -> Any:
+        return self._read(DTensor.to_local, kwargs)
 
-    def full_tensor(self, **kwargs: Any) -> Tensor:
-        return self._values(DTensor.full_tensor, kwargs)
+    def full_tensor(self, **kwargs: Any) -> Any:
+        return self._read(DTensor.full_tensor, kwargs)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
-        return self._values(DTensor.redistribute, kwargs, *args)
+        return self._read(DTensor.redistribute, kwargs, *args)
 
-    def _values(self, method: Callable[..., Any], kwargs: dict[str, Any], *args: Any) -> Any:
+    def _read(self, method: Callable[..., Any], kwargs: dict[str, Any], *args: Any) -> Any:
         if is_guarded(self):
             return called_on_guarded(self, method, (self, *args), kwargs)
         return method(self, *args, **kwargs)
@@ -136,8 +137,8 @@ def spec_of(name: str, parameter: DTensor) -> ParamSpec:
             continue
         if type(placement) is not Shard or sizes[placement.dim] % ranks:
             raise ValueError(
-                f"Parameter {name!r} of shape {tuple(parameter.shape)} is placed as {placement} over {ranks} ranks. Use "
-                f"Replicate(), or Shard(dim) where {ranks} divides the size."
+                f"Parameter {name!r} of shape {tuple(parameter.shape)} is placed as {placement} over {ranks} ranks. "
+                f"Use Replicate(), or Shard(dim) where {ranks} divides the size."
             )
         sizes[placement.dim] //= ranks
         offsets[placement.dim] += coordinate[axis] * sizes[placement.dim]
@@ -160,5 +161,5 @@ def localize(module: nn.Module, mesh: DeviceMesh) -> list[ParamSpec]:
                 f"{mesh}. Parallelize with self.device_mesh['tensor_parallel']."
             )
         specs.append(spec_of(name, parameter))
-        parameter.__class__ = LocalParameter
+        parameter.__class__ = LocalParameter  # type: ignore[assignment]
     return specs

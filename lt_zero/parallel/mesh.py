@@ -47,8 +47,8 @@ class ParallelSizes:
         if ranks % tensor:
             raise ConfigError.about(
                 "tensor_parallel.autotp_size",
-                f"tensor_parallel.autotp_size={tensor} does not divide the {ranks} ranks of this run. Use a divisor, or "
-                "start another number of processes.",
+                f"tensor_parallel.autotp_size={tensor} does not divide the {ranks} ranks of this run. Use a divisor, "
+                "or start another number of processes.",
             )
         if data not in (None, ranks // tensor):
             raise ConfigError.about(

@@ -157,7 +157,8 @@ class Fragments:
                 del self.optimizer.state[parameter]
             for piece in pieces:
                 for key, value in state.items():
-                    if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) == shape:
+                    if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
+                        value = self.engine.parts.cut(parameter, value)
                         cut = value.reshape(-1)[piece.lo : piece.hi].clone()
                         cut = cut.view(shape) if cut.numel() == value.numel() else cut
                         # The constructor used the dtype of the compute copy.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,6 +95,30 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) ->
         why += "" if whole else "gives it whole parameters)"
         warn(
             f"{name} is not known to lt_zero: each rank runs it on {held}, which is exact only if its update {why}.",
+        )
+
+
+def check_parts(optimizer: Optimizer, parts: Mapping[int, str]) -> None:
+    """Refuse optimizers whose update of a part of a tensor differs from that of all of it.
+
+    Args:
+        optimizer: any that ``check_supported`` accepts.
+        parts: by id, the names of parameters that are a part of a tensor.
+
+    Raises:
+        TypeError: the update needs all of the tensor; names the parameter.
+    """
+    groups = [group for group in optimizer.param_groups if group.get("use_muon", True)]  # lt_zero.optim.Muon's others
+    found = next((parts[id(p)] for group in groups for p in group["params"] if id(p) in parts), None)
+    if found is None or isinstance(optimizer, Lamb):
+        return
+    names = {cls.__name__ for cls in type(optimizer).__mro__}
+    ours = type(optimizer).__module__.startswith(("torch.optim.", "lt_zero.optim."))
+    if names & _WHOLE or (not ours and divides(optimizer, whole=False) is False):
+        raise TypeError(
+            f"{type(optimizer).__name__} computes its update from whole matrices or their norms, but tensor-parallel "
+            f"ranks have a part of {found!r} each. Take an element-wise optimizer such as AdamW, or lt_zero.optim.Lamb "
+            "(lt_zero.optim.Muon with use_muon=False for these parameters), or one tensor-parallel rank."
         )
 
 

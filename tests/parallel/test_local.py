@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,12 @@ def _train(stage: int, optimizer: str, tensor: int, sequence: bool) -> float:
     model, reference = parallelize(Net(), mesh, sequence), Net()
     specs = localize(model, mesh)
     world = World.join(CPU)
-    given = {"specs": specs, "group_of": families(world, tensor), "gradient_of": local_gradient, "parts": LocalParts()}
+    given: dict[str, Any] = {
+        "specs": specs,
+        "group_of": families(world, tensor),
+        "gradient_of": local_gradient,
+        "parts": LocalParts(),
+    }
     zero = RELEASE if stage == 3 else {}
     engine = lt_zero.shard(model, config_of(stage, zero), CPU, group=ShardGroup.of_all(world), **given)
     made, expected = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](reference.parameters())
@@ -61,9 +67,9 @@ def _train(stage: int, optimizer: str, tensor: int, sequence: bool) -> float:
         expected.step()
     values, whole, far = full_values(engine), dict(reference.named_parameters()), 0.0
     for spec in specs:
-        want = spec.local_box.of(whole[spec.name].detach())
-        far = max(far, float((values.pop(spec.name) - want).abs().max()))
-    return max([far, *(float((value - whole[name]).abs().max()) for name, value in values.items())])
+        part = spec.local_box.of(whole[spec.name].detach())
+        far = max(far, float((values.pop(spec.name) - part).abs().max()))
+    return max([far, *(float((value - whole[n]).abs().max()) for n, value in values.items())])
 
 
 @pytest.mark.parametrize("sequence", [False, True])

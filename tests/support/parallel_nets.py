@@ -59,7 +59,11 @@ def parallelize(model: Net, mesh: DeviceMesh, sequence: bool = False) -> Net:
     plan = dict[str, Any]()
     along = Shard(1) if sequence else Replicate()
     if sequence:
-        own = {"input_layouts": Replicate(), "desired_input_layouts": Shard(1), "use_local_output": True}
+        own: dict[str, Any] = {
+            "input_layouts": Replicate(),
+            "desired_input_layouts": Shard(1),
+            "use_local_output": True,
+        }
         plan["layers.0"] = PrepareModuleInput(**own)
         plan["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
     for number in range(len(model.layers)):
