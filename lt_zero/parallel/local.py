@@ -39,8 +39,16 @@ class LocalParameter(DTensor):
     def data_ptr(self) -> int:
         return local_tensor(self).data_ptr()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return local_tensor(self).untyped_storage()
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> DTensor:
+        """Make what torch.compile expects: it compares classes."""
+        made: DTensor = DTensor.__tensor_unflatten__(*args)
+        made.__class__ = LocalParameter
+        return made
+
+    def storage_offset(self) -> int:
+        """That of the local tensor, by which torch.compile describes a DTensor that it makes from one."""
+        return int(local_tensor(self).storage_offset())
 
     def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
         """Copy a DTensor, or a tensor of the whole shape, as ``load_state_dict`` does: torch refuses the latter."""

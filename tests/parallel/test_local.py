@@ -67,8 +67,8 @@ def _train(stage: int, optimizer: str, tensor: int, sequence: bool) -> float:
         expected.step()
     values, whole, far = full_values(engine), dict(reference.named_parameters()), 0.0
     for spec in specs:
-        part = spec.local_box.of(whole[spec.name].detach())
-        far = max(far, float((values.pop(spec.name) - part).abs().max()))
+        mine = spec.local_box.of(whole[spec.name].detach())
+        far = max(far, float((values.pop(spec.name) - mine).abs().max()))
     return max([far, *(float((value - whole[n]).abs().max()) for n, value in values.items())])
 
 

@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 import lt_zero
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.config import ZeroConfig
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_parameters, gather_own
@@ -47,11 +49,47 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.layers, self.head = nn.ModuleList(Feed(hidden=hidden) for _ in range(depth)), nn.Linear(6, 4)
 
+    def feeds(self) -> list[Feed]:
+        return [layer for layer in self.layers if isinstance(layer, Feed)]
+
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
         result: Tensor = self.head(x)
         return result
+
+
+class Adapter(nn.Module):
+    """A linear layer with an adapter of rank 2 beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + self.b(self.a(x))
+        return result
+
+
+def adapted() -> Net:
+    """Only adapters, and the last norm, are trained."""
+    model = Net()
+    model.requires_grad_(False)
+    for layer in model.feeds():
+        layer.up = Adapter(layer.up)  # type: ignore[assignment]
+    model.feeds()[-1].norm.requires_grad_(True)
+    return model
+
+
+def frozen() -> Net:
+    """One matrix, the bias of another and a whole layer are not trained."""
+    model = Net()
+    first, second, third = model.feeds()
+    first.requires_grad_(False)
+    second.down.weight.requires_grad_(False)
+    third.up.bias.requires_grad_(False)
+    return model
 
 
 def parallelize(model: Net, mesh: DeviceMesh, sequence: bool = False) -> Net:
@@ -67,11 +105,20 @@ def parallelize(model: Net, mesh: DeviceMesh, sequence: bool = False) -> Net:
         plan["layers.0"] = PrepareModuleInput(**own)
         plan["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
     for number in range(len(model.layers)):
-        plan[f"layers.{number}.up"] = ColwiseParallel(input_layouts=along)
+        up = f"layers.{number}.up"
+        if isinstance(model.layers[number].up, Adapter):
+            plan |= {f"{up}.base": ColwiseParallel(input_layouts=along), f"{up}.b": ColwiseParallel()}
+            if sequence:
+                plan[f"{up}.a"] = ColwiseParallel(input_layouts=along, output_layouts=Replicate())
+        else:
+            plan[up] = ColwiseParallel(input_layouts=along)
         plan[f"layers.{number}.down"] = RowwiseParallel(output_layouts=along)
         if sequence:
             plan[f"layers.{number}.norm"] = SequenceParallel()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     parallelize_module(model, mesh, plan)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)  # torch trains all
     return model
 
 
@@ -116,8 +163,9 @@ class Run(NamedTuple):
 
 
 def loss_of(model: nn.Module, step: int, data: int, micro: int = 0) -> Tensor:
-    result: Tensor = model(batch(step + 100 * micro, data)).square().mean()
-    return result
+    x = batch(step + 100 * micro, data)
+    out: Tensor = model(x.to(model.head.weight.dtype))  # type: ignore[union-attr, arg-type]
+    return out.to(x.dtype).square().mean()
 
 
 def start(
@@ -127,9 +175,11 @@ def start(
     model: Callable[[], Net] = Net,
     sequence: bool = True,
     zero: dict[str, Any] | None = None,
+    policy: Callable[[ZeroConfig], DtypePolicy] | None = None,
+    prepare: Callable[[Net], Any] = lambda model: None,
     **keys: Any,
 ) -> Run:
-    """An engine on a mesh. ``zero``, ``keys``: as for ``config_of``."""
+    """An engine on a mesh. ``zero``, ``keys``: as for ``config_of``; ``prepare`` the model, when it is parallelized."""
     world, made = World.join(CPU), model()
     everyone, given = ShardGroup.of_all(world), dict[str, Any]()
     if ranks.tensor > 1:
@@ -137,7 +187,9 @@ def start(
         parallelize(made, mesh.tensor, sequence)
         given = mesh.arguments(made, everyone)
     config = config_of(stage, {**(RELEASE if stage == 3 else {}), **(zero or {})}, **keys)
-    engine = lt_zero.shard(made, config, CPU, group=everyone, **given)
+    prepare(made)
+    how = policy(config) if policy is not None else None
+    engine = lt_zero.shard(made, config, CPU, how, group=everyone, **given)
     trained = [p for p in made.parameters() if p.requires_grad]
     chosen = optimizer(made) if callable(optimizer) else OPTIMIZERS[optimizer](trained)
     return Run(made, engine, chosen, lt_zero.ShardedOptimizer(engine, chosen), ranks)
