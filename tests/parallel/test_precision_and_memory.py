@@ -68,7 +68,7 @@ def equals_one_process(
     got = all_weights(run.engine)
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(
-            got[name], parameter.detach(), rtol=1e-5, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}"
+            got[name], parameter.detach(), rtol=1e-5, atol=2e-6, msg=name
         )
 
 
