@@ -49,6 +49,7 @@ from lt_zero.engine.local_steps import LocalSteps
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GradientOf, plan_engine, warn_of_padding, with_sizes
+from lt_zero.engine.parts import Parts
 from lt_zero.engine.quantized import refuse_quantized, rest_quantized
 from lt_zero.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.engine.zero_plus_plus import use_zero_plus_plus
@@ -74,6 +75,7 @@ def shard(
     specs: Iterable[ParamSpec] = (),
     group_of: Callable[[str, nn.Parameter], ShardGroup] | None = None,
     gradient_of: GradientOf = attrgetter("grad"),
+    parts: Parts | None = None,
 ) -> Engine:
     """Shard ``module`` in place over all ranks of the default process group.
 
@@ -91,6 +93,8 @@ def shard(
         group_of: the ranks over which a parameter is the same, and sharded; default: ``group``, whose world they share.
             The same on all ranks; where ``group`` has other ranks, they may have other tensors of this name.
         gradient_of: a parameter's gradient after backward, in the shape of its spec.
+        parts: of parameters that have the shape of the whole tensor although this rank has a part; default: the shape
+            of each is that of its spec, and what needs whole tensors in memory is refused.
 
     Raises:
         ValueError: a parameter is sharded already; or a pattern of ``fp16_override_modules`` matches nothing; or
@@ -114,7 +118,7 @@ def shard(
     group = group or ShardGroup.of_all(World.join(device, config))
     group.world.advise(remedy)
     with group.world.together("lt_zero.shard"):  # reads files, and calls the initialisation of the user's modules
-        return _shard(module, config, device, policy, group, training, saved, specs, group_of, gradient_of)
+        return _shard(module, config, device, policy, group, training, saved, specs, group_of, gradient_of, parts)
 
 
 def _shard(
@@ -128,6 +132,7 @@ def _shard(
     specs: Iterable[ParamSpec],
     group_of: Callable[[str, nn.Parameter], ShardGroup] | None,
     gradient_of: GradientOf,
+    parts: Parts | None,
 ) -> Engine:
     """Plan the buckets of ``module``, check that they fit, and build the engine."""
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true"))
@@ -157,7 +162,7 @@ def _shard(
         check_build(plan, config, policy, group, training)
     if config.sparse_attention is not None:
         install_sparse_attention(module, config, group.world.rank)
-    return _build(module, device, plan, config, policy, distinct, training, saved)
+    return _build(module, device, plan, config, policy, distinct, training, saved, parts)
 
 
 def _build(
@@ -169,6 +174,7 @@ def _build(
     groups: list[ShardGroup],
     training: bool,
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
+    parts: Parts | None,
 ) -> Engine:
     """Move the parameters into the buckets of ``plan``, and install hooks."""
     engine_ref: list[weakref.ref[Engine]] = []  # lets the engine be collected while parameters still point to it
@@ -187,7 +193,7 @@ def _build(
     if policy.buffers is not None:
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
         _cast_buffers(module, policy.buffers, plan.fp32_modules, names)
-    engine = Engine(module, units, root, groups, config, policy, offload_manager, training)
+    engine = Engine(module, units, root, groups, config, policy, offload_manager, training, parts)
     engine.compression = _compression(engine, plan)
     engine.plan, engine.on_guarded_use = plan, partial(use_outside, engine)
     offload_manager.check(world, "the files of states")

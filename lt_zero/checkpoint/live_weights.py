@@ -16,9 +16,8 @@ from torch import Tensor
 from lt_zero.checkpoint.export import Format, export
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
-from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_flat, refuse_parts
+from lt_zero.engine.full_params import full_flat, joined, refuse_parts
 
 _END = -1
 
@@ -45,8 +44,7 @@ class EngineSource:
             place = engine.owner.get(id(value))
             dtype = place[0].weights.precision if place is not None else value.dtype
             self.weights[name] = Spec(tuple(value.shape), dtype)
-        self._bucket: Bucket | None = None
-        self._flat: Tensor | None = None  # of the last bucket that was gathered
+        self._bucket = Gathered(engine)
 
     def read(self, name: str) -> Tensor:
         value = self._tensors[name]
@@ -54,31 +52,57 @@ class EngineSource:
         if place is None:
             return value.detach().cpu().contiguous()
         bucket, index = place
-        if bucket is not self._bucket:
-            self._flat = None  # free it before gathering the next one
-            number = self._engine.buckets.index(bucket)
-            self._engine.world.host_broadcast(number, "export")
-            self._bucket, self._flat = bucket, _flat(self._engine, number)
-        span = bucket.layout.spans[index]
-        assert self._flat is not None
-        return self._flat[span.lo : span.hi].view(span.shape).detach().cpu()
+        number, part = self._engine.buckets.index(bucket), not bucket.layout.spans[index].spec.is_whole
+        if part or number != self._bucket.number:
+            self._engine.world.host_broadcast((number, index if part else None), "export")
+        return self._bucket.get(number, index).detach().cpu()
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
         raise CheckpointError("Optimizer states of a running engine are in its checkpoints: `trainer.save_checkpoint`.")
 
 
-def _flat(engine: Engine, number: int) -> Tensor:
-    """All elements of a bucket. Collective."""
-    flat = full_flat(engine.buckets[number])
-    engine.buckets[number].put_away()
-    engine.offload_manager.check(engine.world, "weights in files")
-    return flat
+class Gathered:
+    """All elements of one bucket, the last that was asked for. Where ranks have parts of tensors, all keep it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._flat: Tensor | None = None
+        self.number = _END  # of the bucket
+
+    def gather(self, number: int) -> None:
+        """Gather bucket ``number``. Collective, unless it is there."""
+        if number == self.number:
+            return
+        self._flat = None  # free it before gathering the next one
+        bucket = self._engine.buckets[number]
+        self.number, self._flat = number, full_flat(bucket)
+        bucket.put_away()
+        self._engine.offload_manager.check(self._engine.world, "weights in files")
+
+    def get(self, number: int, index: int) -> Tensor:
+        """Parameter ``index`` of bucket ``number``: all of the tensor. Collective if it is not there, or a part."""
+        self.gather(number)
+        bucket = self._engine.buckets[number]
+        span = bucket.layout.spans[index]
+        assert self._flat is not None
+        return joined(self._engine, bucket.params[index], self._flat[span.lo : span.hi].view(span.shape))
+
+    def drop(self) -> None:
+        """Free the memory."""
+        self._flat, self.number = None, _END
 
 
 def _serve(engine: Engine) -> None:
     """Take part in gathering until rank 0 signals the end."""
-    while (number := engine.world.host_broadcast(None, "export")) != _END:
-        _flat(engine, number)
+    gathered = Gathered(engine)
+    while (asked := engine.world.host_broadcast(None, "export")) != _END:
+        number, index = asked
+        if index is None:
+            gathered.gather(number)
+            if all(span.spec.is_whole for span in engine.buckets[number].layout.spans):
+                gathered.drop()
+        else:
+            gathered.get(number, index)
 
 
 def export_engine(

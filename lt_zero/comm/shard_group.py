@@ -488,11 +488,16 @@ def _check_parts(parts: Sequence[Sequence[int]], world: int) -> None:
         )
 
 
-def combine_rows(rows: Tensor, groups: Sequence[ShardGroup], name: str, maximum: bool = False) -> Tensor:
-    """Sums, or maxima, of fp64 ``rows`` over the ranks of each one's group: ``groups`` has that of each row."""
+def combine_rows(rows: Tensor, groups: Sequence[ShardGroup | World], name: str, maximum: bool = False) -> Tensor:
+    """Sums, or maxima, of fp64 ``rows`` over the ranks of each one's group: ``groups`` has that of each row.
+
+    Of a row of the world, ranks that have the same elements as another have zero.
+    """
     distinct = list(dict.fromkeys(groups))
     for group in distinct:
-        combine = group.max_all if maximum else group.sum_scalar
+        combine = group.max_all
+        if not maximum:
+            combine = group.sum_scalar if isinstance(group, ShardGroup) else group.sum_all
         if len(distinct) == 1:
             return combine(rows, name)
         mine = torch.tensor([each is group for each in groups], device=rows.device)

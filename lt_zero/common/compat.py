@@ -74,20 +74,6 @@ def set_local_tensor(parameter: DTensor, value: torch.Tensor) -> None:
     parameter._local_tensor = value
 
 
-def accumulated_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What autograd has accumulated, whatever ``grad`` is in a subclass."""
-    found: torch.Tensor | None = _GRAD.__get__(parameter)
-    return found
-
-
-def set_accumulated_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Set what autograd accumulates into."""
-    _GRAD.__set__(parameter, value)
-
-
-_GRAD: Any = torch._C.TensorBase.grad
-
-
 def clean_name(name: str) -> str:
     """A parameter's name without the prefixes that torch.compile, FSDP and checkpoint wrappers insert."""
     for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):

@@ -30,6 +30,7 @@ from torch.nn import Parameter
 
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Work
+from lt_zero.comm.world import World
 from lt_zero.common.compat import held_by_autograd, without_torch_function
 from lt_zero.common.flat_storage import FlatStorage, flat_empty
 from lt_zero.common.timing import phase
@@ -343,6 +344,19 @@ class Bucket:
     def pieces_of(self, index: int) -> list[Piece]:
         """This rank's piece of parameter ``index``: none or one."""
         return self._piece_of.get(index, [])
+
+    def holders(self, index: int) -> ShardGroup | World:
+        """The ranks that together have all of the tensor of which parameter ``index`` is, perhaps, a part."""
+        return self.group if self.layout.spans[index].spec.is_whole else self.group.world
+
+    def repeats(self, index: int) -> bool:
+        """Whether other ranks' elements of parameter ``index`` count instead of this one's in sums over ``holders``.
+
+        ``combine_rows`` leaves out replicas of shards by itself, but not over the world.
+        """
+        if self.shard_range == (0, self.layout.numel):
+            return self.group.rank > 0
+        return self.group.mesh.replica > 0 and not self.layout.spans[index].spec.is_whole
 
     @property
     def wants_grad(self) -> bool:

@@ -74,6 +74,7 @@ from lt_zero.engine.gradient_compression import GradientCompression
 from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.partition import EnginePlan
+from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.quantized import refuse_quantized
 from lt_zero.engine.same_on_ranks import SameOnRanks
 from lt_zero.engine.saved_weights import SavedWeights, references_of
@@ -90,6 +91,7 @@ class Engine(ProcessLocal):
         root_unit: parameters that belong to no unit, are shared by several, or are too small to shard.
         groups: of the buckets; the first may have none.
         training: train from the start; otherwise from ``begin_training`` on.
+        parts: as for ``lt_zero.shard``.
     """
 
     plan: EnginePlan  # that it was built by
@@ -105,7 +107,9 @@ class Engine(ProcessLocal):
         policy: DtypePolicy,
         offload_manager: OffloadManager,
         training: bool = True,
+        parts: Parts | None = None,
     ) -> None:
+        self.parts: Parts = parts or Unjoined()
         self.config, self.policy, self.offload_manager, self.training = config, policy, offload_manager, training
         self.kept: frozenset[Parameter] = frozenset()  # parameters that the user keeps in fp32, in exports as well
         self.root, self.units, self.root_unit = root, units, root_unit
@@ -142,7 +146,7 @@ class Engine(ProcessLocal):
         self.buffers = BufferSync(root, world, config.broadcast_buffers and not tolerates)
         self.same_on_ranks = SameOnRanks(world, root, [p for b in self.buckets for p in b.params])
         problem, travel = offload_manager.find_problem, (self.same_on_ranks, self.buffers)
-        self.used_parameters = UsedParameters(world, self.reducer, self.buckets, problem, *travel)
+        self.used_parameters = UsedParameters(world, self.reducer, self.buckets, self.parts, problem, *travel)
         self.finish_reductions = self.used_parameters.finish_reductions
         self.sharded_optim = any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters

@@ -106,7 +106,7 @@ def find_units(root: nn.Module, rules: UnitRules) -> list[FoundUnit]:
 
 def _check_values(names: Mapping[Parameter, Sequence[str]]) -> None:
     """Raise TypeError if a parameter has no shape yet, ValueError if two share memory."""
-    located: dict[tuple[int, int], str] = {}
+    located: dict[int, str] = {}
     for parameter, (name, *_) in names.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise TypeError(
@@ -115,7 +115,7 @@ def _check_values(names: Mapping[Parameter, Sequence[str]]) -> None:
             )
         if parameter.is_meta or parameter.numel() == 0 or is_guarded(parameter):
             continue
-        other = located.setdefault((parameter.untyped_storage().data_ptr(), int(parameter.storage_offset())), name)
+        other = located.setdefault(parameter.data_ptr(), name)
         if other != name:
             raise ValueError(
                 f"Parameters {other!r} and {name!r} share memory but are two objects, so they would be trained apart. "

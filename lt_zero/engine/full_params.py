@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from lt_zero.common.arguments import expect, wrong
 from lt_zero.common.boxes import Box
-from lt_zero.common.compat import in_transform, without_torch_function
+from lt_zero.common.compat import in_transform, versions_of, without_torch_function
 from lt_zero.common.module_hooks import Hook
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket, State
@@ -22,6 +22,11 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import HANDS_OUT, called, owner_of
 from lt_zero.engine.lazy_tensor import AbsentTensor, part_of
 from lt_zero.engine.materialize import ConstructionSharder
+from lt_zero.engine.parts import Unjoined
+
+
+def described(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _parameters_of(target: Any) -> list[Parameter]:
@@ -47,15 +52,17 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
 
     Args:
         target: a parameter, several, or a module (all of its parameters).
-        write: keep changes made inside. The values of rank 0 win; master weights and compute copies of all ranks
-            follow. Without it, changes of sharded parameters are an error.
+        write: keep changes made inside. The values of rank 0 win, or of a DTensor those of the first rank that has
+            each part; master weights and compute copies of all ranks follow. Without it, changes of sharded parameters
+            are an error.
 
     Parameters that no engine owns are left as they are, so the code also runs without ZeRO. Those that were built in
     ``lt_zero.Init`` may be an engine's or not yet.
 
     Raises:
         RuntimeError: on all ranks, if some do not enter and something is to be gathered or written; or at the end, if
-            parameters that are not an engine's yet were changed without ``write``.
+            parameters that are not an engine's yet were changed without ``write``; or ranks have parts of tensors, and
+            changed not all of them.
     """
     found: dict[Bucket, Engine] = {}
     held: dict[Bucket, bool] = {}  # -> whether it was gathered; a bucket in use outside of this context is not held
@@ -81,12 +88,14 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
         engine.world.roll_call("lt_zero.gathered")
     for bucket in held:
         found[bucket].gatherer.hold(bucket)
+    before = [(engine, bucket, _versions(bucket)) for bucket, engine in found.items() if write and _has_parts(bucket)]
     try:
         with ExitStack() as stack:
             for sharder, parameters in built.items():
                 stack.enter_context(sharder.gathered(parameters, write))
             yield
         if write:
+            _check_changed(before)
             for bucket in found:
                 bucket.adopt_edits()
     except BaseException:
@@ -96,6 +105,37 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
     finally:
         for bucket, keep in held.items():
             found[bucket].gatherer.let_go(bucket, keep)
+
+
+def _has_parts(bucket: Bucket) -> bool:
+    return not all(span.spec.is_whole for span in bucket.layout.spans)
+
+
+def _versions(bucket: Bucket) -> list[int]:
+    """What changes if a parameter, or its memory, is written to."""
+    return versions_of([*bucket.params, bucket.flat])
+
+
+def _check_changed(before: list[tuple[Engine, Bucket, list[int]]]) -> None:
+    """Check that each part of a tensor was changed, or none. Collective, unless ``before`` is empty.
+
+    Raises:
+        RuntimeError: on all ranks, some were.
+    """
+    for world in dict.fromkeys(engine.world for engine, _, _ in before):
+        mine = [_versions(bucket) != versions for engine, bucket, versions in before if engine.world is world]
+        first = [bucket.group.rank == 0 for engine, bucket, _ in before if engine.world is world]  # whose values win
+        told = world.host_gather(
+            [changed if wins else None for changed, wins in zip(mine, first, strict=True)], "edits"
+        )
+        for number, column in enumerate(zip(*told, strict=True)):
+            if {True, False} <= set(column):
+                names = [span.name for span in before[number][1].layout.spans]
+                shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+                raise RuntimeError(
+                    f"Inside lt_zero.gathered(write=True) some ranks changed parameters ({shown}), and others, which "
+                    "have other parts of these tensors, did not. Make the same changes on all ranks."
+                )
 
 
 def full_parameters(engine: Engine) -> Iterator[tuple[str, Parameter, Tensor]]:
@@ -148,6 +188,7 @@ def full_state_dict(engine: Engine) -> dict[str, Any]:
     with progress_bar("Gathering weights", sum(len(b.params) for b in engine.buckets), rank=engine.world.rank) as work:
         for _, parameter, value in full_parameters(engine):
             work.advance()
+            value = joined(engine, parameter, value)
             if keep:
                 values[id(parameter)] = value.detach().to("cpu", copy=True)
     # keep_vars: no values are read from sharded parameters. On all ranks, because metrics may synchronise in it.
@@ -183,8 +224,8 @@ def install_load_hooks(engine: Engine) -> None:
         def write(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, places: Any = places) -> None:
             for name, (bucket, index) in places.items():
                 value = state.get(prefix + name)
-                if isinstance(value, Tensor) and tuple(value.shape) == bucket.shapes[index]:
-                    bucket.write(index, value)
+                if isinstance(value, Tensor) and value.shape == bucket.params[index].shape:
+                    bucket.write(index, engine.parts.cut(bucket.params[index], value))
 
         def note_edits(module: nn.Module, incompatible: Any, places: Any = places) -> None:
             for bucket, _ in places.values():
@@ -196,7 +237,8 @@ def install_load_hooks(engine: Engine) -> None:
 
 def _install_cutting(engine: Engine) -> None:
     """Make ``load_state_dict`` take the parameters' parts of full tensors."""
-    specs = {id(p): span.spec for b in engine.buckets for p, span in zip(b.params, b.layout.spans, strict=True)}
+    every = ((p, span.spec) for b in engine.buckets for p, span in zip(b.params, b.layout.spans, strict=True))
+    specs = {id(p): spec for p, spec in every if p.shape == torch.Size(spec.shape)}  # others cut by themselves
     for module in engine.root.modules():
         owned = {name: specs[id(p)] for name, p in module.named_parameters(recurse=False) if id(p) in specs}
         if not (parts := {name: spec for name, spec in owned.items() if not spec.is_whole}):
@@ -211,13 +253,19 @@ def _install_cutting(engine: Engine) -> None:
         module.register_load_state_dict_pre_hook(Hook(cut))
 
 
+def joined(engine: Engine, parameter: Parameter, part: Tensor) -> Tensor:
+    """All of the tensor of which this rank's group has ``part``. Collective."""
+    bucket, index = engine.owner[id(parameter)]
+    return part if bucket.layout.spans[index].spec.is_whole else engine.parts.join(parameter, part)
+
+
 def refuse_parts(engine: Engine, what: str) -> None:
-    """Check that each parameter is all of its tensor, for what gathers in the engine's group only.
+    """Check that all of each tensor can be had.
 
     Raises:
-        ValueError: one is a part; names it.
+        ValueError: one is a part, and other ranks' parts are out of reach; names it.
     """
-    for spec in engine.plan.parts[:1]:
+    for spec in engine.plan.parts[:1] if isinstance(engine.parts, Unjoined) else ():
         raise ValueError(
             f"{what}: of {spec.name!r} of {spec.global_shape} the ranks of this group have {spec.local_box} only. Save "
             'a checkpoint (checkpoint.format="sharded"), and run `lt-zero export` on it.'
@@ -260,7 +308,7 @@ def take_over_assigned(engine: Engine) -> None:
         bucket.wait_background_step()
         for index in bucket.edits.assigned():
             parameter, view = bucket.params[index], bucket.param_views[index]
-            if (parameter.shape, parameter.dtype, parameter.device) == (view.shape, view.dtype, view.device):
+            if described(parameter.data) == described(view):
                 assigned.add(number)
             elif id(parameter) in names:  # others get the engine's values when the model is whole again
                 what = f"{tuple(view.shape)}, {view.dtype}, {view.device}"
@@ -302,10 +350,11 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
             f"(grad, vmap, jvp, jacrev, ...). They are sharded over {engine.world.size} ranks and cannot be gathered "
             "there: wrap the whole call in `with lt_zero.gathered(parameter):` on every rank."
         )
-    if func is Tensor.copy_ and args[0] is parameters[0] and len(parameters) == 1:
+    if getattr(func, "__name__", "") == "copy_" and args[0] is parameters[0] and len(parameters) == 1:
         with without_torch_function():
-            value, shape = args[1], torch.Size(bucket.shapes[index])
-            bucket.write(index, value if value.shape == shape else value.expand(shape))
+            value, shape = args[1], parameters[0].shape
+            value = engine.parts.cut(bucket.params[index], value if value.shape == shape else value.expand(shape))
+            bucket.write(index, value)
         return args[0]
     if engine.running:
         for used in buckets:

@@ -154,10 +154,11 @@ class InplaceEdits:
         found, bucket = [], self._bucket
         for index in self.assigned():
             parameter, view, name = bucket.params[index], bucket.param_views[index], bucket.layout.spans[index].name
-            if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
+            value = parameter.data
+            if (value.shape, value.dtype, value.device) != (view.shape, view.dtype, view.device):
                 self.lost.append(name)
                 continue
-            view.copy_(parameter)
+            view.copy_(value)
             parameter.data = view
             found.append(name)
         return found

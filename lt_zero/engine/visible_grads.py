@@ -37,6 +37,7 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.engine.guard import PASSING, called
+from lt_zero.engine.parts import Parts
 from lt_zero.engine.same_on_ranks import FLAGS, SameOnRanks
 from lt_zero.io.thread_pool import SwapError
 
@@ -139,12 +140,13 @@ def _accumulated(tensor: Tensor) -> Tensor:
     """The accumulated gradient of a stand-in; any other tensor itself."""
     if not isinstance(tensor, ShardedGrad):
         return tensor
-    bucket, index, _ = tensor._owners()
+    bucket, index, shown_by = tensor._owners()
     local, shape = _local(bucket, index), bucket.shapes[index]  # no row if it has no elements
-    return local[0].view(shape) if local else bucket.param_views[index].new_empty(shape)
+    value = local[0].view(shape) if local else bucket.param_views[index].new_empty(shape)
+    return shown_by.parts.show(bucket.params[index], value)
 
 
-def _replace(bucket: Bucket, index: int, value: Tensor) -> None:
+def _replace(bucket: Bucket, index: int, value: Tensor, parts: Parts) -> None:
     """Copy a tensor that was assigned to ``p.grad`` to the accumulator.
 
     Raises:
@@ -154,7 +156,7 @@ def _replace(bucket: Bucket, index: int, value: Tensor) -> None:
         name = bucket.layout.spans[index].name
         raise RuntimeError(f"`p.grad` of {name!r} was replaced, but its gradient is sharded over the ranks. {_REMEDY}")
     for local in _local(bucket, index):
-        local.copy_(value.reshape(-1))
+        local.copy_(parts.cut(bucket.params[index], value).reshape(-1))
 
 
 class UsedParameters:
@@ -165,12 +167,13 @@ class UsedParameters:
         world: World,
         reducer: Reducer,
         buckets: list[Bucket],
+        parts: Parts,
         problem: Callable[[], SwapError | None],
         same_on_ranks: SameOnRanks,
         buffers: BufferSync,
     ) -> None:
         self._same_on_ranks, self._buffers = same_on_ranks, buffers  # whose news travel with the flags
-        self._world, self._reducer, self._buckets = world, reducer, buckets
+        self._world, self._reducer, self._buckets, self.parts = world, reducer, buckets, parts
         # Ranks do not wait for late ones.
         self._tolerates = any(bucket.group.tolerance is not None and not bucket.sharding.optim for bucket in buckets)
         self._problem = problem  # returns the error of files on this rank
@@ -311,11 +314,13 @@ class UsedParameters:
                     self._shown[(bucket, index)] = None
                     continue
                 local = _local(bucket, index) if views[bucket] else []
-                grad = local[0].view(bucket.shapes[index]) if local else self._hidden.get((bucket, index))
-                if grad is None:
-                    empty = _nothing(bucket.shapes[index], parameter.dtype, parameter.device)
-                    grad = empty.as_subclass(ShardedGrad)
-                    grad._refs = weakref.ref(bucket), index, weakref.ref(self)
+                grad: Tensor | None = self._hidden.get((bucket, index))
+                if local:
+                    grad = self.parts.show(parameter, local[0].view(bucket.shapes[index]))
+                elif grad is None:
+                    empty = _nothing(parameter.shape, parameter.dtype, parameter.device)
+                    grad = stand_in = empty.as_subclass(ShardedGrad)
+                    stand_in._refs = weakref.ref(bucket), index, weakref.ref(self)
                 parameter.grad = self._shown[(bucket, index)] = grad
         self._hidden = {}
 
@@ -361,7 +366,7 @@ class UsedParameters:
                     if isinstance(grad, ShardedGrad):
                         self._hidden[(bucket, index)] = grad
                 else:
-                    _replace(bucket, index, current)
+                    _replace(bucket, index, current, self.parts)
         self._clear(cleared, shown)
 
     @torch.no_grad()
@@ -376,7 +381,7 @@ class UsedParameters:
             for (bucket, index), grad in self._shown.items():
                 parameter = bucket.params[index]
                 if grad is not None and (current := parameter.grad) is not None and current is not grad:
-                    _replace(bucket, index, current)
+                    _replace(bucket, index, current, self.parts)
                     parameter.grad = grad
 
     def drop_cleared(self) -> None:
@@ -422,14 +427,14 @@ class UsedParameters:
         for number, (bucket, index) in enumerate(self._places):
             if bucket.grads.local is not None:
                 continue  # not reduced: ``norm`` refuses it
-            if bucket.shard_range == (0, bucket.layout.numel) and bucket.group.rank > 0:
-                continue  # every rank has all elements: count them once
+            if bucket.repeats(index):
+                continue
             for grad in _local(bucket, index, write=False):
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
                 row[number] = norm if infinite else norm**norm_type
             if number + 1 == len(self._places) or self._places[number + 1][0] is not bucket:
                 bucket.grads.put_away()
-        row = combine_rows(row, [bucket.group for bucket, _ in self._places], "gradient norms", infinite)
+        row = combine_rows(row, [bucket.holders(index) for bucket, index in self._places], "gradient norms", infinite)
         row = row if infinite else row ** (1.0 / norm_type)
         return {place: row[number].to(wide(place[0].grads.dtype)) for number, place in enumerate(self._places)}
 

@@ -18,7 +18,7 @@ from lt_zero.common.arguments import expect
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.compressed_momentum import CompressedMomentum
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_flat, gather_own
+from lt_zero.engine.full_params import full_flat, gather_own, joined
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.layout import Piece
 from lt_zero.engine.local_steps import LocalSteps
@@ -28,7 +28,7 @@ _GRADS = "call it between backward and the step, on all ranks"
 
 
 def full_master(parameter: Parameter) -> Tensor:
-    """A copy of a parameter's master weights, in their dtype and full shape.
+    """A copy of a parameter's master weights, in their dtype and full shape, which of a DTensor is that of the tensor.
 
     Raises:
         ValueError: no engine has the parameter.
@@ -36,8 +36,7 @@ def full_master(parameter: Parameter) -> Tensor:
     """
     engine, bucket, index = _place(parameter, "lt_zero.full_master")
     engine.prepare_reading()
-    span = bucket.layout.spans[index]
-    value = full_flat(bucket)[span.lo : span.hi].view(span.shape).clone()
+    value = _whole_of(engine, bucket, index, full_flat(bucket))
     bucket.put_away()
     return value
 
@@ -53,7 +52,7 @@ def set_full_master(parameter: Parameter, value: Tensor) -> None:
     engine, bucket, index = _place(parameter, "lt_zero.set_full_master")
     _check_shape(bucket, index, value)
     engine.prepare_reading()
-    bucket.write(index, value.to(bucket.group.device))
+    bucket.write(index, _part_of(engine, bucket, index, value))
     bucket.edits.note()
     bucket.put_away()
 
@@ -71,9 +70,8 @@ def full_grad(parameter: Parameter) -> Tensor | None:
     _check_mean(engine)
     if not engine.finish_reductions()(bucket, index):
         return None
-    scale, span = _scale_of(engine, parameter), bucket.layout.spans[index]
     flat = gather_own(bucket, bucket.grads.read())
-    value = _unscaled(flat[span.lo : span.hi].view(span.shape), scale)
+    value = _unscaled(_whole_of(engine, bucket, index, flat), _scale_of(engine, parameter))
     bucket.put_away()
     return value
 
@@ -91,7 +89,7 @@ def set_full_grad(parameter: Parameter, value: Tensor) -> None:
     _check_shape(bucket, index, value)
     if not engine.finish_reductions()(bucket, index):
         raise ValueError(f"{_name(bucket, index)!r} has no gradient to be replaced: {_GRADS}.")
-    row = value.to(bucket.group.device).reshape(-1) * _scale_of(engine, parameter)
+    row = _part_of(engine, bucket, index, value).reshape(-1) * _scale_of(engine, parameter)
     for piece in bucket.pieces_of(index):
         bucket.grads.of(piece).copy_(row[piece.lo : piece.hi])
     bucket.grads.put_away()
@@ -120,12 +118,12 @@ def full_state(parameter: Parameter, key: str) -> Any:
         raise KeyError(f"{_name(bucket, index)!r} has no state {key!r}; it has {', '.join(names) or 'none yet'}.")
     if not isinstance(found[0], torch.dtype):
         return found[0]
-    (lo, hi), span = bucket.shard_range, bucket.layout.spans[index]
+    lo, hi = bucket.shard_range
     rows = torch.zeros(hi - lo, dtype=found[0], device=bucket.group.device)
     if mine is not None:
         for piece in bucket.pieces_of(index):
             rows[piece.offset : piece.offset + piece.numel] = mine.local()
-    value = gather_own(bucket, rows)[span.lo : span.hi].view(span.shape).clone()
+    value = _whole_of(engine, bucket, index, gather_own(bucket, rows))
     bucket.put_away()
     return value
 
@@ -147,10 +145,11 @@ def set_full_state(parameter: Parameter, value: Tensor, key: str) -> None:
     lacks = bool(pieces) and not _is_elementwise(bucket, pieces[0], state.get(key))
     if any(engine.world.host_gather(lacks, f"optimizer state of {_name(bucket, index)}")):
         raise KeyError(f"{_name(bucket, index)!r} has no element-wise state {key!r}. Call it after the first step.")
+    row = _part_of(engine, bucket, index, value).reshape(-1)
     for piece in pieces:
         if (stored := bucket.states.get(key)) is not None:
             stored.write()
-        state[key].view(-1).copy_(value.reshape(-1)[piece.lo : piece.hi])
+        state[key].view(-1).copy_(row[piece.lo : piece.hi])
     bucket.put_away()
 
 
@@ -194,13 +193,12 @@ def local_state(parameter: Parameter, key: str) -> Tensor | None:
 @torch.no_grad()
 def set_local_master(parameter: Parameter, value: Tensor | None) -> None:
     """Set this rank's master weights of a parameter (1D; None where it has none). Collective: all ranks set theirs."""
-    _, bucket, index = _place(parameter, "lt_zero.set_local_master")
-    full = full_master(parameter)
+    engine, bucket, index = _place(parameter, "lt_zero.set_local_master")
+    full_flat(bucket)  # keeps edits
     rows = torch.zeros_like(bucket.weights.values())
     for piece in bucket.pieces_of(index):
         _rows(rows, piece).copy_(_checked(bucket, index, piece, value))
-    span = bucket.layout.spans[index]
-    set_full_master(parameter, gather_own(bucket, rows)[span.lo : span.hi].view(full.shape))
+    set_full_master(parameter, _whole_of(engine, bucket, index, gather_own(bucket, rows)))
 
 
 @torch.no_grad()
@@ -318,10 +316,22 @@ def _name(bucket: Bucket, index: int) -> str:
     return bucket.layout.spans[index].name
 
 
+def _whole_of(engine: Engine, bucket: Bucket, index: int, flat: Tensor) -> Tensor:
+    """A copy of all of the tensor, in ``flat`` with all elements of its bucket. Collective."""
+    span = bucket.layout.spans[index]
+    found = joined(engine, bucket.params[index], flat[span.lo : span.hi].view(span.shape))
+    return found.clone() if span.spec.is_whole else found
+
+
+def _part_of(engine: Engine, bucket: Bucket, index: int, value: Tensor) -> Tensor:
+    """What this rank's group has of a ``value`` for all of the tensor, on its device."""
+    return engine.parts.cut(bucket.params[index], value).to(bucket.group.device)
+
+
 def _check_shape(bucket: Bucket, index: int, value: Tensor) -> None:
     expect(value, Tensor, f"The value for {_name(bucket, index)!r}", "pass a tensor of the parameter's shape")
-    if tuple(value.shape) != tuple(bucket.shapes[index]):
-        text = f"has shape {tuple(bucket.shapes[index])}, and the value {tuple(value.shape)}: pass the full tensor"
+    if value.shape != (shape := bucket.params[index].shape):
+        text = f"has shape {tuple(shape)}, and the value {tuple(value.shape)}: pass the full tensor"
         raise ValueError(f"{_name(bucket, index)!r} {text}.")
 
 

@@ -1,14 +1,14 @@
 """Parameters whose ranks hold parts: a DTensor parameter as its local tensor, which buckets shard further.
 
 A bucket holds the local tensor. The parameter keeps its identity and its global shape, so modules, optimizers and
-torch's operations see the DTensor that they know. What the engine reads and sets (``data``, ``grad``, addresses) is of
-the local tensor.
+torch's operations see the DTensor that they know. What the engine reads and sets (``data``, addresses) is of the local
+tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +17,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import Parameter
 
 from lt_zero.common.boxes import Box, ParamSpec
-from lt_zero.common.compat import accumulated_grad, local_tensor, set_accumulated_grad, set_local_tensor
+from lt_zero.common.compat import local_tensor, set_local_tensor
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.guard import called_on_guarded, is_guarded
+from lt_zero.engine.lazy_tensor import part_of, whole
 
 
 class LocalParameter(DTensor):
-    """A parameter that is a DTensor, of which the engine has the local tensor.
-
-    ``grad`` is what autograd accumulated, a DTensor, until the engine takes it; then what the engine shows, which has
-    the shape of the local tensor.
-    """
-
-    _shown: ClassVar[str] = "_lt_zero_shown"  # in the object's ``__dict__``
+    """A parameter that is a DTensor, of which the engine has the local tensor."""
 
     @property
     def data(self) -> Tensor:
@@ -37,41 +32,79 @@ class LocalParameter(DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        set_local_tensor(self, value.to_local() if isinstance(value, DTensor) else value)
-
-    @property
-    def grad(self) -> Tensor | None:
-        shown = self.__dict__.get(self._shown)
-        return shown if shown is not None else accumulated_grad(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self.__dict__[self._shown] = local_part(self, value) if isinstance(value, DTensor) else value
-        set_accumulated_grad(self, None)
+        has = local_tensor(self).shape
+        if isinstance(value, DTensor) or (value.shape == self.shape and value.shape != has):
+            value = cut(self, value)
+        set_local_tensor(self, value)
 
     def data_ptr(self) -> int:
         return local_tensor(self).data_ptr()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return local_tensor(self).untyped_storage()
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> DTensor:
+        """Make what torch.compile expects: it compares classes."""
+        made: DTensor = DTensor.__tensor_unflatten__(*args)
+        made.__class__ = LocalParameter
+        return made
+
+    def storage_offset(self) -> int:
+        """That of the local tensor, by which torch.compile describes a DTensor that it makes from one."""
+        return int(local_tensor(self).storage_offset())
+
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
+        """Copy a DTensor, or a tensor of the whole shape, as ``load_state_dict`` does: torch refuses the latter."""
+        if is_guarded(self):
+            called_on_guarded(self, LocalParameter.copy_, (self, src), {})
+            return self
+        if not isinstance(src, DTensor) or src.placements != self.placements:
+            src = shown(self, whole(cut(self, src if src.shape == self.shape else src.expand(self.shape))))
+        DTensor.copy_(self, src, non_blocking)
+        return self
 
     # These are no torch functions, so that the guard of a released parameter does not see them.
 
-    def to_local(self, **kwargs: Any) -> Tensor:
-        local: Tensor = self._of_values(DTensor.to_local, kwargs)
-        return local
+    def to_local(self, **kwargs: Any) -> Any:
+        return self._read(DTensor.to_local, kwargs)
 
-    def full_tensor(self, **kwargs: Any) -> Tensor:
-        full: Tensor = self._of_values(DTensor.full_tensor, kwargs)
-        return full
+    def full_tensor(self, **kwargs: Any) -> Any:
+        return self._read(DTensor.full_tensor, kwargs)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
-        return self._of_values(DTensor.redistribute, kwargs, *args)
+        return self._read(DTensor.redistribute, kwargs, *args)
 
-    def _of_values(self, method: Callable[..., Any], kwargs: dict[str, Any], *args: Any) -> Any:
+    def _read(self, method: Callable[..., Any], kwargs: dict[str, Any], *args: Any) -> Any:
         if is_guarded(self):
             return called_on_guarded(self, method, (self, *args), kwargs)
         return method(self, *args, **kwargs)
+
+
+class LocalParts:
+    """``Parts`` of DTensors; of other parameters all of the tensor."""
+
+    def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
+        return cut(parameter, value) if isinstance(parameter, DTensor) else value
+
+    def show(self, parameter: Parameter, part: Tensor) -> Tensor:
+        return shown(parameter, part) if isinstance(parameter, DTensor) else part
+
+    def join(self, parameter: Parameter, part: Tensor) -> Tensor:
+        if not isinstance(parameter, DTensor):
+            return part
+        with torch.no_grad():
+            return shown(parameter, part).full_tensor()
+
+
+def cut(parameter: DTensor, value: Tensor) -> Tensor:
+    """The part of ``value``, a DTensor or all of a tensor, that this rank has of ``parameter``."""
+    if isinstance(value, DTensor):
+        return local_part(parameter, value)
+    return part_of(value, spec_of("", parameter).local_box)
+
+
+def shown(parameter: DTensor, part: Tensor) -> DTensor:
+    """``part`` as a DTensor that is distributed as ``parameter``."""
+    part = part if part.device.type == parameter.device.type else part.to(parameter.device)
+    return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False)
 
 
 def local_part(parameter: DTensor, value: DTensor) -> Tensor:
@@ -107,8 +140,8 @@ def local_gradient(parameter: Parameter) -> Tensor | None:
     parameter: a frozen one cannot have hooks, and may be unfrozen later.
     """
     grad = parameter.grad
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
-        return local_part(parameter, grad)
+    if grad is not None and isinstance(parameter, DTensor):
+        return cut(parameter, grad)
     ranks = getattr(parameter, _PARTIAL, 1)
     return grad * ranks if grad is not None and ranks > 1 else grad
 

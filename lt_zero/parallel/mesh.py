@@ -24,7 +24,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
-from lt_zero.parallel.local import local_gradient, localize
+from lt_zero.parallel.local import LocalParts, local_gradient, localize
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
 AXES = (PIPELINE, DATA, SEQUENCE, TENSOR)  # outermost first: tensor ranks are neighbours, on one node
@@ -98,7 +98,7 @@ class ParallelMesh:
         Errors are those of ``localize``.
         """
         specs = localize(module, self.tensor)
-        return {"specs": specs, "group_of": self._group_of(group), "gradient_of": local_gradient}
+        return {"specs": specs, "group_of": self._group_of(group), "gradient_of": local_gradient, "parts": LocalParts()}
 
     def _group_of(self, group: ShardGroup) -> Callable[[str, nn.Parameter], ShardGroup]:
         def group_of(name: str, parameter: nn.Parameter) -> ShardGroup:

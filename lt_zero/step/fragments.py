@@ -47,12 +47,6 @@ class Fragments:
         self._wide: list[list[Parameter]] | None = None  # the groups' parameters during a step
         self._swapped: list[tuple[Parameter, Parameter]] = []  # (parameter, fragment) during a step
 
-    @property
-    def part(self) -> str:
-        """The name of a parameter that is a part of a tensor that several groups have; "": there is none."""
-        spans = (bucket.layout.spans[index] for bucket, index, _ in self.places())
-        return next((span.name for span in spans if not span.spec.is_whole), "")
-
     def of(self, parameter: Parameter) -> list[Parameter]:
         """This rank's fragment of ``parameter`` (none or one), or ``parameter`` if the engine does not own it.
 
@@ -163,7 +157,8 @@ class Fragments:
                 del self.optimizer.state[parameter]
             for piece in pieces:
                 for key, value in state.items():
-                    if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) == shape:
+                    if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
+                        value = self.engine.parts.cut(parameter, value)
                         cut = value.reshape(-1)[piece.lo : piece.hi].clone()
                         cut = cut.view(shape) if cut.numel() == value.numel() else cut
                         # The constructor used the dtype of the compute copy.

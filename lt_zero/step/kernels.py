@@ -15,6 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lt_zero import ops
 from lt_zero.comm.shard_group import ShardGroup, combine_rows
+from lt_zero.comm.world import World
 from lt_zero.engine.bucket import Bucket
 from lt_zero.optim.lamb import Lamb, corrected_rate, trust_rates
 from lt_zero.optim.lion import Lion
@@ -174,23 +175,29 @@ class FullNorms:
     """Adds up squared norms of fragments over the ranks, in one all-reduce for all parameters of a step.
 
     The table that is reduced has a row for each parameter of the stepped buckets, zero where a rank has no fragment.
-    Parameters that every rank has in full, or that the engine does not own, have no row.
+    Parameters that every rank has in full, or that the engine does not own, have no row. Where a parameter is a part of
+    a tensor, the norm is that of the tensor.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._first: dict[Bucket, int] = {}  # row of a bucket's first parameter
+        self._rows: dict[tuple[Bucket, int], int] = {}  # of a parameter
         self._row_of: dict[int, int] = {}  # of a fragment, by id
-        self._groups: list[ShardGroup] = []  # of each row
+        self._groups: list[ShardGroup | World] = []  # of each row
+        self._repeats: set[int] = set()  # rows that another rank contributes
 
     def expect(self, members: Mapping[Bucket, Sequence[Member]]) -> None:
         """Prepare for a step of these buckets, the same ones in the same order on all ranks."""
-        self._first, self._row_of, self._groups = {}, {}, []
+        self._rows, self._row_of, self._groups, self._repeats = {}, {}, [], set()
         for bucket, mine in members.items():
-            if bucket.shard_range != (0, bucket.layout.numel):
-                first = self._first[bucket] = len(self._groups)
-                self._row_of.update({id(member.fragment): first + member.piece.index for member in mine})
-                self._groups += [bucket.group] * len(bucket.params)
+            sharded = bucket.shard_range != (0, bucket.layout.numel)
+            for index, span in enumerate(bucket.layout.spans):
+                if sharded or not span.spec.is_whole:
+                    self._rows[bucket, index] = row = len(self._groups)
+                    self._groups.append(bucket.holders(index))
+                    self._repeats.update([row] if bucket.repeats(index) else ())
+            places = ((member.fragment, (bucket, member.piece.index)) for member in mine)
+            self._row_of.update({id(fragment): self._rows[p] for fragment, p in places if p in self._rows})
 
     def __call__(self, fragments: list[Tensor], squares: Tensor) -> Tensor:
         """Squared norms (fp64, [fragments, any]) of the parameters that these are fragments of. Collective."""
@@ -202,18 +209,19 @@ class FullNorms:
 
     def at(self, places: list[tuple[Bucket, int]], squares: Tensor) -> Tensor:
         """The same for fragments of these (bucket, index of a parameter). Collective."""
-        rows = [self._first[b] + index if b in self._first else None for b, index in places]
-        return self._combined(rows, squares)
+        return self._combined([self._rows.get(place) for place in places], squares)
 
     def _combined(self, rows: list[int | None], squares: Tensor, maximum: bool = False) -> Tensor:
         if not self._groups:
             return squares
         table = torch.zeros(len(self._groups), squares.shape[1], dtype=torch.float64, device=self._device)
         held = [(number, row) for number, row in enumerate(rows) if row is not None]
-        columns = [[number for number, _ in held], [row for _, row in held]]
+        counts = [row not in self._repeats for _, row in held]
+        columns = [[number for number, _ in held], [row for _, row in held], counts]
         index = torch.tensor(columns, dtype=torch.int64, pin_memory=table.is_cuda)  # pageable, the host would wait
-        numbers, places = (i.to(t.device, non_blocking=True) for i, t in zip(index, (squares, table), strict=True))
-        table[places] = squares[numbers].to(table.device)
+        devices = squares.device, table.device, squares.device
+        numbers, places, count = (i.to(device, non_blocking=True) for i, device in zip(index, devices, strict=True))
+        table[places] = (squares[numbers] * count[:, None]).to(table.device)
         table = combine_rows(table, self._groups, "norms of full parameters", maximum)
         full = squares.clone()
         full[numbers] = table[places].to(squares.device)

@@ -44,7 +44,7 @@ from lt_zero.step.momentum_states import connect_local_steps, connect_momenta
 from lt_zero.step.overlap import Overlap
 from lt_zero.step.reduced_grads import ReducedGrads
 from lt_zero.step.step_options import StepOptions
-from lt_zero.step.supported_optimizers import check_supported, states_per_element
+from lt_zero.step.supported_optimizers import check_parts, check_supported, states_per_element
 
 log = logging.getLogger("lt_zero")
 
@@ -141,7 +141,9 @@ class ShardedOptimizer(ProcessLocal):
         manager = engine.offload_manager
         whole = engine.config.zero_optimization.shard_along == "parameter" or not engine.sharded_optim
         divided = engine.sharded_optim or manager.optim is not None or engine.has_groups
-        check_supported(optimizer, divided, whole, self.fragments.part)
+        check_supported(optimizer, divided, whole)
+        spans = {id(p): bucket.layout.spans[index] for bucket, index, p in self.fragments.places()}
+        check_parts(optimizer, {key: span.name for key, span in spans.items() if not span.spec.is_whole})
         if manager.optim is not None:
             manager.require(engine.world, states_per_element(optimizer))
         engine.begin_training()

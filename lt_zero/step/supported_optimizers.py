@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,14 +40,13 @@ _CUT = 5000  # of 10,240 elements: 8-bit optimizers keep tensors of less than 40
 _STEPS = 8  # rectified optimizers (RAdam) do not move before the sixth
 
 
-def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False, part: str = "") -> None:
+def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) -> None:
     """Refuse optimizers whose update would be wrong on shards; warn about unknown ones.
 
     Args:
         optimizer: any.
         sharded: whether each rank holds a shard of the model.
         whole: whether shards consist of full parameters.
-        part: the name of a parameter that is a part of a tensor, whose other parts other groups of ranks have.
 
     Raises:
         TypeError: the optimizer needs full matrices, all parameters, sparse gradients or repeated closures, or it
@@ -66,8 +65,6 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False, pa
         raise TypeError(f"{name} evaluates its closure several times per step, which ZeRO does not support. Use AdamW.")
     if "SparseAdam" in names:
         raise TypeError(f"{name} needs sparse gradients; ZeRO reduces dense buckets. Use Adam and sparse=False.")
-    if part:
-        _check_parts(optimizer, name, names, part)
     if not sharded or isinstance(optimizer, Lamb):  # asks for the norms of full parameters
         return
     if names & _WHOLE and not whole:
@@ -101,18 +98,27 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False, pa
         )
 
 
-def _check_parts(optimizer: Optimizer, name: str, names: set[str], part: str) -> None:
-    """Refuse optimizers that compute something else on a part of a tensor than on all of it, whatever the stage.
+def check_parts(optimizer: Optimizer, parts: Mapping[int, str]) -> None:
+    """Refuse optimizers whose update of a part of a tensor differs from that of all of it.
+
+    Args:
+        optimizer: any that ``check_supported`` accepts.
+        parts: by id, the names of parameters that are a part of a tensor.
 
     Raises:
-        TypeError: it needs whole tensors.
+        TypeError: the update needs all of the tensor; names the parameter.
     """
+    groups = [group for group in optimizer.param_groups if group.get("use_muon", True)]  # lt_zero.optim.Muon's others
+    found = next((parts[id(p)] for group in groups for p in group["params"] if id(p) in parts), None)
+    if found is None or isinstance(optimizer, Lamb):
+        return
+    names = {cls.__name__ for cls in type(optimizer).__mro__}
     ours = type(optimizer).__module__.startswith(("torch.optim.", "lt_zero.optim."))
     if names & _WHOLE or (not ours and divides(optimizer, whole=False) is False):
         raise TypeError(
-            f"{name} computes its update from whole tensors (matrices, or norms of parameters), but of the tensor "
-            f"{part!r} each group of ranks has a part. Take an element-wise optimizer such as AdamW, or one optimizer "
-            "for such parameters and another one for the rest."
+            f"{type(optimizer).__name__} computes its update from whole matrices or their norms, but groups of ranks "
+            f"have a part of {found!r} each. Take an element-wise optimizer such as AdamW, or lt_zero.optim.Lamb "
+            "(lt_zero.optim.Muon with use_muon=False for these parameters)."
         )
 
 

@@ -8,70 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Shard
 
 import lt_zero
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
-from lt_zero.parallel.local import local_gradient, localize
+from lt_zero.parallel.local import LocalParts, local_gradient, localize
+from tests.support.parallel_nets import Net, batch, parallelize
 from tests.support.parity import OPTIMIZERS, RELEASE, STAGES, config_of, full_values
 from tests.support.pool import Pool
 
 CPU = torch.device("cpu")
 STEPS = 4
-
-
-class Feed(nn.Module):
-    def __init__(self, width: int = 6, hidden: int = 10) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return result
-
-
-class Net(nn.Module):
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers, self.head = nn.ModuleList(Feed() for _ in range(depth)), nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        result: Tensor = self.head(x)
-        return result
-
-
-def parallelized(mesh: DeviceMesh, sequence: bool) -> Net:
-    """``sequence``: norms work on parts of the sequence, so that their gradients are partial sums."""
-    model, plan = Net(), dict[str, Any]()
-    along = Shard(1) if sequence else Replicate()
-    if sequence:
-        own = {"input_layouts": Replicate(), "desired_input_layouts": Shard(1), "use_local_output": True}
-        plan["layers.0"] = PrepareModuleInput(**own)
-        plan["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
-    for number in range(len(model.layers)):
-        plan[f"layers.{number}.up"] = ColwiseParallel(input_layouts=along)
-        plan[f"layers.{number}.down"] = RowwiseParallel(output_layouts=along)
-        if sequence:
-            plan[f"layers.{number}.norm"] = SequenceParallel()
-    parallelize_module(model, mesh, plan)
-    return model
-
-
-def batch(step: int, data: int) -> Tensor:
-    return torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(10 * step + data))
 
 
 def families(world: World, tensor: int) -> Callable[[str, nn.Parameter], ShardGroup]:
@@ -91,10 +41,15 @@ def _train(stage: int, optimizer: str, tensor: int, sequence: bool) -> float:
     size, rank = dist.get_world_size(), dist.get_rank()
     data = size // tensor
     mesh = DeviceMesh("cpu", torch.arange(size).view(data, tensor), mesh_dim_names=("data", "tensor"))["tensor"]
-    model, reference = parallelized(mesh, sequence), Net()
+    model, reference = parallelize(Net(), mesh, sequence), Net()
     specs = localize(model, mesh)
     world = World.join(CPU)
-    given = {"specs": specs, "group_of": families(world, tensor), "gradient_of": local_gradient}
+    given: dict[str, Any] = {
+        "specs": specs,
+        "group_of": families(world, tensor),
+        "gradient_of": local_gradient,
+        "parts": LocalParts(),
+    }
     zero = RELEASE if stage == 3 else {}
     engine = lt_zero.shard(model, config_of(stage, zero), CPU, group=ShardGroup.of_all(world), **given)
     made, expected = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](reference.parameters())
@@ -112,9 +67,9 @@ def _train(stage: int, optimizer: str, tensor: int, sequence: bool) -> float:
         expected.step()
     values, whole, far = full_values(engine), dict(reference.named_parameters()), 0.0
     for spec in specs:
-        want = spec.local_box.of(whole[spec.name].detach())
-        far = max(far, float((values.pop(spec.name) - want).abs().max()))
-    return max([far, *(float((value - whole[name]).abs().max()) for name, value in values.items())])
+        mine = spec.local_box.of(whole[spec.name].detach())
+        far = max(far, float((values.pop(spec.name) - mine).abs().max()))
+    return max([far, *(float((value - whole[n]).abs().max()) for n, value in values.items())])
 
 
 @pytest.mark.parametrize("sequence", [False, True])

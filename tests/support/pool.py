@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -75,6 +76,10 @@ def _run(rank: int, world: int, store: str, fn: Callable[..., Any], args: Any, e
         os.environ.update(saved)
         if dist.is_initialized():
             dist.destroy_process_group()
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()  # what is cached for the mesh of one task has groups that are gone in the next
         gc.collect()  # a process group lives, with its threads, as long as cycles through the engine do
 
 

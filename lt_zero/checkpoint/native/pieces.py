@@ -21,7 +21,7 @@ from lt_zero.common.compat import no_torch_function, wrapper_tensor
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import gather_own, refuse_parts
+from lt_zero.engine.full_params import gather_own, joined, refuse_parts
 from lt_zero.engine.layout import Piece
 from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, whole
 from lt_zero.offload.store import Store, put_away
@@ -246,7 +246,7 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     with progress_bar("Gathering optimizer states", len(engine.buckets), rank=engine.world.rank) as work:
         for bucket in engine.buckets:
             mine = {i: numbers[id(p)] for i, p in enumerate(bucket.params) if id(p) in numbers}
-            _gather(bucket, {i: packed["state"][n] for i, n in mine.items() if n in packed["state"]})
+            _gather(engine, bucket, {i: packed["state"][n] for i, n in mine.items() if n in packed["state"]})
             bucket.put_away()
             work.advance()
     engine.offload_manager.check(engine.world, "optimizer states in files")
@@ -260,7 +260,7 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     return {**packed, "state": state}
 
 
-def _gather(bucket: Bucket, states: Mapping[int, dict[str, Any]]) -> None:
+def _gather(engine: Engine, bucket: Bucket, states: Mapping[int, dict[str, Any]]) -> None:
     """Replace the fragments in the states of a bucket's parameters, on rank 0, by full tensors. Collective."""
     own: dict[str, dict[int, Any]] = {}  # the dtypes of element-wise states, and other tensors
     for index, entries in states.items():
@@ -282,10 +282,13 @@ def _gather(bucket: Bucket, states: Mapping[int, dict[str, Any]]) -> None:
             (piece,) = bucket.pieces_of(index)
             rows[piece.offset : piece.offset + piece.numel] = states[index][key].local()
         flat = gather_own(bucket, rows) if dtypes else rows
-        for index in sorted(held) if bucket.group.world.rank == 0 else ():
-            span, value = bucket.layout.spans[index], held[index]
-            in_full = index in dtypes
-            states[index][key] = flat[span.lo : span.hi].view(span.shape).to("cpu", copy=True) if in_full else value
+        for index, value in sorted(held.items()):
+            span = bucket.layout.spans[index]
+            if index in dtypes:
+                value = joined(engine, bucket.params[index], flat[span.lo : span.hi].view(span.shape))
+                value = value.to("cpu", copy=True) if bucket.group.world.rank == 0 else None
+            if bucket.group.world.rank == 0:
+                states[index][key] = value
         del rows, flat  # before the next one is gathered
 
 

@@ -1,0 +1,31 @@
+"""Parameters of which this rank has a part, as users see them: with the shape of all of the tensor."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class Parts(Protocol):
+    """Converts between what users see of a parameter and the part that this rank's engine has (ParamSpec)."""
+
+    def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
+        """The part of ``value``, which is for all of ``parameter``, that belongs here; of a lazy tensor a lazy one."""
+
+    def show(self, parameter: Parameter, part: Tensor) -> Tensor:
+        """``part`` as users see it, who see ``parameter``. It shares memory."""
+
+    def join(self, parameter: Parameter, part: Tensor) -> Tensor:
+        """All of the tensor, of which ranks have parts. Collective over these ranks."""
+
+
+class Unjoined:
+    """Users see parts as they are: modules were made for them, and other ranks' are out of reach."""
+
+    def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
+        """Return ``value``."""
+        return value
+
+    show = join = cut
