@@ -24,7 +24,7 @@ def of(specs: Any, **keys: Any) -> ZeroConfig:
     [
         ([{"patterns": ["("]}], f"{SPECS}.0.patterns.0", "no regular expression"),
         ([{"patterns": []}], f"{SPECS}.0.patterns", "at least 1"),
-        ([{}], f"{SPECS}.0.patterns", "missing"),
+        ([{}], f"{SPECS}.0", "patterns is missing"),
         ([{"patterns": "a"}, {"patterns": "b", "partition_type": "both"}], f"{SPECS}.1.partition_type", "'row'"),
         ([{"patterns": "a", "partition_dim": 2}], f"{SPECS}.0.partition_dim", "0 or 1"),
         ([{"patterns": "a", "partition_dim": True}], f"{SPECS}.0.partition_dim", "not a number"),

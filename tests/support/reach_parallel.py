@@ -32,7 +32,7 @@ class Small(nn.Module):
 def _plan(config: dict[str, Any]) -> dict[str, str] | str:
     mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("tensor",))
     try:
-        with mock.patch.dict(sys.modules, {"transformers": PLANS}):  # type: ignore[dict-item]
+        with mock.patch.dict(sys.modules, {"transformers": PLANS}):
             return {row.pattern: row.style for row in parallelize(Small(), mesh, ZeroConfig.of(config))}
     except ConfigError as error:
         return error.problems[0].key
