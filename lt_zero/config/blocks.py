@@ -576,6 +576,7 @@ def _regex(value: str) -> str:
     return value
 
 
+_Axis = Annotated[Literal[0, 1], BeforeValidator(_no_switch)]
 _PositiveList = Annotated[tuple[Positive, ...], Field(min_length=1)]
 Regexes = Annotated[
     tuple[Annotated[str, AfterValidator(_regex)], ...],
@@ -594,7 +595,7 @@ class LayerSpec(Block):
     shape: tuple[Positive | Literal[-1] | _PositiveList, ...] | None = key(
         None, "of a layer whose output is several outputs in a row: [[sizes], -1], or [number, -1] if they are equal"
     )
-    partition_dim: Literal[0, 1] | None = key(None, "axis of the weight; null: 0 for column, 1 for row")
+    partition_dim: _Axis | None = key(None, "axis of the weight; null: 0 for column, 1 for row")
     model_types: Names | None = key(None, "model_type of the models to which the rule applies; null: any")
     gather_output: bool = key(False, "gather the output of a column layer, so that each rank has all of it")
     grad_allreduce: bool = key(False, "with skip: sum gradients over the ranks, each of which has used its part only")
@@ -632,7 +633,7 @@ class PartitionConfig(Block):
     )
     use_default_specs: bool = key(True, "rules of preset_model, if there is one, for what layer_specs does not match")
     strict_mode: bool = key(False, "raise if a linear layer matches no rule; false: each rank has all of it")
-    embedding_partition_dim: Literal[0, 1] = key(1, "axis along which embeddings are cut: 0, the vocabulary, or 1")
+    embedding_partition_dim: _Axis = key(1, "axis along which embeddings are cut: 0, the vocabulary, or 1")
     lm_head_patterns: Names = key(
         ("lm_head", "embed_out"), "last parts of names of heads, whose outputs are gathered if a rule cuts them"
     )

@@ -16,6 +16,8 @@ SAME = {
     "zero_optimization.stage3_model_persistence_threshold": ("null", "sys.maxsize"),
     "optimizer.type": ("", "null"),
     "scheduler.type": ("", "null"),
+    "data_parallel_size": ("null", "absent"),
+    "tensor_parallel.partition_config.lm_head_patterns": ("[lm_head, embed_out]", '["lm_head","embed_out"]'),
 }
 # null: the same, but what null stands for is another dtype.
 MEANING = {"data_types.grad_accum_dtype", "fp16.auto_cast"}

@@ -29,7 +29,7 @@ WRONG: dict[str, set[str]] = {
     "120205690": {"int8"},
     "BarryZ001": {"disable_fused_adam"},
     "CZtheHusky": {""},  # a comma is missing
-    "Fahad-Touseef": {"tensor_parallel.enabled", "tensor_parallel.tp_size"},  # of deepspeed.init_inference
+    "Fahad-Touseef": {"tensor_parallel.tp_size"},  # of deepspeed.init_inference
     "KtechB": {""},  # a Markdown fence
     "ND-SAFA": {f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")},  # a raw device
     "OptimalScale": {"deepspeed_config"},  # of accelerate

@@ -23,6 +23,7 @@ from tests.support import reach_breakdown as b
 from tests.support import reach_engine as e
 from tests.support import reach_files as f
 from tests.support import reach_loggers as log
+from tests.support import reach_parallel as par
 from tests.support import reach_profiling as prof
 from tests.support import reach_trainer as t
 from tests.support import reach_whole as w
@@ -70,11 +71,15 @@ OUTSIDE = sorted(
     ]
 )
 G = "gradient_compression."
+T = "tensor_parallel."
+P = T + "partition_config."
 SIGNS, TOPK = {G + "algorithm": "1bit"}, {G + "algorithm": "topk"}
 MATRICES = sorted(
     ["head.weight", *(f"blocks.{i}.{n}.weight" for i in range(3) for n in ("down", "up"))]
     + [f"pair.{n}.weight" for n in ("first", "second")]
 )
+CUT = {T + "autotp_size": 2, P + "layer_specs": [{"patterns": "up", "gather_output": True}]}
+REST = {"(all others)": "whole"}
 BUFFERS = {"table": "bfloat16", "rotary.angles": "float32"}
 
 
@@ -342,6 +347,40 @@ PROBES: dict[str, Probe] = {
         )
         for key, name in (("group", "group"), ("team", "entity"), ("project", "project"))
     },
+    T + "autotp_size": Probe(par.sizes, 2, (4, 1), (2, 2)),
+    "data_parallel_size": Probe(par.sizes, 2, (4, 1), "data_parallel_size"),
+    P + "layer_specs": Probe(
+        par.plan,
+        [{"patterns": "up", "gather_output": True}],
+        T + "autotp_size",
+        {"up": "column, gathered", **REST},
+        {T + "autotp_size": 2},
+    ),
+    P + "strict_mode": Probe(par.plan, True, {"up": "column, gathered", **REST}, P + "strict_mode", CUT),
+    P + "embedding_partition_dim": Probe(
+        par.plan,
+        0,
+        {"embed": "embedding, columns", **REST},
+        {"embed": "embedding, vocabulary", **REST},
+        {T + "autotp_size": 2, P + "layer_specs": [{"patterns": "embed"}]},
+    ),
+    P + "lm_head_patterns": Probe(
+        par.plan,
+        "head",
+        P + "layer_specs",
+        {"head": "column, gathered", **REST},
+        {T + "autotp_size": 2, P + "layer_specs": [{"patterns": "head"}]},
+    ),
+    P + "use_default_specs": Probe(
+        par.plan,
+        False,
+        {"embed": "embedding, columns", "up": "column, gathered", **REST},
+        {"embed": "embedding, columns", **REST},
+        {T + "autotp_size": 2, P + "layer_specs": [{"patterns": "embed"}], T + "preset_model": "mine"},
+    ),
+    T + "preset_model": Probe(
+        par.plan, "mine", T + "autotp_size", {"up": "column, gathered", **REST}, {T + "autotp_size": 2}
+    ),
     "comet.enabled": Probe(log.comet, True, [], [{}]),
     "comet.samples_log_interval": Probe(log.comet, 7, [{}], ["comet.samples_log_interval", {}], COMET),
     **{

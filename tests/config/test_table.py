@@ -47,6 +47,7 @@ WILD = {
     "num_train_epochs",
     "per_device_train_batch_size",
     "seed",
+    *(f"tensor_parallel.{name}" for name in ("kernel_inject", "tensor_parallel.**")),
     *(f"monitor_config.{name}.**" for name in ("csv_monitor", "tensorboard", "wandb", "comet")),
     "veloc_config.**",
     *(f"wandb.{name}" for name in ("group_name", "team_name", "project_name", "host_name")),

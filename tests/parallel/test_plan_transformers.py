@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel.plan import PlanRow
-from tests.parallel.test_plan import config, cut_over_all, rule, train
 from tests.support.llamas import VOCABULARY, Llama
+from tests.support.plans import config, cut_over_all, rule, train
 from tests.support.pool import Pool
 
 pytest.importorskip("transformers", minversion="5.0")
