@@ -375,7 +375,7 @@ def trusted(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _refused(make: Any, stage: int) -> None:
-    with pytest.raises(TypeError, match=r"tensor-parallel ranks have a part of 'layers\.0\.(up|down)\.weight' each"):
+    with pytest.raises(TypeError, match=r"groups of ranks have a part of 'layers\.0\.(up|down)\.weight' each"):
         start(Ranks(1, 2), stage, make, zero={"shard_along": "parameter"})
 
 
