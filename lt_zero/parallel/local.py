@@ -86,6 +86,15 @@ class LocalParts:
     def show(self, parameter: Parameter, part: Tensor) -> Tensor:
         return shown(parameter, part) if isinstance(parameter, DTensor) else part
 
+    def place(self, empty: Parameter, full: Parameter) -> Parameter:
+        if not isinstance(empty, DTensor):
+            return full
+        part = cut(empty, full.detach()).clone(memory_format=torch.contiguous_format)
+        made = Parameter(DTensor.from_local(part, empty.device_mesh, empty.placements, run_check=False))
+        made.requires_grad_(empty.requires_grad)
+        made.__class__ = type(empty)
+        return made
+
     def join(self, parameter: Parameter, part: Tensor) -> Tensor:
         if not isinstance(parameter, DTensor):
             return part

@@ -67,9 +67,7 @@ def equals_one_process(
         after(run, reference)
     got = all_weights(run.engine)
     for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(
-            got[name], parameter.detach(), rtol=1e-5, atol=2e-6, msg=name
-        )
+        torch.testing.assert_close(got[name], parameter.detach(), rtol=1e-5, atol=2e-6, msg=name)
 
 
 # ---- low precision ---------------------------------------------------------------------------------------------------
