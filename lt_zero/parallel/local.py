@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import Parameter
 
 from lt_zero.common.boxes import Box, ParamSpec
-from lt_zero.common.compat import local_tensor, set_local_tensor
+from lt_zero.common.compat import become_distributed_as, local_tensor, set_local_tensor
 from lt_zero.engine.guard import called_on_guarded, is_guarded
 from lt_zero.engine.lazy_tensor import part_of, whole
 
@@ -34,7 +34,12 @@ class LocalParameter(DTensor):
         has = local_tensor(self).shape
         if isinstance(value, DTensor) or (value.shape == self.shape and value.shape != has):
             value = cut(self, value)
-        set_local_tensor(self, value)
+        if value.shape == has and (value.dtype, value.device) != (self.dtype, self.device):
+            made = DTensor.from_local(value, self.device_mesh, self.placements, run_check=False)
+            made.requires_grad_(self.requires_grad)
+            become_distributed_as(self, made)
+        else:
+            set_local_tensor(self, value)
 
     def data_ptr(self) -> int:
         return local_tensor(self).data_ptr()
