@@ -80,7 +80,7 @@ def become_distributed_as(parameter: DTensor, made: DTensor) -> None:
     Raises:
         RuntimeError: a graph of autograd has it.
     """
-    torch._C._swap_tensor_impl(parameter, made)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(parameter, made)
     parameter._local_tensor, parameter._spec = made._local_tensor, made._spec
 
 
