@@ -182,7 +182,7 @@ def _build(
     def owner() -> Owner | None:
         return engine_ref[0]() if engine_ref else None
 
-    materializer, world = Materializer(module, device, saved), groups[0].world
+    materializer, world = Materializer(module, device, saved, parts), groups[0].world
     made = {bucket: Bucket(bucket, bucket.group or groups[0], owner, policy) for bucket in plan.buckets}
     use_zero_plus_plus(config, made.values())
     offload_manager = open_offload_manager(list(made.values()), config, device)

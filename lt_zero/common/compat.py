@@ -74,6 +74,16 @@ def set_local_tensor(parameter: DTensor, value: torch.Tensor) -> None:
     parameter._local_tensor = value
 
 
+def become_distributed_as(parameter: DTensor, made: DTensor) -> None:
+    """Let ``parameter`` have the values, dtype and device of ``made``; it stays the same object, of its class.
+
+    Raises:
+        RuntimeError: a graph of autograd has it.
+    """
+    torch._C._swap_tensor_impl(parameter, made)
+    parameter._local_tensor, parameter._spec = made._local_tensor, made._spec
+
+
 def clean_name(name: str) -> str:
     """A parameter's name without the prefixes that torch.compile, FSDP and checkpoint wrappers insert."""
     for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):

@@ -36,6 +36,7 @@ from lt_zero.common.compat import versions_of
 from lt_zero.common.flat_storage import FlatStorage
 from lt_zero.engine.guard import guard, guarded_parameters, is_guarded, own, owner_of, sentinel, unguard
 from lt_zero.engine.layout import plan_bucket, split_by_size
+from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.same_on_ranks import Snapshot, compare, described
 from lt_zero.io.pinned import return_freed_memory
 
@@ -308,12 +309,22 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 class Materializer:
     """Gives the engine the values of ordinary, meta-device and sharded parameters.
 
-    ``saved``: reads the values of parameters that are not to be taken from the module.
+    Random numbers of a parameter of which this rank has a part are drawn for all of the tensor. So ranks with the same
+    seed have parts of the tensor that one process draws.
+
+    Args:
+        saved: reads the values of parameters that are not to be taken from the module.
+        parts: as for ``lt_zero.shard``.
     """
 
     def __init__(
-        self, root: nn.Module, device: torch.device, saved: Mapping[Parameter, Callable[[], Tensor]] | None = None
+        self,
+        root: nn.Module,
+        device: torch.device,
+        saved: Mapping[Parameter, Callable[[], Tensor]] | None = None,
+        parts: Parts | None = None,
     ) -> None:
+        self._parts = parts or Unjoined()
         self._device, self._modules, self._saved = device, dict(root.named_modules()), saved or {}
         self._named = list(self._modules.items())
 
@@ -370,14 +381,20 @@ class Materializer:
     @torch.no_grad()
     def _fill_module(self, path: str, module: nn.Module) -> None:
         made: dict[str, Tensor] = {}
+        aside: dict[str, Parameter] = {}  # torch swaps no tensors of such classes
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for name, tensor in tensors:
             if not tensor.is_meta:
                 continue
             value = torch.full(tensor.shape, _unset(tensor.dtype), dtype=tensor.dtype, device=self._device)
             if isinstance(tensor, Parameter):
-                torch.utils.swap_tensors(tensor, Parameter(value, requires_grad=tensor.requires_grad))
-                made[name] = tensor
+                full = Parameter(value, requires_grad=tensor.requires_grad)
+                if type(tensor) is Parameter or isinstance(self._parts, Unjoined):
+                    torch.utils.swap_tensors(tensor, full)
+                    made[name] = tensor
+                else:
+                    aside[name], module._parameters[name] = tensor, full
+                    made[name] = full
             else:
                 made[name] = value
                 setattr(module, name, value)
@@ -397,6 +414,11 @@ class Materializer:
                 f"{', '.join(map(repr, left))} got no values: give the class a `reset_parameters()` that fills its "
                 "parameters and buffers, or build it without `empty_init=True`."
             )
+        for name, parameter in aside.items():
+            filled = module._parameters[name]
+            assert filled is not None
+            torch.utils.swap_tensors(parameter, self._parts.place(parameter, filled))
+            module._parameters[name] = parameter
 
 
 @torch.no_grad()

@@ -17,6 +17,9 @@ class Parts(Protocol):
     def show(self, parameter: Parameter, part: Tensor) -> Tensor:
         """``part`` as users see it, who see ``parameter``. It shares memory."""
 
+    def place(self, empty: Parameter, full: Parameter) -> Parameter:
+        """A parameter like ``empty``, which is on the meta device, with its part of ``full``."""
+
     def join(self, parameter: Parameter, part: Tensor) -> Tensor:
         """All of the tensor, of which ranks have parts. Collective over these ranks."""
 
@@ -29,3 +32,7 @@ class Unjoined:
         return value
 
     show = join = cut
+
+    def place(self, empty: Parameter, full: Parameter) -> Parameter:
+        """Return ``full``."""
+        return full

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import Parameter
 
 from lt_zero.common.boxes import Box, ParamSpec
-from lt_zero.common.compat import local_tensor, set_local_tensor
+from lt_zero.common.compat import become_distributed_as, local_tensor, set_local_tensor
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.guard import called_on_guarded, is_guarded
 from lt_zero.engine.lazy_tensor import part_of, whole
@@ -35,7 +35,12 @@ class LocalParameter(DTensor):
         has = local_tensor(self).shape
         if isinstance(value, DTensor) or (value.shape == self.shape and value.shape != has):
             value = cut(self, value)
-        set_local_tensor(self, value)
+        if value.shape == has and (value.dtype, value.device) != (self.dtype, self.device):
+            made = DTensor.from_local(value, self.device_mesh, self.placements, run_check=False)
+            made.requires_grad_(self.requires_grad)
+            become_distributed_as(self, made)
+        else:
+            set_local_tensor(self, value)
 
     def data_ptr(self) -> int:
         return local_tensor(self).data_ptr()
@@ -86,6 +91,15 @@ class LocalParts:
 
     def show(self, parameter: Parameter, part: Tensor) -> Tensor:
         return shown(parameter, part) if isinstance(parameter, DTensor) else part
+
+    def place(self, empty: Parameter, full: Parameter) -> Parameter:
+        if not isinstance(empty, DTensor):
+            return full
+        part = cut(empty, full.detach()).clone(memory_format=torch.contiguous_format)
+        made = Parameter(DTensor.from_local(part, empty.device_mesh, empty.placements, run_check=False))
+        made.requires_grad_(empty.requires_grad)
+        made.__class__ = type(empty)
+        return made
 
     def join(self, parameter: Parameter, part: Tensor) -> Tensor:
         if not isinstance(parameter, DTensor):

@@ -22,7 +22,7 @@ from lt_zero.config.precision import dtype_policy
 from lt_zero.offload import host_store
 from lt_zero.step.average import WeightAverage
 from lt_zero.step.loss_scale import LossScaleController
-from tests.support.matrix import cover, only_rows
+from tests.support.matrix import cover, only, only_rows
 from tests.support.parallel_nets import (
     Net,
     Ranks,
@@ -157,7 +157,7 @@ def _gated(stage: int, bad: set[int], drop: bool) -> dict[str, Tensor]:
     return all_weights(run.engine)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only([0, 3], STAGES))
 def test_all_ranks_skip_a_step_that_overflows_on_one(pool: Pool, stage: int) -> None:
     with_overflow, without = (pool.run(4, _gated, stage, {1, 4}, drop)[0] for drop in (False, True))
     assert all(torch.equal(value, with_overflow[name]) for name, value in without.items())
@@ -263,7 +263,7 @@ def _averages(stage: int) -> None:
         torch.testing.assert_close(shown[name], value, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only([1, 3], STAGES))
 def test_averages(pool: Pool, stage: int) -> None:
     pool.run(4, _averages, stage)
 
@@ -281,6 +281,6 @@ def _compiles(stage: int) -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only([0, 3], STAGES))
 def test_compiled_blocks(pool: Pool, stage: int) -> None:
     pool.run(2, _compiles, stage)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import lt_zero
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
-from lt_zero.engine.full_params import full_state_dict
+from lt_zero.engine.full_params import full_state_dict, restore_whole
 from tests.support.matrix import only
 from tests.support.parallel_nets import (
     Net,
@@ -130,7 +130,7 @@ def _norms(stage: int, ranks: Ranks) -> None:
     assert CUT in grads
 
 
-@pytest.mark.parametrize("ranks", [Ranks(1, 2), Ranks(2, 2)])
+@pytest.mark.parametrize("ranks", only([MESH], [Ranks(1, 2), MESH]))
 @pytest.mark.parametrize("stage", STAGES)
 def test_norms_of_gradients_are_those_of_the_tensors(pool: Pool, stage: int, ranks: Ranks) -> None:
     pool.run(ranks.all, _norms, stage, ranks)
@@ -178,7 +178,7 @@ def _uses(stage: int) -> None:
         assert parameter.redistribute(placements=parameter.placements).shape == want.shape
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only(FAST, STAGES))
 def test_uses_of_values_outside_of_forward(pool: Pool, stage: int) -> None:
     pool.run(4, _uses, stage)
 
@@ -214,7 +214,7 @@ def _zero_on_one_rank(parameter: nn.Parameter) -> None:
             parameter.zero_()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only(FAST, STAGES))
 @pytest.mark.parametrize("keys", only([{}], [{}, {"bf16": {"enabled": True}}]))
 def test_edits_in_place(pool: Pool, stage: int, keys: dict[str, Any]) -> None:
     pool.run(4, _edits, stage, keys)
@@ -284,7 +284,7 @@ def _load(stage: int, keys: dict[str, Any], sharded: bool) -> Any:
     return all_weights(run.engine)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only(FAST, STAGES))
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("keys", only([{}], [{}, {"bf16": {"enabled": True}}]))
 def test_state_dicts_are_loaded(pool: Pool, stage: int, sharded: bool, keys: dict[str, Any]) -> None:
@@ -298,6 +298,29 @@ def test_state_dicts_are_loaded(pool: Pool, stage: int, sharded: bool, keys: dic
         torch.testing.assert_close(
             value, reference.get_parameter(name).detach(), rtol=1e-5, atol=3e-2 if keys else 2e-6, msg=name
         )
+
+
+def _dtypes(stage: int) -> None:
+    """Parameters have the dtype of their values; without the engine, the values and the dtype that they had."""
+    run, _, _ = trained(stage, bf16={"enabled": True})
+    masters, parameters = all_weights(run.engine), dict(run.model.named_parameters())
+    assert {p.dtype for p in parameters.values()} == {torch.bfloat16}
+    with lt_zero.gathered(run.model):
+        assert {p.to_local().dtype for p in parameters.values() if isinstance(p, DTensor)} == {torch.bfloat16}
+    restore_whole(run.engine)
+    for name, parameter in parameters.items():
+        assert parameter.dtype == torch.float32
+        value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        assert torch.equal(value.detach(), masters[name]), name
+    x = torch.ones(2, 4, 6)
+    reference = Net()
+    reference.load_state_dict(masters)
+    close(run.model(x), reference(x))
+
+
+@pytest.mark.parametrize("stage", only(FAST, STAGES))
+def test_dtypes_are_those_of_the_values(pool: Pool, stage: int) -> None:
+    pool.run(4, _dtypes, stage)
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
@@ -331,7 +354,7 @@ def _optimizes(stage: int, make: Any, ranks: Ranks, keys: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("ranks", only([Ranks(2, 2)], [Ranks(1, 2), Ranks(2, 2)]))
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only(FAST, STAGES))
 @pytest.mark.parametrize("make", [lamb, adagrad])
 @pytest.mark.parametrize("keys", only([{}], [{}, {"fused_step": False}]))
 def test_optimizers_that_are_right(pool: Pool, stage: int, make: Any, ranks: Ranks, keys: dict[str, Any]) -> None:
