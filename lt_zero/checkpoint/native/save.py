@@ -254,7 +254,7 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
         if copy.numel():
             copy.copy_(value.local(), non_blocking=True)
         shape, local = tuple(value.shape), partial(copy.view, -1)
-        made.tensors[name] = Fragment(local, shape, value.lo, value.hi, value.dtype, box=value.box)
+        made.tensors[name] = Fragment(local, shape, value.lo, value.hi, value.dtype, None, value.box, value.ranks)
 
     def copied(_: Path, value: Tensor) -> Tensor:
         return value if isinstance(value, LazyTensor) else value.detach().to("cpu", copy=True)
