@@ -282,6 +282,7 @@ class FabricZeroStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, unless the gradients overflowed; clipped to ``gradient_clipping``. Returns what the closure does."""
         output, closure = None, kwargs.pop("closure", None)
+        self.session.before_step()
         if closure is not None:  # before the step, which works on shards
             with torch.enable_grad():
                 output = closure()

@@ -203,13 +203,18 @@ class Session:
         self.loss_scale.before_backward(self.optimizers)
         return self.loss_scale.scaled(engine or next(iter(self.engines), None), loss)
 
-    def step(self, sharded: ShardedOptimizer, limit: float, call: Callable[[], object]) -> tuple[bool, Tensor | None]:
-        """``LossScaleController.step`` of an optimizer. Collective.
+    def before_step(self) -> None:
+        """A step begins, of which nothing is done or counted yet: a caller who catches the error can begin it again.
+
+        Collective.
 
         Raises:
-            CheckpointError: on all ranks, before the step: the save in the background has failed.
+            CheckpointError: on all ranks: the save in the background has failed.
         """
         self.saver.check(self.world)
+
+    def step(self, sharded: ShardedOptimizer, limit: float, call: Callable[[], object]) -> tuple[bool, Tensor | None]:
+        """``LossScaleController.step`` of an optimizer. Collective."""
         return self.loss_scale.step(sharded, self.number(sharded), limit, call)
 
     def end_step(self, sharded: ShardedOptimizer) -> None:

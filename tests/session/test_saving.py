@@ -1,19 +1,26 @@
-"""What a save must not do: publish half of a checkpoint, or take a step's work from a caller who goes on after its error."""
+"""A save publishes all of a checkpoint or nothing, and a caller who goes on after its error has lost nothing."""
 
 from __future__ import annotations
 
+from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+import lt_zero
 from lt_zero import CheckpointError, ZeroConfig
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.save import make_place, write
+from lt_zero.checkpoint.native.pieces import Fragment
+from lt_zero.checkpoint.native.save import Bundle, make_place, stage, write
 from lt_zero.comm.world import World
+from lt_zero.session import saving
 from lt_zero.session.saving import Saver, Saving
+from tests.conformance.faces import GAS, Face, Settings, adamw, run
 from tests.support.pool import Pool
 
 
@@ -46,3 +53,77 @@ def test_a_save_that_lost_its_process_group_publishes_nothing(pool: Pool, tmp_pa
         assert "wait_for_save" in text
         assert value == 1.0, "that of before"
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+# ---- what follows a save ---------------------------------------------------------------------------------------------
+
+
+def _fails(path: str) -> None:
+    raise OSError("no")
+
+
+def _published(path: str) -> None:
+    world = World.join(torch.device("cpu"))
+    with pytest.raises(CheckpointError, match="no"):
+        Saver().save(_saving(1.0, _fails), path, world, background=False)
+    archive = Archive(path)
+    archive.verify()
+    archive.close()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_published_checkpoint_stays_if_what_follows_fails(pool: Pool, tmp_path: Path, remote: bool) -> None:
+    """The file that names the latest one, or an export."""
+    pool.run(1, _published, "memory://published/one" if remote else str(tmp_path / "one"))
+
+
+# ---- the copies of a save in the background --------------------------------------------------------------------------
+
+
+def test_copies_are_of_the_same_ranks() -> None:
+    """Where groups of ranks cut the same elements in other places, they tell which group writes."""
+    values = torch.arange(3.0)
+    made = Bundle({"w": Fragment(lambda: values, (4,), 0, 3, torch.float32, ranks=(1, 2))})
+    stage(made, None)
+    assert made.tensors["w"].ranks == (1, 2)
+
+
+# ---- a step after an error -------------------------------------------------------------------------------------------
+
+
+def _refused(*_: Any) -> None:
+    raise OSError("no")
+
+
+def _tries_again(path: str, fails: bool, face: Face) -> tuple[list[Tensor], list[int]]:
+    """Three steps; the second is told of a failed save first, and made again."""
+    for step in range(3):
+        for micro in range(GAS):
+            face.backward(step, micro)
+        if step == 1 and fails:
+            with pytest.raises(OSError, match="no"):
+                face.step()
+        face.step()
+        if step == 0 and fails:
+            saver = getattr(face, "engine", None) or face.fabric.strategy  # type: ignore[attr-defined]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(saving, "write", _refused)
+                face.save(path)
+                futures.wait([saver.session.saver._pending])
+    engine = getattr(face, "engine", None)
+    counts = [] if engine is None else [engine.micro_steps, engine.global_steps, engine.global_samples]
+    return [lt_zero.full_master(p) for p in face.net.parameters()], counts
+
+
+def _goes_on(face: str, path: str) -> None:
+    settings = Settings(2, "16-true", config={"checkpoint": {"async": True}}, optimizer=adamw)
+    found, counts = run(face, settings, partial(_tries_again, path, True))
+    wanted, same_counts = run(face, settings, partial(_tries_again, path, False))
+    assert all(map(torch.equal, found, wanted))
+    assert counts == same_counts
+
+
+@pytest.mark.parametrize("face", ["fabric", "loop"])
+def test_a_step_after_the_error_of_a_save(pool: Pool, tmp_path: Path, face: str) -> None:
+    """A caller who catches it steps again, with the same gradients and counters."""
+    pool.run(2, _goes_on, face, str(tmp_path / "one"))
