@@ -200,6 +200,9 @@ class FabricZeroStrategy(DDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: LRScheduler | None = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         sharded = self._set_up(module, training=True)
+        with self.world.agree("looking for the module of an optimizer", ValueError):
+            for optimizer in optimizers:
+                self._stepped_by(optimizer, sharded.engine)
         self._add(sharded.engine, optimizers)
         if scheduler is not None:
             number = self.session.number(self._sharded(scheduler.optimizer))
@@ -221,13 +224,13 @@ class FabricZeroStrategy(DDPStrategy):
 
     def _add(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
         self.session.add_optimizers(engine, optimizers)
-        self.session.start_trial(self.config, accumulation=1)
+        self.session.start_trial(engine, self.config, accumulation=1)
 
-    def _stepped_by(self, optimizer: Optimizer) -> Engine:
-        """The engine of an optimizer's parameters. Raises ValueError if there is not exactly one."""
+    def _stepped_by(self, optimizer: Optimizer, wanted: Engine | None = None) -> Engine:
+        """The engine of an optimizer's parameters. Raises ValueError if there is not exactly one, or another one."""
         owners = {id(owner_of(p)) for group in optimizer.param_groups for p in group["params"]}
         engines = [engine for engine in self.engines if id(engine) in owners]
-        if len(engines) == len(owners) == 1:
+        if len(engines) == len(owners) == 1 and engines[0] is (wanted or engines[0]):
             return engines[0]
         name = type(optimizer).__name__
         if not engines:

@@ -189,7 +189,7 @@ class TrainingEngine(nn.Module):
         self.lr_scheduler = schedule
         if schedule is not None:
             self.session.hold(schedule, 0, self._config)
-        self.session.start_trial(self._config, accumulation=self._gas, micro=self._micro, loop=True)
+        self.session.start_trial(self.engine, self._config, accumulation=self._gas, micro=self._micro, loop=True)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the engine, or of the module (``engine.generate``)."""

@@ -186,10 +186,10 @@ class Session:
         if all(known is not other for other in self.optimizers):
             self._optimizers.append(weakref.ref(known))
 
-    def start_trial(self, config: ZeroConfig, **facts: Any) -> None:
-        """Begin the trial, if there is one; ``facts``: as for ``Trial.start``."""
+    def start_trial(self, engine: Engine, config: ZeroConfig, **facts: Any) -> None:
+        """Begin the trial of a model that is trained, if there is one; ``facts``: as for ``Trial.start``."""
         if self.trial is not None:
-            self.trial.start(self.engines[0], config, **facts)
+            self.trial.start(engine, config, **facts)
 
     def hold(self, schedule: Any, number: int, config: ZeroConfig) -> None:
         """Let a schedule wait while steps of optimizer ``number`` are skipped, unless ``on_skipped_step`` says not."""

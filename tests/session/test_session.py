@@ -1,0 +1,62 @@
+"""Set-up through a session: which engine a trial measures, which optimizers a module takes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lt_zero import FabricZeroStrategy
+from tests.support.lightning_tools import torchrun_env
+from tests.support.pool import Pool
+
+
+def _fabric(stage: int) -> Any:
+    os.environ.update(torchrun_env())
+    strategy = FabricZeroStrategy(stage)
+    fabric = L.Fabric(accelerator="cpu", strategy=strategy, devices=dist.get_world_size())
+    fabric.launch()
+    return fabric
+
+
+class Recorder:
+    """A trial that only notes what it was started with."""
+
+    def __init__(self) -> None:
+        self.engines: list[Any] = []
+
+    def start(self, engine: Any, config: Any, **facts: Any) -> None:
+        self.engines.append(engine)
+
+
+def _trial() -> None:
+    fabric = _fabric(2)
+    fabric.strategy.session.trial = recorder = Recorder()
+    teacher = fabric.setup_module(nn.Linear(3, 5).eval())
+    module = nn.Linear(3, 2)
+    student, _ = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    assert recorder.engines[0] is fabric.strategy._engine_of(student)
+    assert recorder.engines[0] is not fabric.strategy._engine_of(teacher)
+
+
+def test_a_trial_measures_the_module_that_is_trained(pool: Pool) -> None:
+    """With one before it that is only evaluated."""
+    pool.run(1, _trial)
+
+
+def _of_another(stage: int) -> None:
+    fabric = _fabric(stage)
+    one, two = nn.Linear(3, 2), nn.Linear(3, 2)
+    fabric.setup_module(one)
+    with pytest.raises(ValueError, match="SGD steps parameters of several modules, or others, too"):
+        fabric.setup(two, torch.optim.SGD([*two.parameters(), *one.parameters()], lr=0.1))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_optimizer_with_parameters_of_another_module_is_refused(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, _of_another, 2)
