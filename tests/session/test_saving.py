@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from concurrent import futures
 from functools import partial
 from pathlib import Path
@@ -86,6 +89,35 @@ def test_copies_are_of_the_same_ranks() -> None:
     made = Bundle({"w": Fragment(lambda: values, (4,), 0, 3, torch.float32, ranks=(1, 2))})
     stage(made, None)
     assert made.tensors["w"].ranks == (1, 2)
+
+
+def _interrupted(folder: str) -> None:
+    """Ctrl-C while the next save waits for the one before; then the user saves again."""
+    world, saver, go = World.join(torch.device("cpu")), Saver(), threading.Event()
+
+    def held(*args: Any) -> None:
+        assert go.wait(30)
+        write(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "write", held)
+        saver.save(_saving(1.0), f"{folder}/one", world, background=True)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            saver.wait(world)
+        threading.Timer(0.3, go.set).start()
+        saver.save(_saving(2.0), f"{folder}/two", world, background=True)
+        saver.wait(world)
+    saver.close()
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        archive = Archive(f"{folder}/{name}")
+        assert torch.equal(archive.read("w"), torch.full((5,), value)), name
+        archive.close()
+
+
+def test_an_interrupted_wait_leaves_the_save_pending(pool: Pool, tmp_path: Path) -> None:
+    """Its copy in host memory is not that of the next save before it is written."""
+    pool.run(1, _interrupted, str(tmp_path))
 
 
 # ---- a step after an error -------------------------------------------------------------------------------------------
