@@ -171,9 +171,9 @@ class Session:
         for optimizer in given:
             if not leave_others or self.loss_scale.checks or _steps(optimizer, engine):
                 self._shard_optimizer(engine, optimizer)
-        of_engine = [sharded.optimizer for sharded in engine.optimizers]
-        others = [optimizer for optimizer in given if all(optimizer is not other for other in of_engine)]
-        check_optimizers(engine, [*of_engine, *others], accumulates, saves)
+        taken = {id(p) for optimizer in given for group in optimizer.param_groups for p in group["params"]}
+        beside = [s.optimizer for s in engine.optimizers if not any(id(p) in taken for p in s.parameters())]
+        check_optimizers(engine, [*beside, *given], accumulates, saves)  # not those of an earlier fit
         self.loss_scale.start_watching(engine)
         line = engine.offload_manager.announce(engine.buckets, max(map(states_per_element, given)))
         if line and engine.world.rank == 0:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lt_zero import FabricZeroStrategy
+from lt_zero.session import session
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from tests.support.lightning_tools import torchrun_env
 from tests.support.pool import Pool
 
@@ -60,3 +62,26 @@ def _of_another(stage: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_optimizer_with_parameters_of_another_module_is_refused(pool: Pool, ranks: int) -> None:
     pool.run(ranks, _of_another, 2)
+
+
+# ---- the memory check ------------------------------------------------------------------------------------------------
+
+
+def _one_after_the_other() -> list[int]:
+    """The number of optimizers whose states are checked, at each set-up; the first one is still there."""
+    seen: list[int] = []
+    fabric = _fabric(1)
+    module = nn.Linear(3, 2)
+    fabric.setup_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "check_optimizers", lambda engine, optimizers, *_: seen.append(len(list(optimizers))))
+        first = fabric.setup_optimizers(torch.optim.AdamW([module.weight]))
+        beside = fabric.setup_optimizers(torch.optim.AdamW([module.bias]))
+        instead = fabric.setup_optimizers(torch.optim.SGD([module.weight], lr=0.1))
+    assert all(ShardedOptimizer.of(known.optimizer) for known in (first, beside, instead))
+    return seen
+
+
+def test_memory_is_checked_for_optimizers_that_are_in_use(pool: Pool) -> None:
+    """Not for one whose parameters another has taken over, as that of a Trainer's earlier fit."""
+    assert pool.run(1, _one_after_the_other) == [[1, 2, 2]]
