@@ -417,13 +417,15 @@ class FabricZeroStrategy(DDPStrategy):
         self, path: str, state: Mapping[str, Any], options: Any, kept: Mapping[str, Callable[[str, Any], bool]]
     ) -> None:
         """Rank 0 writes one file. Collective."""
-        own = {key: self.get_module_state_dict(m) for key, m in state.items() if isinstance(m, ShardedModule)}
+        modules = {key: value for key, value in state.items() if isinstance(value, ShardedModule)}
+        frozen = {key: self._frozen(module) for key, module in modules.items()}
+        own = {key: whole_weights(module.engine, "Fabric.save", frozen[key]) for key, module in modules.items()}
         own |= {key: self.get_optimizer_state(o) for key, o in state.items() if isinstance(o, Optimizer)}
         parts, plugin = self._parts(state, kept, own), self.checkpoint_io
         found = beside(self._prefixes(state), sharded=False)
         if found.pop(RANK_BUFFERS, None) is not None and self.world.rank == 0:
             log.warning("checkpoint.format: full keeps rank 0's buffers only, and other ranks have others.")
-        parts[BESIDE] = {**self._progress(state), **found}
+        parts[BESIDE] = {**self._progress(state), **found, "frozen_left_out": frozen}
         with self.world.agree(f"saving {path}", CheckpointError):
             if self.world.rank > 0:
                 return

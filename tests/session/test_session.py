@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -11,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lt_zero import FabricZeroStrategy
+import lt_zero
+from lt_zero import CheckpointError, FabricZeroStrategy
 from lt_zero.session import session
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from tests.support.lightning_tools import torchrun_env
 from tests.support.pool import Pool
 
 
-def _fabric(stage: int) -> Any:
+def _fabric(stage: int, **config: Any) -> Any:
     os.environ.update(torchrun_env())
-    strategy = FabricZeroStrategy(stage)
+    strategy = FabricZeroStrategy(config={"zero_optimization": {"stage": stage}, **config})
     fabric = L.Fabric(accelerator="cpu", strategy=strategy, devices=dist.get_world_size())
     fabric.launch()
     return fabric
@@ -85,3 +87,41 @@ def _one_after_the_other() -> list[int]:
 def test_memory_is_checked_for_optimizers_that_are_in_use(pool: Pool) -> None:
     """Not for one whose parameters another has taken over, as that of a Trainer's earlier fit."""
     assert pool.run(1, _one_after_the_other) == [[1, 2, 2]]
+
+
+# ---- loading -----------------------------------------------------------------------------------------------------
+
+
+def _no_state(folder: str) -> None:
+    fabric = _fabric(2)
+    module = nn.Linear(3, 2)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    for number, saved in enumerate([None, [], {}, {"x": 1}]):
+        fabric.save(f"{folder}/{number}", {"model": model, "optimizer": saved})
+        with pytest.raises(CheckpointError, match="is no state of one: check the keys"):
+            fabric.load(f"{folder}/{number}", {"model": model, "optimizer": optimizer})
+
+
+def test_what_is_no_state_of_an_optimizer(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, _no_state, str(tmp_path))
+
+
+def _frozen(path: str) -> None:
+    checkpoint = {"format": "full", "save_frozen": False}
+    fabric = _fabric(2, checkpoint=checkpoint)
+    module = nn.Linear(3, 2)
+    module.bias.requires_grad_(False)
+    model, optimizer = fabric.setup(module, torch.optim.SGD([module.weight], lr=0.1))
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    fabric.barrier()
+    assert list(torch.load(path)["model"]) == ["weight"]
+    bias, weight = lt_zero.full_master(module.bias), lt_zero.full_master(module.weight)
+    lt_zero.set_full_master(module.weight, torch.zeros(2, 3))
+    fabric.load(path, {"model": model, "optimizer": optimizer})
+    assert torch.equal(lt_zero.full_master(module.weight), weight)
+    assert torch.equal(lt_zero.full_master(module.bias), bias)
+
+
+def test_a_single_file_of_fabric_leaves_frozen_weights_out(pool: Pool, tmp_path: Path) -> None:
+    """``checkpoint.save_frozen: false``; they are what they were after loading."""
+    pool.run(2, _frozen, str(tmp_path / "one.ckpt"))
