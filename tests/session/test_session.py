@@ -96,7 +96,8 @@ def _no_state(folder: str) -> None:
     fabric = _fabric(2)
     module = nn.Linear(3, 2)
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
-    for number, saved in enumerate([None, [], {}, {"x": 1}]):
+    kinds: list[Any] = [None, [], {}, {"x": 1}]
+    for number, saved in enumerate(kinds):
         fabric.save(f"{folder}/{number}", {"model": model, "optimizer": saved})
         with pytest.raises(CheckpointError, match="is no state of one: check the keys"):
             fabric.load(f"{folder}/{number}", {"model": model, "optimizer": optimizer})
@@ -115,11 +116,12 @@ def _frozen(path: str) -> None:
     fabric.save(path, {"model": model, "optimizer": optimizer})
     fabric.barrier()
     assert list(torch.load(path)["model"]) == ["weight"]
-    bias, weight = lt_zero.full_master(module.bias), lt_zero.full_master(module.weight)
-    lt_zero.set_full_master(module.weight, torch.zeros(2, 3))
+    weight_of, bias_of = module.parameters()
+    weight, bias = lt_zero.full_master(weight_of), lt_zero.full_master(bias_of)
+    lt_zero.set_full_master(weight_of, torch.zeros(2, 3))
     fabric.load(path, {"model": model, "optimizer": optimizer})
-    assert torch.equal(lt_zero.full_master(module.weight), weight)
-    assert torch.equal(lt_zero.full_master(module.bias), bias)
+    assert torch.equal(lt_zero.full_master(weight_of), weight)
+    assert torch.equal(lt_zero.full_master(bias_of), bias)
 
 
 def test_a_single_file_of_fabric_leaves_frozen_weights_out(pool: Pool, tmp_path: Path) -> None:
