@@ -200,6 +200,9 @@ class FabricZeroStrategy(DDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: LRScheduler | None = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         sharded = self._set_up(module, training=True)
+        with self.world.agree("looking for the module of an optimizer", ValueError):
+            for optimizer in optimizers:
+                self._stepped_by(optimizer, sharded.engine)
         self._add(sharded.engine, optimizers)
         if scheduler is not None:
             number = self.session.number(self._sharded(scheduler.optimizer))
@@ -221,13 +224,13 @@ class FabricZeroStrategy(DDPStrategy):
 
     def _add(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
         self.session.add_optimizers(engine, optimizers)
-        self.session.start_trial(self.config, accumulation=1)
+        self.session.start_trial(engine, self.config, accumulation=1)
 
-    def _stepped_by(self, optimizer: Optimizer) -> Engine:
-        """The engine of an optimizer's parameters. Raises ValueError if there is not exactly one."""
+    def _stepped_by(self, optimizer: Optimizer, wanted: Engine | None = None) -> Engine:
+        """The engine of an optimizer's parameters. Raises ValueError if there is not exactly one, or another one."""
         owners = {id(owner_of(p)) for group in optimizer.param_groups for p in group["params"]}
         engines = [engine for engine in self.engines if id(engine) in owners]
-        if len(engines) == len(owners) == 1:
+        if len(engines) == len(owners) == 1 and engines[0] is (wanted or engines[0]):
             return engines[0]
         name = type(optimizer).__name__
         if not engines:
@@ -282,6 +285,7 @@ class FabricZeroStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, unless the gradients overflowed; clipped to ``gradient_clipping``. Returns what the closure does."""
         output, closure = None, kwargs.pop("closure", None)
+        self.session.before_step()
         if closure is not None:  # before the step, which works on shards
             with torch.enable_grad():
                 output = closure()
@@ -413,13 +417,15 @@ class FabricZeroStrategy(DDPStrategy):
         self, path: str, state: Mapping[str, Any], options: Any, kept: Mapping[str, Callable[[str, Any], bool]]
     ) -> None:
         """Rank 0 writes one file. Collective."""
-        own = {key: self.get_module_state_dict(m) for key, m in state.items() if isinstance(m, ShardedModule)}
+        modules = {key: value for key, value in state.items() if isinstance(value, ShardedModule)}
+        frozen = {key: self._frozen(module) for key, module in modules.items()}
+        own = {key: whole_weights(module.engine, "Fabric.save", frozen[key]) for key, module in modules.items()}
         own |= {key: self.get_optimizer_state(o) for key, o in state.items() if isinstance(o, Optimizer)}
         parts, plugin = self._parts(state, kept, own), self.checkpoint_io
         found = beside(self._prefixes(state), sharded=False)
         if found.pop(RANK_BUFFERS, None) is not None and self.world.rank == 0:
             log.warning("checkpoint.format: full keeps rank 0's buffers only, and other ranks have others.")
-        parts[BESIDE] = {**self._progress(state), **found}
+        parts[BESIDE] = {**self._progress(state), **found, "frozen_left_out": frozen}
         with self.world.agree(f"saving {path}", CheckpointError):
             if self.world.rank > 0:
                 return

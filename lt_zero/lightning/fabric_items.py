@@ -99,7 +99,13 @@ def open_directory(source: Source, weights_only: bool | None) -> Opened:
 def opened_file(saved: dict[str, Any]) -> Opened:
     """What a single file has, of this strategy or of another of Fabric's."""
     own = saved.pop(BESIDE, {})
-    return Opened(saved, stepped=own.get("stepped"), loss_scale=own.get("loss_scale", {}), residuals=own.get(RESIDUALS))
+    return Opened(
+        saved,
+        left_out=own.get("frozen_left_out", {}),  # earlier versions did not leave them out
+        stepped=own.get("stepped"),
+        loss_scale=own.get("loss_scale", {}),
+        residuals=own.get(RESIDUALS),
+    )
 
 
 def prefixes_of(keys: Sequence[str]) -> dict[str, str]:

@@ -189,7 +189,7 @@ class TrainingEngine(nn.Module):
         self.lr_scheduler = schedule
         if schedule is not None:
             self.session.hold(schedule, 0, self._config)
-        self.session.start_trial(self._config, accumulation=self._gas, micro=self._micro, loop=True)
+        self.session.start_trial(self.engine, self._config, accumulation=self._gas, micro=self._micro, loop=True)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the engine, or of the module (``engine.generate``)."""
@@ -251,6 +251,7 @@ class TrainingEngine(nn.Module):
 
         Raises:
             RuntimeError: no optimizer; inside ``no_sync``; or under fp16 the loss was not scaled.
+            CheckpointError: on all ranks, before the step: the save in the background has failed.
         """
         if self._sharded is None or self.optimizer is None:
             raise RuntimeError("engine.step needs an optimizer: pass one to lt_zero.initialize, or configure one.")
@@ -260,8 +261,10 @@ class TrainingEngine(nn.Module):
             raise RuntimeError(
                 "Under fp16 a loss has to be scaled: engine.backward(loss), or engine.scale(loss).backward()."
             )
-        self._scaled = self._applied = False
         ends = self.is_gradient_accumulation_boundary()
+        if ends:
+            self.session.before_step()
+        self._scaled = self._applied = False
         self.micro_steps += 1
         self._pending += 1
         if ends:

@@ -49,13 +49,13 @@ def averages_shown(engine: Engine, averaged: bool = True) -> AbstractContextMana
     return engine.average.showing(averaged) if engine.average is not None else nullcontext()
 
 
-def whole_weights(engine: Engine, call: str) -> dict[str, Any]:
+def whole_weights(engine: Engine, call: str, left_out: Iterable[str] = ()) -> dict[str, Any]:
     """The state dict with full tensors on the CPU of rank 0, {} elsewhere. Collective.
 
-    With ``EMA`` it has the averages, as exports have. ``call``: what users call.
+    With ``EMA`` it has the averages, as exports have. ``call``: what users call. ``left_out``: names that it has not.
     """
     engine.world.roll_call(call)
-    return weights_to_save(engine, sharded=False)
+    return weights_to_save(engine, left_out, sharded=False)
 
 
 def export_weights(engine: Engine, path: str | os.PathLike[str], call: str, **options: Any) -> None:

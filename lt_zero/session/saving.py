@@ -128,10 +128,12 @@ class Saver:
         """
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
-        after, self._after = self._after, []
+        pending = self._pending
         with progress_bar("Waiting for the save in the background", rank=world.rank if world is not None else 0):
-            pending.result()  # raises on all ranks if one failed
+            futures.wait([pending])  # if the user interrupts it, the save is still pending and reads the host memory
+        self._pending = None
+        after, self._after = self._after, []
+        pending.result()  # raises on all ranks if one failed
         for action in after:
             action()
 

@@ -171,9 +171,9 @@ class Session:
         for optimizer in given:
             if not leave_others or self.loss_scale.checks or _steps(optimizer, engine):
                 self._shard_optimizer(engine, optimizer)
-        of_engine = [sharded.optimizer for sharded in engine.optimizers]
-        others = [optimizer for optimizer in given if all(optimizer is not other for other in of_engine)]
-        check_optimizers(engine, [*of_engine, *others], accumulates, saves)
+        taken = {id(p) for optimizer in given for group in optimizer.param_groups for p in group["params"]}
+        beside = [s.optimizer for s in engine.optimizers if not any(id(p) in taken for p in s.parameters())]
+        check_optimizers(engine, [*beside, *given], accumulates, saves)  # not those of an earlier fit
         self.loss_scale.start_watching(engine)
         line = engine.offload_manager.announce(engine.buckets, max(map(states_per_element, given)))
         if line and engine.world.rank == 0:
@@ -186,10 +186,10 @@ class Session:
         if all(known is not other for other in self.optimizers):
             self._optimizers.append(weakref.ref(known))
 
-    def start_trial(self, config: ZeroConfig, **facts: Any) -> None:
-        """Begin the trial, if there is one; ``facts``: as for ``Trial.start``."""
+    def start_trial(self, engine: Engine, config: ZeroConfig, **facts: Any) -> None:
+        """Begin the trial of a model that is trained, if there is one; ``facts``: as for ``Trial.start``."""
         if self.trial is not None:
-            self.trial.start(self.engines[0], config, **facts)
+            self.trial.start(engine, config, **facts)
 
     def hold(self, schedule: Any, number: int, config: ZeroConfig) -> None:
         """Let a schedule wait while steps of optimizer ``number`` are skipped, unless ``on_skipped_step`` says not."""
@@ -203,13 +203,18 @@ class Session:
         self.loss_scale.before_backward(self.optimizers)
         return self.loss_scale.scaled(engine or next(iter(self.engines), None), loss)
 
-    def step(self, sharded: ShardedOptimizer, limit: float, call: Callable[[], object]) -> tuple[bool, Tensor | None]:
-        """``LossScaleController.step`` of an optimizer. Collective.
+    def before_step(self) -> None:
+        """A step begins, of which nothing is done or counted yet: a caller who catches the error can begin it again.
+
+        Collective.
 
         Raises:
-            CheckpointError: on all ranks, before the step: the save in the background has failed.
+            CheckpointError: on all ranks: the save in the background has failed.
         """
         self.saver.check(self.world)
+
+    def step(self, sharded: ShardedOptimizer, limit: float, call: Callable[[], object]) -> tuple[bool, Tensor | None]:
+        """``LossScaleController.step`` of an optimizer. Collective."""
         return self.loss_scale.step(sharded, self.number(sharded), limit, call)
 
     def end_step(self, sharded: ShardedOptimizer) -> None:
