@@ -222,7 +222,8 @@ class Engine(ProcessLocal):
             hook_nodes(iter_tensors(output), self._arm)
         if self._depth > 0:
             return
-        self._saved_weights.end_pass()
+        if self._saved_weights.opened:
+            self._saved_weights.end_pass()
         for unit in reversed(self.units):
             for call in unit.calls:
                 call.range.close()  # an exception ended it

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.comm.compression import Residuals
-from lt_zero.comm.send_buffers import SendBuffer
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.shared_memory import wide
+from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import Done
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.layout import BucketLayout, Piece

@@ -62,13 +62,14 @@ class Reconciler:
 
     Attributes:
         config: as far as it is resolved.
+        seen: whether ``see`` has compared the first batch, and has nothing more to do.
     """
 
     def __init__(self, config: ZeroConfig, marks: Mapping[Path, Mark] | None = None) -> None:
         self.config = self._given = config  # "auto" is resolved again for each fit, with its module, Trainer and data
         self._written = Document({}, dict(marks or {}))
         self._patched: tuple[pl.LightningModule, Any] | None = None  # and its instance's own configure_optimizers
-        self._seen, self._steps = False, 1
+        self.seen, self._steps = False, 1
 
     # ---- before a run ------------------------------------------------------------------------------------------
 
@@ -111,7 +112,7 @@ class Reconciler:
         Raises:
             ConfigError: on all ranks, if the values contradict each other, or an "auto" cannot be resolved.
         """
-        self._seen, config = False, self._given
+        self.seen, config = False, self._given
         with world.agree("reading the configuration", ConfigError), self._marked():
             rows, config = _apply_to_trainer(config, trainer, module, world.size)
             self._steps = steps = trainer.accumulate_grad_batches
@@ -158,13 +159,11 @@ class Reconciler:
         Raises:
             ConfigError: on all ranks, if a key contradicts the batch.
         """
-        if self._seen:
-            return
         given = {key: value for key in _BATCH if (value := getattr(self.config, key)) is not None}
         wanted = given or any((key,) in self.config.autos for key in _BATCH)
         if wanted and trainer.is_last_batch and trainer.fit_loop.epoch_loop.batch_idx > 0:
             return
-        self._seen = True
+        self.seen = True
         if not wanted:
             return
         try:  # Lightning's ``extract_batch_size`` would take the first of several sizes and warn once per process

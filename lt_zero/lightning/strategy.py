@@ -400,8 +400,10 @@ class ZeroStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         run, module, batch = self.run, self._module, args[0] if args else None
-        self.session.saver.check(run.engine.world)
-        self._reconciler.see(batch, module.trainer, run.engine.world, self.is_global_zero)
+        if self.session.saver.pending is not None:
+            self.session.saver.check(run.engine.world)
+        if not self._reconciler.seen:
+            self._reconciler.see(batch, module.trainer, run.engine.world, self.is_global_zero)
         with phase("forward"), run.engine.forward_scope():
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))
 

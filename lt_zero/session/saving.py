@@ -68,18 +68,17 @@ class Saving:
 
 
 class Saver:
-    """The saves of one run, of which at most one is pending. See Note [Life of a save]."""
+    """The saves of one run, of which at most one is pending. See Note [Life of a save].
+
+    Attributes:
+        pending: the save in the background that nobody has waited for.
+    """
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
+        self.pending: Future[None] | None = None
         self._after: list[Callable[[], object]] = []  # is called when the pending save is done
         self._buffer: Tensor | None = None  # host memory of the last save in the background
-
-    @property
-    def pending(self) -> bool:
-        """True if a save in the background has not been waited for."""
-        return self._pending is not None
 
     def save(self, saving: Saving, path: str, world: World, background: bool) -> None:
         """Write a directory, after the pending save if there is one. Collective.
@@ -100,25 +99,25 @@ class Saver:
         then = partial(saving.then, place.name)
         if background:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
-            self._pending = self._thread.submit(_write_alone, made, place, world, group, then)
+            self.pending = self._thread.submit(_write_alone, made, place, world, group, then)
             return
         with progress_bar(f"Saving {path}", made.nbytes, rank=world.rank, in_bytes=True) as work:
             write(made, place, world, group, then, work.advance)
 
     def after_pending(self, action: Callable[[], object]) -> None:
         """Call ``action`` once the pending save has succeeded; now if there is none."""
-        if self.pending:
+        if self.pending is not None:
             self._after.append(action)
         else:
             action()
 
     def check(self, world: World) -> None:
-        """``wait`` for the pending save if it has ended on all ranks. Collective."""
-        if self._pending is not None:
-            running = torch.tensor([not self._pending.done()], dtype=torch.uint8)
-            world.host_max(running, "save in the background").wait()
-            if not running.item():
-                self.wait(world)
+        """``wait`` for the pending save, which there is, if it has ended on all ranks. Collective."""
+        assert self.pending is not None
+        running = torch.tensor([not self.pending.done()], dtype=torch.uint8)
+        world.host_max(running, "save in the background").wait()
+        if not running.item():
+            self.wait(world)
 
     def wait(self, world: World | None) -> None:
         """Wait for the pending save, if any. Collective.
@@ -126,9 +125,9 @@ class Saver:
         Raises:
             CheckpointError: on all ranks: it failed.
         """
-        if self._pending is None:
+        if self.pending is None:
             return
-        pending, self._pending = self._pending, None
+        pending, self.pending = self.pending, None
         after, self._after = self._after, []
         with progress_bar("Waiting for the save in the background", rank=world.rank if world is not None else 0):
             pending.result()  # raises on all ranks if one failed
@@ -138,12 +137,12 @@ class Saver:
     def abandon(self, world: World) -> None:
         """After an error other ranks may be gone: wait for the pending save briefly, without collectives."""
         ended = True
-        if self._pending is not None:
+        if self.pending is not None:
             with progress_bar("Waiting for the save in the background", rank=world.rank):
-                ended = bool(futures.wait([self._pending], GRACE).done)
+                ended = bool(futures.wait([self.pending], GRACE).done)
             if not ended:
                 world.leave_saving_group()  # owned by the save, which may still be running
-        self._pending = None
+        self.pending = None
         self.close(ended)
 
     def close(self, ended: bool = True) -> None:

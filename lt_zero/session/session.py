@@ -209,7 +209,8 @@ class Session:
         Raises:
             CheckpointError: on all ranks, before the step: the save in the background has failed.
         """
-        self.saver.check(self.world)
+        if self.saver.pending is not None:
+            self.saver.check(self.world)
         return self.loss_scale.step(sharded, self.number(sharded), limit, call)
 
     def end_step(self, sharded: ShardedOptimizer) -> None:

@@ -47,7 +47,7 @@ class SavesAt(pl.Callback):
             self.want = everything(trainer)
             trainer.save_checkpoint(self.path)
         if trainer.global_step >= 1:
-            self.pending.append(trainer.strategy.session.saver._pending is not None)
+            self.pending.append(trainer.strategy.session.saver.pending is not None)
         if trainer.global_step == 1:
             assert not Path(self.path).exists(), "no name before all is written"
         if trainer.global_step == self.late:
@@ -106,7 +106,7 @@ def _fails(folder: str) -> list[Any]:
                 trainer.strategy.checkpoints.wait(trainer.strategy.run)
                 gate.fail = rank  # once
             if trainer.global_step == 3:
-                while not trainer.strategy.session.saver._pending.done():
+                while not trainer.strategy.session.saver.pending.done():
                     time.sleep(0.001)
 
     keeps = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=1, save_last=False)
@@ -218,7 +218,7 @@ def _one_at_a_time(folder: str) -> None:
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 1:
                 trainer.save_checkpoint(f"{folder}/one")
-                first = trainer.strategy.session.saver._pending
+                first = trainer.strategy.session.saver.pending
                 trainer.strategy.remove_checkpoint(f"{folder}/old")
                 assert Path(folder, "old").is_dir(), "removed when the save under way has succeeded"
                 threading.Timer(0.05, gate.open.set).start()
