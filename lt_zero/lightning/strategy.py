@@ -48,7 +48,7 @@ from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.setup import Run, Signals
-from lt_zero.session.content import export_weights, whole_weights
+from lt_zero.session.checkpoints import export_weights, whole_weights
 from lt_zero.session.session import Session, move_buffers
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)

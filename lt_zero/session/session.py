@@ -24,7 +24,7 @@ from lt_zero.config.uses import check_same
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.memory.check import check_optimizers
-from lt_zero.session.saving import Saver, Saving
+from lt_zero.session.checkpoints import Saver, Saving
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
