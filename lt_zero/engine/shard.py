@@ -143,7 +143,8 @@ class Weights:
 
     def values(self) -> Tensor:
         """Master or frozen weights, or the flat tensor's elements if there are none (1D, as ``shard``), read-only."""
-        self.background.wait()
+        if self.background.job is not None:
+            self.background.wait()
         return self._kept.read()
 
     def writable_values(self) -> Tensor:

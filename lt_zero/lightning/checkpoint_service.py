@@ -57,7 +57,6 @@ from lt_zero.checkpoint.open import Identity, checked_file, is_directory, load_s
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.progress_bar import progress_bar
-from lt_zero.config.load import shown
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.lazy_tensor import LazyTensor, read_now
@@ -133,7 +132,7 @@ class CheckpointService:
         trainer, then = run.trainer, partial(_export_beside, run)
         ends = trainer is None or not trainer.training or trainer.state.status == TrainerStatus.INTERRUPTED
         background = run.config.checkpoint.async_save and not (ends or self._synchronous)
-        saving = Saving(content, names, run.config, engine.policy.mode, self._frozen, then)
+        saving = Saving(content, names, run.config, run.shown, engine.policy.mode, self._frozen, then)
         run.session.saver.save(saving, path, engine.world, background)
 
     def _collect(self, run: Run, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -161,7 +160,7 @@ class CheckpointService:
             found, rest = plain(content)
             put_back(found, rest)
             assert isinstance(found, dict)
-            found.setdefault(KEY, {})["config"] = shown(run.config)
+            found.setdefault(KEY, {})["config"] = run.shown
             if self._frozen:
                 found[KEY]["frozen_left_out"] = list(self._frozen)
             if run.rank == 0:

@@ -37,7 +37,7 @@ from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.config.faces import Face, check_face
-from lt_zero.config.load import examine
+from lt_zero.config.load import examine, shown
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
@@ -108,6 +108,7 @@ class FabricZeroStrategy(DDPStrategy):
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
         self.config: ZeroConfig = loaded.usable()
+        self._shown = shown(self.config)  # in checkpoints
         loaded.announce()
         check_face(self.config, Face.FABRIC)
         self.session = Session(Face.FABRIC)
@@ -368,8 +369,7 @@ class FabricZeroStrategy(DDPStrategy):
         self.barrier("export")
 
     def _engine_of(self, module: nn.Module) -> Engine:
-        engine = engine_of(module)
-        if engine is None:
+        if (engine := engine_of(module)) is None:
             raise ValueError(f"{type(module).__name__} is not set up. Call fabric.setup(module) first.")
         return engine
 
@@ -403,7 +403,7 @@ class FabricZeroStrategy(DDPStrategy):
         content, names = self._collect(state, filter or {})
         prefixes = content[HERE]["modules"]
         frozen = [prefixes[key] + name for key in prefixes for name in sorted(self._frozen(state[key]))]
-        self.session.save(Saving(content, names, self.config, self.precision.precision, frozen), path)
+        self.session.save(Saving(content, names, self.config, self._shown, self.precision.precision, frozen), path)
 
     def wait_for_save(self) -> None:
         """Wait until the save in the background (``checkpoint.async``) is done. Collective.

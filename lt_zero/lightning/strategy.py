@@ -145,6 +145,7 @@ class ZeroStrategy(DDPStrategy):
         """A snapshot for the parts of the strategy, which do not see the strategy."""
         return Run(
             config=self.config,
+            shown=self._reconciler.shown,
             checkpoint_io=self.checkpoint_io,
             session=self.session,
             loss_scale=self.precision_plugin.loss_scale_controller,
@@ -478,7 +479,8 @@ class ZeroStrategy(DDPStrategy):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         # Saves outside of a run are synchronous.
-        with self.session.explaining():
+        world = self.world
+        with world.explaining() if world is not None else nullcontext():
             super().barrier(*args, **kwargs)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.faces import Face, check_face
-from lt_zero.config.load import examine, resolved
+from lt_zero.config.load import examine, resolved, shown
 from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.partition import with_sizes
@@ -148,7 +148,7 @@ class TrainingEngine(nn.Module):
         self.global_rank, self.world_size = self.world.rank, self.world.size
         self._micro, self._gas = _batch_sizes(config, self.world_size)
         self.engine: Engine = self.session.build(model, config, wanted, policy, training=True)
-        self.module, self._config = model, config
+        self.module, self._config, self._shown = model, config, shown(config)
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
         self.training_dataloader: DataLoader[Any] | None = None
@@ -445,7 +445,7 @@ class TrainingEngine(nn.Module):
         content |= beside({"": engine})
         names = [parameter_names(self.optimizer, engine)] if self.optimizer is not None else []
         then = partial(_name_latest, save_dir, tag) if save_latest else lambda path: None
-        saving = Saving(content, names, self._config, engine.policy.mode, left_out, then)
+        saving = Saving(content, names, self._config, self._shown, engine.policy.mode, left_out, then)
         self.session.save(saving, inside(save_dir, tag))
         return True
 

@@ -41,7 +41,6 @@ from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
-from lt_zero.config.load import shown
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict
 from lt_zero.step.loss_scale import LossScaleController
@@ -144,6 +143,7 @@ class Saving:
         content: Lightning's dictionary, with fragments.
         names: of each optimizer's parameters, by group.
         config: of the run.
+        shown: what the checkpoint tells of it (config/load.py, ``shown``).
         precision: the run's mode.
         left_out: names of weights that are not saved.
         then: is called on rank 0 with the path of the published checkpoint; its errors are those of the save.
@@ -152,6 +152,7 @@ class Saving:
     content: Mapping[str, Any]
     names: Sequence[Sequence[Sequence[str]]]
     config: ZeroConfig
+    shown: Mapping[str, Any]
     precision: str
     left_out: Sequence[str] = ()
     then: Callable[[str], object] = lambda path: None
@@ -165,7 +166,7 @@ class Saving:
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": str(torch.__version__),
         }
-        return bundle(self.content, self.names, world, facts, shown(self.config), self.left_out)
+        return bundle(self.content, self.names, world, facts, self.shown, self.left_out)
 
 
 class Saver:
