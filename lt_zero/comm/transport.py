@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.shared_memory import REDUCTIONS, SEND_BUFFERS, Barrier, SharedArena, store, wide
+from lt_zero.comm.shared_memory import REDUCTIONS, SEND_BUFFERS, Barrier, SharedArena
 from lt_zero.comm.work import All, Done, Launch, Watch, Work
 from lt_zero.common.flat_storage import flat_empty
+from lt_zero.ops.flat import store, wide
 
 Group = dist.ProcessGroup
 _PIECE = 1 << 20  # bytes

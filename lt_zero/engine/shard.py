@@ -13,7 +13,6 @@ from torch import Tensor
 from lt_zero import ops
 from lt_zero.comm.compression import Residuals
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.shared_memory import wide
 from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import Done
 from lt_zero.config.precision import DtypePolicy
@@ -22,6 +21,7 @@ from lt_zero.engine.partition import BucketPlan
 from lt_zero.offload.background import BackgroundStep
 from lt_zero.offload.store import Gap, Place, Reduce, Store, Waits, put_away
 from lt_zero.ops.codecs import Codec
+from lt_zero.ops.flat import wide
 
 
 class _NoCopy(Store):
