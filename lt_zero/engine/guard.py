@@ -96,6 +96,13 @@ def is_guarded(tensor: Tensor) -> bool:
     return type(tensor) in _guards
 
 
+def shares_storage(tensor: Tensor, flat: Tensor) -> bool:
+    """Whether ``tensor`` is a view of ``flat``."""
+    if is_guarded(tensor) or tensor.layout is not torch.strided or tensor.device != flat.device:
+        return False
+    return tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
 def own(parameter: Parameter, owner: Callable[[], Owner | None]) -> None:
     """Make ``owner()`` (a weak reference) the owner of ``parameter``."""
     _owners[parameter] = owner

@@ -9,15 +9,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lt_zero.checkpoint.native.load import as_lightning
-from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
-from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
-from lt_zero.checkpoint.native.restore import entries_of, loss_scale
-from lt_zero.checkpoint.native.restore import stepped as has_stepped
+from lt_zero.checkpoint.native.load import as_lightning, entries_of, loss_scale
+from lt_zero.checkpoint.native.load import stepped as has_stepped
+from lt_zero.checkpoint.native.rank_state import RANK_BUFFERS, RESIDUALS
 from lt_zero.checkpoint.native.save import HERE, KEY, TRAINED
 from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
-from lt_zero.session.restoring import Progress
+from lt_zero.session.checkpoints import Progress
 
 BESIDE = "lt_zero_fabric"  # key, in a single file, of what is in no item
 

@@ -48,7 +48,7 @@ from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.setup import Run, Signals
-from lt_zero.session.content import export_weights, whole_weights
+from lt_zero.session.checkpoints import export_weights, whole_weights
 from lt_zero.session.session import Session, move_buffers
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -145,6 +145,7 @@ class ZeroStrategy(DDPStrategy):
         """A snapshot for the parts of the strategy, which do not see the strategy."""
         return Run(
             config=self.config,
+            shown=self._reconciler.shown,
             checkpoint_io=self.checkpoint_io,
             session=self.session,
             loss_scale=self.precision_plugin.loss_scale_controller,
@@ -401,7 +402,8 @@ class ZeroStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         run, module, batch = self.run, self._module, args[0] if args else None
         self.session.before_step()
-        self._reconciler.see(batch, module.trainer, run.engine.world, self.is_global_zero)
+        if not self._reconciler.seen:
+            self._reconciler.see(batch, module.trainer, run.engine.world, self.is_global_zero)
         with phase("forward"), run.engine.forward_scope():
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))
 
@@ -476,7 +478,8 @@ class ZeroStrategy(DDPStrategy):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         # Saves outside of a run are synchronous.
-        with self.session.explaining():
+        world = self.world
+        with world.explaining() if world is not None else nullcontext():
             super().barrier(*args, **kwargs)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------

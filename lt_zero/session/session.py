@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +26,13 @@ from lt_zero.config.uses import check_same
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.memory.check import check_optimizers
-from lt_zero.session.saving import Saver, Saving
+from lt_zero.session.checkpoints import Saver, Saving
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
 from lt_zero.step.step_options import compare_optimizers
 from lt_zero.step.supported_optimizers import states_per_element
-from lt_zero.tuning.trial import Trial
+from lt_zero.tuning.trial import FOLDER, Trial
 
 
 class Session:
@@ -52,7 +54,8 @@ class Session:
         self.face = face
         self.known: ShardGroup | None = None
         self.saver = Saver()
-        self.trial = Trial.of_environment()
+        folder = os.environ.get(FOLDER)
+        self.trial = Trial(Path(folder)) if folder else None
         self._engines: list[weakref.ref[Engine]] = []
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
 
@@ -211,7 +214,8 @@ class Session:
         Raises:
             CheckpointError: on all ranks: the save in the background has failed.
         """
-        self.saver.check(self.world)
+        if self.saver.pending is not None:
+            self.saver.check(self.world)
 
     def step(self, sharded: ShardedOptimizer, limit: float, call: Callable[[], object]) -> tuple[bool, Tensor | None]:
         """``LossScaleController.step`` of an optimizer. Collective."""

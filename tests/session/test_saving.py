@@ -21,8 +21,8 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.save import Bundle, make_place, stage, write
 from lt_zero.comm.world import World
-from lt_zero.session import saving
-from lt_zero.session.saving import Saver, Saving
+from lt_zero.session import checkpoints
+from lt_zero.session.checkpoints import Saver, Saving
 from tests.conformance.faces import GAS, Face, Settings, adamw, run
 from tests.support.pool import Pool
 
@@ -100,7 +100,7 @@ def _interrupted(folder: str) -> None:
         write(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "write", held)
+        patch.setattr(checkpoints, "write", held)
         saver.save(_saving(1.0), f"{folder}/one", world, background=True)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
@@ -139,9 +139,9 @@ def _tries_again(path: str, fails: bool, face: Face) -> tuple[list[Tensor], list
         if step == 0 and fails:
             saver = getattr(face, "engine", None) or face.fabric.strategy  # type: ignore[attr-defined]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(saving, "write", _refused)
+                patch.setattr(checkpoints, "write", _refused)
                 face.save(path)
-                futures.wait([saver.session.saver._pending])
+                futures.wait([saver.session.saver.pending])
     engine = getattr(face, "engine", None)
     counts = [] if engine is None else [engine.micro_steps, engine.global_steps, engine.global_samples]
     return [lt_zero.full_master(p) for p in face.net.parameters()], counts
