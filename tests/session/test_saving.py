@@ -29,7 +29,7 @@ from tests.support.pool import Pool
 
 def _saving(value: float, then: Any = lambda path: None) -> Saving:
     """A checkpoint of weights that all ranks have, as at stage 0."""
-    return Saving({"state_dict": {"w": torch.full((5,), value)}}, (), ZeroConfig(), "32-true", then=then)
+    return Saving({"state_dict": {"w": torch.full((5,), value)}}, (), ZeroConfig(), {}, "32-true", then=then)
 
 
 # ---- the process group is gone ---------------------------------------------------------------------------------------
