@@ -14,7 +14,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,8 +47,8 @@ from lt_zero.engine.guard import Owner, owner_of
 from lt_zero.engine.local_steps import LocalSteps
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
-from lt_zero.engine.partition import BucketPlan, EnginePlan, GradientOf, plan_engine, warn_of_padding, with_sizes
-from lt_zero.engine.parts import Parts
+from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding, with_sizes
+from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.quantized import refuse_quantized, rest_quantized
 from lt_zero.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.engine.zero_plus_plus import use_zero_plus_plus
@@ -74,7 +73,6 @@ def shard(
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None = None,
     specs: Iterable[ParamSpec] = (),
     group_of: Callable[[str, nn.Parameter], ShardGroup] | None = None,
-    gradient_of: GradientOf = attrgetter("grad"),
     parts: Parts | None = None,
 ) -> Engine:
     """Shard ``module`` in place over all ranks of the default process group.
@@ -92,7 +90,6 @@ def shard(
             They have that part's shape; checkpoints have the whole tensor.
         group_of: the ranks over which a parameter is the same, and sharded; default: ``group``, whose world they share.
             The same on all ranks; where ``group`` has other ranks, they may have other tensors of this name.
-        gradient_of: a parameter's gradient after backward, in the shape of its spec.
         parts: of parameters that have the shape of the whole tensor although this rank has a part; default: the shape
             of each is that of its spec, and what needs whole tensors in memory is refused.
 
@@ -118,7 +115,7 @@ def shard(
     group = group or ShardGroup.of_all(World.join(device, config))
     group.world.advise(remedy)
     with group.world.together("lt_zero.shard"):  # reads files, and calls the initialisation of the user's modules
-        return _shard(module, config, device, policy, group, training, saved, specs, group_of, gradient_of, parts)
+        return _shard(module, config, device, policy, group, training, saved, specs, group_of, parts or Unjoined())
 
 
 def _shard(
@@ -131,8 +128,7 @@ def _shard(
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
     specs: Iterable[ParamSpec],
     group_of: Callable[[str, nn.Parameter], ShardGroup] | None,
-    gradient_of: GradientOf,
-    parts: Parts | None,
+    parts: Parts,
 ) -> Engine:
     """Plan the buckets of ``module``, check that they fit, and build the engine."""
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true"))
@@ -152,7 +148,7 @@ def _shard(
     for each in distinct:
         each.configure(config)
     with without_torch_function():  # guards of parameters that are sharded already would intercept each access
-        plan = plan_engine(module, config, policy, group.mesh.shards, specs, groups, sizes, gradient_of)
+        plan = plan_engine(module, config, policy, group.mesh.shards, specs, groups, sizes, parts.gradient)
         _check_whole(plan)
         _check_hooks(plan)
         if training and config.activation_checkpointing.mode != "none":
@@ -174,7 +170,7 @@ def _build(
     groups: list[ShardGroup],
     training: bool,
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
-    parts: Parts | None,
+    parts: Parts,
 ) -> Engine:
     """Move the parameters into the buckets of ``plan``, and install hooks."""
     engine_ref: list[weakref.ref[Engine]] = []  # lets the engine be collected while parameters still point to it

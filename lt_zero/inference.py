@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_zero.build import shard
-from lt_zero.checkpoint.identity import open_same
+from lt_zero.checkpoint.open import open_same
 from lt_zero.checkpoint.source import Source
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World

@@ -20,11 +20,10 @@ from lt_zero.checkpoint.formats.foreign import ForeignSource, damage
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place, file_system, is_url
 from lt_zero.checkpoint.native.keys import put_back
-from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, number_states
+from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, loss_scale, number_states
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.plain import plain
-from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
-from lt_zero.checkpoint.native.restore import loss_scale
+from lt_zero.checkpoint.native.rank_state import RESIDUALS
 from lt_zero.checkpoint.native.save import HERE, KEY, TRAINED, Bundle, bundle, write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space

@@ -126,7 +126,8 @@ def export_engine(
     """
     refuse_parts(engine, "The export of weights in memory")
     engine.prepare_reading()
-    engine.offload_manager.refuse_partially_stepped(engine.world)
+    if engine.offload_manager.overlaps:
+        engine.offload_manager.refuse_partially_stepped(engine.world)
     with engine.world.agree("the export", CheckpointError):
         if engine.world.rank == 0:
             kept = {id(p) for p in engine.kept}

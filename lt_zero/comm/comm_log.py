@@ -30,6 +30,7 @@ import torch
 from rich.table import Table
 
 from lt_zero.comm.compression import Compressed, Costs
+from lt_zero.comm.ranks import Unlogged
 from lt_zero.comm.work import All, Work
 from lt_zero.config.blocks import CommsLogger
 
@@ -95,21 +96,6 @@ class _Open(NamedTuple):
     launched: Any  # seconds; on a GPU an event
     ended: Any = None  # on a GPU: the event after the collective, on a stream that waits for nothing else
     costs: Costs = Costs()  # of a compressed one
-
-
-class Unlogged:
-    """Records nothing."""
-
-    def open(self, operation: str, name: str, nbytes: int, host: bool = False) -> _Open | None:
-        """Call before a launch; None if it is not recorded. ``host``: the collective is on the host, not the device."""
-        return None
-
-    def follow(self, opened: _Open | None, work: Work) -> Work:
-        """Record ``work``, which was launched after ``open``, once it was waited for; returns what to wait for."""
-        return work
-
-    def ended(self, opened: _Open | None) -> None:
-        """Record a collective that was waited for where it was launched."""
 
 
 class CommLog(Unlogged):

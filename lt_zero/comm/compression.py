@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm.procedures import Procedures
-from lt_zero.comm.shared_memory import store
 from lt_zero.comm.transport import Group, Mesh, exchange, sum_in_rank_order
 from lt_zero.comm.work import All, Launch, Watch, Work
 from lt_zero.ops.codecs import Codec
+from lt_zero.ops.flat import store
 
 _ALIGN = 16  # bytes: where encoded parts begin
 _PROBE = 1 << 20  # bytes to each rank

@@ -155,11 +155,6 @@ class HangDetector:
         if self._finalizer is not None:
             self._finalizer()
 
-    def refuse_fork(self, what: str) -> None:
-        """Raise in a forked child."""
-        if os.getpid() != self._pid:
-            raise RuntimeError(f"`{what}` was called in a forked process, which is no rank. Call it in rank processes.")
-
     # ---- one rank waits --------------------------------------------------------------------------------------------
 
     def examine(self, launch: Launch, waited: float) -> None:
@@ -351,10 +346,9 @@ class HangDetector:
                     time.sleep(self._patience.poll / 20)
 
     def go_on(self) -> None:
-        """This rank launches a collective, so no error of an operation or run that is over has ended it."""
-        if self.ends.posted:
-            with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
-                self._end = None if self.ends.go_on() else self._end
+        """This rank told of an error and launches a collective: what is over has not ended it."""
+        with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
+            self._end = None if self.ends.go_on() else self._end
 
     def begin_run(self) -> None:
         """Begin a run: answer other ranks, and forget the errors of the last one."""

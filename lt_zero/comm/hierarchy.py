@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm.procedures import Procedures
-from lt_zero.comm.shared_memory import SharedArena, store, wide
+from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.transport import Gloo, Group, Groups, Mesh, exchange, sum_in_rank_order
 from lt_zero.comm.work import Launch, Watch, Work
+from lt_zero.ops.flat import store, wide
 
 
 def lines(mesh: Mesh, sizes: Sequence[int], dimension: int) -> list[list[int]]:

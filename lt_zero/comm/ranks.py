@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.comm_log import Unlogged
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.shared_memory import FENCES, Barrier, SharedArena
 from lt_zero.comm.work import All, Channel, Done, Launch, Watch, Work
@@ -76,7 +75,7 @@ class LaunchOrder:
 
     def _number(self, channel: Channel, operation: str, name: str, numel: int) -> tuple[Launch, bool]:
         self._watch.raise_verdict()
-        if self.detector is not None:
+        if self.detector is not None and self.detector.ends.posted:
             self.detector.go_on()
         return channel.launch(operation, name, numel)
 
@@ -102,6 +101,21 @@ class LaunchOrder:
     def foresee(self, labels: Iterable[tuple[str, str, int]]) -> None:
         """Predict that these are launched next, in this order: (operation, name, elements)."""
         self._collectives.foresee(labels)
+
+
+class Unlogged:
+    """Records nothing. ``CommLog`` records what collectives cost."""
+
+    def open(self, operation: str, name: str, nbytes: int, host: bool = False) -> Any:
+        """Call before a launch; None if it is not recorded. ``host``: the collective is on the host, not the device."""
+        return None
+
+    def follow(self, opened: Any, work: Work) -> Work:
+        """Record ``work``, which was launched after ``open``, once it was waited for; returns what to wait for."""
+        return work
+
+    def ended(self, opened: Any) -> None:
+        """Record a collective that was waited for where it was launched."""
 
 
 class Ranks(ProcessLocal):

@@ -19,17 +19,17 @@ from lt_zero.comm.compression import Compressor, Residuals, gather_encoded
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.ranks import Ranks
-from lt_zero.comm.send_buffers import SendBuffer, SendBuffers
-from lt_zero.comm.shared_memory import SharedArena, store
+from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
 from lt_zero.comm.topology import Topology, choose, whole_nodes
-from lt_zero.comm.transport import Gloo, Groups, Mesh, Transport, Windows
+from lt_zero.comm.transport import Gloo, Groups, Mesh, SendBuffer, SendBuffers, Transport, Windows
 from lt_zero.comm.work import FENCE, All, Done, Work
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.config import ZeroConfig
 from lt_zero.ops.codecs import Codec
+from lt_zero.ops.flat import store
 
 log = logging.getLogger("lt_zero")
 

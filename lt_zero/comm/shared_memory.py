@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.common.variables import switched
+from lt_zero.ops.flat import store, wide
 
 _SEGMENT = 1 << 30  # bytes of address space per mapping; pages are allocated when they are written
 _PAGE = mmap.ALLOCATIONGRANULARITY
@@ -41,22 +42,6 @@ REDUCTIONS, FENCES = 16, 17  # barriers of two orders: where in a rank's file th
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two polls
 _LATE = 0.05  # how much later than possible a wait may end, relative to its length
 SEND_BUFFERS = 4
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums for a result in ``dtype`` are computed, to be rounded once."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def store(out: Tensor, value: Tensor, add: bool, factor: float) -> None:
-    """``out = value * factor`` or ``out += value * factor``; ``value`` may be overwritten."""
-    value = value.to(wide(value.dtype))
-    if add:  # with ``alpha`` some elements would be rounded once, and others twice
-        out.add_(value if factor == 1.0 else value.mul_(factor))
-    elif factor == 1.0:
-        out.copy_(value)
-    else:
-        torch.mul(value, factor, out=out)
 
 
 def supported() -> bool:

@@ -39,11 +39,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm.hierarchy import Hierarchy
-from lt_zero.comm.shared_memory import store, wide
 from lt_zero.comm.topology import whole_nodes
 from lt_zero.comm.transport import Group, Mesh
 from lt_zero.comm.work import Launch, Work
 from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.ops.flat import store, wide
 
 KEY = "communication.slow_node_tolerance"
 FOR_EVER = timedelta(days=3650)  # members are not late for torch: hang detection finds those that never come

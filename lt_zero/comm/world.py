@@ -6,6 +6,7 @@ The collectives of buckets are those of shard_group.py.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import socket
 import sys
@@ -22,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm.agreement import Agreement
-from lt_zero.comm.comm_log import CommLog, Unlogged
+from lt_zero.comm.comm_log import CommLog
 from lt_zero.comm.ended_ranks import debugs, summary, user_line
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.launchers import refuse_alone
 from lt_zero.comm.process_groups import LINK_TIMEOUT_S, await_all, exists, new_group, with_index
-from lt_zero.comm.ranks import LaunchOrder, Ranks
+from lt_zero.comm.ranks import LaunchOrder, Ranks, Unlogged
 from lt_zero.comm.shared_memory import SharedArena, supported
 from lt_zero.comm.topology import group_by_node, node_identity
 from lt_zero.comm.work import CALL, MEETING, Launch, Watch
@@ -88,6 +89,7 @@ class World(Ranks):
         self.hosts = [socket.gethostname()] * size
         self.ends_with_run: weakref.WeakSet[Any] = weakref.WeakSet()
         self._saving: dist.ProcessGroup | None = None  # see ``saving_group``
+        self._pid = os.getpid()
 
     @classmethod
     def join(
@@ -217,7 +219,8 @@ class World(Ranks):
         """
         if self.detector is None:
             return
-        self.detector.refuse_fork(what)
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"`{what}` was called in a forked process, which is no rank. Call it in rank processes.")
         try:
             self.order.launch(CALL, what, 0, compare=True)
         except RuntimeError as error:

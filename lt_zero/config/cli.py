@@ -117,7 +117,7 @@ def key_statuses(loaded: Loaded, face: Face = Face.TRAINER) -> Iterator[tuple[st
             said = notice.message.removeprefix(f"{notice.key}{NO_EFFECT}").removeprefix(f"{notice.key} ")
             yield named, shown, notice.kind, said.removesuffix(" Write the latter.")
         elif any(name in idle for name in around):
-            yield named, shown, "no effect", f"only a Trainer does this, and {face.value} is no Trainer"
+            yield named, shown, "no effect", f"with --face {face.value} nothing uses it"
         elif value == "auto" and key in AUTO:
             yield named, shown, "auto", AUTO[key]
         elif key == "train_batch_size" and loaded.config is not None:

@@ -17,6 +17,9 @@ DEEPEST = 50  # mappings and lists inside each other; real files have 6
 MOST_VALUES = 10_000  # real files have 100; shared mappings, such as YAML's aliases, can expand to more than memory
 
 
+_INTERPOLATION = re.compile(r"\$\{|^\?\?\?\Z")
+
+
 @dataclass(frozen=True)
 class Notice(Problem):
     """A message about a key that is accepted: read as another one (alias), ignored (no effect), or without effect in
@@ -56,6 +59,11 @@ class Document:
             problems=list(self.problems),
             secret=set(self.secret),
         )
+
+    def interpolations(self) -> dict[Path, str]:
+        """The texts that have to be resolved (interpolations.py), by their paths."""
+        found = ((path, leaf) for path, leaf in leaves(self.values) if isinstance(leaf, str))
+        return {path: text for path, text in found if _INTERPOLATION.search(text)}
 
     def get(self, path: Path) -> Any:
         """The value, or ``MISSING``."""

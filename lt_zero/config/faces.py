@@ -46,7 +46,9 @@ _SCRIPTS = {  # keys of what a script for Fabric does itself
 def without_effect(config: ZeroConfig, face: Face) -> list[str]:
     """The keys of ``config`` that ask for something that ``face`` does not do."""
     document = Document(plain(config))
-    return [key for key in _WITHOUT_EFFECT[face] if _asks(document.get(path_of(key)))]
+    same = {"checkpoint.format": "sharded"} if face is Face.LOOP else {}  # what it does in any case
+    values = {key: document.get(path_of(key)) for key in _WITHOUT_EFFECT[face]}
+    return [key for key, value in values.items() if _asks(value) and value != same.get(key, MISSING)]
 
 
 def tell_without_effect(config: ZeroConfig, face: Face, rank: int) -> None:

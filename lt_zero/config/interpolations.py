@@ -22,7 +22,6 @@ from lt_zero.config.document import DEEPEST, MOST_VALUES, Document, leaves, mapp
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:")
 _COMPOSED = re.compile(r"\$\{[^}]*\$\{")  # a name that is put together from values
 _NAME = re.compile(r"[\w.\-\[\]]+")
-_SPECIAL = re.compile(r"\$\{|^\?\?\?\Z")
 _PLAIN = (str, int, float, bool, type(None))
 _NOT_YET = "${lt_zero_resolves_this_later:}"
 _ROUNDS = 10  # names that depend on values that depend on values
@@ -51,8 +50,7 @@ def resolve(document: Document) -> Document:
         ConfigError: all variables and keys that are missing, circles, unknown resolvers, values ``???``, and texts that
             are too long, or become so.
     """
-    texts = {path: leaf for path, leaf in leaves(document.values) if isinstance(leaf, str) and _SPECIAL.search(leaf)}
-    if not texts:
+    if not (texts := document.interpolations()):
         return document
     document = document.copy()
     _check(document, texts)

@@ -191,7 +191,9 @@ def examine(
             return Loaded({}, config=config, notices=told)
         values: dict[str, Any] = literal(plain(config))  # resolved once, when it was made
         known, config = config.secret, values
-    document = resolve(apply(read(config), overrides))
+    document = apply(read(config), overrides)
+    if document.interpolations():
+        document = resolve(document)
     document.secret |= known
     written, mask = document.values, masking(document)
     document = _with_arguments(document, stage, default_stage, activations, broadcast_buffers)

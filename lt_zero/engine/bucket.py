@@ -216,7 +216,8 @@ class Bucket:
             if not self.lent:
                 self._references = self._storage.references
             self._storage.allocate()
-            self._background.wait()
+            if self._background.job is not None:
+                self._background.wait()
             self._rounded = self.route is not None and not exact and not self.route.exact
             self._routed = self.route is not None and (self._rounded or self.route.exact)
             if self.route is not None and self._routed:
@@ -462,7 +463,7 @@ class Bucket:
 
     def wait_background_step(self) -> bool:
         """Wait until this bucket's step is complete; returns whether it was not."""
-        waited = self._background.wait()
+        waited = self._background.job is not None and self._background.wait()
         if self._unpublished:
             self._unpublished, waited = False, True
             while self in self.unpublished:

@@ -56,7 +56,6 @@ from torch.nn import Parameter
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import (
     in_running_backward,
-    plain_tensors,
     queue_backward_callback,
     running_transform,
     view_base,
@@ -71,7 +70,7 @@ from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.gather import Call, Gatherer, Residency, Unit
 from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.engine.gradient_compression import GradientCompression
-from lt_zero.engine.guard import is_guarded
+from lt_zero.engine.guard import shares_storage
 from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.parts import Parts, Unjoined
@@ -234,7 +233,8 @@ class Engine(ProcessLocal):
             hook_nodes(iter_tensors(output), self._arm)
         if self._depth > 0:
             return
-        self._saved_weights.end_pass()
+        if self._saved_weights.opened:
+            self._saved_weights.end_pass()
         for unit in reversed(self.units):
             for call in unit.calls:
                 call.range.close()  # an exception ended it
@@ -561,14 +561,6 @@ def hook_nodes(outputs: Iterable[Tensor], fn: Callable[[], None], given: Replace
                 seen.add(node)
                 node.register_prehook(partial(_call_uncompiled, fn))
     return bool(seen)
-
-
-def shares_storage(tensor: Tensor, flat: Tensor) -> bool:
-    """Whether ``tensor`` is a view of ``flat``."""
-    if is_guarded(tensor) or tensor.layout is not torch.strided or tensor.device != flat.device:
-        return False
-    address = flat.untyped_storage().data_ptr()
-    return any(inner.untyped_storage().data_ptr() == address for inner in plain_tensors(tensor))
 
 
 def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> ReplacedTensors:

@@ -144,7 +144,8 @@ def full_parameters(engine: Engine) -> Iterator[tuple[str, Parameter, Tensor]]:
     At most one more bucket than before is in memory.
     """
     engine.prepare_reading()
-    engine.offload_manager.refuse_partially_stepped(engine.world)
+    if engine.offload_manager.overlaps:
+        engine.offload_manager.refuse_partially_stepped(engine.world)
     for bucket in engine.buckets:
         flat = full_flat(bucket)
         for parameter, span in zip(bucket.params, bucket.layout.spans, strict=True):

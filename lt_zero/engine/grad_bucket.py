@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import torch
 
-from lt_zero.comm.send_buffers import SendBuffer
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.world import World
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lt_zero.common.compat import without_torch_function
+from lt_zero.common.compat import plain_tensors, without_torch_function
 
 
 class Owner(Protocol):
@@ -101,6 +101,14 @@ def called(func: Any) -> str:
 
 def is_guarded(tensor: Tensor) -> bool:
     return type(tensor) in _guards
+
+
+def shares_storage(tensor: Tensor, flat: Tensor) -> bool:
+    """Whether ``tensor`` is a view of ``flat``."""
+    if is_guarded(tensor) or tensor.layout is not torch.strided or tensor.device != flat.device:
+        return False
+    address = flat.untyped_storage().data_ptr()
+    return any(inner.untyped_storage().data_ptr() == address for inner in plain_tensors(tensor))
 
 
 def own(parameter: Parameter, owner: Callable[[], Owner | None]) -> None:

@@ -77,9 +77,10 @@ class OffloadManager:
                     raise problem
 
     def refuse_partially_stepped(self, world: World) -> None:
-        """Raise SwapError on all ranks if one stepped buckets in a backward that no step followed. Collective."""
-        if not self.overlaps:
-            return
+        """Raise SwapError on all ranks if one stepped buckets in a backward that no step followed. Collective.
+
+        No rank can have done so unless ``overlaps``.
+        """
         with world.agree("checking steps beside backward", SwapError):
             if self.partially_stepped:
                 raise SwapError(

@@ -17,6 +17,9 @@ class Parts(Protocol):
     def show(self, parameter: Parameter, part: Tensor) -> Tensor:
         """``part`` as users see it, who see ``parameter``. It shares memory."""
 
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        """The gradient that backward left, in the shape of the part; as it counts in the mean of the group."""
+
     def place(self, empty: Parameter, full: Parameter) -> Parameter:
         """A parameter like ``empty``, which is on the meta device, with its part of ``full``."""
 
@@ -32,6 +35,10 @@ class Unjoined:
         return value
 
     show = join = cut
+
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        """Return ``grad``."""
+        return parameter.grad
 
     def place(self, empty: Parameter, full: Parameter) -> Parameter:
         """Return ``full``."""

@@ -98,10 +98,13 @@ class SavedWeights:
     Args:
         units: all units of the engine whose parameters are sharded.
         needed: called in backward before a weight is read: the unit, and the call that saved it if it was the unit's.
+
+    Attributes:
+        opened: whether hooks were entered since the last ``end_pass``, which has nothing to do otherwise.
     """
 
     def __init__(self, units: Iterable[Unit], needed: Callable[[Unit, Call | None, Bucket], None]) -> None:
-        self._needed = needed
+        self._needed, self.opened = needed, False
         self._owners = {
             storage_key(bucket.flat): (unit, bucket, [span.lo for span in bucket.layout.spans])
             for unit in units
@@ -118,6 +121,7 @@ class SavedWeights:
         innermost, outer = _innermost_of_engines(), saved_tensor_hooks()
         if innermost is not None and (innermost is self._hooks or innermost in self._around.values()):
             return False
+        self.opened = True
         hooks = self._hooks if outer is None else self._passing_on_to(*outer)
         hooks.__enter__()
         _entered.append(hooks)
@@ -136,6 +140,7 @@ class SavedWeights:
         while _entered and self.close():
             pass
         self._around.clear()
+        self.opened = False
 
     def _passing_on_to(self, pack: Pack, unpack: Unpack) -> saved_tensors_hooks:
         if (pack, unpack) not in self._around:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.comm.compression import Residuals
-from lt_zero.comm.send_buffers import SendBuffer
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.shared_memory import wide
+from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import Done
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.layout import BucketLayout, Piece
@@ -22,6 +21,7 @@ from lt_zero.engine.partition import BucketPlan
 from lt_zero.offload.background import BackgroundStep
 from lt_zero.offload.store import Gap, Place, Reduce, Store, Waits, put_away
 from lt_zero.ops.codecs import Codec
+from lt_zero.ops.flat import wide
 
 
 class _NoCopy(Store):
@@ -143,7 +143,8 @@ class Weights:
 
     def values(self) -> Tensor:
         """Master or frozen weights, or the flat tensor's elements if there are none (1D, as ``shard``), read-only."""
-        self.background.wait()
+        if self.background.job is not None:
+            self.background.wait()
         return self._kept.read()
 
     def writable_values(self) -> Tensor:

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lt_zero.comm.shard_group import combine_rows
-from lt_zero.comm.shared_memory import wide
 from lt_zero.comm.work import Done, Work
 from lt_zero.comm.world import World
 from lt_zero.common.compat import TRACED, without_torch_function
@@ -40,6 +39,7 @@ from lt_zero.engine.guard import PASSING, called
 from lt_zero.engine.parts import Parts
 from lt_zero.engine.same_on_ranks import FLAGS, SameOnRanks
 from lt_zero.io.thread_pool import SwapError
+from lt_zero.ops.flat import wide
 
 Place = tuple[Bucket, int]
 

@@ -1,7 +1,7 @@
 """Checkpoints of a Trainer: what Lightning's hooks collect, save, load and remove.
 
 ``dump_checkpoint`` collects the module's and the optimizers' states; ``save`` adds what else training needs to go on.
-See session/saving.py, Note [Life of a save].
+See session/checkpoints.py, Note [Life of a save].
 
 Note [Life of a restore]
     Lightning restores before the module is sharded. The state dict of a directory is lazy and is kept until then, so
@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_zero.checkpoint.export import export
-from lt_zero.checkpoint.identity import Identity, checked_file, load_same, of_content, opened_source, reading
 from lt_zero.checkpoint.last import tell_of_newer
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.archive import Archive
@@ -41,8 +40,11 @@ from lt_zero.checkpoint.native.keys import put_back
 from lt_zero.checkpoint.native.load import (
     as_lightning,
     check_schedule,
+    engine_of,
     load_module,
     require_training_state,
+    restore_weights,
+    trained_weights,
 )
 from lt_zero.checkpoint.native.pieces import (
     full_optimizer_state,
@@ -50,16 +52,11 @@ from lt_zero.checkpoint.native.pieces import (
     parameter_names,
 )
 from lt_zero.checkpoint.native.plain import plain
-from lt_zero.checkpoint.native.restore import (
-    restore_weights,
-    trained_weights,
-)
 from lt_zero.checkpoint.native.save import KEY
-from lt_zero.checkpoint.open import is_directory
+from lt_zero.checkpoint.open import Identity, checked_file, is_directory, load_same, of_content, opened_source, reading
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.progress_bar import progress_bar
-from lt_zero.config.load import shown
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.lazy_tensor import LazyTensor, read_now
@@ -68,9 +65,15 @@ from lt_zero.lightning.data_position.position import KEY as POSITION
 from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.lightning.setup import Run
-from lt_zero.session.content import beside, frozen_names, trained_beside, weights_to_save
-from lt_zero.session.restoring import Progress, restore_optimizers
-from lt_zero.session.saving import Saving
+from lt_zero.session.checkpoints import (
+    Progress,
+    Saving,
+    beside,
+    frozen_names,
+    restore_optimizers,
+    trained_beside,
+    weights_to_save,
+)
 
 _HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 _HPARAMS_TYPE = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
@@ -129,7 +132,7 @@ class CheckpointService:
         trainer, then = run.trainer, partial(_export_beside, run)
         ends = trainer is None or not trainer.training or trainer.state.status == TrainerStatus.INTERRUPTED
         background = run.config.checkpoint.async_save and not (ends or self._synchronous)
-        saving = Saving(content, names, run.config, engine.policy.mode, self._frozen, then)
+        saving = Saving(content, names, run.config, run.shown, engine.policy.mode, self._frozen, then)
         run.session.saver.save(saving, path, engine.world, background)
 
     def _collect(self, run: Run, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -158,7 +161,7 @@ class CheckpointService:
             found, rest = plain(content)
             put_back(found, rest)
             assert isinstance(found, dict)
-            found.setdefault(KEY, {})["config"] = shown(run.config)
+            found.setdefault(KEY, {})["config"] = run.shown
             if self._frozen:
                 found[KEY]["frozen_left_out"] = list(self._frozen)
             if run.rank == 0:
@@ -307,7 +310,7 @@ class CheckpointService:
         state |= {name: held for name, (loaded, held) in early.items() if state.get(name) is loaded}
         agreed = run.agree("loading weights", CheckpointError)
         with agreed, progress_bar("Loading weights", len(state), rank=run.rank) as work:
-            restore_weights(run.module, run.config, state, strict, left_out, work.reach)
+            restore_weights(run.module, engine_of(run.module), run.config, state, strict, left_out, work.reach)
 
     def load_optimizers(self, run: Run, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states and the position in the data. Collective."""

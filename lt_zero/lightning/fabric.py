@@ -15,22 +15,19 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lt_zero.checkpoint.identity import Identity, checked_file, load_same, of_content, opened_source, reading
+from lt_zero.checkpoint.native.load import engine_of, restore_weights
 from lt_zero.checkpoint.native.pieces import (
     full_optimizer_state,
     optimizer_fragments,
     parameter_names,
 )
-from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
-from lt_zero.checkpoint.native.rank_buffers import load_rank_buffers
-from lt_zero.checkpoint.native.restore import restore_weights
+from lt_zero.checkpoint.native.rank_state import RANK_BUFFERS, load_rank_buffers
 from lt_zero.checkpoint.native.save import HERE
-from lt_zero.checkpoint.open import is_directory
+from lt_zero.checkpoint.open import Identity, checked_file, is_directory, load_same, of_content, opened_source, reading
 from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted, check_launch, joining
 from lt_zero.comm.shard_group import ShardGroup
@@ -40,7 +37,7 @@ from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.config.faces import Face, check_face
-from lt_zero.config.load import examine
+from lt_zero.config.load import examine, shown
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
@@ -49,9 +46,16 @@ from lt_zero.lightning.fabric_items import BESIDE, Opened, open_directory, opene
 from lt_zero.lightning.other_strategies import explained, tensor_override
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.setup import shorten_errors
-from lt_zero.session.content import beside, export_weights, frozen_names, weights_to_save, whole_weights
-from lt_zero.session.restoring import restore_optimizers
-from lt_zero.session.saving import Saving
+from lt_zero.parallel.mesh import DeviceMesh
+from lt_zero.session.checkpoints import (
+    Saving,
+    beside,
+    export_weights,
+    frozen_names,
+    restore_optimizers,
+    weights_to_save,
+    whole_weights,
+)
 from lt_zero.session.session import Session, move_buffers
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
@@ -109,6 +113,7 @@ class FabricZeroStrategy(DDPStrategy):
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
         self.config: ZeroConfig = loaded.usable()
+        self._shown = shown(self.config)  # in checkpoints
         loaded.announce()
         check_face(self.config, Face.FABRIC)
         self.session = Session(Face.FABRIC)
@@ -217,6 +222,9 @@ class FabricZeroStrategy(DDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: LRScheduler | None = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         sharded = self._set_up(module, training=True)
+        with self.world.agree("looking for the module of an optimizer", ValueError):
+            for optimizer in optimizers:
+                self._stepped_by(optimizer, sharded.engine)
         self._add(sharded.engine, optimizers)
         if scheduler is not None:
             number = self.session.number(self._sharded(scheduler.optimizer))
@@ -238,13 +246,13 @@ class FabricZeroStrategy(DDPStrategy):
 
     def _add(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
         self.session.add_optimizers(engine, optimizers)
-        self.session.start_trial(self.config, accumulation=1)
+        self.session.start_trial(engine, self.config, accumulation=1)
 
-    def _stepped_by(self, optimizer: Optimizer) -> Engine:
-        """The engine of an optimizer's parameters. Raises ValueError if there is not exactly one."""
+    def _stepped_by(self, optimizer: Optimizer, wanted: Engine | None = None) -> Engine:
+        """The engine of an optimizer's parameters. Raises ValueError if there is not exactly one, or another one."""
         owners = {id(owner_of(p)) for group in optimizer.param_groups for p in group["params"]}
         engines = [engine for engine in self.engines if id(engine) in owners]
-        if len(engines) == len(owners) == 1:
+        if len(engines) == len(owners) == 1 and engines[0] is (wanted or engines[0]):
             return engines[0]
         name = type(optimizer).__name__
         if not engines:
@@ -299,6 +307,7 @@ class FabricZeroStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, unless the gradients overflowed; clipped to ``gradient_clipping``. Returns what the closure does."""
         output, closure = None, kwargs.pop("closure", None)
+        self.session.before_step()
         if closure is not None:  # before the step, which works on shards
             with torch.enable_grad():
                 output = closure()
@@ -366,7 +375,7 @@ class FabricZeroStrategy(DDPStrategy):
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        restore_weights(_whole(module), self.config, state_dict, strict)
+        restore_weights(_whole(module), engine_of(module), self.config, state_dict, strict)
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The state dict of a module that is set up, with full tensors on rank 0, {} on the others. Collective."""
@@ -381,8 +390,7 @@ class FabricZeroStrategy(DDPStrategy):
         self.barrier("export")
 
     def _engine_of(self, module: nn.Module) -> Engine:
-        engine = next((e for e in map(owner_of, module.parameters()) if isinstance(e, Engine)), None)
-        if engine is None:
+        if (engine := engine_of(module)) is None:
             raise ValueError(f"{type(module).__name__} is not set up. Call fabric.setup(module) first.")
         return engine
 
@@ -416,7 +424,7 @@ class FabricZeroStrategy(DDPStrategy):
         content, names = self._collect(state, filter or {})
         prefixes = content[HERE]["modules"]
         frozen = [prefixes[key] + name for key in prefixes for name in sorted(self._frozen(state[key]))]
-        self.session.save(Saving(content, names, self.config, self.precision.precision, frozen), path)
+        self.session.save(Saving(content, names, self.config, self._shown, self.precision.precision, frozen), path)
 
     def wait_for_save(self) -> None:
         """Wait until the save in the background (``checkpoint.async``) is done. Collective.
@@ -430,13 +438,15 @@ class FabricZeroStrategy(DDPStrategy):
         self, path: str, state: Mapping[str, Any], options: Any, kept: Mapping[str, Callable[[str, Any], bool]]
     ) -> None:
         """Rank 0 writes one file. Collective."""
-        own = {key: self.get_module_state_dict(m) for key, m in state.items() if isinstance(m, ShardedModule)}
+        modules = {key: value for key, value in state.items() if isinstance(value, ShardedModule)}
+        frozen = {key: self._frozen(module) for key, module in modules.items()}
+        own = {key: whole_weights(module.engine, "Fabric.save", frozen[key]) for key, module in modules.items()}
         own |= {key: self.get_optimizer_state(o) for key, o in state.items() if isinstance(o, Optimizer)}
         parts, plugin = self._parts(state, kept, own), self.checkpoint_io
         found = beside(self._prefixes(state), sharded=False)
         if found.pop(RANK_BUFFERS, None) is not None and self.world.rank == 0:
             log.warning("checkpoint.format: full keeps rank 0's buffers only, and other ranks have others.")
-        parts[BESIDE] = {**self._progress(state), **found}
+        parts[BESIDE] = {**self._progress(state), **found, "frozen_left_out": frozen}
         with self.world.agree(f"saving {path}", CheckpointError):
             if self.world.rank > 0:
                 return
@@ -564,13 +574,14 @@ class FabricZeroStrategy(DDPStrategy):
         """Load parts of a checkpoint into objects. Collective."""
         optimizers = {k: ShardedOptimizer.of(value) for k, value in objects.items() if isinstance(value, Optimizer)}
         stepped_next = [sharded.engine for sharded in optimizers.values() if sharded is not None]
-        # checkpoint/native/restore.py, Note [Order of a restore]
+        # checkpoint/native/load.py, Note [Order of a restore]
         for key, value in objects.items():
             if isinstance(value, nn.Module):
                 goes_on = isinstance(value, ShardedModule) and value.engine in stepped_next
                 weights, left_out = opened.trained.get(key, {}) if goes_on else {}, opened.left_out.get(key, ())
                 with self._reading.agree(f"loading {type(value).__name__}", CheckpointError):
-                    restore_weights(_whole(value), self.config, {**saved[key], **weights}, strict, left_out)
+                    state = {**saved[key], **weights}
+                    restore_weights(_whole(value), engine_of(value), self.config, state, strict, left_out)
                 self._restore_buffers(value, opened, key)
         for key, value in objects.items():
             if (sharded := optimizers.get(key)) is not None:

@@ -9,15 +9,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lt_zero.checkpoint.native.load import as_lightning
-from lt_zero.checkpoint.native.rank_buffers import KEY as RANK_BUFFERS
-from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
-from lt_zero.checkpoint.native.restore import entries_of, loss_scale
-from lt_zero.checkpoint.native.restore import stepped as has_stepped
+from lt_zero.checkpoint.native.load import as_lightning, entries_of, loss_scale
+from lt_zero.checkpoint.native.load import stepped as has_stepped
+from lt_zero.checkpoint.native.rank_state import RANK_BUFFERS, RESIDUALS
 from lt_zero.checkpoint.native.save import HERE, KEY, TRAINED
 from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
-from lt_zero.session.restoring import Progress
+from lt_zero.session.checkpoints import Progress
 
 BESIDE = "lt_zero_fabric"  # key, in a single file, of what is in no item
 
@@ -99,7 +97,13 @@ def open_directory(source: Source, weights_only: bool | None) -> Opened:
 def opened_file(saved: dict[str, Any]) -> Opened:
     """What a single file has, of this strategy or of another of Fabric's."""
     own = saved.pop(BESIDE, {})
-    return Opened(saved, stepped=own.get("stepped"), loss_scale=own.get("loss_scale", {}), residuals=own.get(RESIDUALS))
+    return Opened(
+        saved,
+        left_out=own.get("frozen_left_out", {}),  # earlier versions did not leave them out
+        stepped=own.get("stepped"),
+        loss_scale=own.get("loss_scale", {}),
+        residuals=own.get(RESIDUALS),
+    )
 
 
 def prefixes_of(keys: Sequence[str]) -> dict[str, str]:

@@ -31,7 +31,7 @@ from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
 from lt_zero.config.document import Document
-from lt_zero.config.load import ConfigWarning
+from lt_zero.config.load import ConfigWarning, shown
 from lt_zero.config.uses import check_same
 from lt_zero.engine.partition import hidden_size
 from lt_zero.optim import grouping
@@ -62,13 +62,19 @@ class Reconciler:
 
     Attributes:
         config: as far as it is resolved.
+        shown: what checkpoints tell of it.
+        seen: whether ``see`` has compared the first batch, and has nothing more to do.
     """
 
     def __init__(self, config: ZeroConfig, marks: Mapping[Path, Mark] | None = None) -> None:
-        self.config = self._given = config  # "auto" is resolved again for each fit, with its module, Trainer and data
+        self._given = config  # "auto" is resolved again for each fit, with its module, Trainer and data
+        self._use(config)
         self._written = Document({}, dict(marks or {}))
         self._patched: tuple[pl.LightningModule, Any] | None = None  # and its instance's own configure_optimizers
-        self._seen, self._steps = False, 1
+        self.seen, self._steps = False, 1
+
+    def _use(self, config: ZeroConfig) -> None:
+        self.config, self.shown = config, shown(config)
 
     # ---- before a run ------------------------------------------------------------------------------------------
 
@@ -112,7 +118,7 @@ class Reconciler:
         Raises:
             ConfigError: on all ranks, if the values contradict each other, or an "auto" cannot be resolved.
         """
-        self._seen, config = False, self._given
+        self.seen, config = False, self._given
         with world.agree("reading the configuration", ConfigError), self._marked():
             rows, config = _apply_to_trainer(config, trainer, module, ranks)
             self._steps = steps = trainer.accumulate_grad_batches
@@ -132,7 +138,7 @@ class Reconciler:
                 source = f"train_batch_size: {total} / ({steps} * {ranks} ranks)"
                 rows.append(Resolution("batch_size of the data loader", micro, source))
         check_same(config, world.host_gather)
-        self.config = config
+        self._use(config)
         if show:
             show_table([*rows, *resolutions])
             if config.scheduler is not None and not module.automatic_optimization:
@@ -159,13 +165,11 @@ class Reconciler:
         Raises:
             ConfigError: on all ranks, if a key contradicts the batch.
         """
-        if self._seen:
-            return
         given = {key: value for key in _BATCH if (value := getattr(self.config, key)) is not None}
         wanted = given or any((key,) in self.config.autos for key in _BATCH)
         if wanted and trainer.is_last_batch and trainer.fit_loop.epoch_loop.batch_idx > 0:
             return
-        self._seen = True
+        self.seen = True
         if not wanted:
             return
         try:  # Lightning's ``extract_batch_size`` would take the first of several sizes and warn once per process
@@ -177,7 +181,8 @@ class Reconciler:
             if size is not None:
                 _check_batch(self.config, size, self._steps, ranks, "is the size of the first batch")
         if size is not None:
-            self.config, found = resolve_batch(self.config, size, self._steps, ranks)
+            config, found = resolve_batch(self.config, size, self._steps, ranks)
+            self._use(config)
             show_table(found if show else [])
         elif given and show:
             names = " and ".join(f"{key}={value}" for key, value in given.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +60,7 @@ class Run:
     """A snapshot of what the parts of a strategy share."""
 
     config: ZeroConfig  # as far as it is resolved
+    shown: Mapping[str, Any]  # what checkpoints tell of it
     checkpoint_io: CheckpointIO  # for checkpoints of one file
     session: Session
     loss_scale: LossScaleController

@@ -19,7 +19,6 @@ from lightning.pytorch.plugins import Precision, TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
@@ -50,7 +49,8 @@ from lt_zero.lightning.other_strategies import explained, tensor_override
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.setup import Run, Signals
-from lt_zero.session.content import export_weights, whole_weights
+from lt_zero.parallel.mesh import DeviceMesh
+from lt_zero.session.checkpoints import export_weights, whole_weights
 from lt_zero.session.session import Session, move_buffers
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -152,6 +152,7 @@ class ZeroStrategy(DDPStrategy):
         """A snapshot for the parts of the strategy, which do not see the strategy."""
         return Run(
             config=self.config,
+            shown=self._reconciler.shown,
             checkpoint_io=self.checkpoint_io,
             session=self.session,
             loss_scale=self.precision_plugin.loss_scale_controller,
@@ -428,9 +429,11 @@ class ZeroStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         run, module, batch = self.run, self._module, args[0] if args else None
-        self.session.saver.check(run.engine.world)
-        self._reconciler.see(batch, module.trainer, run.engine.world, self.session.data_ranks, self.is_global_zero)
-        self.session.compare_batch(batch)
+        self.session.before_step()
+        if not self._reconciler.seen:
+            self._reconciler.see(batch, module.trainer, run.engine.world, self.session.data_ranks, self.is_global_zero)
+        if self.session.mesh is not None:
+            self.session.compare_batch(batch)
         with phase("forward"), run.engine.forward_scope():
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))
 
@@ -505,7 +508,8 @@ class ZeroStrategy(DDPStrategy):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         # Saves outside of a run are synchronous.
-        with self.session.explaining():
+        world = self.world
+        with world.explaining() if world is not None else nullcontext():
             super().barrier(*args, **kwargs)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------

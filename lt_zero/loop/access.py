@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lt_zero.checkpoint.native.pieces import Fragment, states_of
-from lt_zero.comm.shared_memory import wide
 from lt_zero.common.arguments import expect
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.compressed_momentum import CompressedMomentum
@@ -22,6 +21,7 @@ from lt_zero.engine.full_params import full_flat, gather_own, joined
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.layout import Piece
 from lt_zero.engine.local_steps import LocalSteps
+from lt_zero.ops.flat import wide
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 _GRADS = "call it between backward and the step, on all ranks"

@@ -24,17 +24,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lt_zero.checkpoint.identity import open_same
 from lt_zero.checkpoint.native.directory import file_system, inside, is_url, whole_file
-from lt_zero.checkpoint.native.load import as_lightning, check_schedule, fitting_state
-from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
-from lt_zero.checkpoint.native.restore import (
+from lt_zero.checkpoint.native.load import (
+    as_lightning,
+    check_schedule,
     entries_of,
+    fitting_state,
     restore_weights,
     trained_weights,
 )
+from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.save import LOOP
-from lt_zero.checkpoint.open import LATEST, read_latest
+from lt_zero.checkpoint.open import LATEST, open_same, read_latest
 from lt_zero.comm.launchers import local_rank
 from lt_zero.comm.process_groups import init_distributed, joining, own_gpu
 from lt_zero.comm.world import World, together
@@ -46,15 +47,22 @@ from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.faces import Face, check_face
-from lt_zero.config.load import examine, resolved
+from lt_zero.config.load import examine, resolved, shown
 from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.partition import with_sizes
 from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
-from lt_zero.session.content import beside, export_weights, frozen_names, weights_to_save, whole_weights
-from lt_zero.session.restoring import Progress, restore_optimizers
-from lt_zero.session.saving import Saving
+from lt_zero.session.checkpoints import (
+    Progress,
+    Saving,
+    beside,
+    export_weights,
+    frozen_names,
+    restore_optimizers,
+    weights_to_save,
+    whole_weights,
+)
 from lt_zero.session.session import Session
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
@@ -142,7 +150,7 @@ class TrainingEngine(nn.Module):
         self.data_ranks = self.session.data_ranks
         self._micro, self._gas = _batch_sizes(config, self.data_ranks)
         self.engine: Engine = self.session.build(model, config, wanted, policy, training=True)
-        self.module, self._config = model, config
+        self.module, self._config, self._shown = model, config, shown(config)
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
         self.training_dataloader: DataLoader[Any] | None = None
@@ -191,7 +199,7 @@ class TrainingEngine(nn.Module):
         self.lr_scheduler = schedule
         if schedule is not None:
             self.session.hold(schedule, 0, self._config)
-        self.session.start_trial(self._config, accumulation=self._gas, micro=self._micro, loop=True)
+        self.session.start_trial(self.engine, self._config, accumulation=self._gas, micro=self._micro, loop=True)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the engine, or of the module (``engine.generate``)."""
@@ -253,6 +261,7 @@ class TrainingEngine(nn.Module):
 
         Raises:
             RuntimeError: no optimizer; inside ``no_sync``; or under fp16 the loss was not scaled.
+            CheckpointError: on all ranks, before the step: the save in the background has failed.
         """
         if self._sharded is None or self.optimizer is None:
             raise RuntimeError("engine.step needs an optimizer: pass one to lt_zero.initialize, or configure one.")
@@ -262,8 +271,10 @@ class TrainingEngine(nn.Module):
             raise RuntimeError(
                 "Under fp16 a loss has to be scaled: engine.backward(loss), or engine.scale(loss).backward()."
             )
-        self._scaled = self._applied = False
         ends = self.is_gradient_accumulation_boundary()
+        if ends:
+            self.session.before_step()
+        self._scaled = self._applied = False
         self.micro_steps += 1
         self._pending += 1
         if ends:
@@ -440,7 +451,7 @@ class TrainingEngine(nn.Module):
         content |= beside({"": engine})
         names = [parameter_names(self.optimizer, engine)] if self.optimizer is not None else []
         then = partial(_name_latest, save_dir, tag) if save_latest else lambda path: None
-        saving = Saving(content, names, self._config, engine.policy.mode, left_out, then)
+        saving = Saving(content, names, self._config, self._shown, engine.policy.mode, left_out, then)
         self.session.save(saving, inside(save_dir, tag))
         return True
 
@@ -487,7 +498,7 @@ class TrainingEngine(nn.Module):
         self.loss_scale_controller.read_skip_flag()  # of a step before
         weights = saved["state_dict"] if only_weights else trained_weights(saved)
         with world.agree("loading weights", CheckpointError):
-            restore_weights(self.module, self._config, weights, load_module_strict, left_out)
+            restore_weights(self.module, self.engine, self._config, weights, load_module_strict, left_out)
         self.zero_grad()  # of other weights
         self._pending, self._scaled = 0, False
         if only_weights:

@@ -134,28 +134,32 @@ class Job:
 
 
 class BackgroundStep:
-    """The background step that has a bucket, if one has. Other threads wait before they access the bucket's stores."""
+    """The background step that has a bucket, if one has. Other threads wait before they access the bucket's stores.
+
+    Attributes:
+        job: that has the bucket; None: there is nothing to wait for.
+    """
 
     def __init__(self) -> None:
-        self._job: Job | None = None
+        self.job: Job | None = None
         self._then: list[Callable[[], None]] = []
 
     def begin(self, job: Job) -> None:
         """Give the bucket to ``job`` until ``wait``."""
-        self._job = job
+        self.job = job
 
     def wait(self) -> bool:
         """Wait for the job; returns whether there was one. No-op in the background thread."""
-        if self._job is None or not self._job.wait():
+        if self.job is None or not self.job.wait():
             return False
-        self._job, then, self._then = None, self._then, []
+        self.job, then, self._then = None, self._then, []
         for work in then:
             work()
         return True
 
     def then(self, work: Callable[[], None]) -> None:
         """Call ``work`` now, or when the job was waited for."""
-        if self._job is None:
+        if self.job is None:
             work()
         else:
             self._then.append(work)

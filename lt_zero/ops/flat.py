@@ -1,4 +1,4 @@
-"""Kernels over flat tensors that belong to no optimizer: norms, accumulation, casts."""
+"""Operations on flat tensors that belong to no optimizer: how sums are rounded, and kernels for norms and casts."""
 
 from __future__ import annotations
 
@@ -23,6 +23,27 @@ from lt_zero.ops.dispatch import (
     scratch,
     sizes,
 )
+
+# ---- sums -----------------------------------------------------------------------------------------------------------
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums for a result in ``dtype`` are computed, to be rounded once."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def store(out: Tensor, value: Tensor, add: bool, factor: float) -> None:
+    """``out = value * factor`` or ``out += value * factor``; ``value`` may be overwritten."""
+    value = value.to(wide(value.dtype))
+    if add:  # with ``alpha`` some elements would be rounded once, and others twice
+        out.add_(value if factor == 1.0 else value.mul_(factor))
+    elif factor == 1.0:
+        out.copy_(value)
+    else:
+        torch.mul(value, factor, out=out)
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
 
 
 def norm_squared_reference(tensors: Sequence[Tensor]) -> Tensor:

@@ -92,6 +92,14 @@ class LocalParts:
     def show(self, parameter: Parameter, part: Tensor) -> Tensor:
         return shown(parameter, part) if isinstance(parameter, DTensor) else part
 
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        grad = parameter.grad
+        if grad is not None and isinstance(parameter, DTensor):
+            return cut(parameter, grad)
+        # Not by a hook on the parameter: a frozen one cannot have hooks, and may be unfrozen later.
+        ranks = getattr(parameter, _PARTIAL, 1)
+        return grad * ranks if grad is not None and ranks > 1 else grad
+
     def place(self, empty: Parameter, full: Parameter) -> Parameter:
         if not isinstance(empty, DTensor):
             return full
@@ -143,21 +151,11 @@ _PARTIAL = "_lt_zero_partial_over"  # in a parameter's ``__dict__``
 
 
 def mark_partial(parameter: Tensor, ranks: int) -> None:
-    """Note that the gradient of a plain ``parameter`` on each of ``ranks`` ranks is a part of a sum."""
-    setattr(parameter, _PARTIAL, ranks)
+    """Note that the gradient of a plain ``parameter`` on each of ``ranks`` ranks is a part of a sum.
 
-
-def local_gradient(parameter: Parameter) -> Tensor | None:
-    """The gradient of ``parameter`` as an engine takes it: in the shape of what it holds.
-
-    A partial sum is multiplied by the number of ranks, as in ``local_part``. This is not done by a hook on the
-    parameter: a frozen one cannot have hooks, and may be unfrozen later.
+    It is multiplied by their number, as in ``local_part``.
     """
-    grad = parameter.grad
-    if grad is not None and isinstance(parameter, DTensor):
-        return cut(parameter, grad)
-    ranks = getattr(parameter, _PARTIAL, 1)
-    return grad * ranks if grad is not None and ranks > 1 else grad
+    setattr(parameter, _PARTIAL, ranks)
 
 
 def spec_of(name: str, parameter: DTensor) -> ParamSpec:

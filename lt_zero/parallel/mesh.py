@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from lt_zero.comm.process_groups import one_queue
@@ -24,7 +25,8 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
-from lt_zero.parallel.local import LocalParts, local_gradient, localize
+from lt_zero.parallel.local import LocalParts, localize
+from lt_zero.parallel.plan import parallelize, table
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
 AXES = (PIPELINE, DATA, SEQUENCE, TENSOR)  # outermost first: tensor ranks are neighbours, on one node
@@ -80,17 +82,24 @@ class ParallelMesh:
 
     def __init__(self, sizes: ParallelSizes, world: World) -> None:
         self.sizes, self._world = sizes, world
-        device = world.device.type
-        self.device_mesh = init_device_mesh(device, (1, sizes.data, 1, sizes.tensor), mesh_dim_names=AXES)
         self.data_rank, self.tensor_rank = divmod(world.rank, sizes.tensor)
-        ranks = range(world.size)
-        parts = [ranks[first :: sizes.tensor] for first in range(sizes.tensor)]
-        self._cut = ShardGroup(world, parts, divisor=sizes.data)
+        mesh = torch.arange(world.size).view(1, sizes.data, 1, sizes.tensor)
+        rows = [mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist() for axis in range(mesh.dim())]
+        # Of this world, whose hang detection closes them: a rank that is gone would be waited for in a layer.
+        groups = [world.new_group(None, parts, closes=True) for parts in rows]
+        self.device_mesh = DeviceMesh.from_group(groups, world.device.type, mesh, mesh_dim_names=AXES)
+        self._cut = ShardGroup(world, rows[AXES.index(DATA)], divisor=sizes.data)
 
     @property
     def tensor(self) -> DeviceMesh:
         """The ranks that have the other parts of this rank's tensors."""
         return self.device_mesh[TENSOR]
+
+    def cut(self, module: nn.Module, config: ZeroConfig) -> None:
+        """Parallelize a module as its user, the configuration or its own plan says. Errors: ``parallelize``."""
+        rows = parallelize(module, self.tensor, config)
+        if self._world.rank == 0:
+            Console().print(table(rows))
 
     def arguments(self, module: nn.Module, group: ShardGroup) -> dict[str, Any]:
         """Of ``lt_zero.shard``, for a module some of whose parameters are DTensors; ``group``: all ranks.
@@ -98,7 +107,7 @@ class ParallelMesh:
         Errors are those of ``localize``.
         """
         specs = localize(module, self.tensor)
-        return {"specs": specs, "group_of": self._group_of(group), "gradient_of": local_gradient, "parts": LocalParts()}
+        return {"specs": specs, "group_of": self._group_of(group), "parts": LocalParts()}
 
     def _group_of(self, group: ShardGroup) -> Callable[[str, nn.Parameter], ShardGroup]:
         def group_of(name: str, parameter: nn.Parameter) -> ShardGroup:

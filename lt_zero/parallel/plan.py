@@ -107,7 +107,10 @@ def _apply(plan: Plan, mesh: DeviceMesh) -> None:
                 mark_partial(parameters[name], mesh.size())
         elif (style := styles.style_of(each.kind, each.sizes)) is not None:
             buffers = list(each.module.named_buffers())
+            frozen = [name for name, p in each.module.named_parameters() if not p.requires_grad]
             parallelize_module(each.module, mesh, style)
+            for name in frozen:  # torch's parameters are new ones, which are trained
+                each.module.get_parameter(name).requires_grad_(False)
             # torch makes them DTensors, which the engine cannot send. Numbers may be plain in operations on DTensors.
             for name, buffer in buffers:
                 owner, _, own = name.rpartition(".")

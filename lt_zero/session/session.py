@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lt_zero.build import shard
@@ -27,14 +27,14 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.memory.check import check_optimizers
 from lt_zero.parallel.batches import check_same_batch
-from lt_zero.parallel.mesh import DATA, ParallelMesh, mesh_of
-from lt_zero.session.saving import Saver, Saving
+from lt_zero.parallel.mesh import DATA, DeviceMesh, ParallelMesh, mesh_of
+from lt_zero.session.checkpoints import Saver, Saving
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
 from lt_zero.step.step_options import compare_optimizers
 from lt_zero.step.supported_optimizers import states_per_element
-from lt_zero.tuning.trial import Trial
+from lt_zero.tuning.trial import FOLDER, Trial
 
 
 class Session:
@@ -59,7 +59,8 @@ class Session:
         self.mesh: ParallelMesh | None = None
         self._compared = False  # the first batch
         self.saver = Saver()
-        self.trial = Trial.of_environment()
+        folder = os.environ.get(FOLDER)
+        self.trial = Trial(Path(folder)) if folder else None
         self._engines: list[weakref.ref[Engine]] = []
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
 
@@ -95,7 +96,7 @@ class Session:
         return self.mesh.device_mesh if self.mesh is not None else None
 
     @property
-    def data_group(self) -> ProcessGroup | None:
+    def data_group(self) -> Any:
         """The ranks that see different data and have the same parts; None: all ranks."""
         return self.mesh.device_mesh[DATA].get_group() if self.mesh is not None else None
 
@@ -161,7 +162,10 @@ class Session:
         """
         self._refuse_another()
         move_buffers(module, device)
-        parts = self.mesh.arguments(module, self.group) if self.mesh is not None else {}
+        parts: dict[str, Any] = {}
+        if self.mesh is not None:
+            self.mesh.cut(module, config)
+            parts = self.mesh.arguments(module, self.group)
         engine = shard(module, config, device, policy, self.group, training, **parts)
         load(engine)
         sync_buffers(engine)
@@ -204,9 +208,9 @@ class Session:
         for optimizer in given:
             if not leave_others or self.loss_scale.checks or _steps(optimizer, engine):
                 self._shard_optimizer(engine, optimizer)
-        of_engine = [sharded.optimizer for sharded in engine.optimizers]
-        others = [optimizer for optimizer in given if all(optimizer is not other for other in of_engine)]
-        check_optimizers(engine, [*of_engine, *others], accumulates, saves)
+        taken = {id(p) for optimizer in given for group in optimizer.param_groups for p in group["params"]}
+        beside = [s.optimizer for s in engine.optimizers if not any(id(p) in taken for p in s.parameters())]
+        check_optimizers(engine, [*beside, *given], accumulates, saves)  # not those of an earlier fit
         self.loss_scale.start_watching(engine)
         line = engine.offload_manager.announce(engine.buckets, max(map(states_per_element, given)))
         if line and engine.world.rank == 0:
@@ -219,10 +223,10 @@ class Session:
         if all(known is not other for other in self.optimizers):
             self._optimizers.append(weakref.ref(known))
 
-    def start_trial(self, config: ZeroConfig, **facts: Any) -> None:
-        """Begin the trial, if there is one; ``facts``: as for ``Trial.start``."""
+    def start_trial(self, engine: Engine, config: ZeroConfig, **facts: Any) -> None:
+        """Begin the trial of a model that is trained, if there is one; ``facts``: as for ``Trial.start``."""
         if self.trial is not None:
-            self.trial.start(self.engines[0], config, **facts)
+            self.trial.start(engine, config, **facts)
 
     def hold(self, schedule: Any, number: int, config: ZeroConfig) -> None:
         """Let a schedule wait while steps of optimizer ``number`` are skipped, unless ``on_skipped_step`` says not."""
@@ -246,13 +250,19 @@ class Session:
         self.loss_scale.before_backward(self.optimizers)
         return self.loss_scale.scaled(engine or next(iter(self.engines), None), loss)
 
-    def step(self, sharded: ShardedOptimizer, limit: float, call: Callable[[], object]) -> tuple[bool, Tensor | None]:
-        """``LossScaleController.step`` of an optimizer. Collective.
+    def before_step(self) -> None:
+        """A step begins, of which nothing is done or counted yet: a caller who catches the error can begin it again.
+
+        Collective.
 
         Raises:
-            CheckpointError: on all ranks, before the step: the save in the background has failed.
+            CheckpointError: on all ranks: the save in the background has failed.
         """
-        self.saver.check(self.world)
+        if self.saver.pending is not None:
+            self.saver.check(self.world)
+
+    def step(self, sharded: ShardedOptimizer, limit: float, call: Callable[[], object]) -> tuple[bool, Tensor | None]:
+        """``LossScaleController.step`` of an optimizer. Collective."""
         return self.loss_scale.step(sharded, self.number(sharded), limit, call)
 
     def end_step(self, sharded: ShardedOptimizer) -> None:

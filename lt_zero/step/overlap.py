@@ -134,7 +134,8 @@ class Overlap:
             assert self._fused is not None
             if self._fused.has_same_groups():
                 self._offload_manager.partially_stepped = ""
-        self._offload_manager.refuse_partially_stepped(self._engine.world)
+        if self._offload_manager.overlaps:
+            self._offload_manager.refuse_partially_stepped(self._engine.world)
         return self.early
 
     def _end_early(self) -> set[Bucket]:

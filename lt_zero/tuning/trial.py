@@ -64,12 +64,6 @@ class Trial:
         self._batch: int | None = None
         self._built = 0  # peak bytes before the first step
 
-    @classmethod
-    def of_environment(cls) -> Trial | None:
-        """The trial that this process was started for."""
-        folder = os.environ.get(FOLDER)
-        return cls(Path(folder)) if folder else None
-
     def start(
         self,
         engine: Engine,

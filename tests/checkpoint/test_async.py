@@ -21,7 +21,7 @@ from lightning.pytorch.tuner import Tuner
 
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.io import direct_file
-from lt_zero.session import saving
+from lt_zero.session import checkpoints
 from tests.support.checkpoint_tools import Gate, copied, error_of, everything, resume, same, train
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
 from tests.support.matrix import only
@@ -47,7 +47,7 @@ class SavesAt(pl.Callback):
             self.want = everything(trainer)
             trainer.save_checkpoint(self.path)
         if trainer.global_step >= 1:
-            self.pending.append(trainer.strategy.session.saver._pending is not None)
+            self.pending.append(trainer.strategy.session.saver.pending is not None)
         if trainer.global_step == 1:
             assert not Path(self.path).exists(), "no name before all is written"
         if trainer.global_step == self.late:
@@ -106,7 +106,7 @@ def _fails(folder: str) -> list[Any]:
                 trainer.strategy.checkpoints.wait(trainer.strategy.run)
                 gate.fail = rank  # once
             if trainer.global_step == 3:
-                while not trainer.strategy.session.saver._pending.done():
+                while not trainer.strategy.session.saver.pending.done():
                     time.sleep(0.001)
 
     keeps = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=1, save_last=False)
@@ -146,8 +146,8 @@ def _has_no_memory(path: str) -> list[Any]:
 
     class Saves(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            effect = saving.stage if trainer.global_step == 1 else MemoryError
-            with mock.patch.object(saving, "stage", side_effect=effect):
+            effect = checkpoints.stage if trainer.global_step == 1 else MemoryError
+            with mock.patch.object(checkpoints, "stage", side_effect=effect):
                 trainer.save_checkpoint(path)
 
     with pytest.raises(MemoryError):
@@ -218,7 +218,7 @@ def _one_at_a_time(folder: str) -> None:
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 1:
                 trainer.save_checkpoint(f"{folder}/one")
-                first = trainer.strategy.session.saver._pending
+                first = trainer.strategy.session.saver.pending
                 trainer.strategy.remove_checkpoint(f"{folder}/old")
                 assert Path(folder, "old").is_dir(), "removed when the save under way has succeeded"
                 threading.Timer(0.05, gate.open.set).start()
@@ -351,14 +351,14 @@ class SavesAt2(Callback):
 
 
 def _overtaken(path: str, fused: bool) -> None:
-    release, write = threading.Event(), saving.write
+    release, write = threading.Event(), checkpoints.write
 
     def held(*args: Any) -> None:
         assert release.wait(30)
         write(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "write", held)
+        patch.setattr(checkpoints, "write", held)
         config = {**ASYNC, "fused_step": fused}
         saves = SavesAt2(path, release)
         trainer = sharded_trainer(2, config=config, max_steps=5, max_epochs=9, limit_val_batches=0, callbacks=[saves])
@@ -379,7 +379,7 @@ def test_counters_and_tensors_of_hooks_are_those_of_the_moment(pool: Pool, tmp_p
 
 def _abandons(folder: str) -> Any:
     """An error in training while a save is held back; a fit of the same strategy saves before that one has ended."""
-    release, write, count = threading.Event(), saving.write, [0]
+    release, write, count = threading.Event(), checkpoints.write, [0]
 
     def held(*args: Any) -> None:
         count[0] += 1
@@ -387,8 +387,8 @@ def _abandons(folder: str) -> Any:
         write(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "write", held)
-        patch.setattr(saving, "GRACE", 0.1)
+        patch.setattr(checkpoints, "write", held)
+        patch.setattr(checkpoints, "GRACE", 0.1)
         options: dict[str, Any] = {"config": ASYNC, "max_steps": 5, "max_epochs": 9, "limit_val_batches": 0}
         trainer = sharded_trainer(2, **options, callbacks=[SavesAt2(f"{folder}/first", release, fail=True)])
         with pytest.raises(ZeroDivisionError):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.load import as_lightning
+from lt_zero.checkpoint.native.load import as_lightning, restore_optimizer, restore_weights
 from lt_zero.checkpoint.native.pieces import (
     Fragment,
     full_optimizer_state,
@@ -27,7 +27,6 @@ from lt_zero.checkpoint.native.pieces import (
     parameter_names,
     weight_fragments,
 )
-from lt_zero.checkpoint.native.restore import restore_optimizer, restore_weights
 from lt_zero.checkpoint.native.save import bundle, make_place, write
 from lt_zero.cli import app
 from lt_zero.comm.shard_group import ShardGroup
@@ -151,7 +150,7 @@ def _load_rows(path: str, want: dict[str, Tensor]) -> None:
 
 def _restore(engine: Engine, sharded: ShardedOptimizer, path: str) -> None:
     saved = as_lightning(Archive(path))
-    restore_weights(engine.root, engine.config, saved["state_dict"], strict=True)
+    restore_weights(engine.root, engine, engine.config, saved["state_dict"], strict=True)
     restore_optimizer(sharded.optimizer, engine, saved["optimizer_states"][0], 0)
     decays = [group["weight_decay"] for group in sharded.optimizer.param_groups]
     assert decays == [0.2, 0.1]

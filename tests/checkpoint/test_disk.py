@@ -16,14 +16,13 @@ import torch.distributed as dist
 
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.formats import records
-from lt_zero.checkpoint.identity import checked_file
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native import archive as archive_file
 from lt_zero.checkpoint.native import directory
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Manifest, Place
 from lt_zero.checkpoint.native.save import DirectoryWriter
-from lt_zero.checkpoint.open import is_directory, open_source, verify
+from lt_zero.checkpoint.open import checked_file, is_directory, open_source, verify
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io import direct_file
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, train

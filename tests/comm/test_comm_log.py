@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from lt_zero import ZeroConfig, ZeroStrategy
-from lt_zero.comm.comm_log import CommLog, Unlogged, bus_factor, comm_table
-from lt_zero.comm.send_buffers import SendBuffer
+from lt_zero.comm.comm_log import CommLog, bus_factor, comm_table
+from lt_zero.comm.ranks import Unlogged
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import CommsLogger

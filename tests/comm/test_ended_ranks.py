@@ -29,7 +29,7 @@ from lt_zero.checkpoint.native.save import DirectoryWriter
 from lt_zero.comm import ended_ranks, hang_detection, process_groups
 from lt_zero.comm.world import World
 from lt_zero.common.users_code import warn
-from lt_zero.session import saving
+from lt_zero.session import checkpoints
 from tests.support.launchers import environment
 from tests.support.lightning_tools import GPT, quick, sharded_trainer, torchrun_env
 from tests.support.matrix import only_rows
@@ -101,7 +101,7 @@ def _train(how: str, folder: str) -> None:
         trainer = sharded_trainer(3, max_steps=1)
         trainer.fit(GPT(dist.get_world_size()))
         if dist.get_rank() == 1:
-            saving.write = _killed
+            checkpoints.write = _killed
         trainer.save_checkpoint(f"{folder}/one.ckpt")
     else:
         ends = Ends(dist.get_world_size() - 1, how, late=3.0 if dist.get_world_size() == 3 else 0.0)

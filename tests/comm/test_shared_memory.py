@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm import hang_detection, shared_memory, work
-from lt_zero.comm.send_buffers import SendBuffer
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.shared_memory import SEND_BUFFERS
+from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import Watch, Work
 from lt_zero.comm.world import World
 from lt_zero.common.flat_storage import flat_empty

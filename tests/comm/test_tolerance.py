@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lt_zero
 from lt_zero import ConfigError, ZeroConfig
-from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
+from lt_zero.checkpoint.native.rank_state import load_residuals, residual_state
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.tolerance import TolerantSum, tolerance_of
 from lt_zero.comm.transport import Mesh

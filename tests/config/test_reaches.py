@@ -174,8 +174,6 @@ PROBES: dict[str, Probe] = {
     "communication.slow_node_tolerance": Probe(w.tolerated, 0.5, None, 1, S0),
     "communication.link_timeout": Probe(w.link_limits, 7.5, [120_000, 145_000], [7_500, 32_500], S0),
     "communication.topology": Probe(w.dimensions, 3, [], [2, 1, 1], S1),
-    "tensor_parallel.autotp_size": Probe(w.data_ranks, 2, 2, 1),
-    "data_parallel_size": Probe(w.data_ranks, 1, 2, None),
     Z + "mics_shard_size": Probe(w.cut, 1, True, False, S1),
     Z + "zero_quantized_weights": Probe(w.launched, True, [], ["encoded all-gather"], S3),
     Z + "zero_quantized_nontrainable_weights": Probe(w.launched_frozen, True, [], ["encoded all-gather"], S3),

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.comm.send_buffers import SendBuffer
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.world import World
 from lt_zero.engine import materialize
 from lt_zero.engine.bucket import State

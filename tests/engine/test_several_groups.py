@@ -269,7 +269,9 @@ def _whole_tensors(stage: int) -> None:
     )
     for make in (torch.optim.Adafactor, torch.optim.Muon):
         matrices = [p for p in model.parameters() if p.dim() == 2]
-        with pytest.raises(TypeError, match=f"{make.__name__} computes its update from whole matrices.*'middle.weight'"):
+        with pytest.raises(
+            TypeError, match=f"{make.__name__} computes its update from whole matrices.*'middle.weight'"
+        ):
             lt_zero.ShardedOptimizer(engine, make(matrices, lr=0.1))
         lt_zero.ShardedOptimizer(engine, make([p for p in matrices if p is not model.middle.weight], lr=0.1))
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_zero
-from lt_zero.comm.send_buffers import SendBuffer, SendBuffers
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.transport import Transport
+from lt_zero.comm.transport import SendBuffer, SendBuffers, Transport
 from lt_zero.comm.work import All, Done, Work
 from lt_zero.common import flat_storage
 from lt_zero.common.errors import ConfigError

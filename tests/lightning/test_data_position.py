@@ -17,8 +17,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lt_zero.lightning.data_position.loaders import tracked
-from lt_zero.lightning.data_position.position import DataPosition
+from lt_zero.lightning.data_position.position import DataPosition, tracked
 from tests.support.lightning_tools import HAS_WEIGHTS_ONLY
 from tests.support.matrix import cover
 from tests.support.pool import Pool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -476,6 +477,13 @@ def test_keys_of_a_trainer_are_told() -> None:
     config = _config(1, steps_per_print=5, checkpoint={"format": "full"}, wall_clock_breakdown=False)
     with pytest.warns(ConfigWarning, match=r"without a Trainer: steps_per_print, checkpoint.format\."):
         lt_zero.initialize(model=Net(), config=config)
+
+
+def test_the_format_that_a_loop_writes_is_not_told() -> None:
+    """At stage 0 ``checkpoint.async`` demands it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConfigWarning)
+        lt_zero.initialize(model=Net(), config=_config(0, checkpoint={"async": True, "format": "sharded"}))
 
 
 @pytest.mark.parametrize("call", [lt_zero.initialize, lt_zero.shard])

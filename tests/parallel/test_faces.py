@@ -16,9 +16,9 @@ import lt_zero
 from lt_zero import FabricZeroStrategy
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.full_params import full_parameters
-from tests.parallel.test_local import Net, batch, parallelized
-from tests.parallel.test_trainer import Module
 from tests.support.lightning_tools import quick, sharded_trainer, torchrun_env
+from tests.support.parallel_module import Module
+from tests.support.parallel_nets import Net, batch, parallelize
 from tests.support.pool import Pool
 
 STEPS = 3
@@ -50,7 +50,7 @@ def _loop(stage: int) -> tuple[float, int]:
     block = {"stage": stage, "stage3_param_persistence_threshold": 0}
     config = {"zero_optimization": block, "tensor_parallel": {"autotp_size": 2}, "train_micro_batch_size_per_gpu": 3}
     config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
-    engine, _, _, _ = lt_zero.initialize(model=parallelized(mesh["tensor"], sequence=True), config=config)
+    engine, _, _, _ = lt_zero.initialize(model=parallelize(Net(), mesh["tensor"], True), config=config)
     for step in range(STEPS):
         loss = engine(batch(step, dist.get_rank() // 2)).square().mean()
         engine.backward(loss)
@@ -75,7 +75,7 @@ def _fabric(stage: int) -> tuple[float, float]:
     fabric = L.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     assert strategy.device_mesh is not None
-    model = parallelized(strategy.device_mesh["tensor_parallel"], sequence=False)
+    model = parallelize(Net(), strategy.device_mesh["tensor_parallel"], False)
     data = dist.get_world_size() // 2
     module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     for step in range(STEPS):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 import lt_zero
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
-from lt_zero.parallel.local import LocalParts, local_gradient, localize
+from lt_zero.parallel.local import LocalParts, localize
 from tests.support.parallel_nets import Net, batch, parallelize
 from tests.support.parity import OPTIMIZERS, RELEASE, STAGES, config_of, full_values
 from tests.support.pool import Pool
@@ -47,7 +47,6 @@ def _train(stage: int, optimizer: str, tensor: int, sequence: bool) -> float:
     given: dict[str, Any] = {
         "specs": specs,
         "group_of": families(world, tensor),
-        "gradient_of": local_gradient,
         "parts": LocalParts(),
     }
     zero = RELEASE if stage == 3 else {}

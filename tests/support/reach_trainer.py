@@ -24,7 +24,7 @@ from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.checkpoint.open import open_source
 from lt_zero.comm.ranks import LaunchOrder
 from lt_zero.common.errors import ConfigError
-from lt_zero.session import saving
+from lt_zero.session import checkpoints
 from lt_zero.step.fused_step import FusedStep
 from lt_zero.step.loss_scale import LossScaleError, NonFiniteError
 from tests.support.lightning_tools import QUIET, torchrun_env, trust
@@ -212,7 +212,7 @@ def names(path: Path) -> Any:
 def savers(lab: Lab, config: Config) -> Any:
     """Which thread writes a checkpoint in the middle of a run."""
     seen: list[str] = []
-    write = saving.write
+    write = checkpoints.write
 
     def look(*args: Any) -> None:
         seen.append(threading.current_thread().name.partition("_")[0])
@@ -223,7 +223,7 @@ def savers(lab: Lab, config: Config) -> Any:
             if trainer.global_step == 1:
                 trainer.save_checkpoint(lab.folder / "last.ckpt")
 
-    with mock.patch.object(saving, "write", look):
+    with mock.patch.object(checkpoints, "write", look):
         fit(lab, config, callbacks=[Save()])
     return seen
 

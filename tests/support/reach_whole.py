@@ -8,15 +8,9 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-import torch
-
-from lt_zero import ZeroConfig
-from lt_zero.common.errors import ConfigError
-from lt_zero.config.faces import Face
-from lt_zero.session.session import Session
 from tests.support.models import tokens
 from tests.support.pool import Pool
-from tests.support.reach_engine import Config, Lab, backward, engine_of, nested
+from tests.support.reach_engine import Config, Lab, backward, engine_of
 
 
 def _cut(config: Config, folder: Any) -> bool:
@@ -90,17 +84,3 @@ def _tolerated(config: Config, folder: Any) -> int | None:
 def dimensions(lab: Lab, config: Config) -> Any:
     """In which dimensions two ranks run collectives."""
     return lab.pool.run(2, _dimensions, config, lab.folder)[0]
-
-
-def data_ranks(lab: Lab, config: Config) -> Any:
-    """How many of two ranks see different data; None: the sizes are refused."""
-    return lab.pool.run(2, _data_ranks, config, lab.folder)[0]
-
-
-def _data_ranks(config: Config, folder: Any) -> int | None:
-    session = Session(Face.LOOP)
-    try:
-        session.join(ZeroConfig.of(nested(config, folder)), torch.device("cpu"))
-    except ConfigError:
-        return None
-    return session.data_ranks

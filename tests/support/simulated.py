@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lt_zero.comm.send_buffers import SendBuffer
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.shared_memory import store
+from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import All, Done, Work
 from lt_zero.comm.world import World
+from lt_zero.ops.flat import store
 
 _SLEEP = 5_000_000  # cycles that a GPU waits before a late collective: some milliseconds
 

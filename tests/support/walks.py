@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -23,13 +24,15 @@ import torch.distributed as dist
 
 import lt_zero
 from lt_zero import ZeroStrategy
-from tests.support.lightning_tools import GPT, quick, sharded_trainer
+from lt_zero.comm import work
+from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.models import Net, next_token_loss
 from tests.support.paths import PACKAGE, ROOT
 from tests.support.pool import Pool
 
 PAGE = ROOT / "docs" / "internals" / "walks.md"
 ENV = {"LT_ZERO_SHARED_MEMORY": "0"}  # the same files on every machine
+WAIT = 60.0  # seconds: a busy machine enters the same files, too
 STEP = 3  # the order of gathers is recorded by then
 CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": 1.0}
 HEAD = """# Which files run
@@ -126,10 +129,9 @@ class _Trace(pl.Callback):
 
 def _trainer(stage: int, folder: str) -> tuple[Walk, Walk]:
     trace = _Trace(folder)
-    with quick():
-        options = {"callbacks": [trace], "max_steps": STEP + 1, "gradient_clip_val": 1.0}
-        trainer = sharded_trainer(stage, config={"gradient_clipping": 1.0}, **options)
-        trainer.fit(GPT(dist.get_world_size(), depth=3, optimizer="AdamW"))
+    options = {"callbacks": [trace], "max_steps": STEP + 1, "gradient_clip_val": 1.0}
+    trainer = sharded_trainer(stage, config={"gradient_clipping": 1.0}, **options)
+    trainer.fit(GPT(dist.get_world_size(), depth=3, optimizer="AdamW"))
     return trace.step, trace.save
 
 
@@ -158,8 +160,10 @@ def _all(folder: str) -> dict[str, Walk]:
     torch.manual_seed(0)
     own = Path(folder, str(dist.get_rank()))
     own.mkdir()
-    walks = {f"A step at stage {stage}": _trainer(stage, folder)[0] for stage in (2, 3)}
-    return {**walks, "A save": _trainer(3, folder)[1], "A load": _load(folder), "A configuration": _configure(str(own))}
+    with mock.patch.object(work, "_SLICE", WAIT):  # after which a wait for a rank that is late is examined
+        walks = {f"A step at stage {stage}": _trainer(stage, folder)[0] for stage in (2, 3)}
+        walks |= {"A save": _trainer(3, folder)[1], "A load": _load(folder)}
+    return {**walks, "A configuration": _configure(str(own))}
 
 
 def walks(pool: Pool, folder: str) -> dict[str, Walk]:

@@ -282,6 +282,7 @@ class Place:
         self.name, self.folder = name, folder
         self._fs: Any = file_system(name) if is_url(name) else None
         self._blocks: Blocks | None = None
+        self._published = False
         self._lock = -1  # descriptor of the locked directory; see Note [Publishing a directory]
 
     @classmethod
@@ -362,6 +363,7 @@ class Place:
 
     def commit(self) -> None:
         """Publish the directory, and remove an older one. See Note [Publishing a directory]."""
+        self._published = True  # at a URL with its manifest; elsewhere under another name
         if self._fs is not None:
             return
         path = Path(self.name)
@@ -374,8 +376,10 @@ class Place:
             self._unlock()
 
     def discard(self) -> None:
-        """Remove the directory after an error."""
+        """Remove the directory after an error, unless it is published."""
         if self._fs is not None:
+            if self._published:
+                return
             with contextlib.suppress(Exception):  # the first error is reported
                 self._fs.rm(self.folder, recursive=True)
         else:

@@ -1,9 +1,18 @@
-"""Converts an open checkpoint to Lightning's dictionary, with tensors that are read on demand.
+"""Converts an open checkpoint to Lightning's dictionary, whose tensors are read on demand, and restores from it.
+
+A Trainer, Fabric and a loop of one's own have in common what is here.
 
 Note [Options of parameter groups]
     torch's ``load_state_dict`` replaces all options of a group by the saved ones. Those of another class (DeepSpeed's
     FusedAdam) have other keys, and may lack some that torch's optimizer requires. So saved options are only loaded if
     the running group has them too, except those that select an implementation.
+
+Note [Weights of a checkpoint]
+    The state dict has the weights that are evaluated: averages, if ``EMA`` made some. The optimizers' states belong to
+    the trained weights, which such a checkpoint has, too. So a run that goes on with the states goes on with these.
+
+Note [Order of a restore]
+    Weights, ``restore_training``, optimizers: what steps leave in the compute copies is made of the loaded weights.
 """
 
 from __future__ import annotations
@@ -20,16 +29,20 @@ from torch.optim import Optimizer
 from lt_zero.checkpoint.formats.reading import VERSION
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.keys import put_back, restored, unknown, where
-from lt_zero.checkpoint.native.pieces import parameter_names
+from lt_zero.checkpoint.native.pieces import load_full_optimizer_state, parameter_names
 from lt_zero.checkpoint.native.plain import MISSING
-from lt_zero.checkpoint.native.save import KEY, LOOP, REFERENCE
+from lt_zero.checkpoint.native.rank_state import load_residuals
+from lt_zero.checkpoint.native.save import HERE, KEY, LOOP, REFERENCE, TRAINED
 from lt_zero.checkpoint.source import Source, Spec
 from lt_zero.common.boxes import Box
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
+from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.lazy_tensor import LazyTensor, elements_of
+from lt_zero.engine.guard import owner_of
+from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, read_now
 from lt_zero.optim.schedules import Schedule
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
 NEW = "set checkpoint.load_optimizer_states=false to start with a new optimizer."
@@ -353,3 +366,106 @@ def _load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, left
     }
     if problems := [f"{what}: {', '.join(sorted(names))}." for what, names in found.items() if names]:
         raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}: {' '.join(problems)}")
+
+
+# ---- restoring -------------------------------------------------------------------------------------------------------
+
+
+def trained_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The weights that training goes on with. See Note [Weights of a checkpoint]."""
+    state: Mapping[str, Any] = checkpoint["state_dict"]  # callbacks may still change it
+    return {**state, **checkpoint[TRAINED]["weights"]} if TRAINED in checkpoint else state
+
+
+def stepped(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether the weights are those of a step, whichever of the three saved them."""
+    return bool(checkpoint.get("global_step") or entries_of(checkpoint, HERE).get("stepped"))
+
+
+def loss_scale(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of the loss scale, whichever of the three saved it; {} if there is none."""
+    own = entries_of(checkpoint, LOOP) or entries_of(checkpoint, HERE)
+    return dict(own.get("loss_scale") or checkpoint.get("ZeroPrecision") or {})
+
+
+def entries_of(checkpoint: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What Fabric (``HERE``) or the engine of a loop (``LOOP``) wrote; {} if users of others have such a key."""
+    found = checkpoint.get(key)
+    mark = {HERE: "modules", LOOP: "client_state"}[key]
+    return found if isinstance(found, Mapping) and mark in found else {}
+
+
+def engine_of(module: nn.Module) -> Engine | None:
+    """The engine that shards a module; None if none does."""
+    return next((owner for owner in map(owner_of, module.parameters()) if isinstance(owner, Engine)), None)
+
+
+def restore_weights(
+    module: nn.Module,
+    engine: Engine | None,
+    config: ZeroConfig,
+    state: Mapping[str, Any],
+    strict: bool,
+    left_out: Sequence[str] = (),
+    reach: Callable[[int], object] | None = None,
+) -> None:
+    """Load a module's weights, as ``load_from_fp32_weights`` says. Not collective.
+
+    Args:
+        module: sharded or not.
+        engine: of the module; None if it is not sharded.
+        config: of the run.
+        state: full tensors, which may be read on demand.
+        strict, left_out: as for ``load_module``.
+        reach: is called with the number of each tensor that is read.
+
+    Raises:
+        RuntimeError: names or shapes do not match, as in torch.
+    """
+    if engine is not None:
+        engine.stepped = False
+        if not config.zero_optimization.load_from_fp32_weights:
+            state = rounded_weights(engine, state)
+    load_module(module, state if reach is None else counted(state, reach), strict, left_out)
+    read_now(module)  # it may hold the tensors themselves (assign=True)
+
+
+def restore_training(engine: Engine, residuals: Any, stepped: bool) -> None:
+    """Restore what is neither in the weights nor in the optimizers' states. Collective.
+
+    Args:
+        engine: with loaded weights. See Note [Order of a restore].
+        residuals: what ``residual_state`` returned.
+        stepped: whether the weights are those of a step.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    with engine.world.agree("restoring what ranks owe to the weights", CheckpointError):
+        load_residuals(engine, residuals)
+    engine.stepped = stepped
+    for bucket in engine.buckets if stepped else ():
+        bucket.round_as_steps_do()
+
+
+def restore_optimizer(
+    optimizer: Optimizer,
+    engine: Engine,
+    saved: Mapping[str, Any],
+    number: int,
+    remedy: str = NEW,
+    tick: Callable[[], object] = lambda: None,
+) -> None:
+    """Load an optimizer's state, whether or not it is sharded; arguments as for ``fitting_state``. Not collective.
+
+    ``tick`` is called for each parameter whose state was read.
+
+    Raises:
+        CheckpointError, ValueError: the optimizer's parameters differ from the saved ones.
+    """
+    state = fitting_state(saved, optimizer, engine, number, engine.world.rank == 0, remedy) if saved else saved
+    sharded = ShardedOptimizer.of(optimizer)
+    if sharded is None:
+        optimizer.load_state_dict(dict(state))
+    else:
+        load_full_optimizer_state(sharded, state, tick)

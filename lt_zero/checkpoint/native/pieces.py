@@ -100,7 +100,8 @@ def weight_fragments(engine: Engine, averaged: bool | None = None) -> dict[str, 
         averaged: True: averages where there are some; False: the trained weights; None: what the model has now.
     """
     engine.prepare_reading()
-    engine.offload_manager.refuse_partially_stepped(engine.world)
+    if engine.offload_manager.overlaps:
+        engine.offload_manager.refuse_partially_stepped(engine.world)
     average = engine.average if averaged is not None else None
     made: dict[int, Fragment] = {}
     for bucket in engine.buckets:

@@ -254,7 +254,7 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
         if copy.numel():
             copy.copy_(value.local(), non_blocking=True)
         shape, local = tuple(value.shape), partial(copy.view, -1)
-        made.tensors[name] = Fragment(local, shape, value.lo, value.hi, value.dtype, box=value.box)
+        made.tensors[name] = Fragment(local, shape, value.lo, value.hi, value.dtype, None, value.box, value.ranks)
 
     def copied(_: Path, value: Tensor) -> Tensor:
         return value if isinstance(value, LazyTensor) else value.detach().to("cpu", copy=True)
@@ -322,10 +322,10 @@ def write(
     After an error ``place`` is discarded. ``tick`` is called with the bytes of each tensor that this rank has written.
 
     Raises:
-        CheckpointError: on all ranks; names the failed ranks.
+        CheckpointError: on all ranks; names the failed ranks. Or ``group`` was destroyed before.
         RuntimeError: a rank has ended meanwhile; names it.
     """
-    writer = DirectoryWriter(place, made, world.rank, then, tick)
+    writer = DirectoryWriter(place, made, world.rank, then, tick, ranks=world.size if group is not None else 1)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings(), world.explaining():
@@ -355,7 +355,8 @@ def _reason(cause: BaseException, trace: Sequence[traceback.FrameSummary]) -> st
 class DirectoryWriter(StorageWriter):
     """Writes the tensors of one rank into the (temporary) directory, and on rank 0 the rest and the manifest.
 
-    What is not tensors is read when all tensors are written. ``then`` and ``tick``: as for ``write``.
+    What is not tensors is read when all tensors are written. ``then`` and ``tick``: as for ``write``; ``ranks``: how
+    many save together.
     """
 
     place: Place
@@ -363,6 +364,7 @@ class DirectoryWriter(StorageWriter):
     rank: int
     then: Callable[[], object] = _ignore
     tick: Callable[[int], object] = _ignore
+    ranks: int = 1
     files: dict[str, FileRecord] = field(default_factory=dict)  # that are complete
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -385,6 +387,11 @@ class DirectoryWriter(StorageWriter):
         return replace(plan, storage_data=own)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if len(plans) < self.ranks:  # torch takes a process without a group for the only one, and each would publish
+            raise CheckpointError(
+                f"{self.place.name} is not saved: the process group was destroyed before it was written. Call "
+                "wait_for_save() before dist.destroy_process_group()."
+            )
         divided = divide([plan.storage_data for plan in plans])
         need, free = sum(map(_size_of, divided)), self.place.free_bytes()
         if free is not None and free < need:

@@ -17,25 +17,50 @@ Note [Lightning's counters]
     after ``max_steps`` has ended an epoch early, Lightning would continue in the middle of the next one; at the last
     batch of an epoch, whose count is already full; inside an accumulation window; and with another number of batches
     per epoch for another world size.
+
+Note [Lazy iterators]
+    A tracked loader is the user's loader with one method replaced: ``__iter__`` returns at once and opens the loader
+    when the first batch is read. Lightning calls ``iter`` at set-up, and a resumed run calls it at other moments than
+    an uninterrupted one; an iterator that is never read thus draws no random number and starts no worker. The tracked
+    loader shares its ``__dict__`` with the user's object, so that both see the same attributes.
+
+Note [Repeating a pass]
+    A pass over a loader is repeated from the random states that it began with: the sampler draws the same order and the
+    workers get the same seeds. For a map-style dataset in this process only indices are skipped; random numbers that
+    samples draw do not matter, as the states are set afterwards. In workers (whose generators advance with their
+    samples) and for iterable datasets, batches are loaded and dropped. An order that depends on numbers which are drawn
+    from this process' generators between batches cannot be repeated, and is warned about (an iterable dataset that
+    shuffles with ``torch.randperm``, in a model with dropout on the CPU). A dataset that shuffles with a private
+    generator of unknown seed cannot be detected.
+
+Note [Resuming with another batch size]
+    With another world size or batch size the position is counted in samples of all ranks, rounded up to full batches:
+    under ``DistributedSampler``, which orders samples by seed and epoch only, none is seen twice in the epoch.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import operator
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import warn
-from lt_zero.lightning.data_position.loaders import Feed, LazyIterator, Make, tracked, untracked
 from lt_zero.lightning.data_position.random_state import RandomStates, own_or_derived
 
 KEY = "lt_zero_progress"
 _VERSION = 1
+Make = Callable[[], Iterator[Any]]
 
 
 class DataPosition:
@@ -66,7 +91,7 @@ class DataPosition:
             self._feed.recent = deque(self._feed.recent, maxlen=trainer.accumulate_grad_batches + 2)
 
     def process(self, loader: object, trainer: pl.Trainer, ranks: int) -> object:
-        """Lightning's loader with its reads tracked. See Note [Lazy iterators] in loaders.py.
+        """Lightning's loader with its reads tracked. See Note [Lazy iterators].
 
         ``ranks``: that see different data.
         """
@@ -207,7 +232,7 @@ class DataPosition:
                 tracker.ready = tracker.started = tracker.processed = tracker.completed = tracker.processed - surplus
 
     def _scale_counters(self, state: dict[str, Any]) -> None:
-        """See Note [Resuming with another batch size] in loaders.py. Warns about loaders whose position is lost."""
+        """See Note [Resuming with another batch size]. Warns about loaders whose position is lost."""
         assert self._trainer is not None
         saved, positions = state["loaders"], self._feed.positions
         reasons = [f"{name} cannot be tracked" for name in self._feed.untracked]
@@ -271,3 +296,267 @@ def _check(state: Any, where: str) -> None:
             f"{where}: {', '.join(dict.fromkeys(wrong)) or 'the count of batches'} cannot be read. The checkpoint is "
             f"damaged. Remove the key {KEY!r} from it to resume without the position in the data."
         )
+
+
+# ---- training loaders ------------------------------------------------------------------------------------------------
+
+
+class LazyIterator(ProcessLocal):
+    """An iterator that is made on first read, with callbacks around each item. See Note [Lazy iterators]."""
+
+    def __init__(
+        self,
+        make: Make,
+        before: Callable[[], object],
+        after: Callable[[], object] = lambda: None,
+        at_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._make, self._before, self._after, self._at_end = make, before, after, at_end
+        self._inner: Iterator[Any] | None = None
+
+    def __iter__(self) -> LazyIterator:
+        return self
+
+    def __next__(self) -> Any:
+        self._before()
+        if self._inner is None:
+            self._inner = self._make()
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            self._at_end()
+            raise
+        self._after()
+        return batch
+
+
+class _Tracked:
+    """Mixin for the class of a user's loader.
+
+    The values lie in slots of the clone, whose ``__dict__`` is the loader's. Python 3.12 caches the classes that
+    ``inspect.getattr_static`` has seen: if they held the values, the Trainer would never be freed.
+    """
+
+    _lt_zero_open: Callable[[Make], Iterator[Any]]
+    _lt_zero_original: object
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._lt_zero_open(cast(Any, super()).__iter__)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return operator.getitem, ((self._lt_zero_original,), 0)
+
+
+def untracked(loader: object) -> object:
+    """The user's own object."""
+    return loader._lt_zero_original if isinstance(loader, _Tracked) else loader
+
+
+def tracked(loader: object, open: Callable[[Make], Iterator[Any]]) -> object | None:
+    """``loader`` with ``open`` as its ``__iter__``, which gets the original one; None if its class is not Python's."""
+    kind: Any = type(loader)
+    try:
+        slots = ("_lt_zero_open", "_lt_zero_original")
+        copied = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        clone = object.__new__(type(kind)(kind.__name__, (_Tracked, kind), {"__slots__": slots, **copied}))
+        object.__setattr__(clone, "__dict__", vars(loader))
+        for slot, value in zip(slots, (open, loader), strict=True):
+            object.__setattr__(clone, slot, value)
+    except (TypeError, AttributeError):
+        return None
+    return cast(object, clone)
+
+
+class LoaderPosition:
+    """The position in one training loader, and the random states that the current pass began with."""
+
+    def __init__(self, feed: Feed, loader: Any, world: int) -> None:
+        self._feed, self.loader = feed, loader
+        self.stateful = callable(getattr(loader, "state_dict", None)) and hasattr(loader, "load_state_dict")
+        sizes = [getattr(x, "batch_size", None) for x in (loader, getattr(loader, "batch_sampler", None))]
+        size = next((size for size in sizes if isinstance(size, int) and size > 0), 1)
+        self.unit = world * size  # samples of all ranks in a batch
+        self.make: Make | None = None
+        self.start: RandomStates | None = None  # at the start of the pass
+        self.generators: list[Tensor] = []  # states of the user's generators at the start of the pass
+        self.fetched = 0  # batches in the pass
+        self.served = 0  # batches in the epoch, over several passes
+        self.cycled = False  # whether the loader has ended in this epoch
+        self.exhausted = False  # whether the pass has ended
+        self.openings = 0  # passes with the same workers
+        self._resumed: list[Iterator[Any]] = []
+
+    def open(self, make: Make) -> Iterator[Any]:
+        feed = self._feed
+        if not feed.live:
+            return make()
+        self.make = make
+        feed.opening(self)
+        return LazyIterator(self._begin, *(partial(tell, self) for tell in (feed.fetching, feed.fetched, feed.ended)))
+
+    def _begin(self) -> Iterator[Any]:
+        """The iterator of a new pass, or of the restored one."""
+        self.exhausted = False
+        if self._resumed:
+            return self._resumed.pop(0)
+        assert self.make is not None
+        self.start, self.generators, self.fetched = RandomStates.now(), [g.get_state() for g in self._own()], 0
+        self.openings += 1
+        return self.make()
+
+    def _own(self) -> list[torch.Generator]:
+        """The user's generators that decide the order."""
+        holders = [self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)]
+        holders.append(getattr(holders[-1], "sampler", None))
+        found = [getattr(holder, "generator", None) for holder in holders]
+        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+    # ---- saving and restoring ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        counters = ("generators", "fetched", "served", "cycled", "exhausted", "openings", "unit")
+        return {
+            **{name: getattr(self, name) for name in counters},
+            "start": self.start.state_dict() if self.start is not None else None,
+            "generators_now": [g.get_state() for g in self._own()],
+            "epoch": getattr(getattr(self.loader, "sampler", None), "epoch", None),
+        }
+
+    def resume(self, state: dict[str, Any], back: int | None, target: RandomStates) -> None:
+        """Make the next pass begin at the saved position; changes the random states.
+
+        Args:
+            state: from ``state_dict``; ``start`` is a RandomStates.
+            back: number of batches before the saved position that are read again; None: begin a new epoch.
+            target: random states that will be set later, to detect an order that cannot be repeated.
+        """
+        assert self.make is not None
+        count = max(0, int(state["fetched"]) - back) if back is not None else 0
+        if state["unit"] != self.unit:
+            count = -(-count * int(state["unit"]) // self.unit)
+        workers = bool(getattr(self.loader, "persistent_workers", False))
+        if workers and int(state["openings"]) > min(count, 1):
+            self._warn("keeps its workers (persistent_workers=True), whose random numbers start over")
+            self.make()  # starts the workers, so that the pass draws no seed for them
+        if back is None and self.stateful and state["fetched"]:
+            self.make()  # consumes the state of the pass that has ended
+        if back is not None and state["cycled"]:
+            self._resumed.append(iter(()))  # shows Lightning's CombinedLoader the end of this loader again
+            self.cycled = True
+        self.openings = min(int(state["openings"]), 1)
+        self.served = max(0, int(state["served"]) - (back or 0)) if back is not None else 0
+        start = state["start"]
+        if back is not None and state["exhausted"]:
+            return
+        repeats = back is not None and (count > 0 or back > 0)
+        self._set_generators(state["generators" if repeats else "generators_now"])
+        if count > 0 and start is not None:
+            self.start, self.generators, self.fetched = start, list(state["generators"]), count
+            # Lightning sets the epoch after it reads ahead, and counts an epoch that max_steps ended.
+            set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+            if isinstance(state["epoch"], int) and callable(set_epoch):
+                set_epoch(state["epoch"])
+            start.apply()
+            self._resumed.append(self._skip(count, target))
+            if back == 0:
+                self._set_generators(state["generators_now"])
+
+    def _set_generators(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._own(), states, strict=False):
+            generator.set_state(state)
+
+    def _skip(self, count: int, target: RandomStates) -> Iterator[Any]:
+        """A pass after its first ``count`` batches. See Note [Repeating a pass]."""
+        assert self.make is not None
+        if self.stateful:
+            return self.make()  # restores its own position
+        plain = isinstance(self.loader, DataLoader) and type(self.loader).__iter__ is DataLoader.__iter__
+        if plain and self.loader.num_workers == 0 and not isinstance(self.loader.dataset, IterableDataset):
+            loader = copy.copy(self.loader)
+            name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+            items = iter(getattr(loader, name))
+            vars(loader)[name] = items  # the iterator of an iterator is itself: it goes on where it is
+            batches: Iterator[Any] = iter(loader)
+        else:
+            batches = items = self.make()
+        first: RandomStates | None = None
+        for _ in range(count):
+            if next(items, self) is self:
+                return batches  # the dataset has become smaller: the epoch ends here
+            first = first or RandomStates.now()  # after the first batch, which may draw the order
+        last = RandomStates.now()
+        names = sorted(first.differing(last) & last.differing(target)) if first is not None else []
+        if names:
+            self._warn(
+                f"draws random numbers of this process ({', '.join(names)}) with every batch, interleaved with those "
+                "of the model. If they decide the order of its samples, the order is not repeated, and samples may be "
+                "seen twice or not at all in this epoch"
+            )
+        return batches
+
+    def _warn(self, text: str) -> None:
+        warn(f"The training loader {_name(self.loader)} {text}.", UserWarning)
+
+
+class Feed:
+    """The training loaders of a run, in Lightning's order.
+
+    ``before`` is called before each combined batch of all loaders, ``after`` after each batch of one loader.
+    """
+
+    def __init__(self, before: Callable[[], object], after: Callable[[], object]) -> None:
+        self.positions: list[LoaderPosition] = []
+        self.untracked: list[str] = []  # names of loaders that cannot be tracked
+        self.live = True
+        self.recent: deque[RandomStates] = deque(maxlen=2)  # before each of the last batches
+        self._before, self._after = before, after
+        self._read = False  # whether the current loaders were read
+        self._last = ("", -1)  # the last event, and the ID of its loader
+
+    @property
+    def served(self) -> int:
+        """The number of batches in this epoch."""
+        return max([position.served for position in self.positions], default=0)
+
+    def add(self, loader: object, world: int) -> object:
+        if self._read:
+            self._read, self.positions, self.untracked = False, [], []
+        position = LoaderPosition(self, untracked(loader), world)
+        clone = tracked(position.loader, position.open)
+        if clone is None:
+            self.untracked.append(_name(position.loader))
+            return loader
+        self.positions.append(position)
+        return clone
+
+    def opening(self, position: LoaderPosition) -> None:
+        """A CombinedLoader opens all loaders for an epoch, and reopens one that has ended ("max_size_cycle")."""
+        if position not in self.positions:
+            return
+        self._read = True
+        if self._last == ("stop", id(position)) and len(self.positions) > 1:
+            self._last = ("cycle", id(position))
+            return
+        for other in self.positions:
+            other.cycled, other.served = False, 0
+        self.recent.clear()
+        self._last = ("open", id(position))
+
+    def fetching(self, position: LoaderPosition) -> None:
+        if position is self.positions[0] and self._last != ("cycle", id(position)):
+            self._before()
+        self._last = ("fetch", id(position))
+
+    def fetched(self, position: LoaderPosition) -> None:
+        position.fetched += 1
+        position.served += 1
+        self._after()
+
+    def ended(self, position: LoaderPosition) -> None:
+        position.cycled = position.exhausted = True
+        self._last = ("stop", id(position))
+
+
+def _name(loader: Any) -> str:
+    dataset = getattr(loader, "dataset", None)
+    return type(loader).__name__ + (f"({type(dataset).__name__})" if dataset is not None else "")

@@ -1,12 +1,17 @@
-"""What ranks owe to the weights, in checkpoints: residuals of ``gradient_compression``, gradients that came late.
+"""What each rank has for itself, in checkpoints: what it owes to the weights, and buffers that differ.
 
-They are kept by parameter: ``worker`` [ranks, *shape] has a row for each rank, ``server`` [*shape] the residuals of the
-owners. ``units`` are factors: a residual times its unit is what it adds to the mean gradient of a later step. The same
-ranks resume exactly. Other numbers of ranks, and stages that need no server's residual, get equal parts of the sum, so
-that what is owed to the weights stays the same.
+Note [Residuals]
+    Residuals of ``gradient_compression`` are kept by parameter: ``worker`` [ranks, *shape] has a row for each rank,
+    ``server`` [*shape] the residuals of the owners. ``units`` are factors: a residual times its unit is what it adds to
+    the mean gradient of a later step. The same ranks resume exactly. Other numbers of ranks, and stages that need no
+    server's residual, get equal parts of the sum, so that what is owed to the weights stays the same.
+    Gradients that are in no sum yet (``communication.slow_node_tolerance``) have one row, their sum, and ``counts``: of
+    how many ranks, by parameter.
 
-Gradients that are in no sum yet (``communication.slow_node_tolerance``) have one row, their sum, and ``counts``: of how
-many ranks, by parameter.
+Note [Buffers of each rank]
+    They may differ with ``broadcast_buffers: false``. The state dict has rank 0's. Beside it are those persistent
+    buffers of other ranks that have other values, by name and rank. The same number of ranks goes on with its own; any
+    other one with rank 0's.
 """
 
 from __future__ import annotations
@@ -23,17 +28,18 @@ from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.comm.tolerance import TolerantSum
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.buffers import digests
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.gradient_compression import ErrorFeedback
-from lt_zero.engine.lazy_tensor import elements_of
+from lt_zero.engine.lazy_tensor import elements_of, whole
 
-KEY = "gradient_compression"  # in a Lightning checkpoint
+RESIDUALS, RANK_BUFFERS = "gradient_compression", "rank_buffers"  # keys in a Lightning checkpoint
 
 log = logging.getLogger("lt_zero")
 
 
 def residual_state(engine: Engine, sharded: bool) -> dict[str, Any] | None:
-    """What a checkpoint has to keep; None if nothing is owed. Collective.
+    """What a checkpoint has to keep of residuals; None if nothing is owed. See Note [Residuals]. Collective.
 
     ``sharded``: with a ``Fragment`` for each tensor; else with full tensors on the CPU of rank 0, and none elsewhere.
     """
@@ -208,3 +214,47 @@ def _load(
     if sums is not None:
         total += elements_of(sums, 0, numel, box).to(mine.device)
     mine.copy_(total * (factor / group.size))
+
+
+# ---- buffers ---------------------------------------------------------------------------------------------------------
+
+
+def rank_buffers(engine: Engine, prefix: str = "") -> dict[str, Any] | None:
+    """What a checkpoint has to keep of buffers; None if all ranks have rank 0's. Collective.
+
+    See Note [Buffers of each rank]. ``prefix``: of names in the checkpoint.
+    """
+    world = engine.world
+    if engine.buffers.enabled or world.size == 1:
+        return None
+    trained = engine.average.buffers(averaged=False) if engine.average is not None else {}
+    persistent = engine.root.state_dict(keep_vars=True).keys()
+    own = {name: trained.get(name, b) for name, b in engine.root.named_buffers() if name in persistent}
+    values = dict(zip(own, digests(list(own.values())), strict=True))
+    ranks = world.host_gather(values, "values of buffers")
+    kept: dict[str, dict[str, Tensor]] = {}
+    for name in own:
+        if any(theirs.get(name) != values[name] for theirs in ranks):
+            found = world.host_gather(own[name].detach().cpu(), f"buffer {name}")
+            kept[prefix + name] = {str(rank): value for rank, value in enumerate(found) if rank > 0}
+    return {"ranks": world.size, "buffers": kept} if kept else None
+
+
+@torch.no_grad()
+def load_rank_buffers(engine: Engine, state: Mapping[str, Any] | None, prefix: str = "") -> None:
+    """Go on with this rank's buffers of a checkpoint whose state dict is loaded. Not collective."""
+    mine = {k.removeprefix(prefix): v for k, v in (state or {"buffers": {}})["buffers"].items() if k.startswith(prefix)}
+    if not state or not mine:
+        return
+    if state["ranks"] != engine.world.size or engine.buffers.enabled:
+        if engine.world.rank == 0:
+            why = "broadcast_buffers is on" if engine.buffers.enabled else f"here are {engine.world.size} ranks"
+            log.warning(
+                "The checkpoint has other buffers on each of %d ranks, and %s: all go on with those of rank 0.",
+                state["ranks"],
+                why,
+            )
+        return
+    for name, buffer in engine.root.named_buffers():
+        if (value := mine.get(name, {}).get(str(engine.world.rank))) is not None:
+            buffer.copy_(whole(value))
