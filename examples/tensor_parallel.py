@@ -1,7 +1,7 @@
 """Train a small Llama whose layers are cut over two ranks, with ZeRO stage 3 over the others; go on without that.
 
-    python examples/tensor_parallel.py                             # 4 processes: 2 tensor ranks x 2 data ranks
-    python examples/tensor_parallel.py --resume --ranks 3 --tensor 1 --steps 60   # 3 data ranks go on
+python examples/tensor_parallel.py                             # 4 processes: 2 tensor ranks x 2 data ranks
+python examples/tensor_parallel.py --resume --ranks 3 --tensor 1 --steps 60   # 3 data ranks go on
 """
 
 import argparse
@@ -111,7 +111,8 @@ def main(ranks: int, tensor: int, stage: int, steps: int, folder: Path, resume: 
     strategy.export(folder / "weights.safetensors", overwrite=True)
     loss = float(run.callback_metrics["loss"])
     if run.is_global_zero:
-        print(f"{ranks // tensor} data ranks x {tensor} tensor ranks, stage {stage}: loss {loss:.3f} after {steps} steps")
+        sizes = f"{ranks // tensor} data ranks x {tensor} tensor ranks, stage {stage}"
+        print(f"{sizes}: loss {loss:.3f} after {steps} steps")
     return loss
 
 

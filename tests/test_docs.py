@@ -116,6 +116,7 @@ INLINE = re.compile(r"`([a-z_0-9.]+: [^`]+)`")
 WORKING = re.findall(r"^\| `([a-z0-9_.]+)` \|", TEXTS[ROOT / "docs/config.md"].split('## "auto"')[0], re.MULTILINE)
 NOT_ALONE = {  # values of several keys, or within free ones
     "device: nvme",
+    "grad_allreduce: true",
     "offload_param: true",
     "overlap_step: true",
     "adam_w_mode: false",

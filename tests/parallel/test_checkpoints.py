@@ -14,9 +14,8 @@ from torch import Tensor
 
 import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.load import as_lightning
+from lt_zero.checkpoint.native.load import as_lightning, restore_optimizer, restore_training, restore_weights
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
-from lt_zero.checkpoint.native.restore import restore_optimizer, restore_training, restore_weights
 from lt_zero.checkpoint.native.save import bundle, make_place, write
 from tests.support.matrix import cover
 from tests.support.parallel_nets import Net, Ranks, Run, all_states, all_weights, reference_step, start
@@ -38,7 +37,7 @@ def save(run: Run, path: str) -> None:
 def load(run: Run, path: str) -> None:
     archive = Archive(path)
     found = as_lightning(archive)
-    restore_weights(run.model, run.engine.config, found["state_dict"], strict=True)
+    restore_weights(run.model, run.engine, run.engine.config, found["state_dict"], strict=True)
     restore_training(run.engine, None, stepped=True)
     restore_optimizer(run.optimizer, run.engine, found["optimizer_states"][0], 0)
     archive.close()
