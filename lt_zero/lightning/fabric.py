@@ -222,9 +222,8 @@ class FabricZeroStrategy(DDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: LRScheduler | None = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         sharded = self._set_up(module, training=True)
-        with self.world.agree("looking for the module of an optimizer", ValueError):
-            for optimizer in optimizers:
-                self._stepped_by(optimizer, sharded.engine)
+        for optimizer in optimizers if self.world.alone else ():  # several ranks compare all of it
+            self._stepped_by(optimizer, sharded.engine)
         self._add(sharded.engine, optimizers)
         if scheduler is not None:
             number = self.session.number(self._sharded(scheduler.optimizer))

@@ -17,7 +17,7 @@ class Row:
     """A bucket of 10 elements."""
 
     def __init__(self) -> None:
-        self.sharding, self.layout = SimpleNamespace(params=True), SimpleNamespace(numel=10)
+        self.sharding, self.layout, self.counted = SimpleNamespace(params=True), SimpleNamespace(numel=10), 10
         self.state, self.live = State.RELEASED, Live()
 
     def _add(self, elements: int, flying: int) -> None:
