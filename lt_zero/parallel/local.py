@@ -21,6 +21,7 @@ from lt_zero.common.compat import become_distributed_as, local_tensor, set_local
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.guard import called_on_guarded, is_guarded
 from lt_zero.engine.lazy_tensor import part_of, whole
+from lt_zero.parallel.first_gradients import FirstGradients
 
 
 class LocalParameter(DTensor):
@@ -84,7 +85,13 @@ class LocalParameter(DTensor):
 
 
 class LocalParts:
-    """``Parts`` of DTensors; of other parameters all of the tensor."""
+    """``Parts`` of DTensors; of other parameters all of the tensor.
+
+    ``first``: sees the gradients of the first backward.
+    """
+
+    def __init__(self, first: FirstGradients | None = None) -> None:
+        self.first = first
 
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
         return cut(parameter, value) if isinstance(parameter, DTensor) else value
@@ -94,11 +101,17 @@ class LocalParts:
 
     def gradient(self, parameter: Parameter) -> Tensor | None:
         grad = parameter.grad
-        if grad is not None and isinstance(parameter, DTensor):
-            return cut(parameter, grad)
+        if grad is None:
+            return None
         # Not by a hook on the parameter: a frozen one cannot have hooks, and may be unfrozen later.
-        ranks = getattr(parameter, _PARTIAL, 1)
-        return grad * ranks if grad is not None and ranks > 1 else grad
+        if (ranks := getattr(parameter, _PARTIAL, 1)) > 1:
+            return grad * ranks
+        told = isinstance(grad, DTensor) and any(isinstance(placement, Partial) for placement in grad.placements)
+        if isinstance(parameter, DTensor):
+            grad = cut(parameter, grad)
+        if self.first is not None and not (self.first.over or told or is_cut(parameter)):
+            self.first.see(parameter, grad)
+        return grad
 
     def place(self, empty: Parameter, full: Parameter) -> Parameter:
         if not isinstance(empty, DTensor):
@@ -202,3 +215,8 @@ def localize(module: nn.Module, mesh: DeviceMesh) -> list[ParamSpec]:
         specs.append(spec_of(name, parameter))
         parameter.__class__ = LocalParameter  # type: ignore[assignment]
     return specs
+
+
+def is_cut(parameter: Tensor) -> bool:
+    """Whether ranks have parts of ``parameter``."""
+    return isinstance(parameter, DTensor) and not all(isinstance(p, Replicate) for p in parameter.placements)

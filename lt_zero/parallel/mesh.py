@@ -10,22 +10,25 @@ Note [Families]
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
-from lt_zero.parallel.local import LocalParts, localize
+from lt_zero.engine.engine import Engine
+from lt_zero.parallel.first_gradients import FirstGradients
+from lt_zero.parallel.local import LocalParts, is_cut, localize
 from lt_zero.parallel.plan import parallelize, table
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
@@ -107,7 +110,15 @@ class ParallelMesh:
         Errors are those of ``localize``.
         """
         specs = localize(module, self.tensor)
-        return {"specs": specs, "group_of": self._group_of(group), "parts": LocalParts()}
+        first = FirstGradients(self._world, self.sizes.tensor, {id(p): name for name, p in module.named_parameters()})
+        return {"specs": specs, "group_of": self._group_of(group), "parts": LocalParts(first)}
+
+    def watch(self, engine: Engine) -> None:
+        """Compare the gradients of the first backward. See first_gradients.py."""
+        parts, known = engine.parts, weakref.ref(engine)
+        assert isinstance(parts, LocalParts)
+        assert parts.first is not None
+        engine.after_backward.append(partial(_compare, known, parts.first))
 
     def _group_of(self, group: ShardGroup) -> Callable[[str, nn.Parameter], ShardGroup]:
         def group_of(name: str, parameter: nn.Parameter) -> ShardGroup:
@@ -132,6 +143,7 @@ def mesh_of(config: ZeroConfig, world: World) -> ParallelMesh | None:
     return ParallelMesh(sizes, world)
 
 
-def is_cut(parameter: torch.Tensor) -> bool:
-    """Whether ranks have parts of ``parameter``."""
-    return isinstance(parameter, DTensor) and not all(isinstance(p, Replicate) for p in parameter.placements)
+def _compare(engine: weakref.ref[Engine], first: FirstGradients) -> None:
+    known = engine()
+    if known is not None and known.backwards > 0:  # a failed backward of this rank is not counted
+        first.compare()

@@ -167,6 +167,8 @@ class Session:
             self.mesh.cut(module, config)
             parts = self.mesh.arguments(module, self.group)
         engine = shard(module, config, device, policy, self.group, training, **parts)
+        if self.mesh is not None:
+            self.mesh.watch(engine)
         load(engine)
         sync_buffers(engine)
         self._engines.append(weakref.ref(engine))
