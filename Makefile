@@ -7,7 +7,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow conformance faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
-	bench-nodes bench-scale gpu gpu-kernels \
+	bench-parallel bench-nodes bench-scale gpu gpu-kernels \
 	gpu-engine gpu-offload gpu-trainer gpu-bench compat docs clean
 
 help: ## Show the targets
@@ -60,6 +60,9 @@ bench-activation: $(STAMP) ## Measure recomputing activations, and where saved i
 
 bench-attention: $(STAMP) ## Measure block-sparse attention against dense attention (10 minutes)
 	$(BIN)/python benchmarks/attention.py
+
+bench-parallel: $(STAMP) ## Measure steps with tensor parallelism, 2 x 2 ranks, against DDP's and FSDP2's (5 minutes)
+	$(BIN)/python benchmarks/step_time.py --ranks 4 --tensor 2 --peers ddp,fsdp2,lt_zero-1,lt_zero-2,lt_zero-3
 
 bench-nodes: $(STAMP) ## Measure steps and traffic on two simulated nodes at three link rates (20 minutes; root, iproute2)
 	$(BIN)/python benchmarks/nodes.py

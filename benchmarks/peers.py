@@ -95,6 +95,23 @@ class Job:
     store: str
     sequences: int = MICRO_BATCH  # of a micro-batch
     length: int = CONTEXT  # tokens of a sequence
+    tensor: int = 1  # ranks that share the layers of a model, and see the same data
+
+
+def cut(model: GPT, mesh: Any) -> GPT:
+    """Share the feed-forward layers, two thirds of a block, over the ranks of ``mesh``."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def data_and_tensor(job: Job) -> Any:
+    """The ranks as a mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (job.ranks // job.tensor, job.tensor), mesh_dim_names=("data", "tensor"))
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -122,7 +139,18 @@ def setup_zero_redundancy(job: Job, model: GPT) -> Step:
 
 
 def setup_fsdp2(job: Job, model: GPT) -> Step:
-    return fsdp2_step(model, (job.ranks,), job.bf16)
+    if job.tensor == 1:
+        return fsdp2_step(model, (job.ranks,), job.bf16)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh, half = data_and_tensor(job), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in [*cut(model, mesh["tensor"]).blocks, model]:
+        fully_shard(module, mesh=mesh["data"], mp_policy=half if job.bf16 else MixedPrecisionPolicy())
+    # torch's optimizer takes no parameters of different meshes in one group.
+    groups: dict[int, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(len(parameter.placements), []).append(parameter)  # type: ignore[attr-defined]
+    return plain_step(model, torch.optim.AdamW([{"params": g} for g in groups.values()], 1e-3, fused=True))
 
 
 def fsdp2_step(model: GPT, mesh: tuple[int, ...], bf16: bool = False) -> Step:
@@ -177,7 +205,18 @@ def setup_lt_zero(job: Job, model: GPT) -> Step:
     block |= {"stage3_max_reuse_distance": 0} if variant == ["release"] else {}
     block |= {"offload_optimizer": {"device": "cpu"}} if variant == ["cpu"] else {}
     config = lt_zero.ZeroConfig.of({"zero_optimization": block, "bf16": {"enabled": job.bf16}})
-    engine = lt_zero.shard(model, config, policy=dtype_policy(config, "bf16-mixed") if job.bf16 else None)
+    policy = dtype_policy(config, "bf16-mixed") if job.bf16 else None
+    if job.tensor == 1:
+        engine = lt_zero.shard(model, config, policy=policy)
+    else:
+        from lt_zero.comm.shard_group import ShardGroup
+        from lt_zero.comm.world import World
+        from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
+
+        world = World.join(torch.device("cpu"))
+        mesh, group = ParallelMesh(ParallelSizes(job.ranks // job.tensor, job.tensor), world), ShardGroup.of_all(world)
+        given = mesh.arguments(cut(model, mesh.tensor), group)
+        engine = lt_zero.shard(model, config, policy=policy, group=group, **given)
     optimizer = adamw(model)
     lt_zero.ShardedOptimizer(engine, optimizer)
     return plain_step(model, optimizer, autocast=job.bf16)
@@ -190,7 +229,11 @@ def setup(job: Job) -> Step:
     if kind == "alone":  # all ranks at once without communication: the limit of DDP
         return plain_step(model, adamw(model), autocast=job.bf16)
     if kind == "ddp":
-        return plain_step(nn.parallel.DistributedDataParallel(model), adamw(model), autocast=job.bf16)
+        mesh = data_and_tensor(job) if job.tensor > 1 else None
+        if mesh is not None:
+            cut(model, mesh["tensor"])
+        wrapped = nn.parallel.DistributedDataParallel(model, device_mesh=mesh["data"] if mesh is not None else None)
+        return plain_step(wrapped, adamw(model), autocast=job.bf16)
     setups = {"zero_redundancy": setup_zero_redundancy, "fsdp2": setup_fsdp2}
     return (setups | {"deepspeed": setup_deepspeed, "lt_zero": setup_lt_zero})[kind](job, model)
 
@@ -237,7 +280,7 @@ def serve(connection: Connection) -> None:
     importlib.import_module(LIBRARY.get(job.peer.split("-")[0], "torch"))
     dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.ranks)
     bare = memory("VmRSS")
-    step, data = setup(job), batches(job.rank, job.sequences, job.length)
+    step, data = setup(job), batches(job.rank // job.tensor, job.sequences, job.length)
     connection.send({})
     while True:
         command, count = connection.recv()

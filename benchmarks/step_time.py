@@ -7,6 +7,7 @@ within a round. While one peer computes, the others sleep in a read on a socket.
     python benchmarks/step_time.py --deepspeed-python /path/to/venv/bin/python
     python benchmarks/step_time.py --dtype bf16 --peers ddp,fsdp2,lt_zero-2
     python benchmarks/step_time.py --profile lt_zero-3
+    python benchmarks/step_time.py --ranks 4 --tensor 2 --peers ddp,fsdp2,lt_zero-2,lt_zero-3  # tensor parallelism
 
 Linux only (memory is read from /proc). "peak MB" is the highest resident memory of a rank, from building the model to
 the last step, above what the process had after its imports. If other programs use the machine, medians say little (a
@@ -127,7 +128,7 @@ class Peer:
     def start(self, args: argparse.Namespace, python: str, folder: Path) -> None:
         ranks, store = args.ranks, str(folder / f"{self.name}.store")
         for rank in range(ranks):
-            size = args.depth, args.width, store, args.sequences, args.length
+            size = args.depth, args.width, store, args.sequences, args.length, args.tensor
             job = Job(self.name, rank, ranks, args.dtype == "bf16", *size)
             command = [python, str(Path(__file__).with_name("peers.py"))]
             log = folder / f"{self.name}.{rank}.log"
@@ -240,7 +241,7 @@ def write_json(peers: list[Peer], args: argparse.Namespace) -> None:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = {"rounds": 7, "steps": 3, "warmup": 3, "depth": 8, "width": 512, "ranks": 2}
+    numbers = {"rounds": 7, "steps": 3, "warmup": 3, "depth": 8, "width": 512, "ranks": 2, "tensor": 1}
     for name, default in {**numbers, "sequences": MICRO_BATCH, "length": CONTEXT}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
