@@ -43,7 +43,7 @@ from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.lightning.checkpoint_plugin import local_file, write_file, writes_directories
 from lt_zero.lightning.fabric_items import BESIDE, Opened, open_directory, opened_file, prefixes_of
-from lt_zero.lightning.other_strategies import explained, tensor_override
+from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.setup import shorten_errors
 from lt_zero.parallel.mesh import DeviceMesh
@@ -108,7 +108,8 @@ class FabricZeroStrategy(DDPStrategy):
         broadcast_buffers: bool | None = None,
         tensor_parallel_size: int | None = None,
     ) -> None:
-        overrides = [*overrides, *tensor_override(tensor_parallel_size)]
+        if tensor_parallel_size is not None:
+            overrides = [*overrides, f"tensor_parallel.autotp_size={tensor_parallel_size}"]
         check_launch("FabricZeroStrategy", start_method, timeout, process_group_backend)
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)

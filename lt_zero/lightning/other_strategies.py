@@ -102,11 +102,6 @@ def explained(init: Callable[P, None]) -> Callable[P, None]:
     return explaining
 
 
-def tensor_override(size: int | None) -> list[str]:
-    """The override of the configuration that the argument ``tensor_parallel_size`` is."""
-    return [] if size is None else [f"tensor_parallel.autotp_size={size}"]
-
-
 def _advice(name: str, value: Any, known: list[str]) -> str:
     """Advise on what to write instead of the argument ``name``."""
     if name in _ELSEWHERE:

@@ -45,7 +45,7 @@ from lt_zero.lightning.checkpoint_service import CheckpointService
 from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.run_monitor import RunMonitor
-from lt_zero.lightning.other_strategies import explained, tensor_override
+from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.setup import Run, Signals
@@ -109,7 +109,8 @@ class ZeroStrategy(DDPStrategy):
         broadcast_buffers: bool | None = None,
         tensor_parallel_size: int | None = None,
     ) -> None:
-        overrides = [*overrides, *tensor_override(tensor_parallel_size)]
+        if tensor_parallel_size is not None:
+            overrides = [*overrides, f"tensor_parallel.autotp_size={tensor_parallel_size}"]
         check_launch("ZeroStrategy", start_method, timeout, process_group_backend)
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)

@@ -49,7 +49,7 @@ ODD: dict[str, tuple[set[str], set[str]]] = {
     "adam_with_leftovers.json": (set(), {"optimizer.params.freeze_step", "optimizer.params.comm_backend_name"}),
     "batches_that_cannot_be.json": ({"train_batch_size"}, set()),
     "braceless.hjson": ({""}, set()),
-    "compiled.json": ({"compile", "aio.use_gds"}, set()),
+    "compiled.json": ({"compile", "aio.use_gds", "gradient_compression.algorithm"}, set()),
     "deepcompile_off.json": (set(), set()),
     "everything_one_level_up.json": (
         {"cuda_visible_devices", "num_train_epochs", "dataloader_num_workers", "seed"}

@@ -22,6 +22,7 @@ from lt_zero.parallel import PartialGradient
 from lt_zero.parallel.plan import PlanRow, parallelize, table
 from lt_zero.parallel.styles import SequenceNorm
 from tests.support.llamas import VOCABULARY, WIDTH, Attention, Llama, RMSNorm, rules
+from tests.support.matrix import only
 from tests.support.parity import STAGES
 from tests.support.plans import config, cut_over_all, rule, train
 from tests.support.pool import Pool
@@ -42,7 +43,7 @@ def _train_llama(stage: int, optimizer: str, tensor: int, variant: str) -> float
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_two_tensor_ranks_train_as_one_process(pool: Pool, stage: int, variant: str) -> None:
     assert max(pool.run(2, _train_llama, stage, "sgd", 2, variant)) < 1e-6
     assert max(pool.run(2, _train_llama, stage, "adamw", 2, variant)) < 2e-6

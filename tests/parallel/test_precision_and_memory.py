@@ -197,6 +197,7 @@ CPU_STATES = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 BESIDE = {"zero": {"offload_optimizer": {"device": "cpu", "overlap_step": True}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [Ranks(1, 2), MESH])
 @pytest.mark.parametrize(
     ("stage", "options"),
@@ -209,6 +210,7 @@ def test_recomputes_and_offloads(pool: Pool, stage: int, ranks: Ranks, options: 
     pool.run(ranks.all, _saves_memory, stage, ranks, options, options is not RECOMPUTES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [Ranks(1, 2), MESH])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
@@ -226,6 +228,7 @@ REPLICAS = {"mics_shard_size": 2}
 SECOND_COPY = {"zero_hpz_partition_size": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "zero"), [(1, REPLICAS), (2, REPLICAS), (3, REPLICAS), (3, SECOND_COPY)])
 def test_replicas_of_shards_and_second_copies(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
     """On 2 data ranks with 2 parts each: whole tensors have 2 replicas of 2 shards, parts one."""
@@ -263,6 +266,7 @@ def _averages(stage: int) -> None:
         torch.testing.assert_close(shown[name], value, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", only([1, 3], STAGES))
 def test_averages(pool: Pool, stage: int) -> None:
     pool.run(4, _averages, stage)
