@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lt_zero
-from tests.support.lightning_tools import quick, sharded_trainer, single_trainer, trust
+from tests.support.lightning_tools import FULL, quick, sharded_trainer, single_trainer, trust
 from tests.support.parallel_module import BATCH, Module
 from tests.support.pool import Pool
 
@@ -101,3 +101,18 @@ def _error_in_a_layer(stage: int) -> str:
 def test_an_error_before_a_layers_collective_ends_all_ranks(pool: Pool, stage: int) -> None:
     for text in pool.run(4, _error_in_a_layer, stage):
         assert "of rank 1" in text
+
+
+def _full_file(path: str) -> tuple[list[float], list[float]]:
+    module, again = Module(data=1), Module(data=1)
+    config = {"tensor_parallel": {"autotp_size": 2}, **FULL}
+    trainer = sharded_trainer(2, config=config, max_steps=2)
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+    sharded_trainer(2, config=config, max_steps=4).fit(again, ckpt_path=path, **trust(False))
+    return module.losses, again.losses
+
+
+def test_a_run_goes_on_from_one_file(pool: Pool, tmp_path: Path) -> None:
+    losses = [*pool.run(2, _full_file, str(tmp_path / "full.ckpt"))[0]]
+    assert losses[0] + losses[1] == pytest.approx(expected(4)[0], rel=1e-5)
