@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -72,7 +73,8 @@ class Llama(L.LightningModule):
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def configure_model(self) -> None:
-        if self.device_mesh is not None:  # None without tensor parallelism
+        # None without tensor parallelism. Lightning calls this in each run: a model is parallelized once.
+        if self.device_mesh is not None and not any(isinstance(p, DTensor) for p in self.parameters()):
             for block in self.blocks:
                 parallelize_module(block, self.device_mesh["tensor_parallel"], CUT)
 

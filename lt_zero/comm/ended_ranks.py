@@ -30,7 +30,7 @@ import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from types import FrameType, TracebackType
 from typing import Any, Protocol, TypeVar
@@ -200,11 +200,12 @@ class EndedRanks:
 
     # ---- the others ------------------------------------------------------------------------------------------------
 
-    def error(self) -> tuple[int, End] | None:
-        """Another rank, and its error, which has ended this run there, or its process."""
+    def error(self, among: Iterable[int] | None = None) -> tuple[int, End] | None:
+        """Another rank, of ``among`` if given, and its error, which has ended this run there, or its process."""
+        ranks = None if among is None else set(among)
         with self._lock:
             count = self._store.add("errors", 0)
-            while (found := self._concerned()) is None and self._read < count:
+            while (found := self._concerned(ranks)) is None and self._read < count:
                 if not self._store.check([f"error/{self._read + 1}"]):
                     break
                 self._read += 1
@@ -214,10 +215,10 @@ class EndedRanks:
                     self._store.add(f"heard/{self._read}", 1)
             return found
 
-    def _concerned(self) -> tuple[int, End] | None:
+    def _concerned(self, ranks: set[int] | None) -> tuple[int, End] | None:
         """The first of the errors that have been read which ends what this rank is in."""
         for rank, end in self._errors.items():
-            if end.concerns(self.scopes):
+            if (ranks is None or rank in ranks) and end.concerns(self.scopes):
                 now = self.of(rank)  # one that runs again has taken it back
                 if now is not None and now.text and now.concerns(self.scopes):
                     return rank, now

@@ -155,6 +155,10 @@ class HangDetector:
         if self._finalizer is not None:
             self._finalizer()
 
+    def expect_in_layers(self, ranks: list[int]) -> None:
+        """Name the global ``ranks`` that this one waits for in collectives inside of layers."""
+        self._reporter.layers = ranks
+
     # ---- one rank waits --------------------------------------------------------------------------------------------
 
     def examine(self, launch: Launch, waited: float) -> None:
@@ -261,12 +265,8 @@ class HangDetector:
             return
         self._heeded = now
         with contextlib.suppress(dist.DistError):  # the process that serves the store has ended: gloo will notice
-            found = self.ends.error()
-            if (
-                found is not None
-                and found[0] in self._watch.channels[launch.channel].ranks
-                and found[1].precedes(launch)
-            ):
+            found = self.ends.error(self._watch.channels[launch.channel].ranks)
+            if found is not None and found[1].precedes(launch):
                 raise RuntimeError(self._follow(described(*found)))
 
     def _follow(self, cause: str) -> str:
@@ -373,6 +373,7 @@ class _Reporter:
         self._watch, self._store, self._groups = watch, store, groups
         self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self._thread = threading.get_ident()
+        self.layers: list[int] = []  # global ranks that compute layers with this one
         self._in: Any = None  # a Launch, or the frame of another package's collective
         self._since = 0.0
         self._last_question = self._idle_polls = 0  # number of the last question; polls since
@@ -428,8 +429,11 @@ class _Reporter:
         self._doomed, self._alarmed = None, found is not None
         if found is None or self._watch.waiting is not None:
             return
-        ranks = _collective_of(frame) if frame is not None else None
-        if frame is None or ranks is None or dist.get_process_group_ranks(self._groups[0])[found[0]] not in ranks:
+        ranks = self._needs(frame) if frame is not None else None
+        if frame is None or ranks is None:
+            return
+        all_ranks = dist.get_process_group_ranks(self._groups[0])
+        if (found := self._ends.error([rank for rank, other in enumerate(all_ranks) if other in ranks])) is None:
             return
         self._doomed = (frame, time.monotonic()) if before is None or before[0] is not frame else before
         if time.monotonic() - self._doomed[1] >= self._stuck:
@@ -445,7 +449,7 @@ class _Reporter:
         while time.monotonic() < patience and self._store.add("heard", 0) < readers:
             time.sleep(self.interval / 20)
         frame = self._frame()
-        elsewhere = self._watch.waiting is None and frame is not None and _collective_of(frame) is not None
+        elsewhere = self._watch.waiting is None and frame is not None and self._needs(frame) is not None
         for group in [*self._groups, *([dist.group.WORLD] if elsewhere and dist.group.WORLD is not None else [])]:
             with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # it may be gone, or unable to abort
                 if dist.get_backend(group) != "gloo":
@@ -454,6 +458,10 @@ class _Reporter:
                 for peer in dist.get_process_group_ranks(group):
                     if peer != dist.get_rank():
                         _close(group, peer)
+
+    def _needs(self, frame: FrameType) -> list[int] | None:
+        """The global ranks of the collective of others in which this frame waits; None if it waits in none."""
+        return _collective_of(frame) or (self.layers if _in_layer(frame) else None) or None
 
     def _frame(self) -> FrameType | None:
         """Where the thread is; if it polls a barrier, where it waits for it."""
@@ -469,8 +477,9 @@ class _Reporter:
         text = f"is at {place}"
         if launch is not None:
             text = RankState.waiting(launch, place).text
-        elif frame is not None and (ranks := _collective_of(frame)) is not None:
-            now, text = frame, f"waits in {frame.f_code.co_name} of torch.distributed ({place})"
+        elif frame is not None and (ranks := self._needs(frame)) is not None:
+            what = "a layer" if _in_layer(frame) else f"{frame.f_code.co_name} of torch.distributed"
+            now, text = frame, f"waits in {what} ({place})"
         if now is None or now is not self._in:
             self._in, self._since = now, time.monotonic()
         ran = {}  # this rank's launches with the numbers that other ranks have asked about
@@ -540,7 +549,15 @@ def _collective_of(frame: FrameType) -> list[int] | None:
     return dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None)
 
 
+def _in_layer(frame: FrameType) -> bool:
+    """Whether a frame waits for a functional collective, which those inside of layers are. It has no group."""
+    called = frame.f_locals.get("self") if frame.f_code.co_filename == torch._ops.__file__ else None
+    return str(called).startswith("_c10d_functional.wait_tensor")
+
+
 def in_collective(error: BaseException) -> bool:
     """Whether an error came out of torch.distributed, or of a wait for it."""
     frame = innermost(error.__traceback__)
-    return frame is not None and frame.f_code.co_filename in (distributed_c10d.__file__, work_module.__file__)
+    if frame is None:
+        return False
+    return frame.f_code.co_filename in (distributed_c10d.__file__, work_module.__file__) or _in_layer(frame)

@@ -174,6 +174,11 @@ class World(Ranks):
         self._closed += mine if closes else []
         return mine[0]
 
+    def expect_in_layers(self, group: dist.ProcessGroup) -> None:
+        """Let hang detection know that this rank waits for those of ``group`` inside of layers."""
+        if self.detector is not None:
+            self.detector.expect_in_layers(dist.get_process_group_ranks(group))
+
     def order_of(self, ranks: Sequence[int]) -> LaunchOrder:
         """The order of launches of some of the ranks, of which this is one; new unless it is that of all."""
         if len(ranks) == self.size:

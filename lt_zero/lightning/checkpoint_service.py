@@ -29,6 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import Container
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lt_zero.checkpoint.export import export
@@ -286,14 +287,15 @@ class CheckpointService:
                 owner.average.end()  # of the weights that there were
         lazy = any(isinstance(value, LazyTensor) for value in state.values())
         rounds = not run.config.zero_optimization.load_from_fp32_weights
-        meta = any(p.is_meta for p in module.parameters())
+        # Those that are parallelized already take whole tensors only once they are sharded.
+        later = any(p.is_meta or isinstance(p, DTensor) for p in module.parameters())
         self._deferred = (state, strict, left_out)
-        if owners or not (lazy or rounds or meta):
+        if owners or not (lazy or rounds or later):
             self.load_deferred(run)
             return
         callbacks = run.trainer.callbacks if run.trainer is not None else []  # type: ignore[attr-defined]
         restore = any(is_overridden("on_load_checkpoint", callback, parent=pl.Callback) for callback in callbacks)
-        if restore and not meta:  # see Note [Callbacks that restore]
+        if restore and not later:  # see Note [Callbacks that restore]
             with run.agree("loading weights", CheckpointError):
                 load_module(module, state, strict=False)  # a callback may add missing entries
             held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}

@@ -310,6 +310,15 @@ class ZeroStrategy(DDPStrategy):
         """Reduce over the ranks that see different data, unless ``group`` says over which."""
         return super().reduce(tensor, group if group is not None else self.session.data_group, reduce_op)
 
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Of all ranks, with or without different data: they have to go on in the same way."""
+        if self.session.mesh is None:
+            return super().reduce_boolean_decision(decision, all)
+        number = torch.tensor(int(decision), device=self.root_device)
+        agreeing = super().reduce(number, reduce_op="sum")
+        return bool(agreeing == self.world_size) if all else bool(agreeing)
+
     @property
     def _node_rank(self) -> int:
         assert self.cluster_environment is not None

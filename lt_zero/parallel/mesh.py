@@ -90,6 +90,7 @@ class ParallelMesh:
         rows = [mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist() for axis in range(mesh.dim())]
         # Of this world, whose hang detection closes them: a rank that is gone would be waited for in a layer.
         groups = [world.new_group(None, parts, closes=True) for parts in rows]
+        world.expect_in_layers(groups[AXES.index(TENSOR)])
         self.device_mesh = DeviceMesh.from_group(groups, world.device.type, mesh, mesh_dim_names=AXES)
         self._cut = ShardGroup(world, rows[AXES.index(DATA)], divisor=sizes.data)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lt_zero
-from tests.support.lightning_tools import sharded_trainer, single_trainer, trust
+from tests.support.lightning_tools import FULL, quick, sharded_trainer, single_trainer, trust
 from tests.support.parallel_module import BATCH, Module
 from tests.support.pool import Pool
 
@@ -49,3 +50,69 @@ def test_a_run_is_that_of_one_process_and_goes_on_without_tensor_ranks(pool: Poo
     assert losses == pytest.approx(want[3:], rel=1e-5)
     lt_zero.export(second, tmp_path / "weights.pt", dtype=torch.float32)
     torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), weights, rtol=1e-4, atol=1e-5)
+
+
+def _decisions() -> tuple[bool, bool, bool]:
+    trainer = trainer_of(1, 2, 1)
+    trainer.fit(Module(data=2))
+    rank, decide = dist.get_rank(), trainer.strategy.reduce_boolean_decision
+    return decide(True), decide(rank == 1, all=False), decide(rank != 1)
+
+
+def test_decisions_are_those_of_all_ranks(pool: Pool) -> None:
+    """Whether a checkpoint is among the best, and whether training stops."""
+    assert pool.run(4, _decisions) == [(True, True, False)] * 4
+
+
+def _several_runs() -> tuple[float, float]:
+    trainer, module = trainer_of(3, 2, 2), Module(data=1)
+    trainer.fit(module)
+    trainer_of(1, 2, 2).fit(module)
+    return module.losses[1], module.losses[3]
+
+
+def test_a_module_is_trained_by_a_second_trainer(pool: Pool) -> None:
+    module = Module()
+    for _ in range(2):
+        single_trainer(max_steps=2).fit(module)
+    assert pool.run(2, _several_runs)[0] == pytest.approx((module.losses[1], module.losses[3]), rel=1e-5)
+
+
+class Fails(Module):
+    """Rank 1 ends before the collective of a layer."""
+
+    def on_train_start(self) -> None:
+        if self.global_rank == 1:
+            self.blocks[1].down.register_forward_pre_hook(self.fail)
+
+    def fail(self, *_: Any) -> None:
+        raise ValueError("of rank 1")
+
+
+def _error_in_a_layer(stage: int) -> str:
+    with quick():
+        trainer = trainer_of(stage, 2, 2)
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            trainer.fit(Fails(data=2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_error_before_a_layers_collective_ends_all_ranks(pool: Pool, stage: int) -> None:
+    for text in pool.run(4, _error_in_a_layer, stage):
+        assert "of rank 1" in text
+
+
+def _full_file(path: str) -> tuple[list[float], list[float]]:
+    module, again = Module(data=1), Module(data=1)
+    config = {"tensor_parallel": {"autotp_size": 2}, **FULL}
+    trainer = sharded_trainer(2, config=config, max_steps=2)
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+    sharded_trainer(2, config=config, max_steps=4).fit(again, ckpt_path=path, **trust(False))
+    return module.losses, again.losses
+
+
+def test_a_run_goes_on_from_one_file(pool: Pool, tmp_path: Path) -> None:
+    losses = [*pool.run(2, _full_file, str(tmp_path / "full.ckpt"))[0]]
+    assert losses[0] + losses[1] == pytest.approx(expected(4)[0], rel=1e-5)

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics import SumMetric
@@ -43,8 +44,8 @@ class Module(pl.LightningModule):
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(6, 3)
 
     def configure_model(self) -> None:
-        if self.device_mesh is None:
-            return
+        if self.device_mesh is None or isinstance(self.blocks[0].up.weight, DTensor):
+            return  # not to be parallelized, or parallelized in an earlier run: Lightning calls this in each
         for block in self.blocks:
             parallelize_module(
                 block, self.device_mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
