@@ -29,7 +29,6 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import Container
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lt_zero.checkpoint.export import export
@@ -66,6 +65,7 @@ from lt_zero.lightning.data_position.position import KEY as POSITION
 from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.lightning.setup import Run
+from lt_zero.parallel.local import is_distributed
 from lt_zero.session.checkpoints import (
     Progress,
     Saving,
@@ -288,7 +288,7 @@ class CheckpointService:
         lazy = any(isinstance(value, LazyTensor) for value in state.values())
         rounds = not run.config.zero_optimization.load_from_fp32_weights
         # Those that are parallelized already take whole tensors only once they are sharded.
-        later = any(p.is_meta or isinstance(p, DTensor) for p in module.parameters())
+        later = any(p.is_meta or is_distributed(p) for p in module.parameters())
         self._deferred = (state, strict, left_out)
         if owners or not (lazy or rounds or later):
             self.load_deferred(run)

@@ -386,7 +386,7 @@ class ZeroStrategy(DDPStrategy):
         for child in self._module.modules():
             if isinstance(child, Metric):
                 child.to(self.root_device)
-                child.process_group = child.process_group or self.session.data_group  # others see the same samples
+                child.process_group = child.process_group or self.session.data_group  # until ``teardown``
         move_buffers(self._module, self.root_device)
 
     @override
@@ -611,6 +611,9 @@ class ZeroStrategy(DDPStrategy):
             self._signals = None
         if engine is not None:
             engine.offload_manager.rest()
+        for child in module.modules() if module is not None and self.session.mesh is not None else ():
+            if isinstance(child, Metric) and child.process_group is self.session.data_group:
+                child.process_group = None  # a copy of the module could not be pickled
         self.session.end(clean)
 
     @override

@@ -220,3 +220,8 @@ def localize(module: nn.Module, mesh: DeviceMesh) -> list[ParamSpec]:
 def is_cut(parameter: Tensor) -> bool:
     """Whether ranks have parts of ``parameter``."""
     return isinstance(parameter, DTensor) and not all(isinstance(p, Replicate) for p in parameter.placements)
+
+
+def is_distributed(parameter: Tensor) -> bool:
+    """Whether ``parameter`` is a DTensor, cut or replicated."""
+    return isinstance(parameter, DTensor)
