@@ -171,6 +171,10 @@ class Ranks(ProcessLocal):
         """The sum over all ranks of a tensor, in place."""
         return self._reduce_small(value, dist.ReduceOp.SUM, name)
 
+    def sum_scalar(self, value: Tensor, name: str) -> Tensor:
+        """The sum over the ranks that have different elements, in place; these are all."""
+        return self.sum_all(value, name)
+
     def max_all(self, value: Tensor, name: str) -> Tensor:
         """The maximum over all ranks of a tensor, in place."""
         return self._reduce_small(value, dist.ReduceOp.MAX, name)

@@ -495,9 +495,7 @@ def combine_rows(rows: Tensor, groups: Sequence[ShardGroup | World], name: str, 
     """
     distinct = list(dict.fromkeys(groups))
     for group in distinct:
-        combine = group.max_all
-        if not maximum:
-            combine = group.sum_scalar if isinstance(group, ShardGroup) else group.sum_all
+        combine = group.max_all if maximum else group.sum_scalar
         if len(distinct) == 1:
             return combine(rows, name)
         mine = torch.tensor([each is group for each in groups], device=rows.device)

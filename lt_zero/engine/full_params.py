@@ -22,7 +22,6 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import HANDS_OUT, called, owner_of
 from lt_zero.engine.lazy_tensor import AbsentTensor, part_of
 from lt_zero.engine.materialize import ConstructionSharder
-from lt_zero.engine.parts import Unjoined
 
 
 def described(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
@@ -52,9 +51,9 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
 
     Args:
         target: a parameter, several, or a module (all of its parameters).
-        write: keep changes made inside. The values of rank 0 win, or of a DTensor those of the first rank that has
-            each part; master weights and compute copies of all ranks follow. Without it, changes of sharded parameters
-            are an error.
+        write: keep changes made inside. The values of rank 0 win, or of a tensor in parts those of the first rank
+            that has each; master weights and compute copies of all ranks follow. Without it, changes of sharded
+            parameters are an error.
 
     Parameters that no engine owns are left as they are, so the code also runs without ZeRO. Those that were built in
     ``lt_zero.Init`` may be an engine's or not yet.
@@ -266,7 +265,7 @@ def refuse_parts(engine: Engine, what: str) -> None:
     Raises:
         ValueError: one is a part, and other ranks' parts are out of reach; names it.
     """
-    for spec in engine.plan.parts[:1] if isinstance(engine.parts, Unjoined) else ():
+    for spec in engine.plan.parts[:1] if not engine.parts.joins else ():
         raise ValueError(
             f"{what}: of {spec.name!r} of {spec.global_shape} the ranks of this group have {spec.local_box} only. Save "
             'a checkpoint (checkpoint.format="sharded"), and run `lt-zero export` on it.'

@@ -389,7 +389,7 @@ class Materializer:
             value = torch.full(tensor.shape, _unset(tensor.dtype), dtype=tensor.dtype, device=self._device)
             if isinstance(tensor, Parameter):
                 full = Parameter(value, requires_grad=tensor.requires_grad)
-                if type(tensor) is Parameter or isinstance(self._parts, Unjoined):
+                if type(tensor) is Parameter or not self._parts.joins:
                     torch.utils.swap_tensors(tensor, full)
                     made[name] = tensor
                 else:

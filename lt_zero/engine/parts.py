@@ -13,6 +13,10 @@ from torch.nn import Parameter
 class Parts(Protocol):
     """Converts between what users see of a parameter and the part that this rank's engine has (ParamSpec)."""
 
+    @property
+    def joins(self) -> bool:
+        """Whether users see whole tensors, which ``join`` gives."""
+
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
         """The part of ``value``, which is for all of ``parameter``, that belongs here; of a lazy tensor a lazy one."""
 
@@ -31,6 +35,8 @@ class Parts(Protocol):
 
 class Unjoined:
     """Users see parts as they are: modules were made for them, and other ranks' are out of reach."""
+
+    joins = False
 
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
         """Return ``value``."""

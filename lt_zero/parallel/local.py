@@ -90,6 +90,8 @@ class LocalParts:
     ``first``: sees the gradients of the first backward.
     """
 
+    joins = True
+
     def __init__(self, first: FirstGradients | None = None) -> None:
         self.first = first
 
