@@ -82,14 +82,15 @@ def shard(
         config: the ZeRO stage and sizes: ``ZeroConfig(stage=3)``, a mapping, or the path of a file.
         device: where to compute; default: the device of the first parameter.
         policy: dtypes of weights, gradients and master weights; default: as configured.
-        group: the ranks to shard over; default: all.
+        group: the ranks that have this module, over which it is sharded; default: all. Others shard modules of their
+            own, with other parameters, in the same call.
         training: make master weights and keep weights gathered for backward; without it both wait until an optimizer
             is sharded, and weights are released after each use.
         saved: reads the full values of parameters, of which only the shapes count then.
         specs: of parameters that are a part of a tensor of the model, whose other parts are on ranks of other groups.
             They have that part's shape; checkpoints have the whole tensor.
         group_of: the ranks over which a parameter is the same, and sharded; default: ``group``, whose world they share.
-            The same on all ranks; where ``group`` has other ranks, they may have other tensors of this name.
+            The same on all ranks of ``group``. It may have others: see grad_bucket.py, Note [Wide buckets].
         parts: of parameters that have the shape of the whole tensor although this rank has a part; default: the shape
             of each is that of its spec, and what needs whole tensors in memory is refused.
 
@@ -138,9 +139,10 @@ def _shard(
         policy = replace(policy, low_master=True)  # no wider values are kept beside the codes
     zero = config.zero_optimization
     groups = _groups_of(module, config, group, group_of)
-    apart = [p for p in module.parameters() if groups.get(p, group).size < group.world.size]
-    compare_models(group.world, module, policy, apart)
-    sizes = _most_elements(module, group.world, apart)
+    apart = [p for p in module.parameters() if groups.get(p, group).size < group.size]
+    wide = {p for p, of in groups.items() if not set(of.ranks) <= set(group.ranks)}
+    compare_models(group, module, policy, apart)
+    sizes = _most_elements(module, group, apart)
     _check_kernels(config, device, group.world)
     _check_late_gradients(config, policy)
     distinct = list(dict.fromkeys([group, *groups.values()]))
@@ -148,7 +150,8 @@ def _shard(
     for each in distinct:
         each.configure(config)
     with without_torch_function():  # guards of parameters that are sharded already would intercept each access
-        plan = plan_engine(module, config, policy, group.mesh.shards, specs, groups, sizes, parts.gradient)
+        plan = plan_engine(module, config, policy, group.mesh.shards, specs, groups, sizes, parts.gradient, wide)
+        _compare_wide(plan)
         _check_whole(plan)
         _check_hooks(plan)
         if training and config.activation_checkpointing.mode != "none":
@@ -179,7 +182,7 @@ def _build(
         return engine_ref[0]() if engine_ref else None
 
     materializer, world = Materializer(module, device, saved, parts), groups[0].world
-    made = {bucket: Bucket(bucket, bucket.group or groups[0], owner, policy) for bucket in plan.buckets}
+    made = {bucket: Bucket(bucket, groups[0], owner, policy) for bucket in plan.buckets}
     use_zero_plus_plus(config, made.values())
     offload_manager = open_offload_manager(list(made.values()), config, device)
     rest_quantized(config, made.values())
@@ -282,11 +285,27 @@ def _groups_of(
         sizes = {key: getattr(zero, key) for key in ("reduce_bucket_size", *_SIZES)}
         facts = {f"zero_optimization.{key}": value for key, value in sizes.items()}
         facts |= {f"the group of parameter {name!r}": found.described for name, (_, found) in named.items()}
-        compare(group.world, Snapshot.of(facts), "groups of parameters")
+        compare(group, Snapshot.of(facts), "groups of parameters")
     return dict(named.values())
 
 
-def _most_elements(module: nn.Module, world: World, apart: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
+def _compare_wide(plan: EnginePlan) -> None:
+    """Compare buckets with those of ranks that have another module. Collective.
+
+    Raises:
+        RuntimeError: on the ranks of a group, if they differ.
+    """
+    of_group: dict[ShardGroup, dict[str, str]] = {}
+    for bucket in plan.buckets:
+        if bucket.is_wide and bucket.group is not None:
+            form = f"{[spec.shape for spec in bucket.specs]}, {bucket.dtype}, trained: {bucket.trains}"
+            facts = of_group.setdefault(bucket.group, {})
+            facts[f"shared parameters {', '.join(name for name, _ in bucket.parameters)}"] = form
+    for group, facts in of_group.items():
+        compare(group, Snapshot.of(facts), "shared parameters")
+
+
+def _most_elements(module: nn.Module, peers: ShardGroup, apart: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
     """The most elements that a rank has of each parameter whose shape may differ between ranks. Collective."""
     if not apart:
         return {}
@@ -294,7 +313,7 @@ def _most_elements(module: nn.Module, world: World, apart: Collection[nn.Paramet
     with without_torch_function():
         counts = [p.data.numel() if p in differ and not is_lazy(p) else 0 for p in module.parameters()]
     most = torch.tensor(counts)
-    world.host_max(most, "elements of parameters").wait()
+    peers.host_max(most, "elements of parameters").wait()
     return {p: count for p, count in zip(module.parameters(), most.tolist(), strict=True) if p in differ}
 
 

@@ -13,8 +13,11 @@ Note [Order of launches]
 
 from __future__ import annotations
 
+import io
+import pickle
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -227,3 +230,90 @@ class Ranks(ProcessLocal):
     def _peer(self, rank: int) -> int:
         assert self.process_group is not None
         return dist.get_global_rank(self.process_group, rank)
+
+    # ---- objects ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Context for torch's blocking collectives: explains their errors."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.order.detector is not None:
+                self.order.detector.explain(error)
+            raise
+
+    def problems(self, problem: str | None, name: str) -> list[str]:
+        """The problems of all ranks ("rank 1: ..."), on every rank; [] if there are none. Collective."""
+        flag = torch.tensor([problem is not None], dtype=torch.uint8)
+        self.host_max(flag, name).wait()
+        if not flag.item():
+            return []
+        found = zip(self.ranks, self.host_gather(problem, name), strict=True)
+        return [f"rank {rank}: {text}" for rank, text in found if text is not None]
+
+    @contextmanager
+    def agree(self, what: str, error: type[Exception]) -> Iterator[None]:
+        """Context for work that each rank does for itself: if it fails on one rank, all ranks raise. Collective.
+
+        Raises:
+            Exception: what this rank's work raised; ``error`` with the problems of the others if only they failed.
+        """
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            problem = caught
+        found = self.problems(None if problem is None else str(problem) or repr(problem), what)
+        if problem is not None:
+            raise problem
+        if found:
+            raise error(f"{what[0].upper()}{what[1:]} failed on another rank: {' '.join(found)}")
+
+    def host_broadcast(self, value: Any, name: str) -> Any:
+        """The first rank's (small, picklable) Python value on every rank."""
+        if self.process_group is None:
+            return value
+        packed = _packed(value) if self.rank == 0 else b""
+        opened = self.log.open("broadcast_object_list", name, len(packed), host=True)
+        # torch's collective blocks: make sure that all ranks enter it.
+        self.order.launch("object", name, 0, compare=True)
+        box = [packed]
+        with self.explaining():
+            dist.broadcast_object_list(box, src=self._peer(0), group=self.order.host)
+        self.log.ended(opened)
+        return pickle.loads(box[0])
+
+    def host_gather(self, value: Any, name: str) -> list[Any]:
+        """The (small, picklable) Python values of all ranks, on every rank."""
+        if self.process_group is None:
+            return [value]
+        packed = _packed(value)
+        opened = self.log.open("all_gather_object", name, len(packed), host=True)
+        self.order.launch("objects", name, 0, compare=True)
+        box: list[Any] = [None] * self.size
+        with self.explaining():
+            dist.all_gather_object(box, packed, group=self.order.host)
+        self.log.ended(opened)
+        return [pickle.loads(found) for found in box]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as bytes; by default pickle calls ``torch.save`` for the full storage of each."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.layout is not torch.strided or value.device.type not in ("cpu", "cuda"):
+            return NotImplemented
+        # A CUDA tensor arrives on the CPU: by default it would arrive on the sender's device.
+        flat = value.detach().resolve_conj().resolve_neg().reshape(-1).cpu()
+        return _unpacked, (flat.view(torch.uint8).numpy().tobytes(), value.dtype, value.shape)
+
+
+def _packed(value: Any) -> bytes:
+    data = io.BytesIO()
+    _Pickler(data, pickle.HIGHEST_PROTOCOL).dump(value)
+    return data.getvalue()
+
+
+def _unpacked(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)

@@ -44,12 +44,13 @@ class ShardGroup(Ranks):
 
     Args:
         world: all ranks of the run.
-        parts: which ranks form groups: this one has the ranks of the part with this rank. Equally many ranks, in
-            ascending order, are in each; every rank is in one. The same on all ranks. Collective.
+        parts: which ranks form groups: this one has the ranks, in ascending order, of the part with this rank; every
+            rank is in one. The same on all ranks. Collective.
         divisor: of the mean of gradients: how many ranks see different data, which may be more or fewer than there are
             in the group.
         norm_share: by what squares of this group's gradients are multiplied in sums over the world, of which each
             element has to be one summand; 1/2, say, if two groups have the same tensors.
+        holders: the ranks that together have all of the tensors of which those of a group have a part; default: all.
 
     Attributes:
         mesh: the ranks as replicas and shards.
@@ -59,8 +60,16 @@ class ShardGroup(Ranks):
         tolerance: ``communication.slow_node_tolerance``; None: sums wait for all ranks.
     """
 
-    def __init__(self, world: World, parts: Sequence[Sequence[int]], divisor: float, norm_share: float = 1.0) -> None:
-        self.world, self._parts = world, [list(part) for part in parts]
+    def __init__(
+        self,
+        world: World,
+        parts: Sequence[Sequence[int]],
+        divisor: float,
+        norm_share: float = 1.0,
+        holders: Ranks | None = None,
+    ) -> None:
+        self.world, self._parts, self.holders = world, [list(part) for part in parts], holders or world
+        self._largest = self._division = max(map(len, self._parts))  # ranks of a part; and of a replica in it
         _check_parts(self._parts, world.size)
         ranks = next(part for part in self._parts if world.rank in part)
         everyone = len(ranks) == world.size
@@ -114,15 +123,15 @@ class ShardGroup(Ranks):
         if self._gloo and self.device.type == "cpu" and world.detector is not None:
             self._arena = world.share_memory(self.ranks)
             order.arena = order.arena or self._arena
-        self._choose(self.size, "auto", True)
+        self._choose(self._largest, "auto", True)
 
     def _new_group(
         self, backend: str, parts: Sequence[Sequence[int]] | None = None, timeout: timedelta | None = None
     ) -> dist.ProcessGroup:
         """Another process group over these ranks, or over that of ``parts`` which has this rank. Collective."""
-        inside = [range(self.size)] if parts is None else parts
-        wanted = [[ranks[number] for number in part] for ranks in self._parts for part in inside]
-        return self.world.new_group(backend, wanted, timeout)
+        inside = [range(self._largest)] if parts is None else parts
+        wanted = [[ranks[n] for n in part if n < len(ranks)] for ranks in self._parts for part in inside]
+        return self.world.new_group(backend, [ranks for ranks in wanted if ranks], timeout)
 
     def _share_memory(self, ranks: Sequence[int]) -> SharedArena | None:
         """Windows that ``ranks`` of the group, of which this is one, read; None if some cannot. Collective."""
@@ -141,31 +150,34 @@ class ShardGroup(Ranks):
             self.predivide = self.divisor
         elif config.gradient_predivide_factor != 1.0:
             self.predivide = config.gradient_predivide_factor
-        wanted = (zero.shards(self.size), config.communication.topology, zero.reduce_scatter)
+        wanted = (zero.shards(self._largest), config.communication.topology, zero.reduce_scatter)
         if wanted != self._configured:
             self._choose(*wanted)
             self._configured = wanted
             if self.rank == 0 and self.process_group is not None and len(self.nodes) > 1:
                 log.info("Collectives over %d nodes: %s.", len(self.nodes), self.topology.why)
-        self._share_parameters(zero.secondary_shards(self.size))
+        if len(set(map(len, self._parts))) == 1:  # else some have a model beside this group's, and are not sharded
+            self._share_parameters(zero.secondary_shards(self.size))
         self._tolerate(config.communication.slow_node_tolerance, zero.stage > 0)
 
-    def _choose(self, shards: int, topology: str | int, scatters: bool) -> None:
-        """Make the groups and the transport."""
+    def _choose(self, division: int, topology: str | int, scatters: bool) -> None:
+        """Make the groups and the transport. ``division``: ranks of a replica, in parts that have more."""
         if self.process_group is None or self.reductions is None:
             return
         backend = dist.get_backend(self.process_group)
-        if shards != self.mesh.shards:
-            self.mesh = mesh = Mesh(self.size, self.rank, shards)
-            rows = [mesh.row(replica) for replica in range(self.size // shards)]
-            columns = [mesh.column(shard) for shard in range(shards)] if shards < self.size else []
+        if division != self._division:
+            self._division, mesh = division, Mesh(self._largest, 0, division)
+            self.mesh = Mesh(self.size, self.rank, min(division, self.size))
+            rows = [mesh.row(replica) for replica in range(self._largest // division)]
+            columns = [mesh.column(shard) for shard in range(division)] if division < self._largest else []
             gathers = self._new_group(backend, rows)
             reductions = gathers if one_queue() else self._new_group(backend, rows)
             across = self._new_group(backend, columns) if columns else None
             self._row = Groups(self.reductions, gathers, reductions, across)
         kind = "windows" if self._arena is not None else backend
         self.topology = choose(topology, self.mesh, self.nodes, kind)
-        if len(self._parts) > 1 and len(set(self.world.host_gather(self.topology.sizes, "topologies"))) > 1:
+        form = (self.size, self.topology.sizes)
+        if len(self._parts) > 1 and len(set(self.world.host_gather(form, "topologies"))) > 1:
             self.topology = Topology((), "groups are not on nodes in the same way")
         common = (
             self.mesh,
@@ -295,7 +307,8 @@ class ShardGroup(Ranks):
                 key = "zero_optimization.offload_optimizer.overlap_step"
                 text = "needs collectives beside each other, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow"
                 raise ConfigError([Problem(key, f"{key}=true {text}: unset it, or set overlap_step='auto'.")])
-            rows = [self.mesh.row(replica) for replica in range(self.size // self.mesh.shards)]
+            mesh = Mesh(self._largest, 0, self._division)
+            rows = [mesh.row(replica) for replica in range(self._largest // self._division)]
             opened = self.log.open("barrier", "background", 0)
             self._background = self._new_group(dist.get_backend(self.process_group), rows)
             self.log.ended(opened)
@@ -480,18 +493,17 @@ class ShardGroup(Ranks):
 def _check_parts(parts: Sequence[Sequence[int]], world: int) -> None:
     """Raise ValueError for parts that are no division of the ranks."""
     each_once = sorted(rank for part in parts for rank in part) == list(range(world))
-    if not each_once or len({len(part) for part in parts}) > 1 or any(part != sorted(part) for part in parts):
+    if not each_once or any(part != sorted(part) for part in parts):
         shown = ", ".join(map(str, parts[:4])) + (", ..." if len(parts) > 4 else "")
         raise ValueError(
-            f"ShardGroup(parts=[{shown}]): each of the {world} ranks has to be in one part, in ascending order, and all"
-            " parts have to have equally many."
+            f"ShardGroup(parts=[{shown}]): each of the {world} ranks has to be in one part, in ascending order."
         )
 
 
-def combine_rows(rows: Tensor, groups: Sequence[ShardGroup | World], name: str, maximum: bool = False) -> Tensor:
+def combine_rows(rows: Tensor, groups: Sequence[Ranks], name: str, maximum: bool = False) -> Tensor:
     """Sums, or maxima, of fp64 ``rows`` over the ranks of each one's group: ``groups`` has that of each row.
 
-    Of a row of the world, ranks that have the same elements as another have zero.
+    Of a row whose ranks have parts, ranks that have the same elements as another have zero.
     """
     distinct = list(dict.fromkeys(groups))
     for group in distinct:

@@ -5,9 +5,7 @@ The collectives of buckets are those of shard_group.py.
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import socket
 import sys
 import weakref
@@ -20,7 +18,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.comm_log import CommLog
@@ -291,70 +288,6 @@ class World(Ranks):
         if self.detector is not None and not self.detector.explain(error):
             self.detector.ends.tell(True, summary(error))
 
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Context for torch's blocking collectives: explains their errors."""
-        try:
-            yield
-        except RuntimeError as error:
-            self.explain(error)
-            raise
-
-    # ---- objects ---------------------------------------------------------------------------------------------------
-
-    def problems(self, problem: str | None, name: str) -> list[str]:
-        """The problems of all ranks ("rank 1: ..."), on every rank; [] if there are none. Collective."""
-        flag = torch.tensor([problem is not None], dtype=torch.uint8)
-        self.host_max(flag, name).wait()
-        if not flag.item():
-            return []
-        return [f"rank {rank}: {text}" for rank, text in enumerate(self.host_gather(problem, name)) if text is not None]
-
-    @contextmanager
-    def agree(self, what: str, error: type[Exception]) -> Iterator[None]:
-        """Context for work that each rank does for itself: if it fails on one rank, all ranks raise. Collective.
-
-        Raises:
-            Exception: what this rank's work raised; ``error`` with the problems of the others if only they failed.
-        """
-        problem: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            problem = caught
-        found = self.problems(None if problem is None else str(problem) or repr(problem), what)
-        if problem is not None:
-            raise problem
-        if found:
-            raise error(f"{what[0].upper()}{what[1:]} failed on another rank: {' '.join(found)}")
-
-    def host_broadcast(self, value: Any, name: str) -> Any:
-        """Rank 0's (small, picklable) Python value on every rank."""
-        if self.process_group is None:
-            return value
-        packed = _packed(value) if self.rank == 0 else b""
-        opened = self.log.open("broadcast_object_list", name, len(packed), host=True)
-        # torch's collective blocks: make sure that all ranks enter it.
-        self.order.launch("object", name, 0, compare=True)
-        box = [packed]
-        with self.explaining():
-            dist.broadcast_object_list(box, src=self._peer(0), group=self.order.host)
-        self.log.ended(opened)
-        return pickle.loads(box[0])
-
-    def host_gather(self, value: Any, name: str) -> list[Any]:
-        """The (small, picklable) Python values of all ranks, on every rank."""
-        if self.process_group is None:
-            return [value]
-        packed = _packed(value)
-        opened = self.log.open("all_gather_object", name, len(packed), host=True)
-        self.order.launch("objects", name, 0, compare=True)
-        box: list[Any] = [None] * self.size
-        with self.explaining():
-            dist.all_gather_object(box, packed, group=self.order.host)
-        self.log.ended(opened)
-        return [pickle.loads(found) for found in box]
-
 
 def together(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorate a method that all ranks call, of an object with a ``world``: see ``World.together``."""
@@ -366,24 +299,3 @@ def together(method: Callable[_P, _T]) -> Callable[_P, _T]:
             return method(*args, **kwargs)
 
     return call
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as bytes; by default pickle calls ``torch.save`` for the full storage of each."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor or value.layout is not torch.strided or value.device.type not in ("cpu", "cuda"):
-            return NotImplemented
-        # A CUDA tensor arrives on the CPU: by default it would arrive on the sender's device.
-        flat = value.detach().resolve_conj().resolve_neg().reshape(-1).cpu()
-        return _unpacked, (flat.view(torch.uint8).numpy().tobytes(), value.dtype, value.shape)
-
-
-def _packed(value: Any) -> bytes:
-    data = io.BytesIO()
-    _Pickler(data, pickle.HIGHEST_PROTOCOL).dump(value)
-    return data.getvalue()
-
-
-def _unpacked(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -73,12 +73,13 @@ def dotted(path: Path) -> str:
     return ".".join(str(part) for part in path)
 
 
-def differences(ranks: Sequence[Mapping[str, Any]], shown: int = 3) -> str:
+def differences(ranks: Mapping[int, Mapping[str, Any]], shown: int = 3) -> str:
     """In words: the values in which ranks differ, of what each of them has, at most ``shown``.
 
     A value may be a tuple of names: the text has their number, and the first name that not all ranks have.
     """
-    keys = [key for key in dict.fromkeys(k for has in ranks for k in has) if len({_of(has, key) for has in ranks}) > 1]
+    every = list(ranks.values())
+    keys = [key for key in dict.fromkeys(k for has in every for k in has) if len({_of(has, key) for has in every}) > 1]
     told = [f"{key} {_by_rank(key, ranks)}" for key in keys[:shown]]
     return "; ".join(told) + (f"; and {len(keys) - shown} more" if len(keys) > shown else "")
 
@@ -90,10 +91,10 @@ def _of(has: Mapping[str, Any], key: str) -> Any:
     return has.get(key, _MISSING)
 
 
-def _by_rank(key: str, ranks: Sequence[Mapping[str, Any]]) -> str:
+def _by_rank(key: str, ranks: Mapping[int, Mapping[str, Any]]) -> str:
     """``is 0.1 on rank 0 and 0.2 on ranks 1, 2``."""
     by_value: dict[Any, list[int]] = {}
-    for rank, has in enumerate(ranks):
+    for rank, has in ranks.items():
         by_value.setdefault(_of(has, key), []).append(rank)
     parts, names = [], [set(value) if isinstance(value, tuple) else set() for value in by_value]
     common = set.intersection(*names)

@@ -653,6 +653,57 @@ class TensorParallel(Block):
     )
 
 
+def _partition_method(value: Any) -> Any:
+    method = value.lower() if isinstance(value, str) and not value.lower().startswith("type:") else value
+    if method == "best":  # DeepSpeed's default of the key that it does not read
+        return "parameters"
+    if isinstance(method, str) and method.lower().startswith("type:"):
+        return f"type:{_regex(method[5:])}"
+    if method not in ("parameters", "uniform", "time"):
+        raise ValueError("it is not one of parameters, uniform, time, type:REGEX")
+    return method
+
+
+class PipelineParallel(Block):
+    """The ``pipeline`` block: ranks that have some of a model's layers each, one after the other."""
+
+    stages: Literal["auto"] | Annotated[Positive, _one_if_zero] = key(
+        "auto", "ranks that have layers after each other, and see the same data; auto: as the model says, or 1"
+    )
+    partition_method: Annotated[str, BeforeValidator(_partition_method)] = key(
+        "parameters",
+        "how layers are divided: parameters: equally many, uniform: equally many layers, type:REGEX: equally many "
+        "layers of these classes, time: equally long forwards, measured",
+    )
+    schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"] = key(
+        "1F1B", "order of forwards and backwards of micro-batches; the last two have several stages on each rank"
+    )
+    num_microbatches: Positive | None = key(
+        None, "micro-batches that a batch is cut into; null: gradient_accumulation_steps, or twice the stages"
+    )
+    stages_per_rank: Positive | None = key(
+        None, "stages on each rank, in turn; null: 2 for Interleaved1F1B and LoopedBFS, else 1"
+    )
+    activation_checkpoint_interval: Elements = key(0, "layers that are recomputed together in backward; 0: none")
+    seed_layers: bool = key(
+        False, "seed each layer by its number, so that ranks need not draw the values of others' layers"
+    )
+
+    @property
+    def chunks(self) -> int:
+        """Stages on each rank."""
+        return self.stages_per_rank or (2 if self.schedule in ("Interleaved1F1B", "LoopedBFS") else 1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PipelineParallel:
+        looped = self.schedule in ("Interleaved1F1B", "LoopedBFS")
+        if not looped and self.chunks > 1:
+            raise ValueError(
+                f"stages_per_rank={self.chunks} needs schedule=Interleaved1F1B or LoopedBFS, not {self.schedule}"
+            )
+        return self
+
+
 class GradientCompression(Block):
     """The ``gradient_compression`` block: gradients are sent in fewer bits, with error feedback."""
 
@@ -837,6 +888,7 @@ class Schema(Block):
     tensor_parallel: Annotated[TensorParallel, _off_if_number] = key(
         TensorParallel(), "ranks that have parts of each layer"
     )
+    pipeline: PipelineParallel = key(PipelineParallel(), "ranks that have some of the model's layers each")
     gradient_compression: Annotated[GradientCompression, _off_if_false] = key(
         GradientCompression(), "gradients in fewer bits, with error feedback"
     )
@@ -873,5 +925,6 @@ class Schema(Block):
     @property
     def sharded_checkpoints(self) -> bool:
         """Whether checkpoints are directories that all ranks write."""
-        how, cut = self.checkpoint.format, self.zero_optimization.stage > 0 or self.tensor_parallel.autotp_size > 1
+        parts = self.tensor_parallel.autotp_size > 1 or self.pipeline.stages not in ("auto", 1)
+        how, cut = self.checkpoint.format, self.zero_optimization.stage > 0 or parts
         return how == "sharded" or (how == "auto" and cut)

@@ -45,7 +45,7 @@ def contradictions(config: Schema) -> Iterator[Problem]:
     yield from _compression(config)
     yield from _one_bit(config)
     yield from _tolerance(config)
-    yield from _tensor_parallel(config)
+    yield from _parallel(config)
     yield from _precision(config)
     yield from _offload(config)
     yield from _sparse_attention(config)
@@ -171,8 +171,12 @@ def _one_bit(config: Schema) -> Iterator[Problem]:
             yield Problem(key, f"{key}={value!r} cannot be combined with {name}: after {after} {why}. Remove it.")
 
 
-def _tensor_parallel(config: Schema) -> Iterator[Problem]:
-    size, key = config.tensor_parallel.autotp_size, "tensor_parallel.autotp_size"
+def _parallel(config: Schema) -> Iterator[Problem]:
+    sizes = {
+        "tensor_parallel.autotp_size": config.tensor_parallel.autotp_size,
+        "pipeline.stages": 1 if config.pipeline.stages == "auto" else config.pipeline.stages,
+    }
+    key, size = next(((key, size) for key, size in sizes.items() if size > 1), ("", 1))
     if size == 1:
         return
     asked = {

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Work
-from lt_zero.comm.world import World
 from lt_zero.common.compat import held_by_autograd, without_torch_function
 from lt_zero.common.flat_storage import FlatStorage, flat_empty
 from lt_zero.common.timing import phase
@@ -88,15 +88,17 @@ class Bucket:
     """Parameters of one dtype that are gathered, reduced and released together.
 
     Args:
+        peers: the ranks that have the same model; the bucket is theirs, unless the plan has a group for it.
         owner: returns the engine that handles uses of released parameters.
         policy: dtypes of master weights, accumulators and gradients in collectives.
     """
 
     def __init__(
-        self, plan: BucketPlan, group: ShardGroup, owner: Callable[[], Owner | None], policy: DtypePolicy
+        self, plan: BucketPlan, peers: ShardGroup, owner: Callable[[], Owner | None], policy: DtypePolicy
     ) -> None:
+        group = plan.group or peers
         self.name, self.dtype, self.sharding, self.group = plan.name, plan.dtype, plan.sharding, group
-        self.compresses = plan.compresses
+        self.is_wide, self.compresses = plan.is_wide, plan.compresses
         dtype, sharding = plan.dtype, plan.sharding
         self.params = [p for _, p in plan.parameters]
         cut = sharding.optim or sharding.params
@@ -346,14 +348,14 @@ class Bucket:
         """This rank's piece of parameter ``index``: none or one."""
         return self._piece_of.get(index, [])
 
-    def holders(self, index: int) -> ShardGroup | World:
+    def holders(self, index: int) -> Ranks:
         """The ranks that together have all of the tensor of which parameter ``index`` is, perhaps, a part."""
-        return self.group if self.layout.spans[index].spec.is_whole else self.group.world
+        return self.group if self.layout.spans[index].spec.is_whole else self.group.holders
 
     def repeats(self, index: int) -> bool:
         """Whether other ranks' elements of parameter ``index`` count instead of this one's in sums over ``holders``.
 
-        ``combine_rows`` leaves out replicas of shards by itself, but not over the world.
+        ``combine_rows`` leaves out replicas of shards by itself, but not where ranks have parts.
         """
         if self.shard_range == (0, self.layout.numel):
             return self.group.rank > 0

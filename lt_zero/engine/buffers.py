@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.work import Work
-from lt_zero.comm.world import World
 from lt_zero.common.compat import versions_of, without_torch_function
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import warn
@@ -77,10 +77,10 @@ class _Buffer:
 
 
 class BufferSync(ProcessLocal):
-    """The buffers of ``root``; ``enabled``: whether they are sent before training forwards."""
+    """The buffers of ``root``, which ``peers`` have; ``enabled``: whether they are sent before training forwards."""
 
-    def __init__(self, root: nn.Module, world: World, enabled: bool) -> None:
-        self._root, self._world, self.enabled = root, world, enabled and world.size > 1
+    def __init__(self, root: nn.Module, peers: Ranks, enabled: bool) -> None:
+        self._root, self._peers, self.enabled = root, peers, enabled and peers.size > 1
         self._tables = [module._buffers for module in root.modules()]
         self._buffers = self._find()
         # Some rank's buffers have other names, shapes or dtypes than those that the ranks have agreed upon.
@@ -191,14 +191,14 @@ class BufferSync(ProcessLocal):
             return
         with without_torch_function():
             mine = digests([buffer.now for buffer in late])
-        ranks = self._world.host_gather(mine, "values of buffers")
+        ranks = self._peers.host_gather(mine, "values of buffers")
         differ = []
         for buffer, values in zip(late, zip(*ranks, strict=True), strict=True):
             buffer.left = _PROBATION
             if len(set(values)) > 1:
                 buffer.changes, buffer.left = True, 0
                 differ.append(repr(buffer.name))
-        if differ and self._world.rank == 0:
+        if differ and self._peers.rank == 0:
             warn(
                 f"Buffer {', '.join(differ[:5])} began to change outside of forward and backward, or through `.data`, "
                 "after steps in which it had not, and to different values on different ranks. Forwards since then used "
@@ -230,16 +230,17 @@ class BufferSync(ProcessLocal):
         forms = [(buffer.name, buffer.form) for buffer in self._buffers]
         mine = zlib.crc32(repr(forms).encode())
         extremes = torch.tensor([mine, -mine])
-        self._world.host_max(extremes, "shapes of buffers").wait()  # the maximum, and the negative minimum
+        self._peers.host_max(extremes, "shapes of buffers").wait()  # the maximum, and the negative minimum
         if not extremes.sum():
             return
-        ranks = [dict(theirs) for theirs in self._world.host_gather(forms, "shapes of buffers")]
-        rank = next(rank for rank, theirs in enumerate(ranks) if theirs != ranks[0])
-        name = next(name for name in {**ranks[0], **ranks[rank]} if ranks[0].get(name) != ranks[rank].get(name))
+        ranks = [dict(theirs) for theirs in self._peers.host_gather(forms, "shapes of buffers")]
+        number = next(number for number, theirs in enumerate(ranks) if theirs != ranks[0])
+        first, other = ranks[0], ranks[number]
+        name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
         raise RuntimeError(
-            f"Buffer {name!r} is {ranks[0].get(name, 'missing')} on rank 0 and {ranks[rank].get(name, 'missing')} on "
-            f"rank {rank}, so rank 0's cannot be sent. Give it the same shape and dtype on all ranks, or set "
-            "broadcast_buffers: false."
+            f"Buffer {name!r} is {first.get(name, 'missing')} on rank {self._peers.ranks[0]} and "
+            f"{other.get(name, 'missing')} on rank {self._peers.ranks[number]}, so it cannot be sent. Give it the "
+            "same shape and dtype on all ranks, or set broadcast_buffers: false."
         )
 
     # ---- sending -----------------------------------------------------------------------------------------------------
@@ -263,12 +264,12 @@ class BufferSync(ProcessLocal):
 
     def _send_chunk(self, groups: Sequence[list[_Buffer]]) -> None:
         """Send the buffers of ``groups``, of each of which all have the same tensor."""
-        rows = [_bytes(_of(group)).to(self._world.device) for group in groups]
+        rows = [_bytes(_of(group)).to(self._peers.device) for group in groups]
         # A large buffer is sent from and to its own memory, unless autograd may have saved it.
         row = rows[0] if len(rows) == 1 and not self._unfinished else torch.cat(rows)
         shapes = zlib.crc32(repr([_form(_of(group)) for group in groups]).encode())
-        self._world.broadcast(row, f"buffers (shapes {shapes:08x})")
-        if self._world.rank == 0:
+        self._peers.broadcast(row, f"buffers (shapes {shapes:08x})")
+        if self._peers.rank == 0:
             return
         for group, values in zip(groups, row.split([row.numel() for row in rows]), strict=True):
             tensor = _of(group)

@@ -88,7 +88,7 @@ class Engine(ProcessLocal):
     Args:
         units: all units but the root, in registration order.
         root_unit: parameters that belong to no unit, are shared by several, or are too small to shard.
-        groups: of the buckets; the first may have none.
+        groups: of the buckets; the first, which may have none, is that of the ranks with the same model.
         training: train from the start; otherwise from ``begin_training`` on.
         parts: as for ``lt_zero.shard``.
     """
@@ -113,7 +113,7 @@ class Engine(ProcessLocal):
         self.kept: frozenset[Parameter] = frozenset()  # parameters that the user keeps in fp32, in exports as well
         self.root, self.units, self.root_unit = root, units, root_unit
         self.groups, world, zero = list(groups), groups[0].world, config.zero_optimization
-        self.world, self.device = world, world.device
+        self.world, self.peers, self.device = world, groups[0], world.device
         # Whether ranks may have other parameters, or other numbers of ranks the same.
         self.has_groups = has_groups(groups)
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
@@ -122,7 +122,7 @@ class Engine(ProcessLocal):
             bucket.unpublished = unpublished
         self.owner = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.params)}
         first_order = [b for u in reversed(units) for b in u.buckets] + root_unit.buckets  # in the first backward
-        self.reducer = Reducer(world, first_order, zero.overlap_comm, zero.reduce_bucket_size)
+        self.reducer = Reducer(self.peers, first_order, zero.overlap_comm, zero.reduce_bucket_size)
         self._residency = Residency(
             zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
         )
@@ -136,16 +136,17 @@ class Engine(ProcessLocal):
         self.backwards = 0  # backwards that have ended
         self.stepped = False  # a step has published the weights that there are
         self._explicit = False  # a backward_pass context is open
+        self._passed = False  # the gradients of the next backward are there: ``whole_passes``
         self._create_graph = False  # the running backward builds a graph for another backward
         self._depth = 0  # nested forward scopes
         self._entered = 0  # the depth of the outermost module that is called; 0: none is
         self._span: Span = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
         tolerates = any(group.tolerance is not None for group in self.groups)
-        self.buffers = BufferSync(root, world, config.broadcast_buffers and not tolerates)
-        self.same_on_ranks = SameOnRanks(world, root, [p for b in self.buckets for p in b.params])
+        self.buffers = BufferSync(root, self.peers, config.broadcast_buffers and not tolerates)
+        self.same_on_ranks = SameOnRanks(self.peers, root, [p for b in self.buckets for p in b.params])
         problem, travel = offload_manager.find_problem, (self.same_on_ranks, self.buffers)
-        self.used_parameters = UsedParameters(world, self.reducer, self.buckets, self.parts, problem, *travel)
+        self.used_parameters = UsedParameters(self.peers, self.reducer, self.buckets, self.parts, problem, *travel)
         self.finish_reductions = self.used_parameters.finish_reductions
         self.sharded_optim = any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
@@ -245,6 +246,31 @@ class Engine(ProcessLocal):
         for unit in self.units:  # prefetched but not used in this pass
             if unit.leases == 0 and not unit.keep:
                 self.gatherer.release(unit)
+
+    @contextmanager
+    def whole_passes(self, trains: bool) -> Iterator[None]:
+        """Context, in a step, for forwards and backwards of parts of the model, each with a scope of its own.
+
+        If it ``trains``, the gradients of all count from the next backward on: ``zero_grad`` before it does not clear
+        them. What a step before has used is cleared here.
+        """
+        self.refuse_inside_units("whole_passes")
+        depth, entered = self._depth, self._entered
+        self._depth = self._entered = 0
+        if trains:
+            self.used_parameters.put_aside()
+        try:
+            yield
+        except BaseException:
+            if trains:
+                self.abort_backward()
+            raise
+        finally:
+            self._depth, self._entered = depth, entered
+            self.used_parameters.aside = False
+        self._passed |= trains
+        if depth > 0:
+            self.gatherer.gather(self.root_unit)
 
     def refuse_inside_units(self, what: str) -> None:
         """Raise RuntimeError if the forward of a unit, which may release no other, is running."""
@@ -416,7 +442,8 @@ class Engine(ProcessLocal):
         again, self._create_graph = self._create_graph, False
         self.backwards += 1
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
-        if arrived or explicit:
+        passed, self._passed = self._passed, False
+        if arrived or (explicit and not passed):
             self.reducer.finish()
             self.used_parameters.record()
         else:

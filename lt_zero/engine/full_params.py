@@ -121,10 +121,10 @@ def _check_changed(before: list[tuple[Engine, Bucket, list[int]]]) -> None:
     Raises:
         RuntimeError: on all ranks, some were.
     """
-    for world in dict.fromkeys(engine.world for engine, _, _ in before):
-        mine = [_versions(bucket) != versions for engine, bucket, versions in before if engine.world is world]
-        first = [bucket.group.rank == 0 for engine, bucket, _ in before if engine.world is world]  # whose values win
-        told = world.host_gather(
+    for peers in dict.fromkeys(engine.peers for engine, _, _ in before):
+        mine = [_versions(bucket) != versions for engine, bucket, versions in before if engine.peers is peers]
+        first = [bucket.group.rank == 0 for engine, bucket, _ in before if engine.peers is peers]  # whose values win
+        told = peers.host_gather(
             [changed if wins else None for changed, wins in zip(mine, first, strict=True)], "edits"
         )
         for number, column in enumerate(zip(*told, strict=True)):
@@ -150,7 +150,7 @@ def full_parameters(engine: Engine) -> Iterator[tuple[str, Parameter, Tensor]]:
         for parameter, span in zip(bucket.params, bucket.layout.spans, strict=True):
             yield span.name, parameter, flat[span.lo : span.hi].view(span.shape)
         bucket.put_away()
-        engine.offload_manager.check(engine.world, "weights in files")
+        engine.offload_manager.check(engine.peers, "weights in files")
 
 
 @torch.no_grad()
@@ -313,7 +313,7 @@ def take_over_assigned(engine: Engine) -> None:
             elif id(parameter) in names:  # others get the engine's values when the model is whole again
                 what = f"{tuple(view.shape)}, {view.dtype}, {view.device}"
                 changed.append(f"{names[id(parameter)]!r} (it was {what})")
-    told = engine.world.host_gather((assigned, changed), "assigned parameters")
+    told = engine.peers.host_gather((assigned, changed), "assigned parameters")
     if every := list(dict.fromkeys(name for _, some in told for name in some)):
         more = f" and {len(every) - 5} more" if len(every) > 5 else ""
         raise RuntimeError(

@@ -1,8 +1,8 @@
 """The gradients of buckets: taken from the parameters, reduced over the ranks, accumulated until the step.
 
 Reductions are launched in one fixed order, at most two in flight: in the first backward of a run the reverse of
-registration, later the order that rank 0 saw. The remaining buckets are launched at the end of backward, so each bucket
-is reduced exactly once per backward on every rank.
+registration, later the order that the first rank saw. The remaining buckets are launched at the end of backward, so
+each bucket is reduced exactly once per backward on every rank.
 
 Note [When a bucket is ready]
     Where parameters are sharded, gathers run between the reductions, and a rank that waits for a reduction which
@@ -10,6 +10,12 @@ Note [When a bucket is ready]
     So a sharded bucket is ready when backward has left its unit, whether or not this rank's data touched each of its
     parameters. Gradients that arrive later (weights read outside of their unit) stay in ``p.grad`` until the step, when
     the ranks agree on a second reduction. Other buckets are ready when all their gradients are there.
+
+Note [Wide buckets]
+    A bucket of parameters that other ranks have in another model (weights that the first and the last stage of a
+    pipeline share) is reduced at the step. In backward these ranks may wait for each other, as each gets its gradients
+    from the next, so a rank that waited for this reduction before it sends them would never end. They have other
+    buckets beside it, in another order. For the same reasons its parameters stay gathered.
 """
 
 from __future__ import annotations
@@ -21,7 +27,6 @@ import torch
 
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer
-from lt_zero.comm.world import World
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.shard import Accumulator
@@ -29,11 +34,11 @@ from lt_zero.offload.store import Waits
 
 
 class Reducer:
-    """Launches and finishes the gradient reductions of one engine."""
+    """Launches and finishes the gradient reductions of one engine; ``peers``: the ranks that have its buckets."""
 
-    def __init__(self, world: World, buckets: list[Bucket], overlap: bool, max_buffer: int) -> None:
-        self._world, self._overlap = world, overlap
-        self._order = list(buckets)
+    def __init__(self, peers: ShardGroup, buckets: list[Bucket], overlap: bool, max_buffer: int) -> None:
+        self._peers, self._overlap = peers, overlap
+        self._order = _wide_last(buckets)
         largest: dict[ShardGroup, dict[torch.dtype, int]] = {}  # elements of a bucket
         for bucket in buckets:
             dtype, numel = bucket.grads.send_dtype(bucket.dtype), bucket.layout.numel
@@ -76,22 +81,23 @@ class Reducer:
                 self._reduce(bucket)
         self.drain()
         if not self._learnt and self.sync:
-            # From now on, buckets are reduced in the order in which rank 0 completed them in this backward.
+            # From now on, buckets are reduced in the order in which the first rank completed them in this backward.
             self._learnt = True
             index = {bucket: i for i, bucket in enumerate(self._order)}
-            seen = self._world.host_broadcast([index[b] for b in self._ready], "the order of gradient buckets")
-            self._order = [self._order[i] for i in dict.fromkeys([*seen, *range(len(self._order))])]
+            seen = self._peers.host_broadcast([index[b] for b in self._ready], "the order of gradient buckets")
+            seen = [index for index in seen if not self._order[index].is_wide]
+            self._order = _wide_last([self._order[i] for i in dict.fromkeys([*seen, *range(len(self._order))])])
         self._head = 0
         self._ready.clear()
 
     def _reduce(self, bucket: Bucket) -> None:
-        if (self.sync and not self.at_step()) or bucket.sharding.grads:
+        if ((self.sync and not self.at_step()) or bucket.sharding.grads) and not bucket.is_wide:
             self._launch(bucket)
         else:
             bucket.weights.enable_training()
             grads, add = bucket.grads, bucket.grads.local is not None
             if grads.local is None:
-                grads.local = torch.empty(bucket.layout.numel, dtype=grads.dtype, device=self._world.device)
+                grads.local = torch.empty(bucket.layout.numel, dtype=grads.dtype, device=self._peers.device)
             grads.take(grads.local, add)
 
     def flush(self) -> None:
@@ -160,3 +166,8 @@ class Reducer:
     @property
     def buffer_bytes(self) -> int:
         return sum(buffers.nbytes for buffers in self._buffers.values())
+
+
+def _wide_last(buckets: list[Bucket]) -> list[Bucket]:
+    """``buckets``, and at the end, in the order in which they were, those that other ranks have, too."""
+    return [*(bucket for bucket in buckets if not bucket.is_wide), *(bucket for bucket in buckets if bucket.is_wide)]

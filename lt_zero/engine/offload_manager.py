@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.world import World
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
@@ -69,7 +70,7 @@ class OffloadManager:
         problems += [find() for find in self.others]
         return self.failure or next(filter(None, problems), None)
 
-    def check(self, world: World, name: str) -> None:
+    def check(self, world: Ranks, name: str) -> None:
         """Raise SwapError on all ranks if one has an error. Collective if there are files or a background step."""
         if self.optim is not None or self.params is not None or self.background is not None:
             with world.agree(name, SwapError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -46,6 +46,7 @@ class Kind(NamedTuple):
     trains: bool
     compresses: bool
     group: ShardGroup | None  # over which they are sharded; None: that of the engine
+    is_wide: bool  # the group has ranks with another model
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,7 @@ class BucketPlan:
     owners: tuple[int, ...] | None = None  # the rank that owns each parameter; None: shards cut through parameters
     compresses: bool = False  # its gradients are sent compressed (gradient_compression.py)
     group: ShardGroup | None = None  # over which it is sharded; None: that of the engine
+    is_wide: bool = False  # the group has ranks with another model: grad_bucket.py, Note [Wide buckets]
     most: int | None = None  # elements on the ranks that have the most of it; None: all have as many
     gradient_of: GradientOf = attrgetter("grad")  # in the shape of the parameter's spec
     _layouts: dict[int, BucketLayout] = field(default_factory=dict, init=False, repr=False)  # asked for so far
@@ -141,12 +143,14 @@ def plan_engine(
     groups: Mapping[Parameter, ShardGroup] | None = None,
     sizes: Mapping[Parameter, int] | None = None,
     gradient_of: GradientOf = attrgetter("grad"),
+    wide: Collection[Parameter] = (),
 ) -> EnginePlan:
     """Find the units of ``root`` and assign their parameters to buckets. Nothing is allocated or changed.
 
     ``world``: the number of shards. ``specs``: of those parameters that are a part of a tensor of the model.
     ``groups``: of the parameters that are sharded over other ranks. ``sizes``: of the parameters that have other shapes
-    on other ranks, the most elements that a rank has: all ranks have to cut their buckets alike.
+    on other ranks, the most elements that a rank has: all ranks have to cut their buckets alike. ``wide``: parameters
+    that other ranks have in another model.
 
     Raises:
         ValueError: a pattern, or a class or module name, of the configuration matches nothing; a spec does not fit.
@@ -159,7 +163,7 @@ def plan_engine(
     bounds = zero.stage3_param_persistence_threshold, zero.reduce_bucket_size
     rules = UnitRules(*bounds, leaf.classes, leaf.names, leaf.name_suffixes, sizes=sizes)
     _check_names(root, zero)
-    units, whole = find_units(root, rules), stay_whole(root, zero, sizes)
+    units, whole = find_units(root, rules), stay_whole(root, zero, sizes) | set(wide)
     named = [(unit.name or "the root module", [(n, p) for n, p in unit.parameters if p not in whole]) for unit in units]
     small = [(n, p) for unit in units for n, p in unit.parameters if p in whole]  # mostly
     dense = sent_dense(root, config)
@@ -167,7 +171,7 @@ def plan_engine(
     def kind_of(p: Parameter) -> Kind:
         dtype = policy.dtype_of(p, p in fp32_modules.parameters)
         compresses = dense is not None and p.requires_grad and p not in dense and dtype != torch.float64
-        return Kind(dtype, p.requires_grad, compresses, groups.get(p) if groups is not None else None)
+        return Kind(dtype, p.requires_grad, compresses, groups.get(p) if groups is not None else None, p in wide)
 
     given = _specs_of(root, specs)
 
@@ -363,10 +367,11 @@ def _cut(
                 if owns:
                     known = owners.setdefault(kind.group, Owners(shards))
                     of_rank = known.of([own[i] for i in group], kind.trains)
-                kept = replace(sharding, params=False) if first == len(units) - 1 else sharding
+                whole = replace(sharding, params=False, grads=sharding.grads and not kind.is_wide)
+                kept = whole if first == len(units) - 1 else sharding
                 parameters, theirs = tuple(members[i][1] for i in group), tuple(specs[i] for i in group)
                 most = sum(numels[i] for i in group) if any(p in sizes for _, p in parameters) else None
-                how = (kind.dtype, kept, of_rank, kind.compresses, kind.group, most, gradient_of)
+                how = (kind.dtype, kept, of_rank, kind.compresses, kind.group, kind.is_wide, most, gradient_of)
                 found[first].append(BucketPlan(name, parameters, theirs, *how))
     return found
 

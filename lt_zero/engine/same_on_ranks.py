@@ -27,7 +27,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
-from lt_zero.comm.world import World
+from lt_zero.comm.ranks import Ranks
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import differences
 from lt_zero.config.precision import DtypePolicy
@@ -83,11 +83,12 @@ class SameOnRanks:
     """What an engine's ranks compare in training. See Note [Compared without a message].
 
     Args:
+        peers: the ranks that have the same parameters.
         parameters: that the engine owns.
     """
 
-    def __init__(self, world: World, root: nn.Module, parameters: Iterable[Parameter]) -> None:
-        self._world, self._root = world, root
+    def __init__(self, peers: Ranks, root: nn.Module, parameters: Iterable[Parameter]) -> None:
+        self._peers, self._root = peers, root
         self._owned = {id(p): p for p in parameters}
         self._noted: list[Snapshot] = []  # of steps, until an exchange that had them is checked
         # Of these steps. References are strong, and dropped by the check: were they weak, the garbage collector, which
@@ -107,7 +108,7 @@ class SameOnRanks:
         Raises:
             RuntimeError: it has a problem.
         """
-        if self._world.alone:
+        if self._peers.alone:
             return
         snapshot = source.snapshot()
         if snapshot.problem:
@@ -117,7 +118,7 @@ class SameOnRanks:
 
     def note_value(self, what: str, value: float) -> None:
         """The next step is taken with this value."""
-        if not self._world.alone:
+        if not self._peers.alone:
             self._noted.append(Snapshot.of({what: float(value)}))
 
     def begin(self, source: Source) -> None:
@@ -126,8 +127,8 @@ class SameOnRanks:
         Raises:
             RuntimeError: on all ranks, if they differ, or have a problem.
         """
-        if not self._world.alone:
-            compare(self._world, source.snapshot(), "optimizers")
+        if not self._peers.alone:
+            compare(self._peers, source.snapshot(), "optimizers")
             self._sources[source] = None
 
     def check_now(self) -> None:
@@ -136,14 +137,14 @@ class SameOnRanks:
             raise RuntimeError(self._error)
         if self._noted:
             flags = torch.tensor(self._cover([]), dtype=torch.uint8)
-            self._world.host_max(flags, "what was stepped with").wait()
+            self._peers.host_max(flags, "what was stepped with").wait()
             self.check(flags.tolist())
             self._dropped += len(self._noted)
             self._noted = []
 
     def flags(self) -> list[int]:
         """This rank's bytes of an exchange, whose maximum over the ranks ``check`` gets."""
-        if self._world.alone:
+        if self._peers.alone:
             return [*_NOTHING]
         now = [source.snapshot() for source in self._sources]
         return self._cover([*now, self._frozen_parameters(), *self._find_unknown()])
@@ -179,13 +180,13 @@ class SameOnRanks:
         """The first difference between what the ranks had, and whether steps were taken with it. Collective."""
         taken = {exchange.number: exchange.taken for exchange in self._told}
         mine = {e.number: [(s.digest, dict(s.facts()), s.problem) for s in e.covered] for e in self._told}
-        every = self._world.host_gather(mine, "what the ranks step with")
+        every = self._peers.host_gather(mine, "what the ranks step with")
         for number in sorted(set.intersection(*map(set, every))):
             rows = [ran[number] for ran in every]
             for place in range(max(map(len, rows))):
                 found = [row[place] if place < len(row) else (b"", {}, "") for row in rows]
                 if len({digest for digest, _, _ in found}) > 1:
-                    text = _sentence([facts for _, facts, _ in found], [text for _, _, text in found])
+                    text = _sentence(self._peers, [facts for _, facts, _ in found], [text for _, _, text in found])
                     return text, place < taken[number]
         return f"The ranks step with different options. {_REMEDY}", True
 
@@ -225,24 +226,25 @@ class SameOnRanks:
         return [Snapshot(digest_of(names), lambda: facts, text)]
 
 
-def compare(world: World, snapshot: Snapshot, what: str) -> None:
-    """Compare what all ranks have. Collective.
+def compare(ranks: Ranks, snapshot: Snapshot, what: str) -> None:
+    """Compare what ``ranks`` have. Collective.
 
     Raises:
         RuntimeError: on all ranks, if they differ, or have a problem.
     """
     flags = torch.tensor(_flags(snapshot.digest), dtype=torch.uint8)
-    world.host_max(flags, what).wait()
+    ranks.host_max(flags, what).wait()
     if not _equal(flags.tolist()):
-        found = world.host_gather((dict(snapshot.facts()), snapshot.problem), what)
-        raise RuntimeError(_sentence([facts for facts, _ in found], [text for _, text in found]))
+        found = ranks.host_gather((dict(snapshot.facts()), snapshot.problem), what)
+        raise RuntimeError(_sentence(ranks, [facts for facts, _ in found], [text for _, text in found]))
     if snapshot.problem:
         raise RuntimeError(snapshot.problem)
 
 
-def _sentence(ranks: Sequence[Facts], problems: Sequence[str]) -> str:
-    told = [f"Rank {rank}: {text}" for rank, text in enumerate(problems) if text]
-    return " ".join(told) if told else f"The ranks differ: {differences(ranks)}. {_REMEDY}"
+def _sentence(ranks: Ranks, facts: Sequence[Facts], problems: Sequence[str]) -> str:
+    told = [f"Rank {rank}: {text}" for rank, text in zip(ranks.ranks, problems, strict=True) if text]
+    differ = dict(zip(ranks.ranks, facts, strict=True))
+    return " ".join(told) if told else f"The ranks differ: {differences(differ)}. {_REMEDY}"
 
 
 def _flags(data: bytes) -> list[int]:
@@ -259,9 +261,9 @@ def _equal(flags: Sequence[int]) -> bool:
 
 
 def compare_models(
-    world: World, root: nn.Module, policy: DtypePolicy | None = None, apart: Collection[Parameter] = ()
+    ranks: Ranks, root: nn.Module, policy: DtypePolicy | None = None, apart: Collection[Parameter] = ()
 ) -> None:
-    """Compare the parameters of all ranks: before the first collective that depends on them. Collective.
+    """Compare the parameters of ``ranks``: before the first collective that depends on them. Collective.
 
     ``policy``: of a model that is about to be sharded: it is compared, too, and buffers, which are then broadcast.
     ``apart``: parameters whose shapes may differ between ranks.
@@ -269,8 +271,8 @@ def compare_models(
     Raises:
         RuntimeError: on all ranks, if they differ; names parameters, ranks and values.
     """
-    if not world.alone:
-        compare(world, model_snapshot(root, policy, apart), "the model's parameters")
+    if not ranks.alone:
+        compare(ranks, model_snapshot(root, policy, apart), "the model's parameters")
 
 
 def model_snapshot(root: nn.Module, policy: DtypePolicy | None, apart: Collection[Parameter] = ()) -> Snapshot:

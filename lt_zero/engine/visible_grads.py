@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lt_zero.comm.shard_group import combine_rows
+from lt_zero.comm.ranks import Ranks
+from lt_zero.comm.shard_group import ShardGroup, combine_rows
 from lt_zero.comm.work import Done, Work
-from lt_zero.comm.world import World
 from lt_zero.common.compat import TRACED, without_torch_function
 from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.common.timing import phase
@@ -164,7 +164,7 @@ class UsedParameters:
 
     def __init__(
         self,
-        world: World,
+        peers: Ranks,
         reducer: Reducer,
         buckets: list[Bucket],
         parts: Parts,
@@ -173,24 +173,32 @@ class UsedParameters:
         buffers: BufferSync,
     ) -> None:
         self._same_on_ranks, self._buffers = same_on_ranks, buffers  # whose news travel with the flags
-        self._world, self._reducer, self._buckets, self.parts = world, reducer, buckets, parts
+        self._peers, self._reducer, self._buckets, self.parts = peers, reducer, buckets, parts
+        self._wide: dict[ShardGroup, list[Bucket]] = {}  # of ranks with other models, which have flags of their own
+        for bucket in buckets:
+            if bucket.is_wide:
+                self._wide.setdefault(bucket.group, []).append(bucket)
         # Ranks do not wait for late ones.
         self._tolerates = any(bucket.group.tolerance is not None and not bucket.sharding.optim for bucket in buckets)
         self._problem = problem  # returns the error of files on this rank
         self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
         self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank
+        self._wide_due = False  # the flags of ``_wide`` are not exchanged yet
         self._earlier: tuple[Work, Tensor] | None = None  # the flags of the step before, if ranks may be late
         self._hold = False  # user code reads p.grad: ``finish_reductions`` goes on showing it
         self._shown: dict[Place, Tensor | None] = {}  # shown in p.grad; None: p.grad is a late gradient
         self._hidden: dict[Place, ShardedGrad] = {}  # of the last backward, for reuse
         self._places: list[Place] = []  # of all shown gradients, in the order of parameters
         self.norms: dict[float, dict[Place, Tensor]] = {}  # norm type -> norms of shown gradients, until these change
+        self.aside = False  # gradients are not shown: ``put_aside``
+        self.spent = False  # a step has used, or skipped, what was accumulated
         self.nonfinite = False  # a loss was not finite: on this rank, after the exchange on any
 
     # ---- the exchange of flags -------------------------------------------------------------------------------------
 
     def record(self) -> None:
         """Called when the reductions of a backward are finished."""
+        self.spent = False
         self._hidden = {}
         self._flags, self.late = None, {b for b in self._buckets if b.has_grads()}
         if self._reducer.sync:
@@ -215,7 +223,8 @@ class UsedParameters:
         news = [*(b in self.late for b in self._buckets), self.nonfinite, self._problem() is not None, lost]
         seen = self._buffers.report()
         every = torch.tensor([*seen, *self._same_on_ranks.flags(), *used, *news], dtype=torch.uint8)
-        work, flags = self._world.host_max(every, "used parameters"), every[len(seen) :]
+        self._wide_due = bool(self._wide)
+        work, flags = self._peers.host_max(every, "used parameters"), every[len(seen) :]
         self._buffers.exchanged(work, every[: len(seen)])
         self._flags = work, flags
         return self._flags
@@ -239,6 +248,8 @@ class UsedParameters:
             pending, flags = self._of_the_step_before(pending, flags)
         with phase("reduce", "used parameters"):
             pending.wait()
+        if self._wide_due:
+            self._exchange_wide(flags)
         row, count = flags.tolist(), len(self._buckets)
         self._same_on_ranks.check(row[:FLAGS])
         self.nonfinite = bool(row[-3])
@@ -257,6 +268,22 @@ class UsedParameters:
         if not self._hold:
             self.show(used)
         return lambda bucket, index: (bucket, index) in used and index in bucket.grads.valid
+
+    def _exchange_wide(self, flags: Tensor) -> None:
+        """Take over the flags of buckets that ranks with other models have, too. Collective.
+
+        Not in backward, where these ranks may wait for each other.
+        """
+        self._wide_due = False
+        starts, position = dict[Bucket, int](), FLAGS
+        for bucket in self._buckets:
+            starts[bucket], position = position, position + len(bucket.params)
+        late = {bucket: position + number for number, bucket in enumerate(self._buckets)}
+        for group, buckets in self._wide.items():
+            places = [p for b in buckets for p in (*range(starts[b], starts[b] + len(b.params)), late[b])]
+            mine = flags[places]
+            group.host_max(mine, "used shared parameters").wait()
+            flags[places] = mine
 
     def _of_the_step_before(self, pending: Work, flags: Tensor) -> tuple[Work, Tensor]:
         """Keep the flags of this step; returns those of the one before, with all parameters used.
@@ -284,11 +311,11 @@ class UsedParameters:
         """Raise the error of files, or of lost edits, that some rank has. Collective."""
         if files:
             problem = self._problem()
-            raise SwapError(" ".join(self._world.problems(str(problem) if problem else None, "files")))
+            raise SwapError(" ".join(self._peers.problems(str(problem) if problem else None, "files")))
         names = [name for bucket in self._buckets for name in bucket.edits.lost]
         for bucket in self._buckets:
             bucket.edits.lost = []
-        every = sorted({name for some in self._world.host_gather(names, "lost edits") for name in some})
+        every = sorted({name for some in self._peers.host_gather(names, "lost edits") for name in some})
         raise RuntimeError(
             f"Parameter {', '.join(map(repr, every[:5]))} was modified in place, but its master weights are stored "
             "elsewhere and would overwrite the edit. Wrap the edit in "
@@ -297,6 +324,14 @@ class UsedParameters:
 
     # ---- what p.grad shows -----------------------------------------------------------------------------------------
 
+    def put_aside(self) -> None:
+        """Show no gradients until the first backward after ``aside`` is unset; clear those that a step has used."""
+        self.hide()
+        if self.spent:
+            for bucket in self._buckets:
+                bucket.grads.clear(bucket.grads.held)
+        self.aside, self.spent = True, False
+
     def show_held(self) -> None:
         """Show all accumulated gradients, reduced or not, so that ``p.grad = None`` clears them."""
         self.show({(bucket, index) for bucket in self._buckets for index in bucket.grads.held})
@@ -304,6 +339,8 @@ class UsedParameters:
     def show(self, places: set[Place]) -> None:
         """Set ``p.grad`` to stand-ins for the accumulated gradients."""
         self.hide()
+        if self.aside:
+            return
         self._places = [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in places]
         self.norms = {}
         views = {bucket: is_view(bucket) for bucket in {bucket for bucket, _ in places}}
@@ -422,7 +459,7 @@ class UsedParameters:
 
     @torch.no_grad()
     def _compute_norms(self, norm_type: float) -> dict[Place, Tensor]:
-        row = torch.zeros(len(self._places), dtype=torch.float64, device=self._world.device)
+        row = torch.zeros(len(self._places), dtype=torch.float64, device=self._peers.device)
         infinite = norm_type == float("inf")
         for number, (bucket, index) in enumerate(self._places):
             if bucket.grads.local is not None:

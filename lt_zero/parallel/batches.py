@@ -32,13 +32,14 @@ def check_same_batch(mesh: ParallelMesh, world: World, batch: Any) -> None:
     """
     found = world.host_gather(digest_of_batch(batch), "the first batch")
     for rank, mine in enumerate(found):
-        first = rank // mesh.sizes.tensor * mesh.sizes.tensor  # of the same data rank
+        first = mesh.sizes.firsts()[mesh.sizes.data_rank(rank)]
         if mine != found[first]:
+            sizes = f"tensor_parallel.autotp_size={mesh.sizes.tensor}, pipeline.stages={mesh.sizes.pipeline}"
             raise RuntimeError(
-                f"Ranks {first} and {rank} have parts of the same tensors (tensor_parallel.autotp_size="
-                f"{mesh.sizes.tensor}), and need the same batches, but {_difference(found[first], mine)}. Draw samples "
-                "by the data rank (Lightning's own sampler does, or num_replicas and rank of "
-                "strategy.distributed_sampler_kwargs), and shuffle with the same seed on all ranks."
+                f"Ranks {first} and {rank} have parts of one model ({sizes}), and need the same batches, but "
+                f"{_difference(found[first], mine)}. Draw samples by the data rank (Lightning's own sampler does, or "
+                "num_replicas and rank of strategy.distributed_sampler_kwargs), and shuffle with the same seed on all "
+                "ranks."
             )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lt_zero.comm.world import World
+from lt_zero.comm.ranks import Ranks
 
 _ROUNDING = 0.02  # per norm: operations whose order differs from run to run, in 16 bits
 _SHOWN = 4  # names in an error
@@ -23,13 +23,13 @@ class FirstGradients:
     """The gradients of the first backward, as two numbers each.
 
     Args:
-        world: all ranks.
+        peers: the ranks that have the same module.
         tensor: how many neighbouring ranks have parts of the same tensors.
         names: of parameters, by id.
     """
 
-    def __init__(self, world: World, tensor: int, names: Mapping[int, str]) -> None:
-        self._world, self._tensor, self._names = world, tensor, dict(names)
+    def __init__(self, peers: Ranks, tensor: int, names: Mapping[int, str]) -> None:
+        self._peers, self._tensor, self._names = peers, tensor, dict(names)
         self._seen: dict[str, Tensor] = {}
         self.over = False
 
@@ -54,7 +54,7 @@ class FirstGradients:
         self.over, seen = True, self._seen
         self._seen = {}
         numbers = torch.stack(list(seen.values())).tolist() if seen else []
-        of_ranks = self._world.host_gather(dict(zip(seen, numbers, strict=True)), "first gradients")
+        of_ranks = self._peers.host_gather(dict(zip(seen, numbers, strict=True)), "first gradients")
         found: dict[str, tuple[int, int]] = {}
         for rank, mine in enumerate(of_ranks):
             first = rank // self._tensor * self._tensor
@@ -64,7 +64,7 @@ class FirstGradients:
                     found.setdefault(name, (first, rank))
         if found:
             names = sorted(found)
-            first, rank = found[names[0]]
+            first, rank = (self._peers.ranks[number] for number in found[names[0]])
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise RuntimeError(
                 f"Ranks {first} and {rank} have parts of the same tensors, and different gradients of "

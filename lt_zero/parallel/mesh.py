@@ -6,14 +6,18 @@ Note [Families]
     each element of the model has one owner in the world: norms are one sum over the world, replicas cannot drift apart,
     and checkpoints need no deduplication. A replicated parameter's gradient is the mean over all ranks. Tensor ranks
     have equal gradients of it, or partial sums (local.py).
+    With pipelines these are the ranks of one stage, which run the same module. A layer that several stages share is the
+    same on the ranks of all of them, and its gradient is the sum over stages; a parameter outside of the pipeline is on
+    all ranks, each of which computes its whole gradient.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -29,6 +33,8 @@ from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
 from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.local import LocalParts, is_cut, localize
+from lt_zero.parallel.pipeline.layers import pipeline_of
+from lt_zero.parallel.pipeline.runner import Runner
 from lt_zero.parallel.plan import parallelize, table
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
@@ -41,6 +47,7 @@ class ParallelSizes:
 
     data: int = 1
     tensor: int = 1
+    pipeline: int = 1
 
     @classmethod
     def of(cls, config: ZeroConfig, ranks: int) -> ParallelSizes:
@@ -49,25 +56,48 @@ class ParallelSizes:
         Raises:
             ConfigError: they are not those of so many ranks.
         """
-        tensor, data = config.tensor_parallel.autotp_size, config.data_parallel_size
-        if ranks % tensor:
+        tensor, stages = config.tensor_parallel.autotp_size, stages_of(config)
+        asked = {"tensor_parallel.autotp_size": tensor, "pipeline.stages": stages}
+        together = prod(asked.values())
+        text = " and ".join(f"{key}={size}" for key, size in asked.items() if size > 1)
+        if ranks % together:
+            key = next(key for key, size in asked.items() if size > 1 and (ranks % size or size == max(asked.values())))
             raise ConfigError.about(
-                "tensor_parallel.autotp_size",
-                f"tensor_parallel.autotp_size={tensor} does not divide the {ranks} ranks of this run. Use a divisor, "
-                "or start another number of processes.",
+                key,
+                f"{text}: {together} does not divide the {ranks} ranks of this run. Use a divisor, or start another "
+                "number of processes.",
             )
-        if data not in (None, ranks // tensor):
+        data = config.data_parallel_size
+        if data not in (None, ranks // together):
             raise ConfigError.about(
                 "data_parallel_size",
-                f"data_parallel_size={data}, but {ranks} ranks with tensor_parallel.autotp_size={tensor} are "
-                f"{ranks // tensor} data ranks. Remove the key, or change one of them.",
+                f"data_parallel_size={data}, but {ranks} ranks with {text or 'no other axis'} are {ranks // together} "
+                "data ranks. Remove the key, or change one of them.",
             )
-        return cls(ranks // tensor, tensor)
+        return cls(ranks // together, tensor, stages)
 
     @property
     def is_plain(self) -> bool:
         """Whether all ranks are data ranks."""
-        return self.tensor == 1
+        return self.tensor == self.pipeline == 1
+
+    @property
+    def of_stage(self) -> int:
+        """The ranks that have the same stage of a pipeline."""
+        return self.data * self.tensor
+
+    def firsts(self) -> range:
+        """One rank of each data rank, in their order."""
+        return range(0, self.of_stage, self.tensor)
+
+    def data_rank(self, rank: int) -> int:
+        """Which data rank a rank is in."""
+        return rank % self.of_stage // self.tensor
+
+
+def stages_of(config: ZeroConfig) -> int:
+    """The stages of pipelines that the configuration asks for."""
+    return 1 if config.pipeline.stages == "auto" else config.pipeline.stages
 
 
 class ParallelMesh:
@@ -79,20 +109,28 @@ class ParallelMesh:
 
     Attributes:
         device_mesh: with an axis for each of ``AXES``, also for those of size 1.
-        data_rank: which data this rank sees, of ``sizes.data``. Its tensor ranks see the same.
+        data_rank: which data this rank sees, of ``sizes.data``. Its tensor ranks, and other stages, see the same.
         tensor_rank: which part of tensors this rank has, of ``sizes.tensor``.
+        pipeline_rank: which stage of pipelines this rank has, of ``sizes.pipeline``.
+        peers: the ranks that have the same stage; None: all ranks do.
     """
 
     def __init__(self, sizes: ParallelSizes, world: World) -> None:
         self.sizes, self._world = sizes, world
-        self.data_rank, self.tensor_rank = divmod(world.rank, sizes.tensor)
-        mesh = torch.arange(world.size).view(1, sizes.data, 1, sizes.tensor)
+        self.data_rank, self.tensor_rank = sizes.data_rank(world.rank), world.rank % sizes.tensor
+        self.pipeline_rank = world.rank // sizes.of_stage
+        mesh = torch.arange(world.size).view(sizes.pipeline, sizes.data, 1, sizes.tensor)
         rows = [mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist() for axis in range(mesh.dim())]
         # Of this world, whose hang detection closes them: a rank that is gone would be waited for in a layer.
         groups = [world.new_group(None, parts, closes=True) for parts in rows]
         world.expect_in_layers(groups[AXES.index(TENSOR)])
         self.device_mesh = DeviceMesh.from_group(groups, world.device.type, mesh, mesh_dim_names=AXES)
-        self._cut = ShardGroup(world, rows[AXES.index(DATA)], divisor=sizes.data)
+        self._stages = mesh.view(sizes.pipeline, -1).tolist()
+        self.peers = ShardGroup(world, self._stages, divisor=sizes.of_stage) if sizes.pipeline > 1 else None
+        self._cut = ShardGroup(world, rows[AXES.index(DATA)], divisor=sizes.data, holders=self.peers)
+        across = rows[AXES.index(PIPELINE)]
+        self._row = ShardGroup(world, across, divisor=1) if sizes.pipeline > 1 else None
+        self._shared: dict[tuple[frozenset[int], bool], ShardGroup] = {}  # by the stages, and whether it is cut
 
     @property
     def tensor(self) -> DeviceMesh:
@@ -101,31 +139,71 @@ class ParallelMesh:
 
     def cut(self, module: nn.Module, config: ZeroConfig) -> None:
         """Parallelize a module as its user, the configuration or its own plan says. Errors: ``parallelize``."""
+        if self.sizes.tensor == 1:
+            return
         rows = parallelize(module, self.tensor, config)
         if self._world.rank == 0:
             Console().print(table(rows))
 
     def arguments(self, module: nn.Module, group: ShardGroup) -> dict[str, Any]:
-        """Of ``lt_zero.shard``, for a module some of whose parameters are DTensors; ``group``: all ranks.
+        """Of ``lt_zero.shard``, for a module some of whose parameters are DTensors, or of one stage.
 
-        Errors are those of ``localize``.
+        ``group``: all ranks. Collective. Errors are those of ``localize``, and of ``pipeline_of``.
         """
-        specs = localize(module, self.tensor)
-        first = FirstGradients(self._world, self.sizes.tensor, {id(p): name for name, p in module.named_parameters()})
-        return {"specs": specs, "group_of": self._group_of(group), "parts": LocalParts(first)}
+        pipeline, given = pipeline_of(module, self.sizes.pipeline), dict[str, Any]()
+        if self.peers is not None:
+            given["group"] = self.peers
+            self._share(set(pipeline.shared.values()) if pipeline is not None else set())
+        if self.sizes.tensor > 1:
+            names = {id(p): name for name, p in module.named_parameters()}
+            given["specs"] = localize(module, self.tensor)
+            given["parts"] = LocalParts(FirstGradients(self.peers or self._world, self.sizes.tensor, names))
+        stages = pipeline.stages_of_parameters() if pipeline is not None else {}
+        return {**given, "group_of": partial(self._group_of, group, stages)}
+
+    def _share(self, sets: set[frozenset[int]]) -> None:
+        """Make groups of the ranks of several stages, which share layers. Collective."""
+        for stages in sorted(sets - {key for key, _ in self._shared}, key=sorted):
+            whole = [sorted(rank for stage in stages for rank in self._stages[stage])]
+            whole += [self._stages[stage] for stage in range(self.sizes.pipeline) if stage not in stages]
+            made = self._shared[stages, False] = ShardGroup(self._world, whole, divisor=self.sizes.of_stage)
+            if self.sizes.tensor > 1:
+                parts = [[r for r in ranks if r % self.sizes.tensor == n] for ranks in whole for n in self._tensors]
+                self._shared[stages, True] = ShardGroup(self._world, parts, divisor=self.sizes.data, holders=made)
+
+    @property
+    def _tensors(self) -> range:
+        return range(self.sizes.tensor)
+
+    def connect(
+        self, engine: Engine, config: ZeroConfig, begin: Callable[[], float], weight: Callable[[], float]
+    ) -> None:
+        """Let the pipeline of an engine's module run in stages. ``begin``, ``weight``: as for ``Runner``."""
+        pipeline = pipeline_of(engine.root, self.sizes.pipeline)
+        if pipeline is None:
+            return
+        assert self._row is not None
+        group = self.device_mesh[PIPELINE].get_group()
+        asked = config.pipeline.num_microbatches or config.gradient_accumulation_steps
+        wanted = asked or 2 * self.sizes.pipeline
+        counts = self.data_rank, self.sizes.data, wanted
+        pipeline.runner = Runner(pipeline, engine, self._row, group, *counts, begin, weight)
 
     def watch(self, engine: Engine) -> None:
         """Compare the gradients of the first backward. See first_gradients.py."""
         parts, known = engine.parts, weakref.ref(engine)
-        assert isinstance(parts, LocalParts)
-        assert parts.first is not None
-        engine.after_backward.append(partial(_compare, known, parts.first))
+        if isinstance(parts, LocalParts) and parts.first is not None:
+            engine.after_backward.append(partial(_compare, known, parts.first))
 
-    def _group_of(self, group: ShardGroup) -> Callable[[str, nn.Parameter], ShardGroup]:
-        def group_of(name: str, parameter: nn.Parameter) -> ShardGroup:
-            return self._cut if is_cut(parameter) else group
-
-        return group_of
+    def _group_of(
+        self, group: ShardGroup, stages: Mapping[nn.Parameter, frozenset[int]], name: str, parameter: nn.Parameter
+    ) -> ShardGroup:
+        cut, holding = is_cut(parameter), stages.get(parameter, frozenset())
+        if len(holding) > 1:
+            return self._shared[holding, cut]
+        if cut:
+            return self._cut
+        return self.peers if self.peers is not None and holding else group
 
 
 def mesh_of(config: ZeroConfig, world: World) -> ParallelMesh | None:
@@ -138,9 +216,12 @@ def mesh_of(config: ZeroConfig, world: World) -> ParallelMesh | None:
     if sizes.is_plain:
         return None
     if world.device.type == "cuda" and one_queue():
-        key = "tensor_parallel.autotp_size"
-        text = f"{key}={sizes.tensor} needs process groups beside the others, which CUDA_DEVICE_MAX_CONNECTIONS=1 does"
-        raise ConfigError.about(key, f"{text} not allow: unset it.")
+        key = "tensor_parallel.autotp_size" if sizes.tensor > 1 else "pipeline.stages"
+        raise ConfigError.about(
+            key,
+            f"{key}={max(sizes.tensor, sizes.pipeline)} needs process groups beside the others, which "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow: unset it.",
+        )
     return ParallelMesh(sizes, world)
 
 

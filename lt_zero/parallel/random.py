@@ -16,6 +16,8 @@ Note [Random operations of DTensor]
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,9 +67,7 @@ class _LocalStream:
                     f"{type(module).__name__} with the style LocalRandom got a tensor that is replicated: with other "
                     "numbers on each rank its copies would drift apart. Remove the style from the plan."
                 )
-        common = int(torch.randint(_SEEDS, (), device="cpu", dtype=torch.int64))
-        told = f"{common} {self._mesh.get_local_rank()}".encode()
-        seed = int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "big") % _SEEDS
+        seed = seed_of(draw_seed(), self._mesh.get_local_rank())
         self._before.append([generator.get_state() for generator in self._generators()])
         for generator in self._generators():
             generator.manual_seed(seed)
@@ -80,6 +80,39 @@ class _LocalStream:
             generator.set_state(state)
 
     def _generators(self) -> list[torch.Generator]:
-        on_gpu = self._mesh.device_type == "cuda"
-        gpu = [torch.cuda.default_generators[torch.cuda.current_device()]] if on_gpu else []
-        return [torch.default_generator, *gpu]
+        return default_generators(self._mesh.device_type)
+
+
+def default_generators(device_type: str) -> list[torch.Generator]:
+    """Those that modules on a device draw from."""
+    gpu = [torch.cuda.default_generators[torch.cuda.current_device()]] if device_type == "cuda" else []
+    return [torch.default_generator, *gpu]
+
+
+def draw_seed() -> int:
+    """Draw a seed from the stream of the CPU."""
+    return int(torch.randint(_SEEDS, (), device="cpu", dtype=torch.int64))
+
+
+def seed_of(common: int, *numbers: int) -> int:
+    """A seed that depends on all of its arguments."""
+    told = " ".join(map(str, (common, *numbers))).encode()
+    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "big") % _SEEDS
+
+
+@contextmanager
+def seeded(seed: int | None, device_type: str) -> Iterator[None]:
+    """Context in which the default generators begin with ``seed``, or, if that is None, with what they have.
+
+    They go on afterwards as if nothing had been drawn.
+    """
+    generators = default_generators(device_type)
+    before = [generator.get_state() for generator in generators]
+    if seed is not None:
+        for generator in generators:
+            generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)

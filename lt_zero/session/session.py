@@ -28,6 +28,7 @@ from lt_zero.engine.full_params import sync_buffers
 from lt_zero.memory.check import check_optimizers
 from lt_zero.parallel.batches import check_same_batch
 from lt_zero.parallel.mesh import DATA, DeviceMesh, ParallelMesh, mesh_of
+from lt_zero.parallel.pipeline import position
 from lt_zero.session.checkpoints import Saver, Saving
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
@@ -77,6 +78,11 @@ class Session:
         return self.group.world
 
     @property
+    def peers(self) -> ShardGroup:
+        """The ranks that have the same module: all, or those of one stage of a pipeline."""
+        return (self.mesh.peers if self.mesh is not None else None) or self.group
+
+    @property
     def data_ranks(self) -> int:
         """How many ranks, or sets of ranks that have parts of one model, see different data."""
         return self.mesh.sizes.data if self.mesh is not None else self.world.size
@@ -88,7 +94,8 @@ class Session:
 
     def of_data_ranks(self, of_ranks: Sequence[Any]) -> list[Any]:
         """Of what all ranks have, that of the first rank of each data rank."""
-        return list(of_ranks[:: self.world.size // self.data_ranks])
+        firsts = self.mesh.sizes.firsts() if self.mesh is not None else range(self.world.size)
+        return [of_ranks[rank] for rank in firsts]
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -143,6 +150,8 @@ class Session:
             tell_without_effect(config, self.face, world.rank)
             group.configure(config)
             self.mesh, self.known = mesh_of(config, world), group
+            if self.mesh is not None:
+                position.enter(position.Position(self.mesh.pipeline_rank, self.mesh.sizes.pipeline, config.pipeline))
         self._compared = False
         self.world.begin_run()
         return new
@@ -155,20 +164,23 @@ class Session:
         policy: DtypePolicy,
         training: bool,
         load: Callable[[Engine], object] = lambda engine: None,
+        weight: Callable[[], float] = lambda: 1.0,
     ) -> Engine:
         """Shard a module in place, with rank 0's buffers. Collective.
 
-        ``load``: loads weights before buffers are compared. Errors are those of ``shard``.
+        ``load``: loads weights before buffers are compared. ``weight``: what losses are multiplied with before their
+        backward. Errors are those of ``shard``.
         """
         self._refuse_another()
         move_buffers(module, device)
-        parts: dict[str, Any] = {}
+        how: dict[str, Any] = {"group": self.group}
         if self.mesh is not None:
             self.mesh.cut(module, config)
-            parts = self.mesh.arguments(module, self.group)
-        engine = shard(module, config, device, policy, self.group, training, **parts)
+            how |= self.mesh.arguments(module, self.group)
+        engine = shard(module, config, device, policy, training=training, **how)
         if self.mesh is not None:
             self.mesh.watch(engine)
+            self.mesh.connect(engine, config, self._begin_passes, weight)
         load(engine)
         sync_buffers(engine)
         self._engines.append(weakref.ref(engine))
@@ -247,6 +259,11 @@ class Session:
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
+    def _begin_passes(self) -> float:
+        """Before forwards and backwards that a pipeline runs; returns the loss scale."""
+        self.loss_scale.before_backward(self.optimizers)
+        return self.loss_scale.scale
+
     def begin_backward(self, engine: Engine | None, loss: Tensor) -> Tensor:
         """The loss, scaled; ``engine``: of the loss, None: of several engines."""
         self.loss_scale.before_backward(self.optimizers)
@@ -310,6 +327,7 @@ class Session:
                 self.saver.wait(self.world)
         finally:
             self.saver.abandon(self.world)
+            position.leave()
             self.world.end_run()
 
 

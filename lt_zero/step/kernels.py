@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lt_zero import ops
-from lt_zero.comm.shard_group import ShardGroup, combine_rows
-from lt_zero.comm.world import World
+from lt_zero.comm.ranks import Ranks
+from lt_zero.comm.shard_group import combine_rows
 from lt_zero.engine.bucket import Bucket
 from lt_zero.optim.lamb import Lamb, corrected_rate, trust_rates
 from lt_zero.optim.lion import Lion
@@ -183,7 +183,7 @@ class FullNorms:
         self._device = device
         self._rows: dict[tuple[Bucket, int], int] = {}  # of a parameter
         self._row_of: dict[int, int] = {}  # of a fragment, by id
-        self._groups: list[ShardGroup | World] = []  # of each row
+        self._groups: list[Ranks] = []  # of each row
         self._repeats: set[int] = set()  # rows that another rank contributes
 
     def expect(self, members: Mapping[Bucket, Sequence[Member]]) -> None:

@@ -329,6 +329,7 @@ class LossScaleController:
         """
         skip, some, found_inf = self.skip, self._some, sharded.found_inf
         self._forget()
+        sharded.engine.used_parameters.spent = True  # if it was skipped, too
         if not self.checks or not some:
             return
         counter = self.counter(number)

@@ -449,6 +449,7 @@ class ShardedOptimizer(ProcessLocal):
             return
         self._finish()
         self.widen()
+        self.engine.used_parameters.spent = True
         self.engine.publish(self._buckets() - self.overlap.late)
         self.overlap.end_step()
 

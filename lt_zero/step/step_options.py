@@ -137,7 +137,7 @@ def compare_optimizers(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
     Raises:
         RuntimeError: on all ranks, if they differ, or have parameters that the engine does not own.
     """
-    if engine.world.alone:
+    if engine.peers.alone:
         return
     found = [StepOptions(Fragments(engine, optimizer)).snapshot() for optimizer in optimizers]
     facts: dict[str, Any] = {"the number of optimizers": len(optimizers)}
@@ -145,4 +145,4 @@ def compare_optimizers(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
         place = f"optimizer {number}: " if len(found) > 1 else ""
         facts |= {f"{place}{key}": value for key, value in snapshot.facts().items()}
     problem = next((snapshot.problem for snapshot in found if snapshot.problem), "")
-    compare(engine.world, Snapshot(digest_of([s.digest for s in found]), lambda: facts, problem), "optimizers")
+    compare(engine.peers, Snapshot(digest_of([s.digest for s in found]), lambda: facts, problem), "optimizers")

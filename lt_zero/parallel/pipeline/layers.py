@@ -1,0 +1,279 @@
+"""A model as a list of layers, of which each rank of a pipeline has some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lt_zero.common.arguments import expect
+from lt_zero.common.errors import ConfigError
+from lt_zero.parallel.pipeline.partition import divide, weights_of
+from lt_zero.parallel.pipeline.position import current
+from lt_zero.parallel.random import seeded
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class LayerSpec:
+    """A layer that is made on the ranks that have it.
+
+    Args:
+        typename: its class, or a function that returns a module.
+        args, kwargs: what it is called with.
+    """
+
+    def __init__(self, typename: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
+        if not callable(typename):
+            raise TypeError(f"LayerSpec({typename!r}): the first argument has to be a class of modules.")
+        self.typename, self.args, self.kwargs = typename, args, kwargs
+
+    def build(self) -> nn.Module:
+        """Make the layer."""
+        made = self.typename(*self.args, **self.kwargs)
+        expect(made, nn.Module, f"What {self.name} makes", "return an nn.Module")
+        return made
+
+    @property
+    def name(self) -> str:
+        """Of its class."""
+        return getattr(self.typename, "__name__", type(self.typename).__name__)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that the pipeline has at several places, with the same parameters.
+
+    Args:
+        key: the same for all of these places. The module of the first is used at all.
+        forward_fn: called with the module and its inputs in place of the module: ``lambda m, x: x @ m.weight.T``.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: Callable[..., nn.Module],
+        *args: Any,
+        forward_fn: Callable[..., Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = "weight",  # of DeepSpeed: all of the layer is tied here
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *args, **kwargs)
+        if not key or "." in key:
+            raise ValueError(f"TiedLayerSpec({key!r}): the key is a part of parameters' names. Write one without dots.")
+        self.key, self.forward_fn = key, forward_fn
+
+
+Layer = LayerSpec | nn.Module | Callable[..., Any]
+
+
+class Pipeline(nn.Module):
+    """Layers that run one after the other, each on one rank of a pipeline.
+
+    Make it in ``configure_model`` of a LightningModule, and call it in ``training_step`` with the whole batch: it cuts
+    it into micro-batches, and runs their forwards and backwards. Without pipelines it has all layers.
+
+    Args:
+        layers: ``LayerSpec``, ``TiedLayerSpec``, modules, and functions without parameters. Each is called with what
+            the one before returns: a tensor, or a tuple of tensors, which are its arguments.
+        loss_fn: called with the output of the last layer and the targets, both of one micro-batch; returns their mean
+            loss (0D). None: there is no training.
+        num_stages: ranks; default: ``pipeline.stages`` of the configuration.
+        partition_method: as ``pipeline.partition_method``; default: that of the configuration.
+
+    Attributes:
+        layers: the layers of this rank by number.
+        tied: layers that are at several places, by key.
+        shared: the ranks of the pipeline that have a tied layer, by key; on all ranks.
+
+    Raises:
+        ConfigError: there are more stages than layers; or ``num_stages`` is not what the configuration says.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        loss_fn: Loss | None = None,
+        num_stages: int | None = None,
+        partition_method: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.loss_fn, self.position = loss_fn, current()
+        self._check_stages(num_stages)
+        self._specs = list(layers)
+        self.parts = self._divided(partition_method or self.position.block.partition_method)
+        self.shared = self._find_shared()
+        self.layers, self.tied = nn.ModuleDict(), nn.ModuleDict()
+        self._functions: dict[int, Callable[..., Any]] = {}  # layers that are no modules of their own, by number
+        self._build()
+        self.runner: Any = None  # runs it in stages, once it is part of a run
+
+    def _check_stages(self, num_stages: int | None) -> None:
+        known = self.position.ranks
+        if num_stages is not None and num_stages != known:
+            key = "pipeline.stages"
+            raise ConfigError.about(
+                key,
+                f"Pipeline(num_stages={num_stages}), but {key} is {known} in this run. Write {key}={num_stages} in the "
+                "configuration, or pipeline_parallel_size of the strategy, or remove num_stages.",
+            )
+
+    # ---- making layers ---------------------------------------------------------------------------------------------
+
+    def _divided(self, method: str) -> list[range]:
+        """The layers of each stage."""
+        if self.position.stages == 1:
+            return [range(len(self._specs))]
+        numels = [0] * len(self._specs)
+        if method == "parameters":
+            known = set[str]()
+            for number, spec in enumerate(self._specs):
+                key = spec.key if isinstance(spec, TiedLayerSpec) else ""
+                numels[number] = 0 if key in known and key else _numel(spec)
+                known.add(key)
+        return divide(weights_of(method, [_class_of(spec) for spec in self._specs], numels), self.position.stages)
+
+    def _find_shared(self) -> dict[str, frozenset[int]]:
+        found: dict[str, set[int]] = {}
+        for number, spec in enumerate(self._specs):
+            if isinstance(spec, TiedLayerSpec):
+                found.setdefault(spec.key, set()).add(self.position.rank_of(self.stage_of(number)))
+        return {key: frozenset(ranks) for key, ranks in found.items()}
+
+    def stage_of(self, number: int) -> int:
+        """The stage of layer ``number``."""
+        return next(stage for stage, part in enumerate(self.parts) if number in part)
+
+    def _build(self) -> None:
+        """Make the layers of this rank, with the values that a single process would draw.
+
+        Layers of other ranks are made as well, and dropped, as they draw random numbers; not with ``seed_layers``.
+        """
+        own, block = {n for stage in self.position.own for n in self.parts[stage]}, self.position.block
+        shapes_only = torch.get_default_device().type == "meta"
+        made = set[str]()
+        for number, spec in enumerate(self._specs):
+            key = spec.key if isinstance(spec, TiedLayerSpec) else ""
+            here = self.position.rank in self.shared[key] if key else number in own
+            if key in made and key:
+                pass
+            elif isinstance(spec, LayerSpec):
+                made.add(key)
+                if here or not (block.seed_layers or shapes_only):
+                    with seeded(torch.initial_seed() + number, "cpu") if block.seed_layers else nullcontext():
+                        module = spec.build()
+                    if here:
+                        (self.tied if key else self.layers)[key or str(number)] = module
+            elif here and isinstance(spec, nn.Module):
+                self.layers[str(number)] = spec
+            if number in own and isinstance(spec, TiedLayerSpec):
+                self._functions[number] = self._tied(spec)
+            elif number in own and not isinstance(spec, (LayerSpec, nn.Module)):
+                self._functions[number] = spec
+        self._specs = []  # they may hold modules of other stages
+
+    def _tied(self, spec: TiedLayerSpec) -> Callable[..., Any]:
+        module = self.tied[spec.key]
+        return module if spec.forward_fn is None else _Tied(module, spec.forward_fn)
+
+    def stages_of_parameters(self) -> dict[Parameter, frozenset[int]]:
+        """The ranks of the pipeline that have each parameter of this rank."""
+        mine = frozenset({self.position.rank})
+        found = dict.fromkeys(self.layers.parameters(), mine)
+        for key, module in self.tied.items():
+            found |= dict.fromkeys(module.parameters(), self.shared[key])
+        return found
+
+    # ---- running them ----------------------------------------------------------------------------------------------
+
+    def run_stage(self, stage: int, *inputs: Any) -> Any:
+        """The output of a stage of this rank."""
+        for number in self.parts[stage]:
+            name = str(number)
+            layer = self.layers[name] if name in self.layers else self._functions[number]
+            output = layer(*inputs)
+            inputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+        return inputs[0] if len(inputs) == 1 else inputs
+
+    def forward(self, inputs: Any, targets: Any = None) -> Any:
+        """The mean loss (0D) over micro-batches, on every rank; without ``targets`` the output of the last layer.
+
+        Args:
+            inputs: of the first layer, and ``targets`` of the loss function: tensors, or tuples, lists and dicts with
+                tensors, whose first dimension is the batch.
+
+        Raises:
+            ValueError: there are targets, and no loss function.
+        """
+        if targets is not None and self.loss_fn is None:
+            raise ValueError("The pipeline has no loss_fn: give one to Pipeline, or call it without targets.")
+        if self.runner is not None:
+            return self.runner.run(inputs, targets)
+        if self.position.ranks > 1:
+            raise RuntimeError(
+                "This pipeline has some of its layers on other ranks, and is not a part of a run yet: "
+                "Trainer.fit, fabric.setup or lt_zero.initialize prepares it."
+            )
+        output = self.run_stage(0, *(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+        return output if targets is None or self.loss_fn is None else self.loss_fn(output, targets)
+
+
+class _Tied:
+    """Calls a function with a module that is registered elsewhere."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module, self._forward = module, forward
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._forward(self._module, *inputs)
+
+
+def _class_of(spec: Layer) -> str:
+    if isinstance(spec, LayerSpec):
+        return spec.name
+    return type(spec).__name__ if isinstance(spec, nn.Module) else getattr(spec, "__name__", "")
+
+
+def _numel(spec: Layer) -> int:
+    """The elements of a layer's parameters."""
+    if isinstance(spec, LayerSpec):
+        with torch.device("meta"):
+            spec = spec.build()
+    return sum(p.numel() for p in spec.parameters()) if isinstance(spec, nn.Module) else 0
+
+
+def pipelines_in(module: nn.Module) -> Iterator[tuple[str, Pipeline]]:
+    """The pipelines in ``module``, by name."""
+    yield from ((name, child) for name, child in module.named_modules() if isinstance(child, Pipeline))
+
+
+def pipeline_of(module: nn.Module, ranks: int) -> Pipeline | None:
+    """The pipeline in ``module``; None if there are no stages.
+
+    Raises:
+        ConfigError: there is none, or several, or it was made for other ranks.
+    """
+    found, key = list(pipelines_in(module)), "pipeline.stages"
+    if ranks == 1:
+        return None
+    if len(found) != 1:
+        number = "no" if not found else f"{len(found)}"
+        raise ConfigError.about(
+            key,
+            f"{key}={ranks}, and {type(module).__name__} has {number} lt_zero.parallel.Pipeline. Make one of its "
+            "layers in configure_model.",
+        )
+    name, pipeline = found[0]
+    if pipeline.position.ranks != ranks:
+        raise ConfigError.about(
+            key,
+            f"{key}={ranks}, and the pipeline {name!r} was made for {pipeline.position.ranks}. Make it in "
+            "configure_model, where the run's ranks are known.",
+        )
+    return pipeline

@@ -1,0 +1,421 @@
+"""Runs a pipeline in a step: micro-batches through torch's schedules, with an engine for this rank's stages.
+
+Note [Gradients of a pipeline]
+    All forwards and backwards run while the pipeline is called, in ``training_step``, and the loss that it returns has
+    nothing left to compute: its backward only checks that the loss was not multiplied by anything that the gradients
+    do not know. Gradients that are not sharded are reduced in the last backward of this rank, those that are in each.
+    Layers at several stages wait for the step: engine/grad_bucket.py, Note [Wide buckets].
+
+Note [Shapes]
+    A rank posts its receives before the sender has computed what it sends, so it has to know the shapes. For each form
+    of a batch that is new, stages run once without gradients, on zeros, one after the other, and tell the others the
+    form of their output. Before each batch all ranks compare its form: of another size, sends and receives would end
+    the process. Random numbers and buffers are as before afterwards.
+
+Note [Random numbers]
+    Ranks have the same generators, and different layers would draw the same masks. So a forward of a stage begins with
+    a seed made of a number that all ranks draw once per batch, the stage, and the micro-batch: masks do not depend on
+    the schedule, and ranks have the same generators afterwards.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.common.module_hooks import ProcessLocal
+from lt_zero.common.tensor_tree import iter_tensors
+from lt_zero.engine.engine import Engine
+from lt_zero.parallel.pipeline.batches import Form, cut, forms_of, joined, micro_batches, rows_in
+from lt_zero.parallel.pipeline.layers import Pipeline
+from lt_zero.parallel.random import draw_seed, seed_of, seeded
+
+_KEPT = 4  # forms of batches whose stages, with memory for what they receive, are kept
+_MASK = 0xFFFFFFFF
+
+Signature = tuple[Any, ...]
+
+
+@dataclass
+class _Batch:
+    """What stages need of the batch that runs."""
+
+    inputs: list[Any]  # of the first layer, by micro-batch
+    targets: list[Any] | None
+    factor: float  # of the losses
+    seed: int | None  # None: nothing is drawn
+    trains: bool
+    last_backward: int = 0  # number of the last one of this rank
+    sync: bool = True  # whether gradients are reduced in that
+    backwards: int = 0  # so far
+    losses: list[Tensor] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+
+
+class Runner(ProcessLocal):
+    """Runs the stages of this rank.
+
+    Args:
+        pipeline: made for this rank's position.
+        engine: of the module that has it.
+        row: the ranks that have the other stages, in order.
+        group: the process group over these ranks for what stages send.
+        data_rank: this one's number, of ``data_ranks``.
+        wanted: micro-batches of a whole batch.
+        begin: called before the first forward; returns the loss scale.
+        weight: what the loss will be multiplied with before backward: 1 / accumulated batches.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        engine: Engine,
+        row: ShardGroup,
+        group: dist.ProcessGroup,
+        data_rank: int,
+        data_ranks: int,
+        wanted: int,
+        begin: Callable[[], float],
+        weight: Callable[[], float],
+    ) -> None:
+        self.pipeline, self.engine, self._row, self._group = pipeline, engine, row, group
+        self._data_rank, self._data_ranks, self._wanted = data_rank, data_ranks, wanted
+        self._begin, self._weight, self._position = begin, weight, pipeline.position
+        self._forms: dict[Signature, list[tuple[Form, ...]]] = {}  # what each stage returns
+        self._schedules: OrderedDict[Signature, Any] = OrderedDict()
+        self.batch = _Batch([], None, 1.0, None, False)
+        self._checked = False  # the factor of a loss, on a GPU, where that waits for it
+
+    # ---- a batch ---------------------------------------------------------------------------------------------------
+
+    def run(self, inputs: Any, targets: Any) -> Any:
+        """``Pipeline.forward``. Collective.
+
+        Raises:
+            RuntimeError: on all ranks, if those of one pipeline have batches of different forms.
+        """
+        trains = targets is not None and torch.is_grad_enabled()
+        rows = rows_in(inputs)
+        count = micro_batches(rows, self._wanted)
+        scale, weight = (self._begin(), self._weight()) if trains else (1.0, 1.0)
+        draws = self.pipeline.training
+        batch = self.batch = _Batch(
+            cut(inputs, rows, count),
+            cut(targets, rows, count) if targets is not None else None,
+            scale * weight / count,
+            draw_seed() if draws else None,
+            trains,
+            count * len(self._position.own),
+            self.engine.reducer.sync,
+        )
+        self._refuse_gradients(inputs)
+        signature = (forms_of(batch.inputs[0]), count, trains, torch.is_autocast_enabled(self.engine.device.type))
+        try:
+            with (
+                self.engine.world.explaining(),
+                self.engine.whole_passes(trains),
+                torch.inference_mode(False),
+                torch.set_grad_enabled(trains),
+            ):
+                if self._agree(signature):
+                    self._forms[signature] = self._probe()
+                self._step(signature, count)
+            if targets is None:
+                return self._outputs(batch)
+            loss = self._mean(batch, count)
+        finally:
+            self.engine.reducer.sync = batch.sync
+            self.batch = _Batch([], None, 1.0, None, False)
+        if not trains:
+            return loss
+        anchor = torch.zeros((), device=loss.device, requires_grad=True)
+        return _Ran.apply(anchor, loss, self, scale * weight)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _refuse_gradients(inputs: Any) -> None:
+        if any(tensor.requires_grad for tensor in iter_tensors(inputs)):
+            raise ValueError(
+                "An input of the pipeline requires a gradient, and its backward has run when the pipeline returns. "
+                "Make what computes it a layer of the pipeline, or detach it."
+            )
+
+    def _agree(self, signature: Signature) -> bool:
+        """Compare the batch with those of the ranks of this pipeline; returns whether its form is new on any rank.
+
+        Collective.
+        """
+        world, ranks = self.engine.world, self._data_ranks
+        mine = zlib.crc32(repr(signature).encode())
+        flags = torch.zeros(1 + 2 * ranks, dtype=torch.int64)
+        flags[0] = signature not in self._forms
+        flags[1 + self._data_rank], flags[1 + ranks + self._data_rank] = mine, _MASK - mine
+        world.host_max(flags, "the form of a batch").wait()
+        if bool((flags[1 : 1 + ranks] + flags[1 + ranks :] == _MASK).all()):
+            return bool(flags[0])
+        told = world.host_gather((self._data_rank, [str(form) for form in signature[0]], signature[1]), "forms")
+        firsts: dict[int, tuple[int, Any]] = {}
+        for rank, (data_rank, *theirs) in enumerate(told):
+            first, known = firsts.setdefault(data_rank, (rank, theirs))
+            if theirs != known:
+                raise RuntimeError(
+                    f"Ranks {first} and {rank} have stages of one pipeline, and need the same batch, but that of rank "
+                    f"{first} has micro-batches of {', '.join(known[0])}, and that of rank {rank} of "
+                    f"{', '.join(theirs[0])}. Draw samples by the data rank, in the same order on all of these ranks."
+                )
+        raise RuntimeError("The ranks run a pipeline in different modes: call it in the same way on all ranks.")
+
+    def _mean(self, batch: _Batch, count: int) -> Tensor:
+        """The mean loss (0D) on all ranks of the pipeline. Collective."""
+        wide = self.engine.policy.compute == torch.float64
+        mean = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=self.engine.device)
+        if batch.losses:
+            assert len(batch.losses) == count
+            mean = torch.stack(batch.losses).to(mean.dtype).mean()
+        self._broadcast(mean)
+        return mean
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Give all ranks of the pipeline the values of the last stage's."""
+        last = self._position.rank_of(self._position.stages - 1)
+        self._row.broadcast(tensor, "results of a pipeline", last)
+
+    def _outputs(self, batch: _Batch) -> Any:
+        """The output of the last layer for the whole batch, on all ranks of the pipeline. Collective."""
+        output = joined(batch.outputs) if batch.outputs else None
+        told = self._row.host_gather(None if output is None else _forms_in(output), "forms of outputs")
+        forms = told[self._position.rank_of(self._position.stages - 1)]
+        if output is None:
+            made = tuple(torch.empty(f.shape, dtype=f.dtype, device=self.engine.device) for f in forms.tensors)
+            output = made[0] if forms.alone else made
+        for tensor in (output,) if isinstance(output, Tensor) else output:
+            self._broadcast(tensor.contiguous())
+        return output
+
+    # ---- stages ----------------------------------------------------------------------------------------------------
+
+    def _probe(self) -> list[tuple[Form, ...]]:
+        """Find the form of what each stage returns. See Note [Shapes]. Collective."""
+        device, found = self.engine.device, list[tuple[Form, ...]]()
+        buffers = [(buffer, buffer.clone()) for buffer in self.engine.root.buffers()]
+        with torch.no_grad(), seeded(None, device.type):
+            for stage in range(self._position.stages):
+                mine: tuple[Form, ...] | None = None
+                if stage in self._position.own:
+                    given = (
+                        [form.example(device, False) for form in found[-1]] if found else _first(self.batch.inputs[0])
+                    )
+                    with self.engine.forward_scope(trains=False):
+                        mine = _forms_in(self.pipeline.run_stage(stage, *given)).tensors
+                told = self._row.host_gather(mine, "the form of a stage's output")
+                found.append(told[self._position.rank_of(stage)])
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return found
+
+    def _step(self, signature: Signature, count: int) -> None:
+        """Run all micro-batches. Collective over the ranks of the pipeline."""
+        if signature in self._schedules:
+            self._schedules.move_to_end(signature)
+        else:
+            self._schedules[signature] = self._schedule(signature, count)
+            if len(self._schedules) > _KEPT:
+                self._schedules.popitem(last=False)
+        schedule, numbers = self._schedules[signature], torch.arange(count)
+        given: dict[str, Any] = {"target": numbers, "return_outputs": False}
+        if self.batch.trains:
+            self.engine.reducer.sync = False
+        try:
+            (schedule.step if self.batch.trains else schedule.eval)(
+                *([numbers] if 0 in self._position.own else ()), **given
+            )
+        except RuntimeError as error:
+            if isinstance(error.__cause__, Exception):
+                raise error.__cause__ from None  # torch wraps the errors of modules
+            raise
+
+    def _schedule(self, signature: Signature, count: int) -> Any:
+        """Torch's schedule for batches of one form."""
+        forms, block, device = self._forms[signature], self._position.block, self.engine.device
+        stages: list[Any] = []
+        for number in self._position.own:
+            before = [form.example("meta", True) for form in forms[number - 1]] if number else [torch.zeros(1).long()]
+            after = [form.example("meta", True) for form in forms[number]]
+            stages.append(_Stage(self, number, self._position.stages, device, tuple(before), tuple(after), self._group))
+        how: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._loss, "scale_grads": False}
+        if len(stages) > 1:
+            rounds = max(1, count // self._position.ranks)
+            fits = block.schedule == "Interleaved1F1B" and count % rounds == 0 and self.batch.trains
+            return (ScheduleInterleaved1F1B if fits else ScheduleLoopedBFS)(stages, **how)
+        fits = block.schedule == "1F1B" and count >= self._position.ranks and self.batch.trains
+        return (Schedule1F1B if fits else ScheduleGPipe)(stages[0], **how)
+
+    def _loss(self, output: Any, number: Tensor) -> Tensor:
+        """The loss of a micro-batch, as it is differentiated."""
+        if self.batch.targets is None:
+            self.batch.outputs.append(output)
+            return torch.zeros(())
+        assert self.pipeline.loss_fn is not None
+        loss = self.pipeline.loss_fn(output, self.batch.targets[int(number)])
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"loss_fn of the pipeline returned {shown}: return the mean loss of a micro-batch, 0D.")
+        self.batch.losses.append(loss.detach())
+        return (loss.float() if loss.dtype == torch.float16 else loss) * self.batch.factor
+
+    def forward(self, stage: int, number: int, *inputs: Any) -> Any:
+        """The forward of a stage for micro-batch ``number``."""
+        batch = self.batch
+        given = _first(batch.inputs[number]) if stage == 0 else inputs
+        seed = None if batch.seed is None else seed_of(batch.seed, stage, number)
+        with self._drawing(seed), self.engine.forward_scope(trains=False):
+            output = self.pipeline.run_stage(stage, *given)
+        return _differentiable(output) if batch.trains else output
+
+    def _drawing(self, seed: int | None) -> AbstractContextManager[None]:
+        return nullcontext() if seed is None else seeded(seed, self.engine.device.type)
+
+    @contextmanager
+    def backward(self) -> Any:
+        """Context of a backward of this rank."""
+        batch = self.batch
+        batch.backwards += 1
+        self.engine.reducer.sync = batch.sync and batch.backwards == batch.last_backward
+        with torch.autocast(self.engine.device.type, enabled=False):
+            yield
+
+    def check(self, grad: Tensor, expected: float) -> None:
+        """Check the factor of a loss, at its backward.
+
+        Raises:
+            RuntimeError: it is another than the gradients have.
+        """
+        if self._checked and grad.is_cuda:
+            return
+        self._checked, found = True, float(grad)
+        if abs(found - expected) > 1e-4 * abs(expected):
+            raise RuntimeError(
+                f"The loss of a pipeline was multiplied by {found / expected:g} after its backward had run. Do it in "
+                "its loss_fn."
+            )
+
+
+class _Stage(PipelineStage):
+    """A stage of this rank."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        number: int,
+        stages: int,
+        device: torch.device,
+        before: tuple[Tensor, ...],
+        after: tuple[Tensor, ...],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._chunk = _Chunk(runner, number)
+        self._runner = runner
+        super().__init__(self._chunk, number, stages, device, before, after, group=group)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._chunk.number = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._runner.backward() if self.has_backward else nullcontext():
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class _Chunk(nn.Module):
+    """The layers of a stage, for torch's schedules; they are registered in the pipeline."""
+
+    def __init__(self, runner: Runner, stage: int) -> None:
+        super().__init__()
+        self.stage, self.number = stage, 0  # that of the micro-batch
+        self.call = runner.forward
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.call(self.stage, self.number, *inputs)
+
+
+class _Ran(torch.autograd.Function):
+    """A loss whose backward has run."""
+
+    @staticmethod
+    def forward(context: Any, anchor: Tensor, loss: Tensor, runner: Runner, expected: float) -> Tensor:
+        context.runner, context.expected = runner, expected
+        return loss.clone()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        context.runner.check(grad, context.expected)
+        return None, None, None, None
+
+
+class _Anchored(torch.autograd.Function):
+    """An output that no trained parameter has made: the stage before waits for its gradient all the same."""
+
+    @staticmethod
+    def forward(context: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _differentiable(output: Any) -> Any:
+    if isinstance(output, tuple):
+        return tuple(map(_differentiable, output))
+    if not isinstance(output, Tensor) or output.requires_grad or not output.is_floating_point():
+        return output
+    anchor = torch.zeros((), device=output.device, requires_grad=True)
+    return _Anchored.apply(output, anchor)  # type: ignore[no-untyped-call]
+
+
+def _first(inputs: Any) -> Any:
+    """The arguments of the first layer."""
+    return inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
+@dataclass
+class _Forms:
+    tensors: tuple[Form, ...]
+    alone: bool  # no tuple
+
+
+def _forms_in(output: Any) -> _Forms:
+    """The forms of what a stage returns.
+
+    Raises:
+        TypeError: it is no tensor, or tuple of tensors.
+    """
+    alone = isinstance(output, Tensor)
+    tensors = (output,) if alone else output
+    if not isinstance(tensors, tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        found = (
+            [type(tensor).__name__ for tensor in tensors]
+            if isinstance(tensors, (tuple, list))
+            else type(output).__name__
+        )
+        raise TypeError(
+            f"A layer at the end of a pipeline's stage returned {found}: return a tensor, or a tuple of tensors, which "
+            "can be sent to the next stage."
+        )
+    return _Forms(tuple(map(Form.of, tensors)), alone)

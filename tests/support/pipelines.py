@@ -1,0 +1,160 @@
+"""Models for pipelines, engines of them on a mesh, and the same in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import lt_zero
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
+from lt_zero.config import ZeroConfig
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.full_params import full_parameters
+from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
+from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
+from lt_zero.parallel.pipeline import position
+from tests.support.parity import OPTIMIZERS, RELEASE, config_of
+
+CPU = torch.device("cpu")
+VOCABULARY, WIDTH, LENGTH = 13, 6, 5
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int = 7, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
+        return result
+
+
+def head(embed: nn.Embedding, x: Tensor) -> Tensor:
+    return x @ embed.weight.T
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def specs(tied: bool = True, depth: int = 5, dropout: float = 0.0) -> list[Any]:
+    """Blocks of different sizes between an embedding and a head, which may be one tensor."""
+    blocks = [LayerSpec(Block, 5 + number, dropout) for number in range(depth)]
+    if not tied:
+        return [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), *blocks, LayerSpec(nn.Linear, WIDTH, VOCABULARY)]
+    embed = ("embed", nn.Embedding, VOCABULARY, WIDTH)
+    return [TiedLayerSpec(*embed), *blocks, nn.LayerNorm(WIDTH), TiedLayerSpec(*embed, forward_fn=head)]
+
+
+class Model(nn.Module):
+    """A pipeline, and a parameter beside it."""
+
+    def __init__(self, layers: Callable[[], list[Any]] = specs) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.pipe = Pipeline(layers(), loss_fn=mean_loss)
+        self.scale = nn.Parameter(torch.tensor([0.5, 2.0]))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        result: Tensor = self.pipe(x, y) + 0.1 * self.scale.square().sum()
+        return result
+
+
+def batch(step: int, data: int, rows: int = 8) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(0, VOCABULARY, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(10 * step + data))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+class Ranks(NamedTuple):
+    """A mesh."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 2
+
+    @property
+    def all(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+
+class Run(NamedTuple):
+    """A model in stages on this rank."""
+
+    model: Model
+    engine: Engine
+    optimizer: Optimizer
+    sharded: lt_zero.ShardedOptimizer
+    mesh: ParallelMesh
+
+    def step(self, number: int, rows: int = 8, limit: float | None = None) -> tuple[Tensor, Tensor | None]:
+        """A step; returns the loss, and the norm before clipping."""
+        with self.engine.forward_scope():
+            loss = self.model.loss(*batch(number, self.mesh.data_rank, rows))
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = self.sharded.grads.clip_norm(limit) if limit is not None else None
+        self.optimizer.step()
+        return loss.detach(), norm
+
+
+def start(
+    ranks: Ranks,
+    stage: int,
+    optimizer: str = "adamw",
+    layers: Callable[[], list[Any]] = specs,
+    pipeline: dict[str, Any] | None = None,
+    prepare: Callable[[Model], Any] = lambda model: None,
+    zero: dict[str, Any] | None = None,
+    **keys: Any,
+) -> Run:
+    """A model in stages. ``zero``, ``keys``: as for ``config_of``; ``prepare`` the model before it is sharded."""
+    block = {"stages": ranks.pipeline, "num_microbatches": 4, **(pipeline or {})}
+    config = config_of(stage, {**(RELEASE if stage == 3 else {}), **(zero or {})}, pipeline=block, **keys)
+    config = config if isinstance(config, ZeroConfig) else ZeroConfig.of(config)
+    world = World.join(CPU)
+    everyone, mesh = ShardGroup.of_all(world), ParallelMesh(ParallelSizes(*ranks), world)
+    with position.at(position.Position(mesh.pipeline_rank, ranks.pipeline, config.pipeline)):
+        model = Model(layers)
+    prepare(model)
+    given = {"group": everyone, **mesh.arguments(model, everyone)}
+    engine = lt_zero.shard(model, config, CPU, **given)
+    mesh.connect(engine, config, lambda: 1.0, lambda: 1.0)
+    made = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)
+    return Run(model, engine, made, lt_zero.ShardedOptimizer(engine, made), mesh)
+
+
+def reference_step(
+    model: Model, optimizer: Optimizer, step: int, data: int, rows: int = 8, limit: float | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """One step of one process; returns the mean loss, and the norm before clipping."""
+    optimizer.zero_grad()
+    losses = []
+    for rank in range(data):
+        losses.append(model.loss(*batch(step, rank, rows)))
+        (losses[-1] / data).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit) if limit is not None else None
+    optimizer.step()
+    return torch.stack(losses).mean().detach(), norm
+
+
+def all_weights(engine: Engine) -> dict[str, Tensor]:
+    """The master weights of all stages. Collective."""
+    mine = {name: value.clone() for name, _, value in full_parameters(engine)}
+    found: dict[str, Tensor] = {}
+    for theirs in engine.world.host_gather(mine, "weights"):
+        for name, value in theirs.items():
+            assert name not in found or torch.equal(found[name], value), f"ranks differ: {name}"
+            found[name] = value
+    return found
+
+
+def rank() -> int:
+    return dist.get_rank()
