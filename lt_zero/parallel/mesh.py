@@ -145,7 +145,7 @@ class ParallelMesh:
         if self._world.rank == 0:
             Console().print(table(rows))
 
-    def arguments(self, module: nn.Module, group: ShardGroup) -> dict[str, Any]:
+    def arguments(self, module: nn.Module, group: ShardGroup, config: ZeroConfig) -> dict[str, Any]:
         """Of ``lt_zero.shard``, for a module some of whose parameters are DTensors, or of one stage.
 
         ``group``: all ranks. Collective. Errors are those of ``localize``, and of ``pipeline_of``.
@@ -154,6 +154,9 @@ class ParallelMesh:
         if self.peers is not None:
             given["group"] = self.peers
             self._share(set(pipeline.shared.values()) if pipeline is not None else set())
+        for each in (group, self.peers, self._cut, *self._shared.values()):  # on all ranks, whatever they have of them
+            if each is not None:
+                each.configure(config)
         if self.sizes.tensor > 1:
             names = {id(p): name for name, p in module.named_parameters()}
             given["specs"] = localize(module, self.tensor)
@@ -163,7 +166,8 @@ class ParallelMesh:
 
     def _share(self, sets: set[frozenset[int]]) -> None:
         """Make groups of the ranks of several stages, which share layers. Collective."""
-        for stages in sorted(sets - {key for key, _ in self._shared}, key=sorted):
+        known = {key for key, _ in self._shared}
+        for stages in sorted((each for each in sets - known if len(each) > 1), key=sorted):
             whole = [sorted(rank for stage in stages for rank in self._stages[stage])]
             whole += [self._stages[stage] for stage in range(self.sizes.pipeline) if stage not in stages]
             made = self._shared[stages, False] = ShardGroup(self._world, whole, divisor=self.sizes.of_stage)

@@ -176,7 +176,7 @@ class Session:
         how: dict[str, Any] = {"group": self.group}
         if self.mesh is not None:
             self.mesh.cut(module, config)
-            how |= self.mesh.arguments(module, self.group)
+            how |= self.mesh.arguments(module, self.group, config)
         engine = shard(module, config, device, policy, training=training, **how)
         if self.mesh is not None:
             self.mesh.watch(engine)

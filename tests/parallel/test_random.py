@@ -59,7 +59,7 @@ def run(stage: int | None, local: bool = True, recomputes: bool = False, steps: 
         group = ShardGroup.of_all(world)
         keys: dict[str, Any] = {"activation_checkpointing": {"mode": "full"}} if recomputes else {}
         config = config_of(stage, RELEASE if stage == 3 else {}, **keys)
-        engine = lt_zero.shard(model, config, CPU, group=group, **mesh.arguments(model, group))
+        engine = lt_zero.shard(model, config, CPU, group=group, **mesh.arguments(model, group, config))
         lt_zero.ShardedOptimizer(engine, torch.optim.SGD(model.parameters(), lr=0.0))
     for _ in range(steps):
         model(torch.ones(64, WIDTH)).square().mean().backward()

@@ -182,11 +182,11 @@ def start(
     """An engine on a mesh. ``zero``, ``keys``: as for ``config_of``; ``prepare`` the model, when it is parallelized."""
     world, made = World.join(CPU), model()
     everyone, given = ShardGroup.of_all(world), dict[str, Any]()
+    config = config_of(stage, {**(RELEASE if stage == 3 else {}), **(zero or {})}, **keys)
     if ranks.tensor > 1:
         mesh = ParallelMesh(ParallelSizes(*ranks), world)
         parallelize(made, mesh.tensor, sequence)
-        given = mesh.arguments(made, everyone)
-    config = config_of(stage, {**(RELEASE if stage == 3 else {}), **(zero or {})}, **keys)
+        given = mesh.arguments(made, everyone, config)
     prepare(made)
     how = policy(config) if policy is not None else None
     engine = lt_zero.shard(made, config, CPU, how, group=everyone, **given)

@@ -124,7 +124,7 @@ def start(
     with position.at(position.Position(mesh.pipeline_rank, ranks.pipeline, config.pipeline)):
         model = Model(layers)
     prepare(model)
-    given = {"group": everyone, **mesh.arguments(model, everyone)}
+    given = {"group": everyone, **mesh.arguments(model, everyone, config)}
     engine = lt_zero.shard(model, config, CPU, **given)
     mesh.connect(engine, config, lambda: 1.0, lambda: 1.0)
     made = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)

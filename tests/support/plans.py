@@ -54,7 +54,7 @@ def train(
     reference = copy.deepcopy(model)
     cut(model, mesh.tensor, settings)
     group = ShardGroup.of_all(world)
-    engine = lt_zero.shard(model, settings, CPU, group=group, **(given := mesh.arguments(model, group)))
+    engine = lt_zero.shard(model, settings, CPU, group=group, **(given := mesh.arguments(model, group, settings)))
     made, expected = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](reference.parameters())
     sharded = lt_zero.ShardedOptimizer(engine, made)
     for step in range(STEPS):

@@ -297,7 +297,7 @@ class Runner(ProcessLocal):
         batch = self.batch
         batch.backwards += 1
         self.engine.reducer.sync = batch.sync and batch.backwards == batch.last_backward
-        with torch.autocast(self.engine.device.type, enabled=False):
+        with torch.autocast(self.engine.device.type, enabled=False), self.engine.backward_pass():
             yield
 
     def check(self, grad: Tensor, expected: float) -> None:
