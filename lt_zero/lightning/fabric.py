@@ -79,7 +79,7 @@ class FabricZeroStrategy(DDPStrategy):
     Args:
         stage, config, overrides, activation_checkpointing, broadcast_buffers: as for ``ZeroStrategy``. Optimizers and
             schedules are made by the script.
-        tensor_parallel_size: as for ``ZeroStrategy``. The script parallelizes the module, over
+        tensor_parallel_size, pipeline_parallel_size: as for ``ZeroStrategy``. The script parallelizes the module, over
             ``fabric.strategy.device_mesh["tensor_parallel"]``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy.
         process_group_backend: ``gloo`` on CPU and ``nccl`` on CUDA by default.
@@ -107,9 +107,12 @@ class FabricZeroStrategy(DDPStrategy):
         activation_checkpointing: Mapping[str, Any] | ActivationCheckpointing | str | bool | None = None,
         broadcast_buffers: bool | None = None,
         tensor_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
     ) -> None:
         if tensor_parallel_size is not None:
             overrides = [*overrides, f"tensor_parallel.autotp_size={tensor_parallel_size}"]
+        if pipeline_parallel_size is not None:
+            overrides = [*overrides, f"pipeline.stages={pipeline_parallel_size}"]
         check_launch("FabricZeroStrategy", start_method, timeout, process_group_backend)
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)

@@ -76,6 +76,8 @@ class ZeroStrategy(DDPStrategy):
         tensor_parallel_size: ranks that share the tensors of each layer; ``tensor_parallel.autotp_size`` of the
             configuration. The module is parallelized in ``configure_model``, over
             ``self.device_mesh["tensor_parallel"]``.
+        pipeline_parallel_size: ranks that have some of the layers each; ``pipeline.stages`` of the configuration. The
+            module makes a ``lt_zero.parallel.Pipeline`` in ``configure_model``.
 
     Attributes:
         checkpoints, monitor, data: own saving and loading, what is shown of a run, and the position in the data.
@@ -108,9 +110,12 @@ class ZeroStrategy(DDPStrategy):
         | None = None,
         broadcast_buffers: bool | None = None,
         tensor_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
     ) -> None:
         if tensor_parallel_size is not None:
             overrides = [*overrides, f"tensor_parallel.autotp_size={tensor_parallel_size}"]
+        if pipeline_parallel_size is not None:
+            overrides = [*overrides, f"pipeline.stages={pipeline_parallel_size}"]
         check_launch("ZeroStrategy", start_method, timeout, process_group_backend)
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
@@ -339,7 +344,7 @@ class ZeroStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         set_up.check_callbacks(trainer, self.stage)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        compare_models(world, self._module)  # "auto" depends on it, and whether an engine is used again
+        compare_models(self.session.peers, self._module)  # "auto" depends on it, and whether an engine is used again
         if fitting:
             self._reconciler.agree(trainer, self._module, world, self.session.data_ranks, self.is_global_zero)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
@@ -351,7 +356,8 @@ class ZeroStrategy(DDPStrategy):
         self.model_to_device()
         known = set_up.find_engine(module, self.config, plugin.policy, before, fitting)
         if known is None:
-            self.session.build(module, self.config, self.root_device, plugin.policy, fitting, load=self._load_into)
+            how = self.root_device, plugin.policy, fitting
+            self.session.build(module, self.config, *how, load=self._load_into, weight=self._loss_weight)
         else:
             self._load_into(known)
         assert self._engine is not None
@@ -367,6 +373,11 @@ class ZeroStrategy(DDPStrategy):
             self.monitor.start(self.run, new=self._engine is not before)
         self.setup_precision_plugin()
         self._signals = Signals(trainer, world.agreement)
+
+    def _loss_weight(self) -> float:
+        """What Lightning multiplies losses with."""
+        module = self._module
+        return 1.0 / module.trainer.accumulate_grad_batches if module.automatic_optimization else 1.0
 
     def _load_into(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,0 +1,43 @@
+"""A Trainer with pipelines: against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.lightning_tools import sharded_trainer, single_trainer
+from tests.support.matrix import cover
+from tests.support.pipeline_module import Module
+from tests.support.pool import Pool
+
+
+def trainer_of(stage: int, pipeline: int, config: dict[str, Any] | None = None, **how: Any) -> pl.Trainer:
+    block = {"pipeline": {"stages": pipeline, "num_microbatches": 2}, **(config or {})}
+    return sharded_trainer(stage, config=block, use_distributed_sampler=False, **how)
+
+
+def _fit(stage: int, pipeline: int, how: dict[str, Any]) -> tuple[list[float], list[float], Any]:
+    trainer, module = trainer_of(stage, pipeline, **how), Module(data=dist.get_world_size() // pipeline)
+    trainer.fit(module)
+    logits = trainer.predict(module)
+    return module.losses, module.validated, logits
+
+
+def expected(how: dict[str, Any]) -> tuple[list[float], list[float], Any]:
+    module, trainer = Module(), single_trainer(use_distributed_sampler=False, **how)
+    trainer.fit(module)
+    return module.losses, module.validated, trainer.predict(module)
+
+
+@pytest.mark.parametrize(("stage", "accumulates"), cover([0, 1, 2, 3], [1, 2]))
+def test_a_run_is_that_of_one_process(pool: Pool, stage: int, accumulates: int) -> None:
+    how = {"max_epochs": 2, "accumulate_grad_batches": accumulates, "gradient_clip_val": 0.5, "num_sanity_val_steps": 1}
+    found, want = pool.run(2, _fit, stage, 2, how), expected(how)
+    for losses, validated, logits in found:
+        assert losses == pytest.approx(want[0], rel=1e-5)
+        assert validated == pytest.approx(want[1], rel=1e-5)
+        torch.testing.assert_close(logits, want[2], rtol=1e-4, atol=1e-5)
