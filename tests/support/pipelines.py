@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -23,7 +25,7 @@ from lt_zero.parallel.pipeline import position
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of
 
 CPU = torch.device("cpu")
-VOCABULARY, WIDTH, LENGTH = 13, 6, 5
+VOCABULARY, WIDTH, LENGTH = 14, 6, 5
 
 
 class Block(nn.Module):
@@ -38,7 +40,11 @@ class Block(nn.Module):
 
 
 def head(embed: nn.Embedding, x: Tensor) -> Tensor:
-    return x @ embed.weight.T
+    weight: Any = embed.weight
+    if not isinstance(weight, DTensor):
+        return x @ weight.T
+    whole: Tensor = (DTensor.from_local(x, weight.device_mesh, [Replicate()]) @ weight.T).full_tensor()
+    return whole
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -47,7 +53,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 def specs(tied: bool = True, depth: int = 5, dropout: float = 0.0) -> list[Any]:
     """Blocks of different sizes between an embedding and a head, which may be one tensor."""
-    blocks = [LayerSpec(Block, 5 + number, dropout) for number in range(depth)]
+    blocks = [LayerSpec(Block, 6 + 2 * number, dropout) for number in range(depth)]
     if not tied:
         return [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), *blocks, LayerSpec(nn.Linear, WIDTH, VOCABULARY)]
     embed = ("embed", nn.Embedding, VOCABULARY, WIDTH)
@@ -85,6 +91,15 @@ class Ranks(NamedTuple):
         return self.data * self.tensor * self.pipeline
 
 
+def tensor_parallel(model: Model, mesh: ParallelMesh) -> None:
+    """Cut the blocks of this rank over tensor ranks, and an embedding along its vocabulary."""
+    if "embed" in model.pipe.tied:
+        parallelize_module(model.pipe.tied["embed"], mesh.tensor, RowwiseParallel(input_layouts=Replicate()))
+    for block in model.pipe.layers.values():
+        if isinstance(block, Block):
+            parallelize_module(block, mesh.tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
 class Run(NamedTuple):
     """A model in stages on this rank."""
 
@@ -111,7 +126,7 @@ def start(
     optimizer: str = "adamw",
     layers: Callable[[], list[Any]] = specs,
     pipeline: dict[str, Any] | None = None,
-    prepare: Callable[[Model], Any] = lambda model: None,
+    prepare: Callable[[Model, ParallelMesh], Any] = lambda model, mesh: None,
     zero: dict[str, Any] | None = None,
     **keys: Any,
 ) -> Run:
@@ -123,7 +138,7 @@ def start(
     everyone, mesh = ShardGroup.of_all(world), ParallelMesh(ParallelSizes(*ranks), world)
     with position.at(position.Position(mesh.pipeline_rank, ranks.pipeline, config.pipeline)):
         model = Model(layers)
-    prepare(model)
+    prepare(model, mesh)
     given = {"group": everyone, **mesh.arguments(model, everyone, config)}
     engine = lt_zero.shard(model, config, CPU, **given)
     mesh.connect(engine, config, lambda: 1.0, lambda: 1.0)
@@ -147,7 +162,7 @@ def reference_step(
 
 def all_weights(engine: Engine) -> dict[str, Tensor]:
     """The master weights of all stages. Collective."""
-    mine = {name: value.clone() for name, _, value in full_parameters(engine)}
+    mine = {name: engine.parts.join(p, value.clone()) for name, p, value in full_parameters(engine)}
     found: dict[str, Tensor] = {}
     for theirs in engine.world.host_gather(mine, "weights"):
         for name, value in theirs.items():
