@@ -690,6 +690,11 @@ class PipelineParallel(Block):
     )
 
     @property
+    def ranks(self) -> int:
+        """``stages`` as a number."""
+        return 1 if self.stages == "auto" else self.stages
+
+    @property
     def chunks(self) -> int:
         """Stages on each rank."""
         return self.stages_per_rank or (2 if self.schedule in ("Interleaved1F1B", "LoopedBFS") else 1)
@@ -923,8 +928,15 @@ class Schema(Block):
     )
 
     @property
+    def micro_batches(self) -> int:
+        """Micro-batches that a pipeline cuts a batch of the data loader into; 1: there is none."""
+        if self.pipeline.ranks == 1:
+            return 1
+        return self.pipeline.num_microbatches or self.gradient_accumulation_steps or 2 * self.pipeline.ranks
+
+    @property
     def sharded_checkpoints(self) -> bool:
         """Whether checkpoints are directories that all ranks write."""
-        parts = self.tensor_parallel.autotp_size > 1 or self.pipeline.stages not in ("auto", 1)
+        parts = self.tensor_parallel.autotp_size > 1 or self.pipeline.ranks > 1
         how, cut = self.checkpoint.format, self.zero_optimization.stage > 0 or parts
         return how == "sharded" or (how == "auto" and cut)

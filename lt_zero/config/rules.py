@@ -174,8 +174,12 @@ def _one_bit(config: Schema) -> Iterator[Problem]:
 def _parallel(config: Schema) -> Iterator[Problem]:
     sizes = {
         "tensor_parallel.autotp_size": config.tensor_parallel.autotp_size,
-        "pipeline.stages": 1 if config.pipeline.stages == "auto" else config.pipeline.stages,
+        "pipeline.stages": config.pipeline.ranks,
     }
+    pieces, steps = config.pipeline.num_microbatches, config.gradient_accumulation_steps
+    if config.pipeline.ranks > 1 and None not in (pieces, steps) and pieces != steps:
+        text = f"pipeline.num_microbatches={pieces}, but gradient_accumulation_steps={steps} means the micro-batches"
+        yield Problem("pipeline.num_microbatches", f"{text} of a pipeline, too. Remove one of them.")
     key, size = next(((key, size) for key, size in sizes.items() if size > 1), ("", 1))
     if size == 1:
         return

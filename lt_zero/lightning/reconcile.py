@@ -123,14 +123,14 @@ class Reconciler:
             rows, config = _apply_to_trainer(config, trainer, module, ranks)
             self._steps = steps = trainer.accumulate_grad_batches
             facts = Facts(
-                accumulation=steps,
+                accumulation=steps if config.micro_batches == 1 else config.micro_batches,
                 clipping=float(trainer.gradient_clip_val or 0.0),
                 hidden=lambda: hidden_size(module),
                 named=lambda names: find_value(module, names),
                 steps=lambda: _steps(trainer),
             )
             config, resolutions = resolve(config, facts)
-            micro, total = config.train_micro_batch_size_per_gpu, config.train_batch_size
+            micro, total = _loaded(config), config.train_batch_size
             if micro is not None:
                 _check_batch(config, micro, steps, ranks, "is configured")
             elif total is not None:  # it implies the micro-batch, with which the first batch is compared
@@ -259,6 +259,8 @@ def _apply_to_trainer(
     rows, problems, manual = list[Resolution](), list[Problem](), not module.automatic_optimization
     current, total = trainer.accumulate_grad_batches, config.train_batch_size
     micro, wanted = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    if config.micro_batches > 1:  # accumulated inside of a pipeline
+        micro, wanted = None, None
     key, source = "gradient_accumulation_steps", "gradient_accumulation_steps"
     setting = f"{key}={wanted}"
     if wanted is None and total is not None and micro is not None:
@@ -301,11 +303,25 @@ def _accumulation_scheduler(trainer: pl.Trainer) -> GradientAccumulationSchedule
     return next((c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)), None)  # type: ignore[attr-defined]
 
 
+def _loaded(config: ZeroConfig) -> int | None:
+    """The batch of the data loader that the configuration asks for."""
+    micro = config.train_micro_batch_size_per_gpu
+    return None if micro is None else micro * config.micro_batches
+
+
 def _check_batch(config: ZeroConfig, micro: int, steps: int, world: int, origin: str) -> None:
-    problems, total = [], micro * steps * world
+    """Compare the configuration with batches of ``micro`` samples from the data loader.
+
+    Raises:
+        ConfigError: it asks for others.
+    """
+    problems, total, pieces = [], micro * steps * world, config.micro_batches
     key, given = "train_micro_batch_size_per_gpu", config.train_micro_batch_size_per_gpu
-    if given not in (None, micro):
+    if _loaded(config) not in (None, micro):
         remedy = "Give the data loader that batch_size, or remove the key."
+        if pieces > 1:
+            product = f"{given} * {pieces} micro-batches of the pipeline = {_loaded(config)}"
+            remedy = f"Give the data loader batch_size={_loaded(config)} ({product}), or remove the key."
         problems.append(Problem(key, f"{key}={given}, but {micro} {origin}. {remedy}"))
     key, given = "train_batch_size", config.train_batch_size
     if given not in (None, total):

@@ -29,6 +29,7 @@ from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
 from lt_zero.parallel.first_gradients import FirstGradients
@@ -56,7 +57,7 @@ class ParallelSizes:
         Raises:
             ConfigError: they are not those of so many ranks.
         """
-        tensor, stages = config.tensor_parallel.autotp_size, stages_of(config)
+        tensor, stages = config.tensor_parallel.autotp_size, config.pipeline.ranks
         asked = {"tensor_parallel.autotp_size": tensor, "pipeline.stages": stages}
         together = prod(asked.values())
         text = " and ".join(f"{key}={size}" for key, size in asked.items() if size > 1)
@@ -93,11 +94,6 @@ class ParallelSizes:
     def data_rank(self, rank: int) -> int:
         """Which data rank a rank is in."""
         return rank % self.of_stage // self.tensor
-
-
-def stages_of(config: ZeroConfig) -> int:
-    """The stages of pipelines that the configuration asks for."""
-    return 1 if config.pipeline.stages == "auto" else config.pipeline.stages
 
 
 class ParallelMesh:
@@ -188,10 +184,10 @@ class ParallelMesh:
             return
         assert self._row is not None
         group = self.device_mesh[PIPELINE].get_group()
-        asked = config.pipeline.num_microbatches or config.gradient_accumulation_steps
-        wanted = asked or 2 * self.sizes.pipeline
-        counts = self.data_rank, self.sizes.data, wanted
+        counts = self.data_rank, self.sizes.data, config.micro_batches
         pipeline.runner = Runner(pipeline, engine, self._row, group, *counts, begin, weight)
+        if self.sizes.of_stage > 1 and self._world.rank == 0:
+            _warn_of_traffic(engine, config)
 
     def watch(self, engine: Engine) -> None:
         """Compare the gradients of the first backward. See first_gradients.py."""
@@ -227,6 +223,19 @@ def mesh_of(config: ZeroConfig, world: World) -> ParallelMesh | None:
             "CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow: unset it.",
         )
     return ParallelMesh(sizes, world)
+
+
+def _warn_of_traffic(engine: Engine, config: ZeroConfig) -> None:
+    """Warn of gradients that are reduced for each micro-batch, because they are sharded."""
+    stage, count = config.zero_optimization.stage, config.micro_batches
+    sharded = [bucket for bucket in engine.buckets if bucket.sharding.grads and bucket.wants_grad]
+    nbytes = sum(bucket.layout.numel * bucket.grads.send_dtype(bucket.dtype).itemsize for bucket in sharded)
+    if nbytes and count > 1:
+        warn(
+            f"zero_optimization.stage={stage} shards gradients, so a pipeline reduces them for each of its {count} "
+            f"micro-batches: {count * nbytes / 1e6:.1f} MB per step on a rank of the first stage. Stage 1 reduces them "
+            f"once, {nbytes / 1e6:.1f} MB."
+        )
 
 
 def _compare(engine: weakref.ref[Engine], first: FirstGradients) -> None:
