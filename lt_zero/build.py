@@ -148,6 +148,7 @@ def _shard(
     for each in distinct:
         each.configure(config)
     with without_torch_function():  # guards of parameters that are sharded already would intercept each access
+        _check_specs(module, specs)
         plan = plan_engine(module, config, policy, group.mesh.shards, specs, groups, sizes, parts.gradient)
         _check_whole(plan)
         _check_hooks(plan)
@@ -158,7 +159,7 @@ def _shard(
         check_build(plan, config, policy, group, training)
     if config.sparse_attention is not None:
         install_sparse_attention(module, config, group.world.rank)
-    return _build(module, device, plan, config, policy, distinct, training, saved, parts)
+    return _build(module, device, plan, config, policy, group, groups, training, saved, parts)
 
 
 def _build(
@@ -167,19 +168,21 @@ def _build(
     plan: EnginePlan,
     config: ZeroConfig,
     policy: DtypePolicy,
-    groups: list[ShardGroup],
+    group: ShardGroup,
+    groups: Mapping[nn.Parameter, ShardGroup],
     training: bool,
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
     parts: Parts,
 ) -> Engine:
-    """Move the parameters into the buckets of ``plan``, and install hooks."""
+    """Move the parameters into the buckets of ``plan``, and install hooks. ``groups``: of those not in ``group``."""
     engine_ref: list[weakref.ref[Engine]] = []  # lets the engine be collected while parameters still point to it
 
     def owner() -> Owner | None:
         return engine_ref[0]() if engine_ref else None
 
-    materializer, world = Materializer(module, device, saved, parts), groups[0].world
-    made = {bucket: Bucket(bucket, bucket.group or groups[0], owner, policy) for bucket in plan.buckets}
+    materializer, world = Materializer(module, device, saved, parts), group.world
+    of_bucket = {bucket: groups.get(bucket.parameters[0][1], group) for bucket in plan.buckets}
+    made = {bucket: Bucket(bucket, its, owner, policy) for bucket, its in of_bucket.items()}
     use_zero_plus_plus(config, made.values())
     offload_manager = open_offload_manager(list(made.values()), config, device)
     rest_quantized(config, made.values())
@@ -189,7 +192,8 @@ def _build(
     if policy.buffers is not None:
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
         _cast_buffers(module, policy.buffers, plan.fp32_modules, names)
-    engine = Engine(module, units, root, groups, config, policy, offload_manager, training, parts)
+    distinct = list(dict.fromkeys([group, *groups.values()]))
+    engine = Engine(module, units, root, distinct, config, policy, offload_manager, training, parts)
     engine.compression = _compression(engine, plan)
     engine.plan, engine.on_guarded_use = plan, partial(use_outside, engine)
     offload_manager.check(world, "the files of states")
@@ -203,6 +207,17 @@ def _build(
     if training:
         install(engine)
     return engine
+
+
+def _check_specs(module: nn.Module, specs: Iterable[ParamSpec]) -> None:
+    """Raise ValueError if a parameter is not the box that its spec says; names it."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    for spec in specs:
+        if spec.name in named and tuple(named[spec.name].data.shape) != spec.shape:
+            raise ValueError(
+                f"specs: {spec.name!r} has the shape {tuple(named[spec.name].data.shape)}, and its box {spec.local_box}"
+                f" of {spec.global_shape} has {spec.shape}. Give the box that the parameter is."
+            )
 
 
 def _check_whole(plan: EnginePlan) -> None:
