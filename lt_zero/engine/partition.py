@@ -22,6 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from lt_zero.comm.transport import Mesh
 from lt_zero.common.boxes import ParamSpec
+from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
@@ -246,7 +247,8 @@ def stay_whole(root: nn.Module, zero: ZeroOptimization, sizes: Mapping[Parameter
 
     whole: set[Parameter] = set()
     total, limit = 0, zero.stage3_model_persistence_threshold if zero.stage == 3 else None
-    numels = [(sizes.get(p, p.data.numel()), p) for p in root.parameters()]
+    with without_torch_function():  # of parameters that are sharded already
+        numels = [(sizes.get(p, p.data.numel()), p) for p in root.parameters()]
     for numel, parameter in sorted(numels, key=itemgetter(0)):
         total += numel
         if numel >= zero.stage3_param_persistence_threshold or (limit is not None and total > limit):

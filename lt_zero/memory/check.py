@@ -248,18 +248,17 @@ def _advice(
     ranks: int,
 ) -> str:
     """The first setting that fits ``ranks`` ranks on a host of ``host`` bytes; ``optimizer``: as for ``estimate``."""
-    with without_torch_function():  # the model may be sharded already
-        fit = cheapest(
-            root,
-            Machine(host=host, nvme=_EVERYTHING, ranks=ranks),
-            config,
-            setup.world,
-            device=setup.device,
-            optimizer=optimizer,
-            precision=policy.mode,
-            accumulate_grad_batches=2 if setup.accumulates else 1,
-            saves=setup.saves,
-        )
+    fit = cheapest(
+        root,
+        Machine(host=host, nvme=_EVERYTHING, ranks=ranks),
+        config,
+        setup.world,
+        device=setup.device,
+        optimizer=optimizer,
+        precision=policy.mode,
+        accumulate_grad_batches=2 if setup.accumulates else 1,
+        saves=setup.saves,
+    )
     more = "`lt-zero estimate` shows what each setting needs; LT_ZERO_MEMORY_CHECK=0 skips this check."
     if fit.setting is None or fit.forecast is None:
         return f"No setting fits: take more or larger machines, or a smaller model. {more}"
