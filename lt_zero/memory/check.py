@@ -46,10 +46,10 @@ from lt_zero.memory.forecast import (
     RESIDUALS,
     WEIGHTS,
     Forecast,
-    Setup,
     forecast,
 )
 from lt_zero.memory.limits import GB, Available, NotEnoughMemory, amount, check_host_memory, shortage
+from lt_zero.memory.setup import Setup
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 RESTING = "in files"  # bytes of files, of all kinds

@@ -25,8 +25,9 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import MODES, DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.engine.partition import EnginePlan, plan_engine, with_sizes
-from lt_zero.memory.forecast import DEVICE, HOST, NVME, PLACES, Forecast, PlannedGroup, Setup, forecast
+from lt_zero.memory.forecast import DEVICE, HOST, NVME, PLACES, Forecast, forecast
 from lt_zero.memory.limits import amount
+from lt_zero.memory.setup import PlannedGroup, Setup
 from lt_zero.memory.traffic import Traffic, forecast_traffic
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.plan import planned_parts

@@ -24,7 +24,8 @@ from lt_zero.engine.gather import Residency
 from lt_zero.engine.gradient_compression import codec_of
 from lt_zero.engine.partition import EnginePlan, GroupFacts
 from lt_zero.engine.zero_plus_plus import GRADIENTS, WEIGHTS
-from lt_zero.memory.forecast import Row, Setup, rows_of
+from lt_zero.memory.forecast import Row, rows_of
+from lt_zero.memory.setup import Setup
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.partition import EnginePlan, plan_engine
 from lt_zero.memory.check import setup_of
 from lt_zero.memory.estimate import Setting, settings
-from lt_zero.memory.forecast import DEVICE, HOST, Forecast, PlannedGroup, forecast
+from lt_zero.memory.forecast import DEVICE, HOST, Forecast, forecast
+from lt_zero.memory.setup import PlannedGroup
 
 _Z = "zero_optimization"
 _OFFLOADS = ("offload_optimizer", "offload_param")
