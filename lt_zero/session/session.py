@@ -240,7 +240,7 @@ class Session:
     def start_trial(self, engine: Engine, config: ZeroConfig, **facts: Any) -> None:
         """Begin the trial of a model that is trained, if there is one; ``facts``: as for ``Trial.start``."""
         if self.trial is not None:
-            self.trial.start(engine, config, **facts)
+            self.trial.start(engine, config, data_ranks=self.data_ranks, **facts)
 
     def hold(self, schedule: Any, number: int, config: ZeroConfig) -> None:
         """Let a schedule wait while steps of optimizer ``number`` are skipped, unless ``on_skipped_step`` says not."""

@@ -24,7 +24,7 @@ from lt_zero.parallel.styles import SequenceNorm
 from tests.support.llamas import VOCABULARY, WIDTH, Attention, Llama, RMSNorm, rules
 from tests.support.matrix import only
 from tests.support.parity import STAGES
-from tests.support.plans import config, cut_over_all, rule, train
+from tests.support.plans import config, cut_over_all, plans_as_it_cuts, rule, train
 from tests.support.pool import Pool
 
 VARIANTS: dict[str, dict[str, bool]] = {
@@ -57,6 +57,18 @@ def test_three_tensor_ranks_train_as_one_process(pool: Pool, variant: str) -> No
 @pytest.mark.parametrize("stage", [1, 3])
 def test_tensor_and_data_ranks_train_as_one_process(pool: Pool, stage: int) -> None:
     assert max(pool.run(4, _train_llama, stage, "sgd", 2, "head norms")) < 1e-6
+
+
+def _plan_llama(variant: str) -> None:
+    keys = dict(VARIANTS[variant])
+    partition = rules(**{key: value for key, value in keys.items() if key != "tied"})
+    keys.pop("vocabulary", None)
+    plans_as_it_cuts(Llama(**keys), config(dist.get_world_size(), partition))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_planned_is_what_is_cut(pool: Pool, variant: str) -> None:
+    pool.run(2, _plan_llama, variant)
 
 
 # ---- without the engine ----------------------------------------------------------------------------------------------
