@@ -435,7 +435,9 @@ class Checkpoint(Block):
     """How training states are saved and restored."""
 
     format: Literal["auto", "sharded", "full"] = key(
-        "auto", "sharded: a directory that all ranks write; full: one file by rank 0; auto: full at stage 0"
+        "auto",
+        "sharded: a directory that all ranks write; full: one file by rank 0; auto: full at stage 0 without "
+        "tensor parallelism",
     )
     async_save: bool = key(
         False, "write a copy in host memory to files in the background (sharded only)", validation_alias="async"

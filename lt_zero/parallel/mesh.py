@@ -30,6 +30,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.local import LocalParts, is_cut, localize
 from lt_zero.parallel.plan import parallelize, table
+from lt_zero.parallel.replaced import Replaced
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
 AXES = (PIPELINE, DATA, SEQUENCE, TENSOR)  # outermost first: tensor ranks are neighbours, on one node
@@ -81,10 +82,11 @@ class ParallelMesh:
         device_mesh: with an axis for each of ``AXES``, also for those of size 1.
         data_rank: which data this rank sees, of ``sizes.data``. Its tensor ranks see the same.
         tensor_rank: which part of tensors this rank has, of ``sizes.tensor``.
+        replaced: parameters that were replaced by parts of them.
     """
 
     def __init__(self, sizes: ParallelSizes, world: World) -> None:
-        self.sizes, self._world = sizes, world
+        self.sizes, self._world, self.replaced = sizes, world, Replaced()
         self.data_rank, self.tensor_rank = divmod(world.rank, sizes.tensor)
         mesh = torch.arange(world.size).view(1, sizes.data, 1, sizes.tensor)
         rows = [mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist() for axis in range(mesh.dim())]
@@ -101,7 +103,8 @@ class ParallelMesh:
 
     def cut(self, module: nn.Module, config: ZeroConfig) -> None:
         """Parallelize a module as its user, the configuration or its own plan says. Errors: ``parallelize``."""
-        rows = parallelize(module, self.tensor, config)
+        with self.replaced.noting(module):
+            rows = parallelize(module, self.tensor, config)
         if self._world.rank == 0:
             Console().print(table(rows))
 
