@@ -596,7 +596,7 @@ class ZeroStrategy(DDPStrategy):
             uninstall(engine)
         self.checkpoints.close(self.run, clean)
         if engine is not None and clean and self._start_method != "popen":
-            restore_whole(engine)  # the launcher sends rank 0's state dict to the parent process
+            restore_whole(engine, join=True)  # the launcher sends rank 0's state dict to the parent process
         fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if engine is not None and module is not None and fitted and self._layer_sync:
             self._layer_sync.revert(module)
