@@ -771,7 +771,8 @@ class ZeroOptimization(Block):
         if world % size:
             key = f"zero_optimization.{name}"
             fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-            text = f"{key}={size} does not divide the number of ranks, {world}: write one of {fitting}"
+            text = f"{key}={size} does not divide the {world} ranks that a parameter is sharded over (with tensor "
+            text = f"{text}parallelism the data ranks): write one of {fitting}"
             raise ConfigError([Problem(key, f"{text}, or remove the key.")])
         return size
 

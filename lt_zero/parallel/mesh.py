@@ -27,6 +27,7 @@ from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
+from lt_zero.parallel.buffers import make_plain
 from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.local import LocalParts, is_cut, localize
 from lt_zero.parallel.plan import parallelize, table
@@ -111,9 +112,10 @@ class ParallelMesh:
     def arguments(self, module: nn.Module, group: ShardGroup) -> dict[str, Any]:
         """Of ``lt_zero.shard``, for a module some of whose parameters are DTensors; ``group``: all ranks.
 
-        Errors are those of ``localize``.
+        Errors are those of ``localize`` and ``make_plain``.
         """
         specs = localize(module, self.tensor)
+        make_plain(module)
         first = FirstGradients(self._world, self.sizes.tensor, {id(p): name for name, p in module.named_parameters()})
         return {"specs": specs, "group_of": self._group_of(group), "parts": LocalParts(first)}
 
