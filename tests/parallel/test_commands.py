@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
 from lt_zero.checkpoint.open import open_source
@@ -63,6 +64,7 @@ def test_commands(pool: Pool, tmp_path: Path, stage: int) -> None:
     source = open_source(tmp_path / "hf")
     same({name: source.read(name) for name in source.weights}, weights, torch.float16)
 
+    same(lt_zero.load_from_checkpoint(Module, last).state_dict(), weights)
     run("import", last, tmp_path / "imported")
     archive = Archive(str(tmp_path / "imported"))
     same({name: archive.read(name) for name in archive.weights}, weights)
