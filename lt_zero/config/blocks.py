@@ -435,7 +435,9 @@ class Checkpoint(Block):
     """How training states are saved and restored."""
 
     format: Literal["auto", "sharded", "full"] = key(
-        "auto", "sharded: a directory that all ranks write; full: one file by rank 0; auto: full at stage 0"
+        "auto",
+        "sharded: a directory that all ranks write; full: one file by rank 0; auto: full at stage 0 without "
+        "tensor parallelism",
     )
     async_save: bool = key(
         False, "write a copy in host memory to files in the background (sharded only)", validation_alias="async"
@@ -825,7 +827,8 @@ class ZeroOptimization(Block):
         if world % size:
             key = f"zero_optimization.{name}"
             fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-            text = f"{key}={size} does not divide the number of ranks, {world}: write one of {fitting}"
+            text = f"{key}={size} does not divide the {world} ranks that a parameter is sharded over (with tensor "
+            text = f"{text}parallelism the data ranks): write one of {fitting}"
             raise ConfigError([Problem(key, f"{text}, or remove the key.")])
         return size
 

@@ -43,6 +43,7 @@ from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.lightning import setup as set_up
 from lt_zero.lightning.checkpoint_service import CheckpointService
 from lt_zero.lightning.data_position.position import DataPosition
+from lt_zero.lightning.metrics import count_all_ranks, count_data_ranks
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.run_monitor import RunMonitor
 from lt_zero.lightning.other_strategies import explained
@@ -397,7 +398,8 @@ class ZeroStrategy(DDPStrategy):
         for child in self._module.modules():
             if isinstance(child, Metric):
                 child.to(self.root_device)
-                child.process_group = child.process_group or self.session.data_group  # until ``teardown``
+        if self.session.data_group is not None:
+            count_data_ranks(self._module, self.session.data_group)  # until ``teardown``
         move_buffers(self._module, self.root_device)
 
     @override
@@ -605,7 +607,7 @@ class ZeroStrategy(DDPStrategy):
             uninstall(engine)
         self.checkpoints.close(self.run, clean)
         if engine is not None and clean and self._start_method != "popen":
-            restore_whole(engine)  # the launcher sends rank 0's state dict to the parent process
+            restore_whole(engine, join=True)  # the launcher sends rank 0's state dict to the parent process
         fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if engine is not None and module is not None and fitted and self._layer_sync:
             self._layer_sync.revert(module)
@@ -622,9 +624,8 @@ class ZeroStrategy(DDPStrategy):
             self._signals = None
         if engine is not None:
             engine.offload_manager.rest()
-        for child in module.modules() if module is not None and self.session.mesh is not None else ():
-            if isinstance(child, Metric) and child.process_group is self.session.data_group:
-                child.process_group = None  # a copy of the module could not be pickled
+        if module is not None:
+            count_all_ranks(module)
         self.session.end(clean)
 
     @override

@@ -24,8 +24,30 @@ from lt_zero.engine.lazy_tensor import part_of, whole
 from lt_zero.parallel.first_gradients import FirstGradients
 
 
-class LocalParameter(DTensor):
+class LocalTensor(DTensor):
+    """A DTensor whose local tensor is a part of a bucket.
+
+    Copies and pickles are torch's DTensors with memory of their own. Torch takes a DTensor for a tensor with storage if
+    its local tensor is not at the beginning of one, and fails.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self._copied()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._copied().__reduce_ex__(protocol)
+
+    def _copied(self) -> DTensor:
+        return copied(self)
+
+
+class LocalParameter(LocalTensor):
     """A parameter that is a DTensor, of which the engine has the local tensor."""
+
+    def _copied(self) -> Any:
+        return Parameter(self._read(copied, {}), self.requires_grad)
 
     @property
     def data(self) -> Tensor:
@@ -67,6 +89,13 @@ class LocalParameter(DTensor):
         DTensor.copy_(self, src, non_blocking)
         return self
 
+    def detach(self) -> Any:
+        """What ``state_dict`` returns, which users save."""
+        found = self._read(Tensor.detach, {})
+        if type(found) is DTensor:
+            found.__class__ = LocalTensor
+        return found
+
     # These are no torch functions, so that the guard of a released parameter does not see them.
 
     def to_local(self, **kwargs: Any) -> Any:
@@ -82,6 +111,11 @@ class LocalParameter(DTensor):
         if is_guarded(self):
             return called_on_guarded(self, method, (self, *args), kwargs)
         return method(self, *args, **kwargs)
+
+
+def copied(tensor: DTensor) -> DTensor:
+    """A DTensor with the same values, and memory of its own."""
+    return shown(tensor, local_tensor(tensor).detach().clone(memory_format=torch.preserve_format))
 
 
 class LocalParts:

@@ -32,11 +32,13 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
+from lt_zero.parallel.buffers import make_plain
 from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.local import LocalParts, is_cut, localize
 from lt_zero.parallel.pipeline.layers import pipeline_of
 from lt_zero.parallel.pipeline.runner import Runner
 from lt_zero.parallel.plan import parallelize, table
+from lt_zero.parallel.replaced import Replaced
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
 AXES = (PIPELINE, DATA, SEQUENCE, TENSOR)  # outermost first: tensor ranks are neighbours, on one node
@@ -109,10 +111,11 @@ class ParallelMesh:
         tensor_rank: which part of tensors this rank has, of ``sizes.tensor``.
         pipeline_rank: which stage of pipelines this rank has, of ``sizes.pipeline``.
         peers: the ranks that have the same stage; None: all ranks do.
+        replaced: parameters that were replaced by parts of them.
     """
 
     def __init__(self, sizes: ParallelSizes, world: World) -> None:
-        self.sizes, self._world = sizes, world
+        self.sizes, self._world, self.replaced = sizes, world, Replaced()
         self.data_rank, self.tensor_rank = sizes.data_rank(world.rank), world.rank % sizes.tensor
         self.pipeline_rank = world.rank // sizes.of_stage
         mesh = torch.arange(world.size).view(sizes.pipeline, sizes.data, 1, sizes.tensor)
@@ -137,14 +140,15 @@ class ParallelMesh:
         """Parallelize a module as its user, the configuration or its own plan says. Errors: ``parallelize``."""
         if self.sizes.tensor == 1:
             return
-        rows = parallelize(module, self.tensor, config)
+        with self.replaced.noting(module):
+            rows = parallelize(module, self.tensor, config)
         if self._world.rank == 0:
             Console().print(table(rows))
 
     def arguments(self, module: nn.Module, group: ShardGroup, config: ZeroConfig) -> dict[str, Any]:
         """Of ``lt_zero.shard``, for a module some of whose parameters are DTensors, or of one stage.
 
-        ``group``: all ranks. Collective. Errors are those of ``localize``, and of ``pipeline_of``.
+        ``group``: all ranks. Collective. Errors are those of ``localize``, ``make_plain`` and ``pipeline_of``.
         """
         pipeline, given = pipeline_of(module, self.sizes.pipeline), dict[str, Any]()
         if self.peers is not None:
@@ -156,6 +160,7 @@ class ParallelMesh:
         if self.sizes.tensor > 1:
             names = {id(p): name for name, p in module.named_parameters()}
             given["specs"] = localize(module, self.tensor)
+            make_plain(module)
             given["parts"] = LocalParts(FirstGradients(self.peers or self._world, self.sizes.tensor, names))
         stages = pipeline.stages_of_parameters() if pipeline is not None else {}
         return {**given, "group_of": partial(self._group_of, group, stages)}

@@ -216,6 +216,8 @@ class Session:
             RuntimeError: on all ranks, if their optimizers differ, or have parameters that the engine does not own.
         """
         given = list(optimizers)
+        if self.mesh is not None:
+            self.mesh.replaced.follow(given)
         compare_optimizers(engine, given)
         if not given:
             return
