@@ -21,6 +21,7 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
+from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
@@ -92,6 +93,7 @@ class ParallelMesh:
         groups = [world.new_group(None, parts, closes=True) for parts in rows]
         world.expect_in_layers(groups[AXES.index(TENSOR)])
         self.device_mesh = DeviceMesh.from_group(groups, world.device.type, mesh, mesh_dim_names=AXES)
+        self._part_ranks = PartRanks(world, groups[AXES.index(TENSOR)]) if sizes.tensor > 1 else None
         self._cut = ShardGroup(world, rows[AXES.index(DATA)], divisor=sizes.data)
 
     @property
@@ -112,7 +114,7 @@ class ParallelMesh:
         """
         specs = localize(module, self.tensor)
         first = FirstGradients(self._world, self.sizes.tensor, {id(p): name for name, p in module.named_parameters()})
-        return {"specs": specs, "group_of": self._group_of(group), "parts": LocalParts(first)}
+        return {"specs": specs, "group_of": self._group_of(group), "parts": LocalParts(first, self._part_ranks)}
 
     def watch(self, engine: Engine) -> None:
         """Compare the gradients of the first backward. See first_gradients.py."""
