@@ -339,7 +339,7 @@ class Materializer:
         return owners
 
     def fetch(self, parameters: Iterable[Parameter]) -> Iterator[Tensor]:
-        """The full values of ``parameters``, one by one. Collective if they were sharded at construction."""
+        """What this rank has of ``parameters``, one by one. Collective if they were sharded at construction."""
         sharded: dict[ConstructionSharder, list[Parameter]] = {}
         for parameter in parameters:
             owner = owner_of(parameter)
@@ -350,7 +350,8 @@ class Materializer:
             if parameter in gathered:
                 yield next(gathered[parameter])
             else:
-                yield self._saved[parameter]() if parameter in self._saved else parameter.data
+                saved = self._saved.get(parameter)
+                yield parameter.data if saved is None else self._parts.cut(parameter, saved())
 
     def fill(self, parameters: Iterable[Parameter]) -> None:
         """Initialise the ``parameters`` that are on the meta device, and their modules' buffers.
@@ -364,13 +365,24 @@ class Materializer:
         unfilled = set[int]()
         for parameter in parameters:
             if parameter in self._saved:
-                _free(parameter, self._device)
+                self._free(parameter)
             elif parameter.is_meta:
                 unfilled.update(self._owners[parameter])
         for number in sorted(unfilled):
             self._fill_module(*self._named[number])
         if unfilled:
             gc.collect(0)  # cycles with tensors that initialisation left behind: it is paused (build.py)
+
+    @torch.no_grad()
+    def _free(self, parameter: Parameter) -> None:
+        """Free the values of a parameter, which has to be on the device of those that it gets."""
+        if parameter.is_meta:
+            one = torch.empty((), dtype=parameter.dtype, device=self._device)
+            empty = self._parts.place(parameter, Parameter(one.expand(parameter.shape), parameter.requires_grad))
+            torch.utils.swap_tensors(parameter, empty)
+        if not is_guarded(parameter):
+            has = parameter.data
+            parameter.data = has.new_empty(()).expand(has.shape)
 
     def fill_buffers(self) -> None:
         """Initialise the meta buffers of modules without parameters."""
@@ -419,16 +431,6 @@ class Materializer:
             assert filled is not None
             torch.utils.swap_tensors(parameter, self._parts.place(parameter, filled))
             module._parameters[name] = parameter
-
-
-@torch.no_grad()
-def _free(parameter: Parameter, device: torch.device) -> None:
-    """Free the values of a parameter, which has to be on the device of those that it gets."""
-    if parameter.is_meta:
-        empty = Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, empty)
-    elif not is_guarded(parameter):
-        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 def _unset(dtype: torch.dtype) -> float:
