@@ -67,7 +67,7 @@ def inference(
     check_same(chosen, group.world.host_gather)
     tell_ignored(ignored, group.world.rank)
     policy = dtype_policy(chosen, resolve_mode(chosen, "32-true"))
-    readers = None
+    readers = dict[str, Callable[[], Tensor]]()
     if weights is not None:
         readers = open_same(group.world, weights, partial(_readers, module, path=str(weights)))
     for part in module.modules():
@@ -75,14 +75,13 @@ def inference(
             if not buffer.is_meta and buffer.device != device:
                 setattr(part, name, buffer.to(device))
     module.eval().requires_grad_(False)
-    parts: dict[str, Any] = {}
+    parts, saved = dict[str, Any](), dict[nn.Parameter, Callable[[], Tensor]]()
     if (mesh := mesh_of(chosen, group.world)) is not None:
-        mesh.cut(module, chosen)
+        saved = mesh.cut(module, chosen)
         parts = mesh.arguments(module, group)
-    saved = None
-    if readers is not None:
-        named = module.named_parameters(remove_duplicate=False)
-        saved = {parameter: readers[name] for name, parameter in named if name in readers}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in readers:
+            saved[parameter] = readers[name]
     # Weights rest in the dtype in which they compute.
     how = replace(policy, low_master=True)
     engine = shard(module, chosen, device, how, group, training=False, saved=saved, **parts)

@@ -32,7 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.boxes import ParamSpec
-from lt_zero.common.compat import versions_of
+from lt_zero.common.compat import is_wrapper, versions_of
 from lt_zero.common.flat_storage import FlatStorage
 from lt_zero.engine.guard import guard, guarded_parameters, is_guarded, own, owner_of, sentinel, unguard
 from lt_zero.engine.layout import plan_bucket, split_by_size
@@ -150,7 +150,7 @@ class ConstructionSharder:
         """True if a parameter is to be sharded and has no owner yet."""
         if parameter.is_meta or is_lazy(parameter) or is_guarded(parameter) or parameter.numel() < self._threshold:
             return False
-        return not _is_owned(parameter)
+        return not (_is_owned(parameter) or is_wrapper(parameter))  # a DTensor is a part already
 
     def _keep_open(self, parameter: Parameter) -> None:
         if parameter not in self._open:

@@ -287,7 +287,7 @@ class FabricZeroStrategy(DDPStrategy):
         """Parameters are sharded while they are constructed (stage 3), or made on the meta device if ``empty_init``."""
         zero = self.config.zero_optimization
         placed: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
-        if not empty_init and zero.stage == 3 and self.world.size > 1 and self.device_mesh is None:
+        if not empty_init and zero.stage == 3 and self.world.size > 1:
             placed = ConstructionSharder(self.group, zero.stage3_param_persistence_threshold)
         with placed, self.precision.module_init_context():
             yield

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
 from lt_zero.comm.part_ranks import PartRanks
@@ -28,6 +28,7 @@ from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
+from lt_zero.parallel.built_sharded import cut_sharded
 from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.local import LocalParts, is_cut, localize
 from lt_zero.parallel.plan import parallelize, table
@@ -101,11 +102,18 @@ class ParallelMesh:
         """The ranks that have the other parts of this rank's tensors."""
         return self.device_mesh[TENSOR]
 
-    def cut(self, module: nn.Module, config: ZeroConfig) -> None:
-        """Parallelize a module as its user, the configuration or its own plan says. Errors: ``parallelize``."""
-        rows = parallelize(module, self.tensor, config)
-        if self._world.rank == 0:
-            Console().print(table(rows))
+    def cut(self, module: nn.Module, config: ZeroConfig) -> dict[nn.Parameter, Callable[[], Tensor]]:
+        """Parallelize a module as its user, the configuration or its own plan says. Errors: ``parallelize``.
+
+        Returns what reads the values of parameters that were sharded when they were built.
+        """
+
+        def cut() -> None:
+            rows = parallelize(module, self.tensor, config)
+            if self._world.rank == 0:
+                Console().print(table(rows))
+
+        return cut_sharded(module, cut)
 
     def arguments(self, module: nn.Module, group: ShardGroup) -> dict[str, Any]:
         """Of ``lt_zero.shard``, for a module some of whose parameters are DTensors; ``group``: all ranks.

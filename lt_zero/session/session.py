@@ -164,8 +164,8 @@ class Session:
         move_buffers(module, device)
         parts: dict[str, Any] = {}
         if self.mesh is not None:
-            self.mesh.cut(module, config)
-            parts = self.mesh.arguments(module, self.group)
+            saved = self.mesh.cut(module, config)
+            parts = {"saved": saved, **self.mesh.arguments(module, self.group)}
         engine = shard(module, config, device, policy, self.group, training, **parts)
         if self.mesh is not None:
             self.mesh.watch(engine)

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 import lt_zero
 from lt_zero.common.errors import CheckpointError
-from lt_zero.engine.full_params import full_state_dict
 from lt_zero.engine.guard import owner_of
 from lt_zero.memory.check import measured
 from lt_zero.memory.forecast import WEIGHTS
@@ -22,7 +21,7 @@ from tests.support.lightning_tools import FULL, sharded_trainer
 from tests.support.llamas import Llama, rules
 from tests.support.matrix import cover
 from tests.support.parallel_module import Module, Rows
-from tests.support.parallel_nets import Net, batch, parallelize
+from tests.support.parallel_nets import Net, all_weights, batch, parallelize
 from tests.support.plans import tokens
 from tests.support.pool import Pool
 
@@ -60,7 +59,7 @@ def _outputs(tensor: int, config: dict[str, Any], file: str | None, dtype: torch
             torch.testing.assert_close(model(tokens(step, data)), want[step], **close)
     whole = llama().state_dict()
     engine: Any = owner_of(model.norm.weight)
-    for name, value in full_state_dict(engine).items():
+    for name, value in all_weights(engine).items():
         assert torch.equal(value, whole[name].to(dtype)), name
     found = measured(engine)
     # What rests here is this rank's share of all ranks', apart from padding: 8 elements for each parameter and rank.
