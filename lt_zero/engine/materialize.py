@@ -390,26 +390,30 @@ class Materializer:
             if any(b.is_meta for b in module.buffers(recurse=False)):
                 self._fill_module(path, module)
 
+    def _unfilled(self, like: Tensor) -> Tensor:
+        return torch.full(like.shape, _unset(like.dtype), dtype=like.dtype, device=self._device)
+
     @torch.no_grad()
     def _fill_module(self, path: str, module: nn.Module) -> None:
         made: dict[str, Tensor] = {}
-        aside: dict[str, Parameter] = {}  # torch swaps no tensors of such classes
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for name, tensor in tensors:
-            if not tensor.is_meta:
+        # Parts, in whose place the whole tensor is filled: also one that is tied, which the next module fills again.
+        aside: dict[str, Parameter] = {}
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            is_part = self._parts.joins and is_wrapper(parameter) and not is_guarded(parameter)
+            if not (parameter.is_meta or is_part):
                 continue
-            value = torch.full(tensor.shape, _unset(tensor.dtype), dtype=tensor.dtype, device=self._device)
-            if isinstance(tensor, Parameter):
-                full = Parameter(value, requires_grad=tensor.requires_grad)
-                if type(tensor) is Parameter or not self._parts.joins:
-                    torch.utils.swap_tensors(tensor, full)
-                    made[name] = tensor
-                else:
-                    aside[name], module._parameters[name] = tensor, full
-                    made[name] = full
-            else:
-                made[name] = value
-                setattr(module, name, value)
+            full = Parameter(self._unfilled(parameter), requires_grad=parameter.requires_grad)
+            if not is_part:
+                torch.utils.swap_tensors(parameter, full)
+                made[name] = parameter
+                continue
+            aside[name], module._parameters[name] = parameter, full
+            if parameter.is_meta:
+                made[name] = full
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                made[name] = self._unfilled(buffer)
+                setattr(module, name, made[name])
         reset = getattr(module, "reset_parameters", None)
         if callable(reset):
             reset()
@@ -427,10 +431,10 @@ class Materializer:
                 "parameters and buffers, or build it without `empty_init=True`."
             )
         for name, parameter in aside.items():
-            filled = module._parameters[name]
+            filled, module._parameters[name] = module._parameters[name], parameter
             assert filled is not None
-            torch.utils.swap_tensors(parameter, self._parts.place(parameter, filled))
-            module._parameters[name] = parameter
+            if name in made or not _is_unset(filled):  # another module that it is tied to may have filled it
+                torch.utils.swap_tensors(parameter, self._parts.place(parameter, filled))
 
 
 def _unset(dtype: torch.dtype) -> float:
