@@ -85,6 +85,19 @@ def test_outputs_and_weights_are_those_of_one_process(
     pool.run(world, _outputs, tensor, config, str(tmp_path / "llama.pt") if saved else None, dtype)
 
 
+def _built_sharded() -> None:
+    config = config_of(3, 2)
+    with lt_zero.Init(config=config):
+        model = llama()
+    lt_zero.inference(model, config)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens(0, 0)), llama()(tokens(0, 0)))
+
+
+def test_a_module_that_was_built_sharded(pool: Pool) -> None:
+    pool.run(2, _built_sharded)
+
+
 def _in_8_bits(file: str) -> float:
     with torch.no_grad():
         want = llama()(tokens(0, 0))

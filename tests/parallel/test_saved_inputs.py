@@ -31,9 +31,11 @@ def _store(run: Run) -> PartitionedStore:
     return found.store
 
 
-def _gradients(ranks: Ranks, stage: int, sequence: bool, **block: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
+def _gradients(
+    ranks: Ranks, stage: int, sequence: bool, mode: str, **block: Any
+) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Of two forwards and their backwards, and bytes saved after the first, inputs that were split, and others."""
-    keys = {"activation_checkpointing": {"mode": "full", **block}}
+    keys = {"activation_checkpointing": {"mode": mode, **block}}
     run, found = start(ranks, stage, "sgd", lambda: Net(hidden=12), sequence, **keys), []
     run.engine.reducer.sync = False
     losses = [loss_of(run.model, 0, run.data_rank, micro) / 2 for micro in range(2)]
@@ -49,11 +51,11 @@ def _gradients(ranks: Ranks, stage: int, sequence: bool, **block: Any) -> tuple[
     return grads, found
 
 
-def _same(ranks: Ranks, stage: int, sequence: bool, place: str, folder: Path) -> None:
+def _same(ranks: Ranks, stage: int, sequence: bool, place: str, mode: str, folder: Path) -> None:
     block = {key: folder if key == "nvme_path" else value for key, value in PLACES[place].items()}
-    want, _ = _gradients(ranks, stage, sequence)
+    want, _ = _gradients(ranks, stage, sequence, mode)
     with mock.patch.object(host_store, "_apart", True), mock.patch.object(stores, "_MIN_BYTES", 1):
-        got, found = _gradients(ranks, stage, sequence, partition_activations=True, **block)
+        got, found = _gradients(ranks, stage, sequence, mode, partition_activations=True, **block)
     for name, value in want.items():
         assert torch.equal(got[name], value), name
     inputs = 2 * 3  # of two forwards through three layers
@@ -63,13 +65,13 @@ def _same(ranks: Ranks, stage: int, sequence: bool, place: str, folder: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "sequence", "place"),
-    cover([Ranks(1, 2), Ranks(2, 2)], [0, 3], [False, True], ["device", "host", "files"]),
+    ("ranks", "stage", "sequence", "place", "mode"),
+    cover([Ranks(1, 2), Ranks(2, 2)], [0, 3], [False, True], ["device", "host", "files"], ["full", "selective"]),
 )
 def test_gradients_are_the_same_and_bytes_are_shared(
-    pool: Pool, ranks: Ranks, stage: int, sequence: bool, place: str, tmp_path: Path
+    pool: Pool, ranks: Ranks, stage: int, sequence: bool, place: str, mode: str, tmp_path: Path
 ) -> None:
-    pool.run(ranks.all, _same, ranks, stage, sequence, place, tmp_path)
+    pool.run(ranks.all, _same, ranks, stage, sequence, place, mode, tmp_path)
 
 
 class Fails(Module):
