@@ -12,9 +12,9 @@ Note [What is split]
 
 Note [Gathers meet]
     All ranks have to gather the same tensors in the same order. They recompute the same modules in the same order, as
-    collectives inside of their layers need, too. But whether a tensor is stored already depends on the rank: a graph
-    that one rank keeps alive, for logging, keeps the entries of its masks. So in place of a digest a rank says which
-    entry a tensor shares, and shares it only if all ranks do.
+    collectives inside of their layers need, too; else ``PartRanks`` raises. But whether a tensor is stored already
+    depends on the rank: a graph that one rank keeps alive, for logging, keeps the entries of its masks. So in place of
+    a digest a rank says which entry a tensor shares, and shares it only if all ranks do.
 """
 
 from __future__ import annotations
@@ -50,18 +50,20 @@ class Undecided:
     Args:
         source: the bytes, 1D uint8.
         ranks: that keep the other parts.
+        name: of the module that saves it.
 
     Attributes:
         source: None once it is decided, unless it is kept.
         nbytes: that are held.
     """
 
-    def __init__(self, source: Tensor, ranks: PartRanks) -> None:
+    def __init__(self, source: Tensor, ranks: PartRanks, name: str) -> None:
         self.source: Tensor | None = source
         self.nbytes = self._numel = source.numel()
         self._version, self._changed = version_of(source), 0
         self._ranks: PartRanks | None = ranks  # None: this rank has all of it
         self._stored: Stored | None = None
+        self._name = name
 
     def rest(self, storage: Storage | None) -> None:
         """Keep the whole tensor in ``storage``; None: where it is."""
@@ -101,7 +103,7 @@ class Undecided:
             assert self.source is not None
             return self.source
         found = self._stored.bring()
-        return self._ranks.all_gather(found)[: self._numel] if self._ranks is not None else found
+        return self._ranks.all_gather(found, self._name)[: self._numel] if self._ranks is not None else found
 
     def free(self) -> None:
         self.source = None
@@ -150,7 +152,8 @@ class PartitionedStore(ActivationStore):
     ) -> None:
         super().__init__(storage, device, least)
         self.split = self.whole = 0
-        self._ranks, self._tells, self._calls, self._digests = ranks, tells, 0, _Digests()
+        self._ranks, self._tells, self._digests = ranks, tells, _Digests()
+        self._calls, self._name = 0, ""  # of modules, and of the last one
         self._shares_copies = True  # or each use would be gathered
         self._rest = None if isinstance(storage, DeviceStorage) else storage  # of whole tensors
         self._compared: deque[tuple[Comparison, list[_Input]]] = deque()
@@ -182,13 +185,13 @@ class PartitionedStore(ActivationStore):
         super().clear()
 
     def _put(self, elements: Tensor) -> Stored:
-        return Undecided(elements, self._ranks)
+        return Undecided(elements, self._ranks, self._name)
 
     # ---- forward ---------------------------------------------------------------------------------------------------
 
     def _compare(self, name: str, tensors: Sequence[Tensor]) -> dict[Any, deque[tuple[_Use, Shown]]]:
         """Start to compare what a call saves; returns what ``_pack_use`` will be asked for."""
-        self._calls += 1
+        self._calls, self._name = self._calls + 1, name
         uses, inputs = dict[Any, deque[tuple[_Use, Shown]]](), list[_Input]()
         for place, tensor in enumerate(tensors):
             if (found := self._stored_elements(tensor)) is None:
@@ -196,7 +199,7 @@ class PartitionedStore(ActivationStore):
                 continue
             local, shown = found
             entry, is_new = self._entry_of(local, shown)
-            whole = entry.stored if is_new else Undecided(shown.take(local), self._ranks)
+            whole = entry.stored if is_new else Undecided(shown.take(local), self._ranks, name)
             assert isinstance(whole, Undecided)
             use = _Use(entry, None if is_new else whole)
             uses.setdefault((local.untyped_storage(), shown.key(local)), deque()).append((use, shown))
@@ -208,7 +211,7 @@ class PartitionedStore(ActivationStore):
                 inputs.append(_Input(self._numbers.get(entry), partial(self._decide_shared, weakref.ref(use))))
         told = [0 if each.number is None else each.number for each in inputs[:_INPUTS]]
         numbers = _row([_number((name, len(inputs))), *told, *[0] * (_INPUTS - len(told))], self.device)
-        self._compared.append((self._ranks.compare(numbers), inputs))
+        self._compared.append((self._ranks.compare(numbers, name), inputs))
         return uses
 
     def _pack_use(self, uses: dict[Any, deque[tuple[_Use, Shown]]], tensor: Tensor) -> Callable[[], Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,66 +11,63 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from lt_zero.comm.ranks import Ranks
+from lt_zero.comm.work import Launch
 from lt_zero.comm.world import World
 
 
-class PartRanks:
-    """Collectives of these ranks inside of layers, all of which they launch in the same order.
+class PartRanks(Ranks):
+    """Collectives of these ranks between layers, of forward and backward; ``name``: of the module that needs them.
 
     Args:
         world: all ranks of the run.
-        group: those that have the parts. Hang detection knows that layers wait for them (``World.expect_in_layers``).
-
-    Attributes:
-        device: of what they exchange.
-        size: of the group.
-        rank: which part this one has.
+        parts: the ranks of each such set, in order; the same on all ranks.
+        group: over that of ``parts`` which has this rank.
     """
 
-    def __init__(self, world: World, group: ProcessGroup) -> None:
-        self._world, self._group, self.device = world, group, world.device
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self._sliced = dist.get_backend(group) == "gloo"
+    def __init__(self, world: World, parts: Sequence[Sequence[int]], group: ProcessGroup) -> None:
+        ranks = next(part for part in parts if world.rank in part)
+        super().__init__(
+            group, ranks, ranks.index(world.rank), world.device, world.watch, world.order_of(ranks), world.log
+        )
+        if self.order.host is None:
+            self.order.host = group if self._gloo else world.new_group("gloo", parts)
         # torch renamed it in 2.13, and warns on the old name.
         self._all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-    def all_gather(self, part: Tensor) -> Tensor:
+    def all_gather(self, part: Tensor, name: str) -> Tensor:
         """Join the parts (1D, of one length) of all ranks. Collective."""
-        work, whole = self._launch(part)
-        self._wait(work)
+        opened = self.log.open("all_gather", name, part.nbytes * self.size)
+        work, whole, launch = self._launch(part, name)
+        self.watch.wait(work, launch) if self._gloo else work.wait()
+        self.log.ended(opened)
         return whole
 
-    def compare(self, numbers: Tensor) -> Comparison:
+    def compare(self, numbers: Tensor, name: str) -> Comparison:
         """Start to compare ``numbers`` (1D int64, as many on all ranks). Collective."""
-        work, of_ranks = self._launch(numbers)
-        if self._sliced:
-            return Comparison(lambda: self._wait(work), of_ranks.view(self.size, -1), numbers)
+        work, of_ranks, launch = self._launch(numbers, name)
+        rows = of_ranks.view(self.size, -1)
+        if self._gloo:
+            return Comparison(lambda: self.watch.wait(work, launch), rows, numbers)
         work.wait()  # the current stream, not the host
-        host = torch.empty(of_ranks.shape, dtype=of_ranks.dtype, pin_memory=True)
-        host.copy_(of_ranks, non_blocking=True)
+        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        host.copy_(rows, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        return Comparison(copied.synchronize, host.view(self.size, -1), numbers)
+        return Comparison(copied.synchronize, host, numbers)
 
-    def _launch(self, part: Tensor) -> tuple[Any, Tensor]:
+    def _launch(self, part: Tensor, name: str) -> tuple[Any, Tensor, Launch]:
+        launch = self.order.launch("all-gather", f"saved inputs of {name}", part.numel())
         whole = part.new_empty(part.numel() * self.size)
-        return self._all_gather(whole, part, group=self._group, async_op=True), whole
-
-    def _wait(self, work: Any) -> None:
-        if self._sliced:
-            self._world.watch.wait(work, None)
-        else:
-            work.wait()
+        return self._all_gather(whole, part, group=self.process_group, async_op=True), whole, launch
 
 
 class Comparison:
-    """Numbers that ranks compare: ``wait`` for the end, and read ``of_ranks`` [ranks, numbers].
-
-    ``sent`` must not be freed before.
-    """
+    """Numbers that ranks compare: ``of_ranks`` [ranks, numbers] after ``wait``; ``sent`` has those of this rank."""
 
     def __init__(self, wait: Callable[[], object], of_ranks: Tensor, sent: Tensor) -> None:
-        self._wait, self._of_ranks, self._sent = wait, of_ranks, sent
+        self._wait, self._of_ranks = wait, of_ranks
+        self._sent = sent  # is read until the end
 
     def equal(self) -> list[bool]:
         """Wait, and return which of the numbers are equal on all ranks."""

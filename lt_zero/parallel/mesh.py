@@ -94,7 +94,8 @@ class ParallelMesh:
         groups = [world.new_group(None, parts, closes=True) for parts in rows]
         world.expect_in_layers(groups[AXES.index(TENSOR)])
         self.device_mesh = DeviceMesh.from_group(groups, world.device.type, mesh, mesh_dim_names=AXES)
-        self._part_ranks = PartRanks(world, groups[AXES.index(TENSOR)]) if sizes.tensor > 1 else None
+        tensor = AXES.index(TENSOR)
+        self._part_ranks = PartRanks(world, rows[tensor], groups[tensor]) if sizes.tensor > 1 else None
         self._cut = ShardGroup(world, rows[AXES.index(DATA)], divisor=sizes.data)
 
     @property

@@ -38,8 +38,8 @@ def opened(place: str = "device", folder: Path | None = None) -> PartitionedStor
     """A store over all ranks, in host memory, files and so on as if the device had memory of its own. Collective."""
     block = PLACES.get(place, {}) | ({"nvme_path": folder} if place == "files" else {})
     world = World.join(CPU)
-    assert world.process_group is not None
-    ranks = PartRanks(world, world.new_group(None, None, closes=True))
+    parts = [list(range(world.size))]
+    ranks = PartRanks(world, parts, world.new_group(None, parts, closes=True))
     with mock.patch.object(host_store, "_apart", True), mock.patch.object(stores, "_MIN_BYTES", 1):
         made = open_store(
             ActivationCheckpointing(partition_activations=True, **block), CPU, DEPTH, Aio(), dist.get_rank(), ranks

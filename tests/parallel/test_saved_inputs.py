@@ -86,20 +86,37 @@ class Fails(Module):
             raise ValueError("of rank 1")
 
 
+class Skips(Module):
+    """Rank 1 leaves out a block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if self.global_rank != 1 or number != 1:
+                x = block(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
 def _config(**keys: Any) -> dict[str, Any]:
     return {"tensor_parallel": {"autotp_size": 2}, "train_batch_size": BATCH, "activation_checkpointing": keys}
 
 
-def _error_in_backward() -> str:
+def _ends(module: type[Module]) -> str:
     config = _config(mode="full", partition_activations=True)
     with quick(), mock.patch.object(stores, "_MIN_BYTES", 1), pytest.raises((RuntimeError, ValueError)) as caught:
-        sharded_trainer(1, config=config, max_steps=2).fit(Fails(data=2))
+        sharded_trainer(1, config=config, max_steps=2).fit(module(data=2))
     return str(caught.value)
 
 
 def test_an_error_before_a_gather_ends_all_ranks(pool: Pool) -> None:
-    for text in pool.run(4, _error_in_backward):
+    for text in pool.run(4, _ends, Fails):
         assert "of rank 1" in text
+
+
+def test_ranks_that_call_other_modules_are_told(pool: Pool) -> None:
+    for text in pool.run(4, _ends, Skips)[:2]:
+        assert "saved inputs of blocks.1" in text
+        assert "saved inputs of blocks.2" in text
 
 
 def _runs() -> list[float]:
