@@ -28,7 +28,6 @@ from tests.support.pool import Pool
 
 STEPS = 3
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "train_micro_batch_size_per_gpu": 3}
-# Norms are not sharded while they are built, the rest is.
 STAGE = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 15}}
 KINDS = {"fused": {"fused": True, "head_norms": True}, "untied": {"tied": False, "head_norms": True}}
 
@@ -62,7 +61,13 @@ def _losses(engine: Any, tensor: int) -> list[float]:
 def _init(tensor: int, kind: str) -> None:
     data, seen = dist.get_world_size() // tensor, list[bool]()
     partition = rules(**{key: value for key, value in KINDS[kind].items() if key != "tied"})
-    config = {**SGD, **STAGE, "tensor_parallel": {"autotp_size": tensor, "partition_config": partition}}
+    least = 0 if kind == "fused" else 15  # smaller ones, as norms, are not sharded while they are built
+    zero = {"stage": 3, "stage3_param_persistence_threshold": least}
+    config = {
+        **SGD,
+        "zero_optimization": zero,
+        "tensor_parallel": {"autotp_size": tensor, "partition_config": partition},
+    }
 
     def loss(model: nn.Module, step: int, rank: int) -> Tensor:
         made: Tensor = model(tokens(step, rank))
@@ -71,7 +76,7 @@ def _init(tensor: int, kind: str) -> None:
     arguments = ParallelMesh.arguments
 
     def watched(mesh: ParallelMesh, module: nn.Module, *given: Any) -> Any:
-        large = [p for p in module.parameters() if p.numel() >= 15]
+        large = [p for p in module.parameters() if p.numel() >= least]
         seen.extend(p.is_meta if isinstance(p, DTensor) else is_guarded(p) for p in large)
         return arguments(mesh, module, *given)
 

@@ -85,9 +85,18 @@ def test_outputs_and_weights_are_those_of_one_process(
     pool.run(world, _outputs, tensor, config, str(tmp_path / "llama.pt") if saved else None, dtype)
 
 
+class Mpu:
+    """Megatron's, of which DeepSpeed's scripts have one."""
+
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+
 def _built_sharded() -> None:
     config = config_of(3, 2)
-    with lt_zero.Init(config=config):
+    with pytest.raises(ValueError, match=r"mpu=.*size of 2, and tensor_parallel\.autotp_size=1 is configured"):
+        lt_zero.Init(mpu=Mpu())
+    with lt_zero.Init(config=config, mpu=Mpu()):
         model = llama()
     lt_zero.inference(model, config)
     with torch.no_grad():
