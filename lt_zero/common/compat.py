@@ -91,6 +91,11 @@ def clean_name(name: str) -> str:
     return name
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether the values are those of other tensors, as of a DTensor."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with storage inside a wrapper, such as the result of a collective that runs; else ``tensor``."""
     if not is_traceable_wrapper_subclass(tensor):

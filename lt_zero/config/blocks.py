@@ -342,7 +342,9 @@ class ActivationCheckpointing(Block):
     modules: Names = key((), "class names, bare or dotted, of modules to checkpoint; empty: the repeated blocks")
     cpu_checkpointing: bool = key(False, "offload saved inputs to host memory between forward and backward")
     nvme_path: Folder | None = key(None, "offload saved inputs to files in this folder, on a fast local disk")
-    partition_activations: bool = key(False, "false: no tensor- or sequence-parallel group to split saved inputs over")
+    partition_activations: bool = key(
+        False, "whether of saved inputs that are the same on all tensor-parallel ranks each rank keeps a part"
+    )
     contiguous_memory_optimization: bool = key(False, "keep saved inputs in one preallocated buffer")
     number_checkpoints: Positive | None = key(
         None, "number of saved inputs that fit into the preallocated buffer; null: one per checkpointed module"

@@ -9,6 +9,8 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import Parameter
 
+from lt_zero.comm.part_ranks import PartRanks
+
 
 class Parts(Protocol):
     """Converts between what users see of a parameter and the part that this rank's engine has (ParamSpec)."""
@@ -16,6 +18,10 @@ class Parts(Protocol):
     @property
     def joins(self) -> bool:
         """Whether users see whole tensors, which ``join`` gives."""
+
+    @property
+    def ranks(self) -> PartRanks | None:
+        """The ranks that have the other parts, and run the same layers with this one; None: not known here."""
 
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
         """The part of ``value``, which is for all of ``parameter``, that belongs here; of a lazy tensor a lazy one."""
@@ -37,6 +43,7 @@ class Unjoined:
     """Users see parts as they are: modules were made for them, and other ranks' are out of reach."""
 
     joins = False
+    ranks: PartRanks | None = None
 
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
         """Return ``value``."""

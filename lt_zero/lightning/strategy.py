@@ -420,9 +420,9 @@ class ZeroStrategy(DDPStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        group = self.session.known
-        if self.stage < 3 or group is None or group.size == 1 or self.device_mesh is not None:
-            yield  # modules are parallelized in the same hook, which distributes whole tensors
+        group = self.session.peers if self.session.known is not None else None
+        if self.stage < 3 or group is None or group.size == 1:
+            yield
             return
         threshold = self.config.zero_optimization.stage3_param_persistence_threshold
         with ConstructionSharder(group, threshold):

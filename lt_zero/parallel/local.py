@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import Parameter
 
+from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.compat import become_distributed_as, local_tensor, set_local_tensor
 from lt_zero.common.errors import ConfigError
@@ -121,13 +122,13 @@ def copied(tensor: DTensor) -> DTensor:
 class LocalParts:
     """``Parts`` of DTensors; of other parameters all of the tensor.
 
-    ``first``: sees the gradients of the first backward.
+    ``first``: sees the gradients of the first backward. ``ranks``: that have the other parts.
     """
 
     joins = True
 
-    def __init__(self, first: FirstGradients | None = None) -> None:
-        self.first = first
+    def __init__(self, first: FirstGradients | None = None, ranks: PartRanks | None = None) -> None:
+        self.first, self.ranks = first, ranks
 
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
         return cut(parameter, value) if isinstance(parameter, DTensor) else value

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
+from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
@@ -33,6 +34,7 @@ from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
 from lt_zero.parallel.buffers import make_plain
+from lt_zero.parallel.built_sharded import cut_sharded
 from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.local import LocalParts, is_cut, localize
 from lt_zero.parallel.pipeline.layers import pipeline_of
@@ -126,6 +128,8 @@ class ParallelMesh:
         self.device_mesh = DeviceMesh.from_group(groups, world.device.type, mesh, mesh_dim_names=AXES)
         self._stages = mesh.view(sizes.pipeline, -1).tolist()
         self.peers = ShardGroup(world, self._stages, divisor=sizes.of_stage) if sizes.pipeline > 1 else None
+        tensor = AXES.index(TENSOR)
+        self._part_ranks = PartRanks(world, rows[tensor], groups[tensor]) if sizes.tensor > 1 else None
         self._cut = ShardGroup(world, rows[AXES.index(DATA)], divisor=sizes.data, holders=self.peers)
         across = rows[AXES.index(PIPELINE)]
         self._row = ShardGroup(world, across, divisor=1) if sizes.pipeline > 1 else None
@@ -136,14 +140,19 @@ class ParallelMesh:
         """The ranks that have the other parts of this rank's tensors."""
         return self.device_mesh[TENSOR]
 
-    def cut(self, module: nn.Module, config: ZeroConfig) -> None:
-        """Parallelize a module as its user, the configuration or its own plan says. Errors: ``parallelize``."""
-        if self.sizes.tensor == 1:
-            return
-        with self.replaced.noting(module):
-            rows = parallelize(module, self.tensor, config)
-        if self._world.rank == 0:
-            Console().print(table(rows))
+    def cut(self, module: nn.Module, config: ZeroConfig) -> dict[nn.Parameter, Callable[[], Tensor]]:
+        """Parallelize a module as its user, the configuration or its own plan says. Errors: ``parallelize``.
+
+        Returns what reads the values of parameters that were sharded when they were built.
+        """
+
+        def cut() -> None:
+            with self.replaced.noting(module):
+                rows = parallelize(module, self.tensor, config)
+            if self._world.rank == 0:
+                Console().print(table(rows))
+
+        return cut_sharded(module, cut) if self.sizes.tensor > 1 else {}
 
     def arguments(self, module: nn.Module, group: ShardGroup, config: ZeroConfig) -> dict[str, Any]:
         """Of ``lt_zero.shard``, for a module some of whose parameters are DTensors, or of one stage.
@@ -161,7 +170,9 @@ class ParallelMesh:
             names = {id(p): name for name, p in module.named_parameters()}
             given["specs"] = localize(module, self.tensor)
             make_plain(module)
-            given["parts"] = LocalParts(FirstGradients(self.peers or self._world, self.sizes.tensor, names))
+            given["parts"] = LocalParts(
+                FirstGradients(self.peers or self._world, self.sizes.tensor, names), self._part_ranks
+            )
         stages = pipeline.stages_of_parameters() if pipeline is not None else {}
         return {**given, "group_of": partial(self._group_of, group, stages)}
 

@@ -175,7 +175,7 @@ class Session:
         move_buffers(module, device)
         how: dict[str, Any] = {"group": self.group}
         if self.mesh is not None:
-            self.mesh.cut(module, config)
+            how["saved"] = self.mesh.cut(module, config)
             how |= self.mesh.arguments(module, self.group, config)
         engine = shard(module, config, device, policy, training=training, **how)
         if self.mesh is not None:
