@@ -13,6 +13,7 @@ Note [Families]
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from lt_zero.parallel.local import LocalParts, is_cut, localize
 from lt_zero.parallel.pipeline.layers import pipeline_of
 from lt_zero.parallel.pipeline.runner import Runner
 from lt_zero.parallel.plan import parallelize, table
+from lt_zero.parallel.random import default_generators
 from lt_zero.parallel.replaced import Replaced
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
@@ -139,6 +141,21 @@ class ParallelMesh:
     def tensor(self) -> DeviceMesh:
         """The ranks that have the other parts of this rank's tensors."""
         return self.device_mesh[TENSOR]
+
+    def share_generators(self) -> None:
+        """Let ranks that see the same data draw the numbers of the first of them. Collective.
+
+        Without a seed of the user each process has one of its own.
+        """
+        generators = default_generators(self._world.device.type)
+        mine = [generator.get_state() for generator in generators]
+        told = self._world.host_gather(hashlib.sha256(b"".join(s.numpy().tobytes() for s in mine)).digest(), "seeds")
+        firsts = [self.sizes.firsts()[self.sizes.data_rank(rank)] for rank in range(self._world.size)]
+        if all(told[rank] == told[first] for rank, first in enumerate(firsts)):
+            return
+        states = self._world.host_gather(mine, "generators")[firsts[self._world.rank]]
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
     def cut(self, module: nn.Module, config: ZeroConfig) -> dict[nn.Parameter, Callable[[], Tensor]]:
         """Parallelize a module as its user, the configuration or its own plan says. Errors: ``parallelize``.

@@ -151,6 +151,7 @@ class Session:
             group.configure(config)
             self.mesh, self.known = mesh_of(config, world), group
             if self.mesh is not None:
+                self.mesh.share_generators()
                 position.enter(position.Position(self.mesh.pipeline_rank, self.mesh.sizes.pipeline, config.pipeline))
         self._compared = False
         self.world.begin_run()
