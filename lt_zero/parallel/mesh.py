@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.common.compat import forget_meshes
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
@@ -91,6 +92,7 @@ class ParallelMesh:
         # Of this world, whose hang detection closes them: a rank that is gone would be waited for in a layer.
         groups = [world.new_group(None, parts, closes=True) for parts in rows]
         world.expect_in_layers(groups[AXES.index(TENSOR)])
+        forget_meshes()
         self.device_mesh = DeviceMesh.from_group(groups, world.device.type, mesh, mesh_dim_names=AXES)
         self._cut = ShardGroup(world, rows[AXES.index(DATA)], divisor=sizes.data)
 

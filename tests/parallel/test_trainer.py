@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +90,52 @@ class Fails(Module):
         raise ValueError("of rank 1")
 
 
-def _error_in_a_layer(stage: int) -> str:
+def _error_in_a_layer(stage: int) -> tuple[str, list[float]]:
     with quick():
         trainer = trainer_of(stage, 2, 2)
         with pytest.raises((RuntimeError, ValueError)) as caught:
             trainer.fit(Fails(data=2))
-    return str(caught.value)
+        again = Module(data=2)
+        trainer_of(stage, 2, 2).fit(again)
+    return str(caught.value), again.losses
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_error_before_a_layers_collective_ends_all_ranks(pool: Pool, stage: int) -> None:
-    for text in pool.run(4, _error_in_a_layer, stage):
+def test_an_error_before_a_layers_collective_ends_all_ranks_and_another_model_is_trained(
+    pool: Pool, stage: int
+) -> None:
+    """The next model's mesh equals that of the first, whose groups are closed."""
+    for text, losses in pool.run(4, _error_in_a_layer, stage):
+        assert "of rank 1" in text
+        assert losses == pytest.approx(expected(2)[0], rel=1e-5)
+
+
+class OnThread(Fails):
+    """Backward runs on another thread, as on a GPU; rank 1 ends before it."""
+
+    automatic_optimization = False
+
+    def on_train_start(self) -> None:
+        pass
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        loss = self(batch).square().mean()
+        if self.global_rank == 1:
+            self.fail()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(self.manual_backward, loss).result()
+
+
+def _error_before_backward() -> str:
+    with quick():
+        trainer = trainer_of(1, 2, 2)
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            trainer.fit(OnThread())
+    return str(caught.value)
+
+
+def test_a_backward_on_another_thread_ends_with_the_rank_that_it_waits_for(pool: Pool) -> None:
+    for text in pool.run(2, _error_before_backward):
         assert "of rank 1" in text
 
 
