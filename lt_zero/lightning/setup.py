@@ -112,20 +112,25 @@ class Run:
         return self.world.agree(what, error) if self.world is not None else nullcontext()
 
 
-def check_callbacks(trainer: pl.Trainer, stage: int) -> None:
-    """Refuse callbacks that do not work at this stage, before they run.
+def check_callbacks(trainer: pl.Trainer, stage: int, in_parts: bool) -> None:
+    """Refuse callbacks that do not work with what ranks have of parameters, before they run.
+
+    ``in_parts``: tensor ranks have parts of them.
 
     Raises:
-        TypeError: a callback needs full parameters, which are sharded.
+        TypeError: a callback needs full parameters, which are sharded, or in parts.
     """
-    for callback in trainer.callbacks if stage == 3 else []:  # type: ignore[attr-defined]
+    if in_parts:
+        why = "of which tensor-parallel ranks have parts. Remove"
+    elif stage == 3:
+        why = "which stage 3 does not have in memory. Use stage=2, or remove"
+    else:
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, what in _NEEDS_WHOLE.items():
             if isinstance(callback, kind):
                 own, parent = type(callback).__name__, kind.__name__
-                raise TypeError(
-                    f"{own}{f' (a {parent})' if own != parent else ''} {what}, which stage 3 does not have in memory. "
-                    "Use stage=2, or remove the callback."
-                )
+                raise TypeError(f"{own}{f' (a {parent})' if own != parent else ''} {what}, {why} the callback.")
 
 
 def find_engine(

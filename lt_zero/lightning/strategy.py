@@ -50,6 +50,7 @@ from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.setup import Run, Signals
 from lt_zero.parallel.mesh import DeviceMesh
+from lt_zero.parallel.plan import keeping_ties
 from lt_zero.session.checkpoints import export_weights, whole_weights
 from lt_zero.session.session import Session, move_buffers
 
@@ -337,7 +338,7 @@ class ZeroStrategy(DDPStrategy):
         world, self.session.loss_scale = self.session.world, self.precision_plugin.loss_scale_controller
         self.checkpoints.open_none(self.run)
         self.accelerator.setup(trainer)
-        set_up.check_callbacks(trainer, self.stage)
+        set_up.check_callbacks(trainer, self.stage, self.device_mesh is not None)
         fitting = trainer.state.fn == TrainerFn.FITTING
         compare_models(world, self._module)  # "auto" depends on it, and whether an engine is used again
         if fitting:
@@ -408,8 +409,12 @@ class ZeroStrategy(DDPStrategy):
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
         group = self.session.known
-        if self.stage < 3 or group is None or group.size == 1 or self.device_mesh is not None:
-            yield  # modules are parallelized in the same hook, which distributes whole tensors
+        if self.device_mesh is not None:  # modules are parallelized in the same hook, which distributes whole tensors
+            with keeping_ties(self._module):
+                yield
+            return
+        if self.stage < 3 or group is None or group.size == 1:
+            yield
             return
         threshold = self.config.zero_optimization.stage3_param_persistence_threshold
         with ConstructionSharder(group, threshold):

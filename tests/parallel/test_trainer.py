@@ -79,6 +79,28 @@ def test_a_module_is_trained_by_a_second_trainer(pool: Pool) -> None:
     assert pool.run(2, _several_runs)[0] == pytest.approx((module.losses[1], module.losses[3]), rel=1e-5)
 
 
+class Tied(Module):
+    """Two layers with one weight, of which ``parallelize_module`` makes two."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
+def _tied() -> list[float]:
+    module = Tied(data=1)
+    for _ in range(2):
+        trainer_of(3, 2, 2).fit(module)
+    return module.losses
+
+
+def test_layers_that_are_tied_before_they_are_parallelized_stay_tied(pool: Pool) -> None:
+    module = Tied()
+    for _ in range(2):
+        single_trainer(max_steps=2).fit(module)
+    assert pool.run(2, _tied)[0] == pytest.approx(module.losses, rel=1e-5)
+
+
 class Fails(Module):
     """Rank 1 ends before the collective of a layer."""
 
