@@ -189,6 +189,8 @@ class HangDetector:
                 if lost is not None:
                     readers = sum(not state.text.startswith(GONE) for state in states.values())
                     self._fail(sentence(states, self._rank, lost, self.remedy), readers)
+                if self._store.check([f"diverged/{launch.channel}"]):  # found by ranks that were behind this one
+                    self.raise_divergence(launch)
             self._asked = now
             self._store.set(f"question/{self._rank}", json.dumps([launch.channel, launch.number]))
             asks = self._store.add("asks", 1)
@@ -235,6 +237,7 @@ class HangDetector:
         """
         channel = self._watch.channels[launch.channel]
         with contextlib.suppress(dist.DistError):
+            self._store.add(f"diverged/{launch.channel}", 1)
             self._store.set(f"ran/{self._rank}", json.dumps([channel.history(), user_line(sys._getframe())]))
             told = {rank: json.loads(self._store.get(f"ran/{rank}")) for rank in channel.ranks}
             histories = {rank: ([Launch(*entry) for entry in ran], place) for rank, (ran, place) in told.items()}

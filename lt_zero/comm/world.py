@@ -300,6 +300,11 @@ class World(Ranks):
             self.explain(error)
             raise
 
+    @property
+    def progress(self) -> dict[str, int]:
+        """How many collectives of each order this rank has launched."""
+        return {name: channel.launched for name, channel in self.watch.channels.items()}
+
     # ---- objects ---------------------------------------------------------------------------------------------------
 
     def problems(self, problem: str | None, name: str) -> list[str]:

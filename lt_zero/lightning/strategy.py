@@ -350,7 +350,7 @@ class ZeroStrategy(DDPStrategy):
         plugin, module, before = self.precision_plugin, self._module, self._engine
         plugin.convert_module(module)
         self.model_to_device()
-        known = set_up.find_engine(module, self.config, plugin.policy, before, fitting)
+        known = set_up.find_engine(module, self.config, plugin.policy, before, fitting, world)
         if known is None:
             self.session.build(module, self.config, self.root_device, plugin.policy, fitting, load=self._load_into)
         else:

@@ -132,6 +132,34 @@ def test_an_error_before_a_layers_collective_ends_all_ranks_and_another_model_is
         assert losses == pytest.approx(expected(2)[0], rel=1e-5)
 
 
+class FailsLater(Module):
+    """Rank 1 ends before the second forward."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if index == 1 and self.global_rank == 1:
+            raise ValueError("of rank 1")
+        return super().training_step(batch, index)
+
+
+def _same_model_after_an_error(tensor: int) -> list[str]:
+    module, texts = FailsLater(data=2 // tensor), []
+    with quick():
+        for _ in range(2):
+            with pytest.raises((RuntimeError, ValueError)) as caught:
+                trainer_of(3, tensor, 2).fit(module)
+            texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_model_whose_run_ended_at_different_points_is_refused(pool: Pool, tensor: int) -> None:
+    """What was sharded in that run cannot be gathered: the ranks would wait for each other."""
+    for first, second in pool.run(2, _same_model_after_an_error, tensor):
+        assert "of rank 1" in first
+        assert "different points" in second
+        assert "Make a new model" in second
+
+
 class OnThread(Fails):
     """Backward runs on another thread, as on a GPU; rank 1 ends before it."""
 
