@@ -16,6 +16,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.autograd import Variable
 from torch.autograd import profiler as torch_profiler
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -62,6 +63,18 @@ class DispatchMode(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         return super().__enter__()  # type: ignore[no-untyped-call]
+
+
+def process_groups() -> list[Any]:
+    """The process groups of this process that are not destroyed."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def forget_meshes() -> None:
+    """Empty what DTensor caches per operation: a mesh that equals an earlier one would get that one's groups."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def local_tensor(parameter: DTensor) -> torch.Tensor:

@@ -383,7 +383,9 @@ class Engine(ProcessLocal):
     def _pre_backward(self, unit: Unit, call: Call) -> None:
         self._arm()
         self._ranges.enter(unit.name)
-        self._create_graph |= torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self._create_graph = True
+            self.parts.check_graph(unit.name, (p for bucket in unit.buckets for p in bucket.params))
         if not call.held:
             call.held = True
             unit.leases += 1

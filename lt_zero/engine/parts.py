@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Protocol
 
@@ -38,6 +38,13 @@ class Parts(Protocol):
     def join(self, parameter: Parameter, part: Tensor) -> Tensor:
         """All of the tensor, of which ranks have parts. Collective over these ranks."""
 
+    def check_graph(self, name: str, parameters: Iterable[Parameter]) -> None:
+        """Check that a backward of module ``name``, which uses ``parameters``, can itself be differentiated.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
+
 
 class Unjoined:
     """Users see parts as they are: modules were made for them, and other ranks' are out of reach."""
@@ -56,3 +63,6 @@ class Unjoined:
     def place(self, empty: Parameter, full: Parameter) -> Parameter:
         """Return ``full``."""
         return full
+
+    def check_graph(self, name: str, parameters: Iterable[Parameter]) -> None:
+        """Any can: collectives of modules that were made for parts are theirs."""

@@ -51,6 +51,7 @@ from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.setup import Run, Signals
 from lt_zero.parallel.mesh import DeviceMesh
+from lt_zero.parallel.plan import keeping_ties
 from lt_zero.session.checkpoints import export_weights, whole_weights
 from lt_zero.session.session import Session, move_buffers
 
@@ -343,7 +344,7 @@ class ZeroStrategy(DDPStrategy):
         world, self.session.loss_scale = self.session.world, self.precision_plugin.loss_scale_controller
         self.checkpoints.open_none(self.run)
         self.accelerator.setup(trainer)
-        set_up.check_callbacks(trainer, self.stage)
+        set_up.check_callbacks(trainer, self.stage, self.device_mesh is not None)
         fitting = trainer.state.fn == TrainerFn.FITTING
         compare_models(self.session.peers, self._module)  # "auto" depends on it, and whether an engine is used again
         if fitting:
@@ -355,7 +356,7 @@ class ZeroStrategy(DDPStrategy):
         plugin, module, before = self.precision_plugin, self._module, self._engine
         plugin.convert_module(module)
         self.model_to_device()
-        known = set_up.find_engine(module, self.config, plugin.policy, before, fitting)
+        known = set_up.find_engine(module, self.config, plugin.policy, before, fitting, world)
         if known is None:
             how = self.root_device, plugin.policy, fitting
             self.session.build(module, self.config, *how, load=self._load_into, weight=self._loss_weight)
@@ -420,12 +421,11 @@ class ZeroStrategy(DDPStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        group = self.session.peers if self.session.known is not None else None
-        if self.stage < 3 or group is None or group.size == 1:
-            yield
-            return
-        threshold = self.config.zero_optimization.stage3_param_persistence_threshold
-        with ConstructionSharder(group, threshold):
+        group, zero = self.session.peers if self.session.known is not None else None, self.config.zero_optimization
+        sharder: AbstractContextManager[Any] = nullcontext()
+        if self.stage == 3 and group is not None and group.size > 1:
+            sharder = ConstructionSharder(group, zero.stage3_param_persistence_threshold)
+        with keeping_ties(self._module) if self.device_mesh is not None else nullcontext(), sharder:
             yield
 
     # ---- running -----------------------------------------------------------------------------------------------

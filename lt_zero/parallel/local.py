@@ -7,7 +7,7 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -164,6 +164,15 @@ class LocalParts:
             return part
         with torch.no_grad():
             return shown(parameter, part).full_tensor()
+
+    def check_graph(self, name: str, parameters: Iterable[Parameter]) -> None:
+        # Collectives of torch's backward have no derivative, and drop terms of the second one without an error.
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            raise RuntimeError(
+                f"The backward of {name!r} is to be differentiated (create_graph=True), whose parameters are DTensors: "
+                "torch would leave out what goes through other tensor ranks. Leave this module out of the plan, or "
+                "train without terms that need second derivatives (gradient penalties)."
+            )
 
 
 def cut(parameter: DTensor, value: Tensor) -> Tensor:

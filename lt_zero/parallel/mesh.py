@@ -30,6 +30,7 @@ from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.common.compat import forget_meshes
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
@@ -127,6 +128,7 @@ class ParallelMesh:
         # Of this world, whose hang detection closes them: a rank that is gone would be waited for in a layer.
         groups = [world.new_group(None, parts, closes=True) for parts in rows]
         world.expect_in_layers(groups[AXES.index(TENSOR)])
+        forget_meshes()
         self.device_mesh = DeviceMesh.from_group(groups, world.device.type, mesh, mesh_dim_names=AXES)
         self._stages = mesh.view(sizes.pipeline, -1).tolist()
         self.peers = ShardGroup(world, self._stages, divisor=sizes.of_stage) if sizes.pipeline > 1 else None
