@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -87,7 +86,7 @@ class Runner(ProcessLocal):
         pipeline: Pipeline,
         engine: Engine,
         row: ShardGroup,
-        group: dist.ProcessGroup,
+        group: Any,
         data_rank: int,
         data_ranks: int,
         wanted: int,
@@ -327,7 +326,7 @@ class _Stage(PipelineStage):
         device: torch.device,
         before: tuple[Tensor, ...],
         after: tuple[Tensor, ...],
-        group: dist.ProcessGroup,
+        group: Any,
     ) -> None:
         self._chunk = _Chunk(runner, number)
         self._runner = runner
