@@ -190,6 +190,13 @@ class Pipeline(nn.Module):
             found |= dict.fromkeys(module.parameters(), self.shared[key])
         return found
 
+    def parameters_of(self, stage: int) -> Iterator[Parameter]:
+        """The parameters of a stage of this rank, with those of tied layers that this rank has at all."""
+        for number in self.parts[stage]:
+            if str(number) in self.layers:
+                yield from self.layers[str(number)].parameters()
+        yield from self.tied.parameters()
+
     # ---- running them ----------------------------------------------------------------------------------------------
 
     def run_stage(self, stage: int, *inputs: Any) -> Any:
