@@ -59,9 +59,10 @@ def frozen_names(engine: Engine, leave_out: bool) -> list[str]:
 
     Collective if ranks have other modules.
     """
+    if not leave_out:
+        return []
     every = engine.root.named_parameters(remove_duplicate=False)
-    frozen = [name for name, p in every if not p.requires_grad]
-    return on_all_ranks(engine, frozen, "frozen parameters") if leave_out else []
+    return on_all_ranks(engine, [name for name, p in every if not p.requires_grad], "frozen parameters")
 
 
 def left_out_here(engine: Engine | None, left_out: Sequence[str]) -> list[str]:
