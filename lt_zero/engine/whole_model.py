@@ -66,7 +66,7 @@ class WholeModel:
             new = {name: found for name, found in theirs.items() if name not in self._holders}
             self.tensors |= new
             self._holders |= dict.fromkeys(new, rank)
-            self.aliases |= {alias: name for alias, name in tied.items() if name in new}
+            self.aliases |= {alias: name for alias, name in tied.items() if alias not in self._holders}
         self.names = merged(names for names, *_ in every)
         self.others = {name: value for name, value in self.state.items() if name not in tensors}
         if not engine.everywhere:

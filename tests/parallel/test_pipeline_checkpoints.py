@@ -144,9 +144,9 @@ def test_rank_0_gathers_the_whole_model(pool: Pool, tmp_path: Path, ranks: Mesh,
     pool.run(ranks.ranks.all, _whole, ranks, stage, str(tmp_path))
 
 
-def _of_parameters(stage: int) -> None:
+def _of_parameters(ranks: Mesh, stage: int) -> None:
     """Each rank reads and sets what it has: layers of its stage, and with the others what all have."""
-    run, reference = mesh(pipeline=2).start(stage, "adamw"), Model(layers)
+    run, reference = ranks.start(stage, "adamw"), Model(layers)
     expected, whole = OPTIMIZERS["adamw"](reference.parameters()), dict(reference.named_parameters())
     train(run, range(1))
     reference_step(reference, expected, 0, 1)
@@ -174,11 +174,9 @@ def _of_parameters(stage: int) -> None:
     assert all(bool((value == 1.5).all()) for value in all_weights(run.engine).values())
 
 
-@pytest.mark.parametrize(
-    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
-)
-def test_values_of_single_parameters(pool: Pool, stage: int) -> None:
-    pool.run(2, _of_parameters, stage)
+@pytest.mark.parametrize(("ranks", "stage"), cover([mesh(pipeline=2), mesh(tensor=2, pipeline=2)], STAGES))
+def test_values_of_single_parameters(pool: Pool, ranks: Mesh, stage: int) -> None:
+    pool.run(ranks.ranks.all, _of_parameters, ranks, stage)
 
 
 def _shared_on_one_stage() -> str:
