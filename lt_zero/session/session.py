@@ -152,7 +152,8 @@ class Session:
             self.mesh, self.known = mesh_of(config, world), group
             if self.mesh is not None:
                 self.mesh.share_generators()
-                position.enter(position.Position(self.mesh.pipeline_rank, self.mesh.sizes.pipeline, config.pipeline))
+                here = position.Position(self.mesh.pipeline_rank, self.mesh.sizes.pipeline, config.pipeline)
+                position.enter(here, world)
         self._compared = False
         self.world.begin_run()
         return new

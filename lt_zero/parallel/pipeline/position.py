@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from lt_zero.comm.process_groups import exists
+from lt_zero.comm.world import World
 from lt_zero.config.blocks import PipelineParallel
 
 
@@ -37,17 +40,22 @@ class Position:
         return stage % self.ranks
 
 
-_current: list[Position] = []  # of the runs of this process, the last joined
+# Of the run that this process has joined last, and its ranks.
+_current: list[tuple[Position, Callable[[], World | None]]] = []
 
 
 def current() -> Position:
     """That of the run that this process has joined last; a single rank without one."""
-    return _current[-1] if _current else Position()
+    for position, ranks in _current:
+        world = ranks()
+        if world is not None and world.process_group is not None and exists(world.process_group):
+            return position
+    return Position()
 
 
-def enter(position: Position) -> None:
-    """Begin a run: pipelines that are made from now on are for it."""
-    _current[:] = [position]
+def enter(position: Position, world: World) -> None:
+    """Begin a run of ``world``: until it is gone, or ``leave``, pipelines are made for it."""
+    _current[:] = [(position, weakref.ref(world))]
 
 
 def leave() -> None:
@@ -56,10 +64,10 @@ def leave() -> None:
 
 
 @contextmanager
-def at(position: Position) -> Iterator[None]:
+def at(position: Position, world: World) -> Iterator[None]:
     """Context in which pipelines are made for ``position``."""
     before = list(_current)
-    enter(position)
+    enter(position, world)
     try:
         yield
     finally:
