@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lt_zero.common.arguments import expect
-from lt_zero.common.errors import ConfigError
+from lt_zero.common.errors import ConfigError, add_note
 from lt_zero.parallel.pipeline.partition import divide, weights_of
 from lt_zero.parallel.pipeline.position import current
 from lt_zero.parallel.random import seeded
@@ -90,6 +90,7 @@ class Pipeline(nn.Module):
     Attributes:
         layers: the layers of this rank by number.
         tied: layers that are at several places, by key.
+        names: the classes of all layers.
         shared: the ranks of the pipeline that have a tied layer, by key; on all ranks.
 
     Raises:
@@ -107,6 +108,7 @@ class Pipeline(nn.Module):
         self.loss_fn, self.position = loss_fn, current()
         self._check_stages(num_stages)
         self._specs = list(layers)
+        self.names = [_class_of(spec) for spec in self._specs]
         self.parts = self._divided(partition_method or self.position.block.partition_method)
         self.shared = self._find_shared()
         self.layers, self.tied = nn.ModuleDict(), nn.ModuleDict()
@@ -137,7 +139,7 @@ class Pipeline(nn.Module):
                 key = spec.key if isinstance(spec, TiedLayerSpec) else ""
                 numels[number] = 0 if key in known and key else _numel(spec)
                 known.add(key)
-        return divide(weights_of(method, [_class_of(spec) for spec in self._specs], numels), self.position.stages)
+        return divide(weights_of(method, self.names, numels), self.position.stages)
 
     def _find_shared(self) -> dict[str, frozenset[int]]:
         found: dict[str, set[int]] = {}
@@ -197,7 +199,11 @@ class Pipeline(nn.Module):
         for number in self.parts[stage]:
             name = str(number)
             layer = self.layers[name] if name in self.layers else self._functions[number]
-            output = layer(*inputs)
+            try:
+                output = layer(*inputs)
+            except Exception as error:
+                add_note(error, f"In layer {number} ({self.names[number]}), stage {stage}.")
+                raise
             inputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
         return inputs[0] if len(inputs) == 1 else inputs
 

@@ -20,9 +20,10 @@ Note [Random numbers]
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,9 +37,12 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleLoopedBFS,
+    schedules,
 )
 
+from lt_zero.comm.point_to_point import watched
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.common.errors import add_note
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.engine.engine import Engine
@@ -100,6 +104,7 @@ class Runner(ProcessLocal):
         self._forms: dict[Signature, list[tuple[Form, ...]]] = {}  # what each stage returns
         self._schedules: OrderedDict[Signature, Any] = OrderedDict()
         self.batch = _Batch([], None, 1.0, None, False)
+        self.transfers = engine.world.point_to_point(group)
         self._checked = False  # the factor of a loss, on a GPU, where that waits for it
 
     # ---- a batch ---------------------------------------------------------------------------------------------------
@@ -127,14 +132,11 @@ class Runner(ProcessLocal):
         self._refuse_gradients(inputs)
         signature = (forms_of(batch.inputs[0]), count, trains, torch.is_autocast_enabled(self.engine.device.type))
         try:
-            with (
-                self.engine.world.explaining(),
-                self.engine.whole_passes(trains),
-                torch.inference_mode(False),
-                torch.set_grad_enabled(trains),
-            ):
+            with self._running():
                 if self._agree(signature):
-                    self._forms[signature] = self._probe()
+                    with self.engine.whole_passes(False):
+                        self._forms[signature] = self._probe()
+            with self._closing(), self._running(), self.engine.whole_passes(trains), torch.set_grad_enabled(trains):
                 self._step(signature, count)
             if targets is None:
                 return self._outputs(batch)
@@ -241,13 +243,26 @@ class Runner(ProcessLocal):
         given: dict[str, Any] = {"target": numbers, "return_outputs": False}
         if self.batch.trains:
             self.engine.reducer.sync = False
-        try:
+        with _quiet():
             (schedule.step if self.batch.trains else schedule.eval)(
                 *([numbers] if 0 in self._position.own else ()), **given
             )
-        except RuntimeError as error:
-            if isinstance(error.__cause__, Exception):
-                raise error.__cause__ from None  # torch wraps the errors of modules
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Context of what all ranks of the pipeline do together: the error of one ends it on all, and is named."""
+        world = self.engine.world
+        with world.together("Pipeline"), world.explaining(), torch.inference_mode(False):
+            yield
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Context of transfers, which an error ends on all ranks of the pipeline. The others have been told of it."""
+        try:
+            yield
+        except BaseException:
+            if self.transfers is not None:
+                self.transfers.close()
             raise
 
     def _schedule(self, signature: Signature, count: int) -> Any:
@@ -272,7 +287,11 @@ class Runner(ProcessLocal):
             self.batch.outputs.append(output)
             return torch.zeros(())
         assert self.pipeline.loss_fn is not None
-        loss = self.pipeline.loss_fn(output, self.batch.targets[int(number)])
+        try:
+            loss = self.pipeline.loss_fn(output, self.batch.targets[int(number)])
+        except Exception as error:
+            add_note(error, f"In loss_fn of the pipeline, micro-batch {int(number)}.")
+            raise
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"loss_fn of the pipeline returned {shown}: return the mean loss of a micro-batch, 0D.")
@@ -335,11 +354,62 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._chunk.number = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with _unwrapped(f"the forward of micro-batch {fwd_chunk_id}"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._runner.backward() if self.has_backward else nullcontext():
+        runs = self._runner.backward() if self.has_backward else nullcontext()
+        with runs, _unwrapped(f"the backward of micro-batch {bwd_chunk_id}, stage {self.stage_index}"):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    # What torch sends and receives is named by the micro-batch and the way it goes, for messages.
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._named(super().get_fwd_recv_ops(fwd_chunk_id), fwd_chunk_id, self.stage_index - 1, 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._named(super().get_fwd_send_ops(fwd_chunk_id), fwd_chunk_id, self.stage_index, 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._named(super().get_bwd_recv_ops(bwd_chunk_id), bwd_chunk_id, self.stage_index + 1, -1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._named(super().get_bwd_send_ops(bwd_chunk_id), bwd_chunk_id, self.stage_index, -1)
+
+    def _named(self, ops: list[dist.P2POp], number: int, source: int, step: int) -> list[dist.P2POp]:
+        transfers, what = self._runner.transfers, "outputs" if step > 0 else "gradients"
+        if transfers is None:
+            return ops
+        name = f"{what} of micro-batch {number} from stage {source} to stage {source + step}"
+        return [watched(op, transfers, name) for op in ops]
+
+
+@contextmanager
+def _unwrapped(what: str) -> Iterator[None]:
+    """Context of one of torch's calls that wrap errors of modules: raises these, with a note of ``what`` ran."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = error.__cause__
+        if not isinstance(cause, Exception):
+            raise
+        add_note(cause, f"In {what}.")
+        raise cause from cause.__cause__ or cause.__context__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context in which torch's schedules do not print pages of what they were to run: the error says where it was."""
+    log = logging.getLogger(schedules.__name__)
+    log.addFilter(_below_error)
+    try:
+        yield
+    finally:
+        log.removeFilter(_below_error)
+
+
+def _below_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
 
 
 class _Chunk(nn.Module):
