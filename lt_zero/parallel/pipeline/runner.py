@@ -200,8 +200,9 @@ class Runner(ProcessLocal):
     def _outputs(self, batch: _Batch) -> Any:
         """The output of the last layer for the whole batch, on all ranks of the pipeline. Collective."""
         output = joined(batch.outputs) if batch.outputs else None
-        told = self._row.host_gather(None if output is None else _forms_in(output), "forms of outputs")
-        forms = told[self._position.rank_of(self._position.stages - 1)]
+        last = self._position.stages - 1
+        mine = None if output is None else _forms_in(output, self.pipeline.last_of(last))
+        forms = self._row.host_gather(mine, "forms of outputs")[self._position.rank_of(last)]
         if output is None:
             made = tuple(torch.empty(f.shape, dtype=f.dtype, device=self.engine.device) for f in forms.tensors)
             output = made[0] if forms.alone else made
@@ -223,7 +224,8 @@ class Runner(ProcessLocal):
                         [form.example(device, False) for form in found[-1]] if found else _first(self.batch.inputs[0])
                     )
                     with self.engine.forward_scope(trains=False):
-                        mine = _forms_in(self.pipeline.run_stage(stage, *given)).tensors
+                        output = self.pipeline.run_stage(stage, *given)
+                        mine = _forms_in(output, self.pipeline.last_of(stage)).tensors
                 told = self._row.host_gather(mine, "the form of a stage's output")
                 found.append(told[self._position.rank_of(stage)])
         with torch.no_grad():
@@ -301,7 +303,7 @@ class Runner(ProcessLocal):
     def forward(self, stage: int, number: int, *inputs: Any) -> Any:
         """The forward of a stage for micro-batch ``number``."""
         batch = self.batch
-        given = _first(batch.inputs[number]) if stage == 0 else inputs
+        given = _first(batch.inputs[number]) if stage == 0 else tuple(map(_writable, inputs))
         seed = None if batch.seed is None else seed_of(batch.seed, stage, number)
         with self._drawing(seed), self.engine.forward_scope(trains=False):
             output = self.pipeline.run_stage(stage, *given)
@@ -378,6 +380,8 @@ class _Stage(PipelineStage):
 
     def _named(self, ops: list[dist.P2POp], number: int, source: int, step: int) -> list[dist.P2POp]:
         transfers, what = self._runner.transfers, "outputs" if step > 0 else "gradients"
+        for op in ops:
+            op.tensor = op.tensor.contiguous()  # of what is sent: the layers' outputs and gradients may be views
         if transfers is None:
             return ops
         name = f"{what} of micro-batch {number} from stage {source} to stage {source + step}"
@@ -450,6 +454,22 @@ class _Anchored(torch.autograd.Function):
         return None, None
 
 
+class _Received(torch.autograd.Function):
+    """What a stage has received, as a tensor that its first layer may write to, as activations in place do."""
+
+    @staticmethod
+    def forward(context: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _writable(received: Any) -> Any:
+    return _Received.apply(received) if isinstance(received, Tensor) and received.requires_grad else received  # type: ignore[no-untyped-call]
+
+
 def _differentiable(output: Any) -> Any:
     if isinstance(output, tuple):
         return tuple(map(_differentiable, output))
@@ -470,8 +490,8 @@ class _Forms:
     alone: bool  # no tuple
 
 
-def _forms_in(output: Any) -> _Forms:
-    """The forms of what a stage returns.
+def _forms_in(output: Any, layer: str) -> _Forms:
+    """The forms of what a stage returns, whose last ``layer`` this is.
 
     Raises:
         TypeError: it is no tensor, or tuple of tensors.
@@ -479,13 +499,10 @@ def _forms_in(output: Any) -> _Forms:
     alone = isinstance(output, Tensor)
     tensors = (output,) if alone else output
     if not isinstance(tensors, tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
-        found = (
-            [type(tensor).__name__ for tensor in tensors]
-            if isinstance(tensors, (tuple, list))
-            else type(output).__name__
-        )
+        found = type(output).__name__
+        if isinstance(tensors, tuple):
+            found = f"a tuple of {', '.join(type(tensor).__name__ for tensor in tensors)}"
         raise TypeError(
-            f"A layer at the end of a pipeline's stage returned {found}: return a tensor, or a tuple of tensors, which "
-            "can be sent to the next stage."
+            f"{layer} returned {found}. Return a tensor, or a tuple of tensors, which can be sent to the next stage."
         )
     return _Forms(tuple(map(Form.of, tensors)), alone)
