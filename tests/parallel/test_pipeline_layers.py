@@ -211,6 +211,32 @@ def test_stages_may_be_frozen(pool: Pool, stage: int) -> None:
     pool.run(2, _all_frozen, stage)
 
 
+def _dropped() -> tuple[str, str]:
+    """The errors of a second backward, and of a step with the gradients of a loss that had none."""
+    run = start(Ranks(), 1, "sgd")
+    with run.engine.forward_scope():
+        loss = run.model.loss(*batch(0, 0))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError) as again:
+        loss.backward()
+    run.optimizer.zero_grad()
+    with run.engine.forward_scope():
+        run.model.loss(*batch(1, 0))
+    with torch.no_grad(), run.engine.forward_scope():
+        run.model.loss(*batch(1, 0))
+    run.step(2)
+    with pytest.raises(RuntimeError) as dropped:
+        run.step(3)
+    run.step(4)
+    return str(again.value), str(dropped.value)
+
+
+def test_a_loss_has_one_backward(pool: Pool) -> None:
+    for again, dropped in pool.run(2, _dropped):
+        assert "one backward" in again
+        assert "the gradients of 1 loss of the pipeline whose backward was never called" in dropped
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 

@@ -105,6 +105,7 @@ class Runner(ProcessLocal):
         self._schedules: OrderedDict[Signature, Any] = OrderedDict()
         self.batch = _Batch([], None, 1.0, None, False)
         self.transfers = engine.world.point_to_point(group)
+        self._owed = 0  # losses whose backward is to come
         self._checked = False  # the factor of a loss, on a GPU, where that waits for it
 
     # ---- a batch ---------------------------------------------------------------------------------------------------
@@ -113,9 +114,12 @@ class Runner(ProcessLocal):
         """``Pipeline.forward``. Collective.
 
         Raises:
-            RuntimeError: on all ranks, if those of one pipeline have batches of different forms.
+            RuntimeError: on all ranks, if those of one pipeline have batches of different forms; or if a step was taken
+                with the gradients of a loss that had no backward.
         """
         trains = targets is not None and torch.is_grad_enabled()
+        if trains:
+            self._refuse_dropped()
         rows = rows_in(inputs)
         count = micro_batches(rows, self._wanted)
         scale, weight = (self._begin(), self._weight()) if trains else (1.0, 1.0)
@@ -146,8 +150,19 @@ class Runner(ProcessLocal):
             self.batch = _Batch([], None, 1.0, None, False)
         if not trains:
             return loss
+        self._owed += 1
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
         return _Ran.apply(anchor, loss, self, scale * weight)  # type: ignore[no-untyped-call]
+
+    def _refuse_dropped(self) -> None:
+        owed = self._owed
+        if owed and self.engine.used_parameters.spent:
+            self._owed = 0
+            raise RuntimeError(
+                f"A step was taken with the gradients of {owed} loss{'es' if owed > 1 else ''} of the pipeline whose "
+                "backward was never called: a pipeline computes them when it is called. Call it under torch.no_grad() "
+                "to look at a loss; to leave a batch out, call backward, then zero_grad."
+            )
 
     @staticmethod
     def _refuse_gradients(inputs: Any) -> None:
@@ -322,11 +337,12 @@ class Runner(ProcessLocal):
             yield
 
     def check(self, grad: Tensor, expected: float) -> None:
-        """Check the factor of a loss, at its backward.
+        """Check the factor of a loss, at its backward, which is no longer owed.
 
         Raises:
             RuntimeError: it is another than the gradients have.
         """
+        self._owed = max(0, self._owed - 1)
         if self._checked and grad.is_cuda:
             return
         self._checked, found = True, float(grad)
@@ -438,7 +454,10 @@ class _Ran(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[None, None, None, None]:
-        context.runner.check(grad, context.expected)
+        runner, context.runner = context.runner, None
+        if runner is None:
+            raise RuntimeError("A loss of a pipeline has one backward, which has run: call the pipeline again.")
+        runner.check(grad, context.expected)
         return None, None, None, None
 
 
