@@ -15,11 +15,13 @@ import lt_zero
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.config import ZeroConfig
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_parameters
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.parallel.pipeline import position
+from lt_zero.step.loss_scale import LossScaleController
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of
 
 CPU = torch.device("cpu")
@@ -93,6 +95,12 @@ class Run(NamedTuple):
     optimizer: Optimizer
     sharded: lt_zero.ShardedOptimizer
     mesh: ParallelMesh
+    gate: LossScaleController
+
+    def begin(self) -> float:
+        """Before backwards; returns the loss scale."""
+        self.gate.before_backward([self.sharded])
+        return self.gate.scale
 
     def step(self, number: int, rows: int = 8, limit: float | None = None) -> tuple[Tensor, Tensor | None]:
         """A step; returns the loss, and the norm before clipping."""
@@ -112,6 +120,7 @@ def start(
     layers: Callable[[], list[Any]] = specs,
     pipeline: dict[str, Any] | None = None,
     prepare: Callable[[Model], Any] = lambda model: None,
+    policy: Callable[[ZeroConfig], DtypePolicy] | None = None,
     zero: dict[str, Any] | None = None,
     **keys: Any,
 ) -> Run:
@@ -125,10 +134,11 @@ def start(
         model = Model(layers)
     prepare(model)
     given = {"group": everyone, **mesh.arguments(model, everyone, config)}
-    engine = lt_zero.shard(model, config, CPU, **given)
-    mesh.connect(engine, config, lambda: 1.0, lambda: 1.0)
+    engine = lt_zero.shard(model, config, CPU, policy(config) if policy is not None else None, **given)
     made = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)
-    return Run(model, engine, made, lt_zero.ShardedOptimizer(engine, made), mesh)
+    run = Run(model, engine, made, lt_zero.ShardedOptimizer(engine, made), mesh, LossScaleController(engine.policy))
+    mesh.connect(engine, config, run.begin, lambda: 1.0)
+    return run
 
 
 def reference_step(
