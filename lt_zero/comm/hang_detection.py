@@ -62,7 +62,7 @@ from lt_zero.comm.ended_ranks import (
     tell_at_end,
     user_line,
 )
-from lt_zero.comm.process_groups import closing_if_unanswered, exists
+from lt_zero.comm.process_groups import close_connections, closing_if_unanswered, exists
 from lt_zero.comm.verdict import GONE, OVER, RAN, RankState, Remedy, diverged, sentence
 from lt_zero.comm.work import CALL, Launch, Watch
 from lt_zero.common.compat import process_groups
@@ -70,7 +70,6 @@ from lt_zero.common.compat import process_groups
 log = logging.getLogger(__name__)
 
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # do not need this rank
-_SILENT_TAG = 0x5AB1  # of a message that is never sent
 _STORE_TIMEOUT = timedelta(seconds=20)
 _END_PATIENCE = 1.0  # seconds to wait for a closed connection
 
@@ -522,17 +521,7 @@ def _close_all(groups: Iterable[dist.ProcessGroup]) -> None:
             if dist.get_backend(group) != "gloo":
                 group.abort()
                 continue
-            for peer in dist.get_process_group_ranks(group):
-                if peer != dist.get_rank():
-                    _close(group, peer)
-
-
-def _close(group: dist.ProcessGroup, peer: int) -> None:
-    """Close all of this rank's connections in a gloo group, if the one to ``peer`` is open."""
-    with contextlib.suppress(RuntimeError):
-        work = dist.irecv(torch.empty(1), peer, group, tag=_SILENT_TAG)
-        assert work is not None
-        work.wait(timedelta(milliseconds=1))
+            close_connections(group)
 
 
 def _is_removed(store: Any) -> bool:

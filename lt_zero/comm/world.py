@@ -22,6 +22,7 @@ from lt_zero.comm.comm_log import CommLog
 from lt_zero.comm.ended_ranks import debugs, summary
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.launchers import refuse_alone
+from lt_zero.comm.point_to_point import PointToPoint
 from lt_zero.comm.process_groups import LINK_TIMEOUT_S, await_all, exists, new_group, with_index
 from lt_zero.comm.ranks import LaunchOrder, Ranks, Unlogged
 from lt_zero.comm.shared_memory import SharedArena, supported
@@ -172,6 +173,15 @@ class World(Ranks):
         """Let hang detection know that this rank waits for those of ``group`` inside of layers."""
         if self.detector is not None:
             self.detector.expect_in_layers(dist.get_process_group_ranks(group))
+
+    def point_to_point(self, group: dist.ProcessGroup) -> PointToPoint | None:
+        """Transfers over a ``group`` of this world that hang detection examines; None: torch's own are as good.
+
+        Nothing else may be sent over the group.
+        """
+        if self.detector is None or self.process_group is None or dist.get_backend(group) != "gloo":
+            return None
+        return PointToPoint(group, self.process_group, self.watch)
 
     def order_of(self, ranks: Sequence[int]) -> LaunchOrder:
         """The order of launches of some of the ranks, of which this is one; new unless it is that of all."""

@@ -17,11 +17,13 @@ import lt_zero
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.config import ZeroConfig
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_parameters
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.parallel.pipeline import position
+from lt_zero.step.loss_scale import LossScaleController
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of
 
 CPU = torch.device("cpu")
@@ -108,10 +110,16 @@ class Run(NamedTuple):
     optimizer: Optimizer
     sharded: lt_zero.ShardedOptimizer
     mesh: ParallelMesh | None  # None: all ranks are data ranks
+    gate: LossScaleController
 
     @property
     def data_rank(self) -> int:
         return self.mesh.data_rank if self.mesh is not None else self.engine.world.rank
+
+    def begin(self) -> float:
+        """Before backwards; returns the loss scale."""
+        self.gate.before_backward([self.sharded])
+        return self.gate.scale
 
     def backward(self, number: int, rows: int = 8, clears: bool = False) -> Tensor:
         """Forward and backward; returns the loss. ``clears``: what was accumulated before is dropped."""
@@ -137,6 +145,7 @@ def start(
     layers: Callable[[], list[Any]] = specs,
     pipeline: dict[str, Any] | None = None,
     prepare: Callable[[Model], Any] = lambda model: None,
+    policy: Callable[[ZeroConfig], DtypePolicy] | None = None,
     zero: dict[str, Any] | None = None,
     **keys: Any,
 ) -> Run:
@@ -154,11 +163,13 @@ def start(
         if ranks.tensor > 1:
             tensor_parallel(model, mesh)
         given = mesh.arguments(model, everyone, config)
-    engine = lt_zero.shard(model, config, CPU, **{"group": everyone, **given})
-    if mesh is not None:
-        mesh.connect(engine, config, lambda: 1.0, lambda: 1.0)
+    how = policy(config) if policy is not None else None
+    engine = lt_zero.shard(model, config, CPU, how, **{"group": everyone, **given})
     made = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)
-    return Run(model, engine, made, lt_zero.ShardedOptimizer(engine, made), mesh)
+    run = Run(model, engine, made, lt_zero.ShardedOptimizer(engine, made), mesh, LossScaleController(engine.policy))
+    if mesh is not None:
+        mesh.connect(engine, config, run.begin, lambda: 1.0)
+    return run
 
 
 def reference_step(
