@@ -72,8 +72,8 @@ class ParallelSizes:
             key = next(key for key, size in asked.items() if size > 1 and (ranks % size or size == max(asked.values())))
             raise ConfigError.about(
                 key,
-                f"{text}: {together} does not divide the {ranks} ranks of this run. Use a divisor, or start another "
-                "number of processes.",
+                f"{text if together in asked.values() else f'{text}: {together}'} does not divide the {ranks} ranks of "
+                "this run. Use a divisor, or start another number of processes.",
             )
         data = config.data_parallel_size
         if data not in (None, ranks // together):

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from lt_zero.comm.point_to_point import PointToPoint
-from lt_zero.comm.work import Work
 from lt_zero.comm.world import World
 from tests.support.lightning_tools import quick
 from tests.support.pool import Pool
@@ -42,13 +41,15 @@ def test_transfers_are_matched_in_their_order_however_late(pool: Pool) -> None:
 
 def _elsewhere() -> str:
     world, transfers, peer = _world()
-    work: Work
-    if dist.get_rank() == 0:
-        work = transfers.irecv(torch.zeros(3), peer, "a tensor")
-    else:
-        work = world.host_max(torch.zeros(1, dtype=torch.int64), "other flags")
+
+    def wait() -> None:
+        if dist.get_rank() == 0:
+            transfers.irecv(torch.zeros(3), peer, "a tensor").wait()
+        else:
+            world.host_max(torch.zeros(1, dtype=torch.int64), "other flags").wait()
+
     with pytest.raises(RuntimeError) as caught:
-        work.wait()
+        wait()
     return str(caught.value)
 
 

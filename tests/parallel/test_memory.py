@@ -63,7 +63,7 @@ def engine_of(
     mesh.cut(model, config)
     before(model)
     return lt_zero.shard(
-        model, config, CPU, dtype_policy(config, mode), group=everyone, **mesh.arguments(model, everyone)
+        model, config, CPU, dtype_policy(config, mode), group=everyone, **mesh.arguments(model, everyone, config)
     )
 
 

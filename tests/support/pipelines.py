@@ -156,7 +156,7 @@ def start(
     world = World.join(CPU)
     everyone, given = ShardGroup.of_all(world), dict[str, Any]()
     mesh = ParallelMesh(ParallelSizes(*ranks), world) if ranks.data < ranks.all else None
-    with position.at(position.Position(mesh.pipeline_rank if mesh else 0, ranks.pipeline, config.pipeline), world):
+    with position.at(position.Position(mesh.pipeline_rank if mesh else 0, ranks.pipeline, config.pipeline)):
         model = Model(layers)
     prepare(model)
     if mesh is not None:

@@ -40,22 +40,24 @@ class Position:
         return stage % self.ranks
 
 
-# Of the run that this process has joined last, and its ranks.
-_current: list[tuple[Position, Callable[[], World | None]]] = []
+# Of the run that this process has joined last, and whether its ranks are still there.
+_current: list[tuple[Position, Callable[[], bool]]] = []
 
 
 def current() -> Position:
     """That of the run that this process has joined last; a single rank without one."""
-    for position, ranks in _current:
-        world = ranks()
-        if world is not None and world.process_group is not None and exists(world.process_group):
-            return position
-    return Position()
+    return next((position for position, lives in _current if lives()), Position())
 
 
 def enter(position: Position, world: World) -> None:
     """Begin a run of ``world``: until it is gone, or ``leave``, pipelines are made for it."""
-    _current[:] = [(position, weakref.ref(world))]
+    known = weakref.ref(world)
+
+    def lives() -> bool:
+        ranks = known()
+        return ranks is not None and ranks.process_group is not None and exists(ranks.process_group)
+
+    _current[:] = [(position, lives)]
 
 
 def leave() -> None:
@@ -64,10 +66,10 @@ def leave() -> None:
 
 
 @contextmanager
-def at(position: Position, world: World) -> Iterator[None]:
+def at(position: Position) -> Iterator[None]:
     """Context in which pipelines are made for ``position``."""
     before = list(_current)
-    enter(position, world)
+    _current[:] = [(position, lambda: True)]
     try:
         yield
     finally:
