@@ -128,16 +128,20 @@ def start(
     pipeline: dict[str, Any] | None = None,
     prepare: Callable[[Model, ParallelMesh], Any] = lambda model, mesh: None,
     zero: dict[str, Any] | None = None,
+    make: Callable[[], Model] | None = None,
     **keys: Any,
 ) -> Run:
-    """A model in stages. ``zero``, ``keys``: as for ``config_of``; ``prepare`` the model before it is sharded."""
+    """A model in stages, of ``layers``, or as ``make`` returns it.
+
+    ``zero``, ``keys``: as for ``config_of``; ``prepare`` the model before it is sharded.
+    """
     block = {"stages": ranks.pipeline, "num_microbatches": 4, **(pipeline or {})}
     config = config_of(stage, {**(RELEASE if stage == 3 else {}), **(zero or {})}, pipeline=block, **keys)
     config = config if isinstance(config, ZeroConfig) else ZeroConfig.of(config)
     world = World.join(CPU)
     everyone, mesh = ShardGroup.of_all(world), ParallelMesh(ParallelSizes(*ranks), world)
     with position.at(position.Position(mesh.pipeline_rank, ranks.pipeline, config.pipeline)):
-        model = Model(layers)
+        model = make() if make is not None else Model(layers)
     prepare(model, mesh)
     given = {"group": everyone, **mesh.arguments(model, everyone, config)}
     engine = lt_zero.shard(model, config, CPU, **given)
