@@ -290,7 +290,6 @@ class _OfModel(Pipeline):
 
     def _build(self) -> None:
         own = {n for stage in self.position.own for n in self.parts[stage]}
-        self._own = [self._parts.names[n] for n in sorted(own)]
         for name, module in self._parts.keep(own, self.get_submodule).items():
             _put(self, name, module)
         self._specs = []
