@@ -33,7 +33,8 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_parameters, full_state_dict
+from lt_zero.engine.full_params import full_parameters
+from lt_zero.engine.whole_model import full_state_dict
 from lt_zero.loop.access import full_state
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from tests.support.checkpoint_tools import error_of

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import lt_zero
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel import Pipeline
 from lt_zero.parallel.pipeline import position
 from tests.support import pipelines
 from tests.support.matrix import only
 from tests.support.parity import OPTIMIZERS
+from tests.support.pipeline_saves import load, save
 from tests.support.pipelines import Ranks, all_weights, start
 from tests.support.plans import config
 from tests.support.pool import Pool
@@ -158,6 +161,53 @@ def test_three_stages_of_a_model_on_the_meta_device_with_weights(pool: Pool) -> 
 @pytest.mark.parametrize("stage", only([3], [0, 1, 2, 3]))
 def test_stages_on_a_mesh_train_as_one_process(pool: Pool, stage: int, ranks: Ranks, name: str) -> None:
     _all_below(pool.run(4, _train, name, stage, "sgd", ranks))
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _save(name: str, path: str) -> dict[str, Tensor]:
+    run = start(Ranks(pipeline=2), 1, "sgd", make=lambda: Model(name))
+    run.step(0)
+    save(run, path)
+    return all_weights(run.engine)
+
+
+def _load(name: str, path: str, ranks: Ranks) -> dict[str, Tensor]:
+    run = start(ranks, 3, "sgd", make=lambda: Model(name))
+    load(run, path)
+    return all_weights(run.engine)
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "gpt_neox"])
+def test_an_export_is_a_model_of_transformers(pool: Pool, tmp_path: Path, name: str) -> None:
+    import transformers
+
+    saved, hub, whole = str(tmp_path / "0.ckpt"), tmp_path / "hub", build(name)
+    weights = pool.run(2, _save, name, saved)[0]
+    lt_zero.export(saved, hub, "fp32", strip_prefix="pipe.")
+    whole.config.save_pretrained(hub)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(hub, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.state_dict().keys() == whole.state_dict().keys()
+    assert {f"pipe.{key}" for key, _ in loaded.named_parameters()} == weights.keys()
+    assert all(torch.equal(weights[f"pipe.{key}"], p) for key, p in loaded.named_parameters())
+    for ranks in (Ranks(pipeline=3), Ranks(data=2, pipeline=1)):
+        for found in pool.run(ranks.all, _load, name, saved, ranks):
+            assert found.keys() == weights.keys()
+            assert all(torch.equal(found[key], weights[key]) for key in weights)
+
+
+def test_a_state_dict_of_the_whole_model_is_loaded_into_a_stage() -> None:
+    model = build("llama, tied")
+    state = {key: value + 1 for key, value in model.state_dict().items()}
+    with position.at(position.Position(1, 2)):
+        pipe = Pipeline.of(model)
+    pipe.load_state_dict(dict(state))
+    assert all(torch.equal(value, state[key]) for key, value in pipe.state_dict().items())
+    assert "model.layers.0.mlp.up_proj.weight" not in pipe.state_dict()
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        pipe.load_state_dict({**state, "other": state["lm_head.weight"]})
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

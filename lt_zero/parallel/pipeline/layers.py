@@ -114,6 +114,7 @@ class Pipeline(nn.Module):
         self.layers, self.tied = nn.ModuleDict(), nn.ModuleDict()
         self._functions: dict[int, Callable[..., Any]] = {}  # layers that are no modules of their own, by number
         self._build()
+        self.register_load_state_dict_pre_hook(_leave_to_others)  # type: ignore[no-untyped-call]
         self.runner: Any = None  # runs it in stages, once it is part of a run
 
     @classmethod
@@ -218,6 +219,14 @@ class Pipeline(nn.Module):
         module = self.tied[spec.key]
         return module if spec.forward_fn is None else _Tied(module, spec.forward_fn)
 
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether the entry ``name`` of a whole pipeline's state dict is of a layer that other ranks have."""
+        kind, key, *_ = [*name.split("."), "", ""]
+        if kind == "tied":
+            return key in self.shared and self.position.rank not in self.shared[key]
+        number = int(key) if kind == "layers" and key.isdecimal() else -1
+        return 0 <= number < self.parts[-1].stop and self.position.rank_of(self.stage_of(number)) != self.position.rank
+
     def stages_of_parameters(self) -> dict[Parameter, frozenset[int]]:
         """The ranks of the pipeline that have each parameter of this rank."""
         mine = frozenset({self.position.rank})
@@ -292,7 +301,11 @@ class _OfModel(Pipeline):
         own = {n for stage in self.position.own for n in self.parts[stage]}
         for name, module in self._parts.keep(own, self.get_submodule).items():
             _put(self, name, module)
+        self._elsewhere = self._parts.state.difference(self.state_dict())
         self._specs = []
+
+    def is_elsewhere(self, name: str) -> bool:
+        return name in self._elsewhere
 
     @property
     def config(self) -> Any:
@@ -335,6 +348,14 @@ def _put(root: nn.Module, name: str, module: nn.Module) -> None:
             root.add_module(part, nn.ModuleDict() if inner.isdecimal() else nn.Module())
         root = root.get_submodule(part)
     root.add_module(parts[-1], module)
+
+
+def _leave_to_others(pipeline: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take the entries of other ranks' layers out of a state dict, which is loaded next: none is unexpected."""
+    assert isinstance(pipeline, Pipeline)
+    for name in [name for name in state if name.startswith(prefix)]:
+        if pipeline.is_elsewhere(name.removeprefix(prefix)):
+            del state[name]
 
 
 class _Tied:

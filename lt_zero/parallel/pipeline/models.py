@@ -49,6 +49,7 @@ class ModelParts:
         self.model = model
         self.names = _planned(model)
         self.modules = [model.get_submodule(name) for name in self.names]
+        self._containers = [model.get_submodule(name) for name in _above(self.names)]  # not registered in the pipeline
         self.state = frozenset(model.state_dict())
         self.ties = self._find_ties()
         self._running, self._expected = range(0), 0
@@ -123,7 +124,8 @@ class ModelParts:
         Raises:
             ConfigError: modules are not called one after the other, each with the output of the one before.
         """
-        self.model.training = training
+        for module in self._containers:
+            module.training = training
         if received is not None and numbers.start not in self._checked:
             self._check(numbers, inputs, received)
         return self._run(numbers, inputs, received)
