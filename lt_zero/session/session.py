@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from lt_zero.memory.check import check_optimizers
 from lt_zero.parallel.batches import check_same_batch
 from lt_zero.parallel.mesh import DATA, DeviceMesh, ParallelMesh, mesh_of
 from lt_zero.parallel.pipeline import position
+from lt_zero.parallel.pipeline.layers import join_pipelines
 from lt_zero.session.checkpoints import Saver, Saving
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
@@ -150,8 +152,8 @@ class Session:
             tell_without_effect(config, self.face, world.rank)
             group.configure(config)
             self.mesh, self.known = mesh_of(config, world), group
-            if self.mesh is not None:
-                position.enter(position.Position(self.mesh.pipeline_rank, self.mesh.sizes.pipeline, config.pipeline))
+            place = (self.mesh.pipeline_rank, self.mesh.sizes.pipeline) if self.mesh is not None else (0, 1)
+            position.enter(position.Position(*place, config.pipeline, partial(_first_rank, world)))
         self._compared = False
         self.world.begin_run()
         return new
@@ -172,6 +174,7 @@ class Session:
         backward. Errors are those of ``shard``.
         """
         self._refuse_another()
+        join_pipelines(module, config.pipeline)
         move_buffers(module, device)
         how: dict[str, Any] = {"group": self.group}
         if self.mesh is not None:
@@ -329,6 +332,13 @@ class Session:
             self.saver.abandon(self.world)
             position.leave()
             self.world.end_run()
+
+
+def _first_rank(world: World, call: Callable[[], Any]) -> Any:
+    """What a function returns on the first rank. Collective."""
+    with world.agree("measuring layers of a pipeline", RuntimeError):
+        found = call() if world.rank == 0 else None
+    return world.host_broadcast(found, "layers of a pipeline")
 
 
 def _steps(optimizer: Optimizer, engine: Engine) -> bool:

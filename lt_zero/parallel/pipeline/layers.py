@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
 
 from lt_zero.common.arguments import expect
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.tensor_tree import iter_tensors
+from lt_zero.config.blocks import PipelineParallel
 from lt_zero.parallel.pipeline.partition import divide, weights_of
-from lt_zero.parallel.pipeline.position import current
+from lt_zero.parallel.pipeline.position import Position, current
 from lt_zero.parallel.random import seeded
 
 Loss = Callable[[Any, Any], Tensor]
@@ -73,6 +78,22 @@ class TiedLayerSpec(LayerSpec):
 Layer = LayerSpec | nn.Module | Callable[..., Any]
 
 
+class Manner(NamedTuple):
+    """How layers are made and called.
+
+    Attributes:
+        seed: called with the number of a layer before it is made with ``seed_layers``; None: ``torch.manual_seed``.
+        recomputes: classes of layers that are recomputed; None: all that have parameters.
+        interval: layers that are recomputed together if the configuration says nothing of it.
+        packs: a layer gets what the one before returned as one argument, also if it is a tuple.
+    """
+
+    seed: Callable[[int], object] | None = None
+    recomputes: frozenset[str] | None = None
+    interval: int = 0
+    packs: bool = False
+
+
 class Pipeline(nn.Module):
     """Layers that run one after the other, each on one rank of a pipeline.
 
@@ -86,14 +107,19 @@ class Pipeline(nn.Module):
             loss (0D). None: there is no training.
         num_stages: ranks; default: ``pipeline.stages`` of the configuration.
         partition_method: as ``pipeline.partition_method``; default: that of the configuration.
+        example: the inputs of a micro-batch, with which ``time`` measures layers, on their device.
+        position: of this rank; default: that of the run. ``manner``: how layers are made and called.
 
     Attributes:
+        loss_weight: what the loss will be multiplied with before its backward, other than by Lightning: 1 / batches
+            where a loop accumulates the gradients of several.
         layers: the layers of this rank by number.
         tied: layers that are at several places, by key.
         shared: the ranks of the pipeline that have a tied layer, by key; on all ranks.
 
     Raises:
-        ConfigError: there are more stages than layers; or ``num_stages`` is not what the configuration says.
+        ConfigError: there are more stages than layers; ``num_stages`` is not what the configuration says; ``time`` has
+            no example; or layers of several ranks would be made on the meta device without ``seed_layers``.
     """
 
     def __init__(
@@ -102,12 +128,17 @@ class Pipeline(nn.Module):
         loss_fn: Loss | None = None,
         num_stages: int | None = None,
         partition_method: str | None = None,
+        example: Any = None,
+        *,
+        position: Position | None = None,
+        manner: Manner | None = None,
     ) -> None:
         super().__init__()
-        self.loss_fn, self.position = loss_fn, current()
+        self.loss_fn, self.position, self._manner = loss_fn, position or current(), manner or Manner()
+        self.loss_weight = 1.0
         self._check_stages(num_stages)
         self._specs = list(layers)
-        self.parts = self._divided(partition_method or self.position.block.partition_method)
+        self.parts = self._divided(partition_method or self.position.block.partition_method, example)
         self.shared = self._find_shared()
         self.layers, self.tied = nn.ModuleDict(), nn.ModuleDict()
         self._functions: dict[int, Callable[..., Any]] = {}  # layers that are no modules of their own, by number
@@ -124,20 +155,57 @@ class Pipeline(nn.Module):
                 "configuration, or pipeline_parallel_size of the strategy, or remove num_stages.",
             )
 
+    def join(self, block: PipelineParallel) -> None:
+        """Follow the configuration of a run, which may not have been known when layers were made.
+
+        Raises:
+            ConfigError: it contradicts how they were made.
+        """
+        made, name = self.position.block, type(self).__name__
+        asked: dict[str, tuple[Any, Any]] = {"seed_layers": (block.seed_layers or made.seed_layers, made.seed_layers)}
+        if self.position.ranks > 1:
+            default = block.partition_method == "parameters"  # what an argument says is stronger
+            method = made.partition_method if default else block.partition_method
+            asked |= {
+                "partition_method": (method, made.partition_method),
+                "stages_per_rank": (block.chunks, made.chunks),
+            }
+        for argument, (wanted, known) in asked.items():
+            if wanted != known:
+                key = f"pipeline.{argument}"
+                raise ConfigError.about(
+                    key,
+                    f"{key} is {wanted} (pipeline.schedule={block.schedule}), and the layers of the {name} were made "
+                    f"with {known}. Make it in configure_model, or write {name}({argument}={wanted!r}) where that is "
+                    "an argument, or change the key.",
+                )
+        interval = block.activation_checkpoint_interval or self._manner.interval
+        both = block.model_copy(update={"activation_checkpoint_interval": interval})
+        self.position = replace(self.position, block=both)
+
     # ---- making layers ---------------------------------------------------------------------------------------------
 
-    def _divided(self, method: str) -> list[range]:
+    def _divided(self, method: str, example: Any) -> list[range]:
         """The layers of each stage."""
         if self.position.stages == 1:
             return [range(len(self._specs))]
-        numels = [0] * len(self._specs)
+        weights = [0.0] * len(self._specs)
         if method == "parameters":
             known = set[str]()
             for number, spec in enumerate(self._specs):
                 key = spec.key if isinstance(spec, TiedLayerSpec) else ""
-                numels[number] = 0 if key in known and key else _numel(spec)
+                weights[number] = 0.0 if key in known and key else float(_numel(spec))
                 known.add(key)
-        return divide(weights_of(method, [_class_of(spec) for spec in self._specs], numels), self.position.stages)
+        elif method == "time":
+            if example is None:
+                key = "pipeline.partition_method"
+                raise ConfigError.about(
+                    key,
+                    f"{key}='time' measures the forward of each layer, and has no inputs for it. Pass those of a "
+                    "micro-batch: Pipeline(..., example=inputs), or write parameters.",
+                )
+            weights = self.position.first_rank(partial(_seconds, self._specs, example, self._call))
+        return divide(weights_of(method, [_class_of(spec) for spec in self._specs], weights), self.position.stages)
 
     def _find_shared(self) -> dict[str, frozenset[int]]:
         found: dict[str, set[int]] = {}
@@ -155,21 +223,16 @@ class Pipeline(nn.Module):
 
         Layers of other ranks are made as well, and dropped, as they draw random numbers; not with ``seed_layers``.
         """
-        own, block = {n for stage in self.position.own for n in self.parts[stage]}, self.position.block
-        shapes_only = torch.get_default_device().type == "meta"
+        own = {number for stage in self.position.own for number in self.parts[stage]}
         made = set[str]()
         for number, spec in enumerate(self._specs):
             key = spec.key if isinstance(spec, TiedLayerSpec) else ""
             here = self.position.rank in self.shared[key] if key else number in own
-            if key in made and key:
-                pass
-            elif isinstance(spec, LayerSpec):
+            if isinstance(spec, LayerSpec) and not (key and key in made):
                 made.add(key)
-                if here or not (block.seed_layers or shapes_only):
-                    with seeded(torch.initial_seed() + number, "cpu") if block.seed_layers else nullcontext():
-                        module = spec.build()
-                    if here:
-                        (self.tied if key else self.layers)[key or str(number)] = module
+                module = self._make(number, spec, here)
+                if here and module is not None:
+                    (self.tied if key else self.layers)[key or str(number)] = module
             elif here and isinstance(spec, nn.Module):
                 self.layers[str(number)] = spec
             if number in own and isinstance(spec, TiedLayerSpec):
@@ -177,6 +240,27 @@ class Pipeline(nn.Module):
             elif number in own and not isinstance(spec, (LayerSpec, nn.Module)):
                 self._functions[number] = spec
         self._specs = []  # they may hold modules of other stages
+
+    def _make(self, number: int, spec: LayerSpec, here: bool) -> nn.Module | None:
+        """Layer ``number``; None if this rank neither has it nor draws its values."""
+        device = torch.get_default_device()
+        if not self.position.block.seed_layers:
+            if device.type == "meta" and self.position.ranks > 1:
+                key = "pipeline.seed_layers"
+                raise ConfigError.about(
+                    key,
+                    "Layers of a pipeline were made on the meta device (empty_init=True), where a rank would draw the "
+                    f"values of its own layers only, and not those of a single process. Write {key}=true, or make "
+                    "the pipeline without it.",
+                )
+            return spec.build()
+        if not here:
+            return None
+        # With values also on the meta device: later, these would be drawn from numbers that depend on the stages.
+        device = torch.device("cpu") if device.type == "meta" else device
+        with device, seeded(None, device.type):
+            (self._manner.seed or _seed_layer)(number)
+            return spec.build()
 
     def _tied(self, spec: TiedLayerSpec) -> Callable[..., Any]:
         module = self.tied[spec.key]
@@ -194,12 +278,34 @@ class Pipeline(nn.Module):
 
     def run_stage(self, stage: int, *inputs: Any) -> Any:
         """The output of a stage of this rank."""
-        for number in self.parts[stage]:
-            name = str(number)
-            layer = self.layers[name] if name in self.layers else self._functions[number]
-            output = layer(*inputs)
-            inputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+        part, interval = self.parts[stage], self.position.block.activation_checkpoint_interval
+        for start in range(part.start, part.stop, interval or len(part)):
+            group = range(start, min(start + (interval or len(part)), part.stop))
+            if interval and torch.is_grad_enabled() and self._recomputes(group):
+                output = checkpoint(partial(self._run, group), *inputs, use_reentrant=False)
+            else:
+                output = self._run(group, *inputs)
+            inputs = _as_arguments(output)
         return inputs[0] if len(inputs) == 1 else inputs
+
+    def _run(self, numbers: range, *inputs: Any) -> Any:
+        """The output of some layers, one after the other."""
+        for number in numbers:
+            inputs = _as_arguments(self._call(self._layer(number), *inputs))
+        return inputs[0] if len(inputs) == 1 else inputs
+
+    def _call(self, layer: Callable[..., Any], *inputs: Any) -> Any:
+        return layer(inputs) if self._manner.packs and len(inputs) > 1 else layer(*inputs)
+
+    def _layer(self, number: int) -> Callable[..., Any]:
+        name = str(number)
+        return self.layers[name] if name in self.layers else self._functions[number]
+
+    def _recomputes(self, numbers: range) -> bool:
+        modules = [layer.module if isinstance(layer, _Tied) else layer for layer in map(self._layer, numbers)]
+        if self._manner.recomputes is not None:
+            return all(type(module).__name__ in self._manner.recomputes for module in modules)
+        return any(isinstance(module, nn.Module) and any(True for _ in module.parameters()) for module in modules)
 
     def forward(self, inputs: Any, targets: Any = None) -> Any:
         """The mean loss (0D) over micro-batches, on every rank; without ``targets`` the output of the last layer.
@@ -220,7 +326,7 @@ class Pipeline(nn.Module):
                 "This pipeline has some of its layers on other ranks, and is not a part of a run yet: "
                 "Trainer.fit, fabric.setup or lt_zero.initialize prepares it."
             )
-        output = self.run_stage(0, *(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+        output = self.run_stage(0, *_as_arguments(inputs))
         return output if targets is None or self.loss_fn is None else self.loss_fn(output, targets)
 
 
@@ -228,10 +334,46 @@ class _Tied:
     """Calls a function with a module that is registered elsewhere."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module, self._forward = module, forward
+        self.module, self._forward = module, forward
 
     def __call__(self, *inputs: Any) -> Any:
-        return self._forward(self._module, *inputs)
+        return self._forward(self.module, *inputs)
+
+
+def _as_arguments(output: Any) -> tuple[Any, ...]:
+    """What a layer returned, as arguments of the next one."""
+    return tuple(output) if isinstance(output, (tuple, list)) else (output,)
+
+
+def _seed_layer(number: int) -> None:
+    torch.manual_seed(torch.initial_seed() + number)
+
+
+@torch.no_grad()
+def _seconds(specs: Sequence[Layer], example: Any, call: Callable[..., Any]) -> list[float]:
+    """How long the forward of each layer takes, of which one after the other is made, and dropped."""
+    device, found = next((t.device for t in iter_tensors(example)), torch.device("cpu")), list[float]()
+    inputs = _as_arguments(example)
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    with device, seeded(None, device.type):
+        for spec in specs:
+            layer = spec.build() if isinstance(spec, LayerSpec) else spec
+            if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
+                layer = partial(spec.forward_fn, layer)
+            times = []
+            for _ in range(3):
+                wait()
+                began = time.perf_counter()
+                output = call(layer, *inputs)
+                wait()
+                times.append(time.perf_counter() - began)
+            found.append(min(times))
+            inputs = _as_arguments(output)
+    return found
 
 
 def _class_of(spec: Layer) -> str:
@@ -251,6 +393,24 @@ def _numel(spec: Layer) -> int:
 def pipelines_in(module: nn.Module) -> Iterator[tuple[str, Pipeline]]:
     """The pipelines in ``module``, by name."""
     yield from ((name, child) for name, child in module.named_modules() if isinstance(child, Pipeline))
+
+
+def join_pipelines(module: nn.Module, block: PipelineParallel) -> None:
+    """Let the pipelines in ``module`` follow the configuration of a run.
+
+    Raises:
+        ConfigError: as ``Pipeline.join``; or it says something about layers, and there is no pipeline.
+    """
+    key, interval, found = "pipeline.activation_checkpoint_interval", block.activation_checkpoint_interval, False
+    for _, pipeline in pipelines_in(module):
+        pipeline.join(block)
+        found = True
+    if interval and not found:
+        raise ConfigError.about(
+            key,
+            f"{key}={interval} recomputes layers of a lt_zero.parallel.Pipeline, and {type(module).__name__} has none. "
+            "Write activation_checkpointing.mode=full in its place.",
+        )
 
 
 def pipeline_of(module: nn.Module, ranks: int) -> Pipeline | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from lt_zero.config.blocks import PipelineParallel
 
@@ -16,11 +17,13 @@ class Position:
     Attributes:
         rank: of ``ranks`` one after the other.
         block: the ``pipeline`` block of the run's configuration.
+        first_rank: returns what a function returns on the first rank of the run. Collective.
     """
 
     rank: int = 0
     ranks: int = 1
     block: PipelineParallel = field(default_factory=PipelineParallel)
+    first_rank: Callable[[Callable[[], Any]], Any] = lambda call: call()
 
     @property
     def stages(self) -> int:
