@@ -150,8 +150,9 @@ def _shard(
     for each in distinct:
         each.configure(config)
     with without_torch_function():  # guards of parameters that are sharded already would intercept each access
+        _check_specs(module, specs)
         plan = plan_engine(module, config, policy, group.mesh.shards, specs, groups, sizes, parts.gradient, wide)
-        _compare_wide(plan)
+        _compare_wide(plan, groups)
         _check_whole(plan)
         _check_hooks(plan)
         if training:
@@ -161,7 +162,7 @@ def _shard(
         check_build(plan, config, policy, group, training)
     if config.sparse_attention is not None:
         install_sparse_attention(module, config, group.world.rank)
-    return _build(module, device, plan, config, policy, distinct, training, saved, parts)
+    return _build(module, device, plan, config, policy, group, groups, training, saved, parts)
 
 
 def _build(
@@ -170,19 +171,21 @@ def _build(
     plan: EnginePlan,
     config: ZeroConfig,
     policy: DtypePolicy,
-    groups: list[ShardGroup],
+    group: ShardGroup,
+    groups: Mapping[nn.Parameter, ShardGroup],
     training: bool,
     saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
     parts: Parts,
 ) -> Engine:
-    """Move the parameters into the buckets of ``plan``, and install hooks."""
+    """Move the parameters into the buckets of ``plan``, and install hooks. ``groups``: of those not in ``group``."""
     engine_ref: list[weakref.ref[Engine]] = []  # lets the engine be collected while parameters still point to it
 
     def owner() -> Owner | None:
         return engine_ref[0]() if engine_ref else None
 
-    materializer, world = Materializer(module, device, saved, parts), groups[0].world
-    made = {bucket: Bucket(bucket, groups[0], owner, policy) for bucket in plan.buckets}
+    materializer, world = Materializer(module, device, saved, parts), group.world
+    of_bucket = {bucket: groups.get(bucket.parameters[0][1], group) for bucket in plan.buckets}
+    made = {bucket: Bucket(bucket, its, owner, policy) for bucket, its in of_bucket.items()}
     use_zero_plus_plus(config, made.values())
     offload_manager = open_offload_manager(list(made.values()), config, device)
     rest_quantized(config, made.values())
@@ -192,7 +195,8 @@ def _build(
     if policy.buffers is not None:
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
         _cast_buffers(module, policy.buffers, plan.fp32_modules, names)
-    engine = Engine(module, units, root, groups, config, policy, offload_manager, training, parts)
+    distinct = list(dict.fromkeys([group, *groups.values()]))
+    engine = Engine(module, units, root, distinct, config, policy, offload_manager, training, parts)
     engine.compression = _compression(engine, plan)
     engine.plan, engine.on_guarded_use = plan, partial(use_outside, engine)
     offload_manager.check(world, "the files of states")
@@ -206,6 +210,17 @@ def _build(
     if training:
         install(engine)
     return engine
+
+
+def _check_specs(module: nn.Module, specs: Iterable[ParamSpec]) -> None:
+    """Raise ValueError if a parameter is not the box that its spec says; names it."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    for spec in specs:
+        if spec.name in named and tuple(named[spec.name].data.shape) != spec.shape:
+            raise ValueError(
+                f"specs: {spec.name!r} has the shape {tuple(named[spec.name].data.shape)}, and its box {spec.local_box}"
+                f" of {spec.global_shape} has {spec.shape}. Give the box that the parameter is."
+            )
 
 
 def _check_whole(plan: EnginePlan) -> None:
@@ -289,7 +304,7 @@ def _groups_of(
     return dict(named.values())
 
 
-def _compare_wide(plan: EnginePlan) -> None:
+def _compare_wide(plan: EnginePlan, groups: Mapping[nn.Parameter, ShardGroup]) -> None:
     """Compare buckets with those of ranks that have another module. Collective.
 
     Raises:
@@ -297,9 +312,9 @@ def _compare_wide(plan: EnginePlan) -> None:
     """
     of_group: dict[ShardGroup, dict[str, str]] = {}
     for bucket in plan.buckets:
-        if bucket.is_wide and bucket.group is not None:
+        if bucket.is_wide:
             form = f"{[spec.shape for spec in bucket.specs]}, {bucket.dtype}, trained: {bucket.trains}"
-            facts = of_group.setdefault(bucket.group, {})
+            facts = of_group.setdefault(groups[bucket.parameters[0][1]], {})
             facts[f"shared parameters {', '.join(name for name, _ in bucket.parameters)}"] = form
     for group, facts in of_group.items():
         compare(group, Snapshot.of(facts), "shared parameters")

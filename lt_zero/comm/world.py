@@ -288,6 +288,11 @@ class World(Ranks):
         if self.detector is not None and not self.detector.explain(error):
             self.detector.ends.tell(True, summary(error))
 
+    @property
+    def progress(self) -> dict[str, int]:
+        """How many collectives of each order this rank has launched."""
+        return {name: channel.launched for name, channel in self.watch.channels.items()}
+
 
 def together(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorate a method that all ranks call, of an object with a ``world``: see ``World.together``."""

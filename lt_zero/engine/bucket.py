@@ -88,15 +88,13 @@ class Bucket:
     """Parameters of one dtype that are gathered, reduced and released together.
 
     Args:
-        peers: the ranks that have the same model; the bucket is theirs, unless the plan has a group for it.
         owner: returns the engine that handles uses of released parameters.
         policy: dtypes of master weights, accumulators and gradients in collectives.
     """
 
     def __init__(
-        self, plan: BucketPlan, peers: ShardGroup, owner: Callable[[], Owner | None], policy: DtypePolicy
+        self, plan: BucketPlan, group: ShardGroup, owner: Callable[[], Owner | None], policy: DtypePolicy
     ) -> None:
-        group = plan.group or peers
         self.name, self.dtype, self.sharding, self.group = plan.name, plan.dtype, plan.sharding, group
         self.is_wide, self.compresses = plan.is_wide, plan.compresses
         dtype, sharding = plan.dtype, plan.sharding

@@ -115,8 +115,9 @@ def _check_values(names: Mapping[Parameter, Sequence[str]]) -> None:
             )
         if parameter.is_meta or parameter.numel() == 0 or is_guarded(parameter):
             continue
-        other = located.setdefault(parameter.data_ptr(), name)
-        if other != name:
+        address = parameter.data_ptr()
+        other = located.setdefault(address, name)
+        if other != name and address:  # a DTensor that is not an engine's yet has none
             raise ValueError(
                 f"Parameters {other!r} and {name!r} share memory but are two objects, so they would be trained apart. "
                 "Tie them by assigning the parameter itself (`b.weight = a.weight`, not `b.weight.data = ...`)."

@@ -272,16 +272,28 @@ def refuse_parts(engine: Engine, what: str) -> None:
         )
 
 
-def restore_whole(engine: Engine) -> None:
-    """Give every rank the full model in its original dtypes, and remove the engine. Collective."""
+def restore_whole(engine: Engine, join: bool = False) -> None:
+    """Give every rank its full parameters in their original dtypes, and remove the engine. Collective.
+
+    ``join``: replace parameters of which ranks have parts by whole ones, which the module cannot run with.
+    """
+    replaced: dict[int, Parameter] = {}
     for bucket in engine.buckets:
         flat = full_flat(bucket)
         bucket.gather()
         with torch.no_grad():
             views = bucket.layout.views(flat)
             for parameter, value, dtype in zip(bucket.params, views, bucket.original, strict=True):
-                parameter.data = value.to("cpu", dtype, copy=True)  # a full model need not fit on a GPU
+                whole = engine.parts.join(parameter, value) if join else value
+                full = whole.to("cpu", dtype, copy=True)  # a full model need not fit on a GPU
+                if whole is value:
+                    parameter.data = full
+                else:
+                    replaced[id(parameter)] = Parameter(full, parameter.requires_grad)
     engine.detach()
+    for module in engine.root.modules() if replaced else ():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            module.register_parameter(name, replaced.get(id(parameter), parameter))
     engine.offload_manager.rest()  # reading files has started threads
 
 

@@ -13,15 +13,16 @@ from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
 from operator import attrgetter, itemgetter
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.transport import Mesh
 from lt_zero.common.boxes import ParamSpec
+from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
@@ -39,13 +40,34 @@ Named = tuple[str, Parameter]
 GradientOf = Callable[[Parameter], torch.Tensor | None]
 
 
+class GroupFacts(Protocol):
+    """What plans and forecasts ask of the ranks over which a bucket is sharded.
+
+    ``ShardGroup`` answers it in a run. A forecast assumes the answers, and has no processes.
+    """
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def alone(self) -> bool: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def shares_memory(self) -> bool: ...
+    @property
+    def sums_wide(self) -> bool: ...
+    @property
+    def gathers_in_background(self) -> bool: ...
+    def scratch_numel(self, numel: int) -> int: ...
+
+
 class Kind(NamedTuple):
     """What parameters of one bucket have in common."""
 
     dtype: torch.dtype  # of the gathered weights
     trains: bool
     compresses: bool
-    group: ShardGroup | None  # over which they are sharded; None: that of the engine
+    group: GroupFacts | None  # over which they are sharded; None: that of the engine
     is_wide: bool  # the group has ranks with another model
 
 
@@ -60,8 +82,9 @@ class BucketPlan:
     sharding: Sharding
     owners: tuple[int, ...] | None = None  # the rank that owns each parameter; None: shards cut through parameters
     compresses: bool = False  # its gradients are sent compressed (gradient_compression.py)
-    group: ShardGroup | None = None  # over which it is sharded; None: that of the engine
+    group: GroupFacts | None = None  # over which it is sharded; None: that of the engine
     is_wide: bool = False  # the group has ranks with another model: grad_bucket.py, Note [Wide buckets]
+    narrows: bool = False  # parameters come in a higher precision than ``dtype``
     most: int | None = None  # elements on the ranks that have the most of it; None: all have as many
     gradient_of: GradientOf = attrgetter("grad")  # in the shape of the parameter's spec
     _layouts: dict[int, BucketLayout] = field(default_factory=dict, init=False, repr=False)  # asked for so far
@@ -140,20 +163,20 @@ def plan_engine(
     policy: DtypePolicy,
     world: int,
     specs: Iterable[ParamSpec] = (),
-    groups: Mapping[Parameter, ShardGroup] | None = None,
+    groups: Mapping[Parameter, GroupFacts] | None = None,
     sizes: Mapping[Parameter, int] | None = None,
     gradient_of: GradientOf = attrgetter("grad"),
     wide: Collection[Parameter] = (),
 ) -> EnginePlan:
     """Find the units of ``root`` and assign their parameters to buckets. Nothing is allocated or changed.
 
-    ``world``: the number of shards. ``specs``: of those parameters that are a part of a tensor of the model.
+    ``world``: the number of shards. ``specs``: of parameters that are, or will be, a part of a tensor of the model.
     ``groups``: of the parameters that are sharded over other ranks. ``sizes``: of the parameters that have other shapes
     on other ranks, the most elements that a rank has: all ranks have to cut their buckets alike. ``wide``: parameters
     that other ranks have in another model.
 
     Raises:
-        ValueError: a pattern, or a class or module name, of the configuration matches nothing; a spec does not fit.
+        ValueError: a pattern, or a class or module name, of the configuration matches nothing; a spec names nothing.
         TypeError: a lazy parameter has no shape yet.
     """
     zero = config.zero_optimization
@@ -188,7 +211,7 @@ def _specs_of(root: nn.Module, specs: Iterable[ParamSpec]) -> dict[Parameter, Pa
     """The given specs by parameter.
 
     Raises:
-        ValueError: one names no parameter, or has another shape, or there are two of one parameter; names it.
+        ValueError: one names no parameter, or there are two of one parameter; names it.
     """
     named = dict(root.named_parameters(remove_duplicate=False))
     found: dict[Parameter, ParamSpec] = {}
@@ -198,11 +221,6 @@ def _specs_of(root: nn.Module, specs: Iterable[ParamSpec]) -> dict[Parameter, Pa
             near = difflib.get_close_matches(spec.name, named, 1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"specs: the module has no parameter {spec.name!r}.{hint}")
-        if tuple(parameter.data.shape) != spec.shape:
-            raise ValueError(
-                f"specs: {spec.name!r} has the shape {tuple(parameter.data.shape)}, and its box {spec.local_box} of "
-                f"{spec.global_shape} has {spec.shape}. Give the box that the parameter is."
-            )
         if parameter in found:
             raise ValueError(f"specs: {found[parameter].name!r} and {spec.name!r} are one parameter: give one spec.")
         found[parameter] = spec
@@ -233,7 +251,8 @@ def stay_whole(root: nn.Module, zero: ZeroOptimization, sizes: Mapping[Parameter
 
     whole: set[Parameter] = set()
     total, limit = 0, zero.stage3_model_persistence_threshold if zero.stage == 3 else None
-    numels = [(sizes.get(p, p.data.numel()), p) for p in root.parameters()]
+    with without_torch_function():  # of parameters that are sharded already
+        numels = [(sizes.get(p, p.data.numel()), p) for p in root.parameters()]
     for numel, parameter in sorted(numels, key=itemgetter(0)):
         total += numel
         if numel >= zero.stage3_param_persistence_threshold or (limit is not None and total > limit):
@@ -341,7 +360,7 @@ def _cut(
     step_limit = zero.sub_group_size if zero.offload_optimizer.device != "none" else gather_limit
     limit = max(1, min(zero.reduce_bucket_size, gather_limit, step_limit))
     owns = zero.shard_along == "parameter" and sharding.optim
-    owners: dict[ShardGroup | None, Owners] = {}
+    owners: dict[GroupFacts | None, Owners] = {}
     joins = owns and not sharding.params  # a bucket may have several units: layout.py, Note [Padding]
     together = [range(len(units))] if joins else [range(n, n + 1) for n in range(len(units))]
     units = [*units, ("small parameters", small)]
@@ -371,7 +390,9 @@ def _cut(
                 kept = whole if first == len(units) - 1 else sharding
                 parameters, theirs = tuple(members[i][1] for i in group), tuple(specs[i] for i in group)
                 most = sum(numels[i] for i in group) if any(p in sizes for _, p in parameters) else None
-                how = (kind.dtype, kept, of_rank, kind.compresses, kind.group, kind.is_wide, most, gradient_of)
+                narrows = any(p.dtype.itemsize > kind.dtype.itemsize for _, p in parameters)
+                what = (kind.compresses, kind.group, kind.is_wide, narrows)
+                how = (kind.dtype, kept, of_rank, *what, most, gradient_of)
                 found[first].append(BucketPlan(name, parameters, theirs, *how))
     return found
 

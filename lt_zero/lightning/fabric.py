@@ -290,8 +290,8 @@ class FabricZeroStrategy(DDPStrategy):
         """Parameters are sharded while they are constructed (stage 3), or made on the meta device if ``empty_init``."""
         zero = self.config.zero_optimization
         placed: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
-        if not empty_init and zero.stage == 3 and self.world.size > 1 and self.device_mesh is None:
-            placed = ConstructionSharder(self.group, zero.stage3_param_persistence_threshold)
+        if not empty_init and zero.stage == 3 and self.session.peers.size > 1:
+            placed = ConstructionSharder(self.session.peers, zero.stage3_param_persistence_threshold)
         with placed, self.precision.module_init_context():
             yield
 

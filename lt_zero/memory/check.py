@@ -46,10 +46,10 @@ from lt_zero.memory.forecast import (
     RESIDUALS,
     WEIGHTS,
     Forecast,
-    Setup,
     forecast,
 )
 from lt_zero.memory.limits import GB, Available, NotEnoughMemory, amount, check_host_memory, shortage
+from lt_zero.memory.setup import Setup
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 RESTING = "in files"  # bytes of files, of all kinds
@@ -109,7 +109,7 @@ def check_build(
     """
     if not limits.checks_wanted():
         return
-    setup = Setup.of_group(group, states=0.0, fused=False, training=training, saves=False)
+    setup = Setup(group, group.size, group.device.type, states=0.0, fused=False, training=training, saves=False)
     cast = forecast(plan, config, policy, setup)
     taken: Counter[str] = Counter()  # bytes that parameters take now, by device type
     for bucket in plan.buckets:
@@ -157,7 +157,7 @@ def setup_of(
     known = [states_of(optimizer) for optimizer in optimizers]
     states = max((count for count, _ in known), default=0.0) + averages
     fused = engine.config.fused_step and all(fused for _, fused in known)
-    return Setup.of_group(engine.groups[0], states=states, fused=fused, accumulates=accumulates, saves=saves)
+    return Setup(engine.groups[0], engine.world.size, engine.device.type, states, fused, accumulates, saves=saves)
 
 
 def _check(
@@ -208,7 +208,7 @@ def _compare(
             have = Available(int(max_cpu_gb * GB), f"max_cpu_gb={max_cpu_gb:g}")
         if sum(need.values()) > have.nbytes:  # compute the advice only if it is needed
             check_host_memory(need, have, ranks=len(ranks), remedy=advice(have.nbytes, len(ranks)))
-        gaps = len(ranks) * cast.parameters * torch.float32.itemsize if cast.setup.training else 0
+        gaps = len(ranks) * cast.local * torch.float32.itemsize if cast.setup.training else 0
         if world.device.type == "cpu" and sum(need.values()) + gaps > have.nbytes and ranks is hosts[here]:
             # Freed gradients leave gaps in the heap, up to those of a whole backward (glibc's memalign seldom uses them
             # again). Without gaps steps take 1.2 times as long.

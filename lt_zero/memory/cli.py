@@ -14,11 +14,15 @@ from rich.console import Console
 from torch import nn
 
 from lt_zero.common.numbers import count_of
+from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
-from lt_zero.memory.estimate import Machine, Sizes, cheapest, estimate, kinds_table, settings_table
+from lt_zero.memory.estimate import Fit, Machine, Sizes, cheapest, estimate, kinds_table, settings_table
 from lt_zero.memory.forecast import DEVICE, HOST, NVME, Forecast
 from lt_zero.memory.limits import GB, amount
+from lt_zero.memory.tensor_sizes import fits_by_size, sizes_table
 from lt_zero.memory.ways import fitting, least, ways_table
+from lt_zero.parallel.drawing import rank_table, shares
+from lt_zero.parallel.mesh import ParallelSizes
 
 Option = typer.Option
 
@@ -31,6 +35,10 @@ def estimate_command(
     ] = None,
     world: Annotated[int, Option(help="Number of ranks.")] = 1,
     per_node: Annotated[int | None, Option(help="Ranks per node; default: at most 8.")] = None,
+    tensor: Annotated[
+        int | None,
+        Option(min=1, help="Ranks that share the tensors of each layer. Default: tensor_parallel.autotp_size."),
+    ] = None,
     stage: Annotated[int | None, Option(min=0, max=3, help="Show only this stage.")] = None,
     precision: Annotated[str | None, Option(help="As for the Trainer: bf16-mixed, 32-true, ...")] = None,
     config: Annotated[Path | None, Option(help="A JSON or YAML file, whose memory is itemized.")] = None,
@@ -53,9 +61,10 @@ def estimate_command(
     """Estimate the memory of a run per rank and node, by stage and offload. 1 GB is 1e9 bytes."""
     console = Console(highlight=False)
     try:
-        model, parsed = _model(params, largest, module), _config(config, stage, module)
+        model, parsed = _model(params, largest, module), _config(config, stage, tensor, module)
         if nodes is not None:
             world, per_node = _ranks(world, nodes, per_node)
+        _draw(parsed, world, per_node, device, console)
         options: dict[str, Any] = {
             "ranks_per_node": per_node,
             "optimizer": float(optimizer) if optimizer.replace(".", "", 1).isdigit() else optimizer,
@@ -74,11 +83,29 @@ def estimate_command(
             return
         settings_table(model, parsed, world, stage=stage, console=console, **options)
         cast = estimate(model, parsed, world, **options)
+        if cast.local < cast.parameters:
+            console.print(_parts(cast, params is not None), markup=False, soft_wrap=True)
         if config is not None or stage is not None:
             kinds_table(cast, f"Stage {parsed.zero_optimization.stage} as configured", console)
         _note_resident(cast, console)
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _draw(config: ZeroConfig, world: int, per_node: int | None, device: str, console: Console) -> None:
+    """Draw the ranks, unless all are data ranks."""
+    sizes = ParallelSizes.of(config, world)
+    if not sizes.is_plain:
+        per_node = per_node or (world if device == "cpu" else min(world, 8))
+        show(rank_table({"data": sizes.data, "tensor": sizes.tensor}, per_node), console)
+        for line in shares(sizes.data, sizes.tensor, per_node):
+            console.print(line, markup=False, soft_wrap=True)
+
+
+def _parts(cast: Forecast, assumed: bool) -> str:
+    """How much of the model a tensor rank has."""
+    whose = "all are taken to be cut; --module counts the model's plan" if assumed else "its parts, and what is not cut"
+    return f"Of {cast.parameters:,} parameters a tensor rank has {cast.local:,}: {whose}. ZeRO shards these."
 
 
 def _note_resident(cast: Forecast, console: Console) -> None:
@@ -123,8 +150,8 @@ def _model(params: str | None, largest: str | None, module: str | None) -> nn.Mo
     return model
 
 
-def _config(path: Path | None, stage: int | None, module: str | None) -> ZeroConfig:
-    config = ZeroConfig.of(path, stage)
+def _config(path: Path | None, stage: int | None, tensor: int | None, module: str | None) -> ZeroConfig:
+    config = ZeroConfig.of(path, stage, [] if tensor is None else [f"tensor_parallel.autotp_size={tensor}"])
     sizes = [".".join(map(str, key)) for key in config.autos if key[0] == "zero_optimization"]
     if sizes and module is None:
         raise ValueError(f'--config {path}: "auto" in {", ".join(sorted(sizes))} requires the model: give --module.')
@@ -148,11 +175,15 @@ def _fit(
     ranks = options.pop("ranks_per_node") or (world if options["device"] == "cpu" else min(world, 8))
     limit = None if gpu is None else int(gpu * GB)
     machine = Machine(None if cpu is None else int(cpu * GB), limit, int(nvme * GB), ranks)
+    by_size = fits_by_size(model, machine, config, world, **options) if config.tensor_parallel.autotp_size > 1 else {}
     found = cheapest(model, machine, config, world, **options)
     for setting, problem in found.skipped:
         console.print(f"does not fit: {setting}\n    {problem}", markup=False, soft_wrap=True)
     if found.setting is None or found.forecast is None:
         console.print("Nothing fits. Use more ranks or nodes, or larger ones.")
+        by_size = by_size or fits_by_size(model, machine, config, world, **options)
+        if any(isinstance(fit, Fit) and fit.setting is not None for fit in by_size.values()):
+            sizes_table(by_size, world, console)
         raise typer.Exit(1)
     cast = found.forecast
     needs = (("GPU", cast.rank(DEVICE)), ("host of a node", cast.node(HOST)), ("NVMe of a node", cast.node(NVME)))
@@ -161,6 +192,8 @@ def _fit(
     if cpu is None:
         console.print("    The host memory was not limited; --cpu-gb does.", markup=False)
     kinds_table(cast, str(found.setting), console)
+    if by_size:
+        sizes_table(by_size, world, console)
     _note_resident(cast, console)
     if mbit is not None and world > ranks:
         fast = fitting(model, machine, config, world, found.setting.places, **options)

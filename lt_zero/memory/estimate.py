@@ -18,16 +18,19 @@ from torch.optim import Optimizer
 
 from lt_zero import optim
 from lt_zero.common.arguments import expect_number, wrong
+from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.numbers import count_of
 from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import MODES, DtypePolicy, dtype_policy, resolve_mode
-from lt_zero.config.uses import refuse_tensor_parallel
 from lt_zero.engine.partition import EnginePlan, plan_engine, with_sizes
-from lt_zero.memory.forecast import DEVICE, HOST, NVME, PLACES, Forecast, Setup, forecast
+from lt_zero.memory.forecast import DEVICE, HOST, NVME, PLACES, Forecast, forecast
 from lt_zero.memory.limits import amount
+from lt_zero.memory.setup import PlannedGroup, Setup
 from lt_zero.memory.traffic import Traffic, forecast_traffic
+from lt_zero.parallel.mesh import ParallelSizes
+from lt_zero.parallel.plan import planned_parts
 from lt_zero.step.fused_step import FusedStep
 from lt_zero.step.supported_optimizers import states_by_group
 
@@ -78,8 +81,8 @@ def estimate(
     Args:
         model: a module on any device, also "meta"; or ``Sizes``, or the number of parameters (also "7B"). For a module
             that is not sharded yet the engine's own plan is used. For sizes the padding of ``shard_along=parameter`` is
-            unknown and not counted.
-        config: as for ``ZeroStrategy``.
+            unknown and not counted, and with tensor parallelism all parameters are taken to be cut.
+        config: as for ``ZeroStrategy``. With ``tensor_parallel.autotp_size`` above 1, a module is cut as in a run.
         world: ranks.
         ranks_per_node: ranks on one node; default: all on CPUs, at most 8 on GPUs.
         optimizer: a class of ``torch.optim`` ("adam", "sgd", ...; "momentum" is SGD with momentum), an optimizer, or
@@ -91,6 +94,7 @@ def estimate(
 
     Raises:
         ValueError: a value is wrong, or precision and config contradict each other.
+        ConfigError: the tensor ranks do not divide ``world``, or a module has no plan that they fit.
     """
     options = (ranks_per_node, optimizer, precision, device, accumulate_grad_batches, saves)
     return forecast(*_planned(model, config, world, *options))
@@ -124,7 +128,6 @@ def _planned(
 ) -> tuple[EnginePlan, ZeroConfig, DtypePolicy, Setup]:
     """The plan of a run, its configuration, precision and setup; arguments as for ``estimate``."""
     config = ZeroConfig.of(config)
-    refuse_tensor_parallel(config, "the estimate")
     counts = {"world": world, "ranks_per_node": ranks_per_node, "accumulate_grad_batches": accumulate_grad_batches}
     for name, count in counts.items():
         if count is not None or name != "ranks_per_node":
@@ -136,36 +139,53 @@ def _planned(
     per_node = ranks_per_node or (world if device == "cpu" else min(world, 8))
     if world < 1 or not 1 <= per_node <= world:
         raise ValueError(f"world={world}, ranks_per_node={per_node}: 1 <= ranks_per_node <= world is needed.")
-    if isinstance(model, nn.Module):
-        config = with_sizes(config, model)
-    elif sizes_left := sorted(path[1] for path in config.autos if path[1:] and str(path[1]).endswith(_OF_HIDDEN)):
-        raise ValueError(f'{", ".join(map(str, sizes_left))} "auto" needs the model, not its size: write numbers.')
+    tensor = ParallelSizes.of(config, world).tensor
+    module, config, specs = _cut_module(model, config, tensor)
     policy = dtype_policy(config, resolve_mode(config, precision or "32-true"))
-    if not isinstance(model, nn.Module):
-        along = config.zero_optimization.model_copy(update={"shard_along": "element"})
-        config = config.model_copy(update={"zero_optimization": along})
-        sizes = model if isinstance(model, Sizes) else Sizes(count_of(model, "model"))
-        limit = min(config.zero_optimization.reduce_bucket_size, config.zero_optimization.allgather_bucket_size)
-        model = skeleton(sizes, limit)
+    if module is not model:
         policy = replace(policy, keep_fp32=())  # the names of modules are unknown
     states, fused = states_of(optimizer)
-    # An assumed setup: NCCL on GPUs; on CPUs shared memory within a node, else gloo.
-    one_cpu_node = device == "cpu" and world == per_node > 1
-    gloo = device == "cpu" and config.zero_optimization.reduce_scatter
+    zero, in_node = config.zero_optimization, world == per_node
+    group, cut = (PlannedGroup.assumed(size, world, zero, device, in_node) for size in (world, world // tensor))
     setup = Setup(
-        world=world,
-        per_node=per_node,
-        device=device,
-        windows=one_cpu_node,
-        sums_wide=world == 1 or one_cpu_node or gloo,
-        scratch=device == "cpu" and world > 1,
-        background=world > 1 and not one_cpu_node,
-        states=states,
+        group,
+        per_node,
+        device,
+        states,
         fused=fused and config.fused_step,
         accumulates=accumulate_grad_batches > 1,
         saves=saves,
     )
-    return plan_engine(model, config, policy, config.zero_optimization.shards(world)), config, policy, setup
+    named = dict(module.named_parameters())
+    sizes = {named[spec.name]: spec.local_box.numel for spec in specs}
+    plan = plan_engine(module, config, policy, group.mesh.shards, specs, dict.fromkeys(sizes, cut), sizes)
+    return plan, config, policy, setup
+
+
+def _cut_module(
+    model: nn.Module | Sizes | float | str, config: ZeroConfig, tensor: int
+) -> tuple[nn.Module, ZeroConfig, list[ParamSpec]]:
+    """The module that is planned, its configuration, and what a rank has of each parameter that is cut."""
+    if isinstance(model, nn.Module):
+        config = with_sizes(config, model)
+        return model, config, planned_parts(model, tensor, config)
+    if sizes_left := sorted(path[1] for path in config.autos if path[1:] and str(path[1]).endswith(_OF_HIDDEN)):
+        raise ValueError(f'{", ".join(map(str, sizes_left))} "auto" needs the model, not its size: write numbers.')
+    along = config.zero_optimization.model_copy(update={"shard_along": "element"})
+    config = config.model_copy(update={"zero_optimization": along})
+    sizes = model if isinstance(model, Sizes) else Sizes(count_of(model, "model"))
+    limit = min(config.zero_optimization.reduce_bucket_size, config.zero_optimization.allgather_bucket_size)
+    made = skeleton(sizes, limit * tensor)
+    return made, config, parts_of_all(made, tensor)
+
+
+def parts_of_all(model: nn.Module, ranks: int) -> list[ParamSpec]:
+    """What a rank has of each parameter of a ``skeleton``, which are taken to be cut over ``ranks``."""
+    found = []
+    for name, parameter in model.named_parameters() if ranks > 1 else ():
+        rows, columns = parameter.shape
+        found.append(ParamSpec(name, (rows, columns), Box((0, 0), (-(-rows // ranks), columns))))
+    return found
 
 
 class _Layer(nn.Module):
@@ -380,8 +400,10 @@ def settings_table(
         for setting in settings(device, stage)
     ]
     per_node = casts[0][1].setup.per_node
+    tensor = parsed.tensor_parallel.autotp_size
+    ranks = f"{world} rank(s), {per_node} per node" + (f", {tensor} tensor ranks" if tensor > 1 else "")
     table = Table(
-        title=f"{casts[0][1].parameters:,} parameters, {world} rank(s), {per_node} per node",
+        title=f"{casts[0][1].parameters:,} parameters, {ranks}",
         caption="Without activations. optim., param: device of offload_optimizer, offload_param.\n"
         "* stage3_max_reuse_distance: 0, nothing stays gathered after its forward.",
         caption_justify="left",

@@ -18,14 +18,14 @@ Note [Phases]
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
@@ -33,10 +33,11 @@ from lt_zero.config.rules import one_bit
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.layout import BucketLayout, Sharding
 from lt_zero.engine.offload_manager import resting
-from lt_zero.engine.partition import BucketPlan, EnginePlan
+from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.engine.zero_plus_plus import GRADIENTS_INSIDE
 from lt_zero.engine.zero_plus_plus import WEIGHTS as QUANTIZED_WEIGHTS
 from lt_zero.io.pinned import rounded
+from lt_zero.memory.setup import Setup
 from lt_zero.ops.codecs import INT8
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
@@ -57,43 +58,14 @@ Amounts = Mapping[tuple[str, str], int]  # (place, kind) -> bytes
 
 
 @dataclass(frozen=True)
-class Setup:
-    """Facts of a run that a forecast needs beside the configuration."""
-
-    world: int
-    per_node: int  # ranks on one node, which share its host memory and NVMe
-    device: str = "cuda"  # type, "cpu" or "cuda"
-    windows: bool = False  # ranks read each other's memory (comm/shared_memory.py)
-    sums_wide: bool = False  # gradients are summed in the accumulators' dtype, whatever dtype is sent (transport.py)
-    scratch: bool = False  # reductions need as much scratch memory as they send (gloo)
-    background: bool = True  # gathers overlap with compute, so units are prefetched
-    states: float = 2.0  # element-wise states of the optimizer; 2 for Adam
-    fused: bool = True  # the optimizer is stepped by the native kernel, which takes any dtype of gradients
-    accumulates: bool = False  # several micro-batches per step
-    training: bool = True  # there are gradients
-    saves: bool = True  # there are checkpoints
-
-    @classmethod
-    def of_group(cls, group: ShardGroup, **options: Any) -> Setup:
-        """The setup of a running process group; ``options``: the fields that it does not know."""
-        return cls(
-            world=group.size,
-            per_node=group.size,
-            device=group.device.type,
-            windows=group.shares_memory,
-            sums_wide=group.sums_wide,
-            scratch=group.scratch_numel(1) > 0,
-            background=group.gathers_in_background,
-            **options,
-        )
-
-
-@dataclass(frozen=True)
 class Row:
     """One bucket in numbers."""
 
-    elements: int  # of its parameters
-    numel: int  # with padding
+    group: GroupFacts  # over which it is sharded
+    elements: int  # of its parameters, as this rank has them
+    whole: int  # of the tensors of which these are parts
+    numel: int  # of ``elements``, with padding
+    counted: int  # those with which it counts in limits: as ``Bucket.counted``
     own: int  # elements of this rank's master weights or shard, with padding
     held: int  # of ``own`` without padding: the size of moments
     dtype: torch.dtype  # of the compute copy
@@ -136,13 +108,16 @@ class Row:
 
 def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> list[Row]:
     """The buckets as rows, in the plan's order."""
-    zero, buckets, on_cpu = config.zero_optimization, plan.buckets, setup.device == "cpu"
-    layouts = [bucket.layout_in(zero.shards(setup.world), setup.world) for bucket in buckets]
+    zero, buckets, on_cpu, everyone = config.zero_optimization, plan.buckets, setup.device == "cpu", setup.group
+    layouts = [bucket.layout_in(everyone.mesh.shards, everyone.size) for bucket in buckets]
     counted = [bucket.counted(layout) for bucket, layout in zip(buckets, layouts, strict=True)]
     places = resting(counted, [b.sharding.params for b in buckets], zero)
     optim, param = zero.offload_optimizer.device, zero.param_offload.device
     rows = []
-    for bucket, layout, held, (moves, away) in zip(buckets, layouts, _held(plan, layouts), places, strict=True):
+    for bucket, layout, held, count, (moves, away) in zip(
+        buckets, layouts, _held(plan, layouts), counted, places, strict=True
+    ):
+        group = bucket.group or everyone
         dtype, sharding = bucket.dtype, bucket.sharding
         master, accum, trains = policy.master_of(dtype), policy.accumulate_of(dtype), bucket.trains and setup.training
         sharded = sharding.optim or sharding.params
@@ -153,29 +128,28 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
             weights = NVME
         elif sharding.params and param != "none" and not on_cpu:
             weights = HOST
-        wire, shared = policy.wire_of(dtype), sharding.optim and setup.sums_wide
-        alone = (
-            setup.world == 1 and wire is None and (config.prescale_gradients or config.gradient_predivide_factor == 1)
-        )
+        wire, shared = policy.wire_of(dtype), sharding.optim and group.sums_wide
+        direct = group.alone and wire is None and (config.prescale_gradients or config.gradient_predivide_factor == 1)
         row = Row(
+            group=group,
             elements=layout.elements,
+            whole=sum(math.prod(spec.global_shape) for spec in bucket.specs),
             numel=layout.numel,
+            counted=count,
             own=layout.shard_numel if sharded else layout.numel,
             held=held if sharded else layout.numel,
             dtype=dtype,
             master=master,
             accum=accum,
             step=policy.step_of(dtype),
-            send=None if alone else wire or (dtype if shared else accum),
+            send=None if direct else wire or (dtype if shared else accum),
             sharding=sharding,
             trains=trains,
-            wide=not trains
-            and master != dtype
-            and any(p.dtype.itemsize > dtype.itemsize for _, p in bucket.parameters),
+            wide=bucket.narrows and not trains and master != dtype,
             states=states,
             weights=weights,
-            residual=_residual(bucket, layout, config, policy) if trains and setup.world > 1 else 0,
-            rounded=zero.zero_quantized_weights and zero.stage < 3 and sharding.optim and setup.world > 1,
+            residual=_residual(bucket, layout, config, policy) if trains and group.size > 1 else 0,
+            rounded=zero.zero_quantized_weights and zero.stage < 3 and sharding.optim and group.size > 1,
         )
         rows.append(row)
     return rows
@@ -200,7 +174,7 @@ def _held(plan: EnginePlan, layouts: Sequence[BucketLayout]) -> list[int]:
     shares = []
     for layout in layouts:
         shares.append([sum(p.numel for p in layout.pieces(*layout.shard(r))) for r in range(layout.world)])
-    most: dict[ShardGroup | None, int] = {}  # the rank of each group
+    most: dict[GroupFacts | None, int] = {}  # the rank of each group
     for group in dict.fromkeys(bucket.group for bucket in plan.buckets):
         rows = zip(plan.buckets, shares, strict=True)
         trained = [share for bucket, share in rows if bucket.trains and bucket.group is group]
@@ -349,9 +323,8 @@ class _Sums:
 
     def second_copies(self) -> list[Part]:
         """What ranks of a node keep of all parameters (``zero_hpz_partition_size``)."""
-        secondary = self.zero.secondary_shards(self.setup.world)
-        rows = [row for row in self.rows if row.sharding.params] if secondary > 1 else []
-        return [(DEVICE, WEIGHTS, sum(row.numel * row.dtype.itemsize for row in rows) // secondary)]
+        rows = [(row, self.zero.secondary_shards(row.group.size)) for row in self.rows if row.sharding.params]
+        return [(DEVICE, WEIGHTS, row.numel * row.dtype.itemsize // shares) for row, shares in rows if shares > 1]
 
     def local(self) -> list[Part]:
         """Gradients of an accumulation window before they are reduced (``Accumulator.local``)."""
@@ -364,12 +337,19 @@ class _Sums:
         units, total = self.plan.units, list[Part]()
         if self.setup.training:  # p.grad of one unit, and of the root until backward ends
             fresh = [
-                sum(p.numel() * b.dtype.itemsize for b in buckets for _, p in b.parameters if p.requires_grad)
+                sum(
+                    spec.local_box.numel * b.dtype.itemsize
+                    for b in buckets
+                    for (_, p), spec in zip(b.parameters, b.specs, strict=True)
+                    if p.requires_grad
+                )
                 for buckets in (*(unit.buckets for unit in units), self.plan.rest)
             ]
             total.append((DEVICE, FRESH, max(fresh[:-2], default=0) + sum(fresh[-2:])))
         zero, reads = self.zero, self.zero.param_offload.device == "nvme"
-        ahead, most_buckets = zero.stage3_prefetch_bucket_size if self.setup.background or reads else 0, float("inf")
+        groups = {self.setup.group, *(row.group for row in self.rows)}
+        background, shards = all(g.gathers_in_background for g in groups), min(g.mesh.shards for g in groups)
+        ahead, most_buckets = zero.stage3_prefetch_bucket_size if background or reads else 0, float("inf")
         if reads:
             ahead, most_buckets = min(ahead, zero.param_offload.buffer_size), zero.param_offload.buffer_count
         inner = [self._gathered(unit.buckets, unit.needs_weights) for unit in units[:-1] if unit.buckets]
@@ -385,28 +365,27 @@ class _Sums:
         if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
             total.append((DEVICE, GATHERED, QUANTIZED_WEIGHTS.nbytes(most) if self.setup.world > 1 else 0))
         elif self.config.quantize is not None:
-            total.append((DEVICE, GATHERED, INT8.nbytes(most) + INT8.nbytes(most) // zero.shards(self.setup.world)))
+            total.append((DEVICE, GATHERED, INT8.nbytes(most) + INT8.nbytes(most) // shards))
         dtypes = [row.dtype if row.copies_weights else row.exact for row in self.rows if row.weights == NVME]
         if dtypes:
-            total.append(
-                (self.memory, OFFLOAD, most // zero.shards(self.setup.world) * max(dtype.itemsize for dtype in dtypes))
-            )
+            total.append((self.memory, OFFLOAD, most // shards * max(dtype.itemsize for dtype in dtypes)))
         return total
 
     def _gathered(self, buckets: Iterable[BucketPlan], needs_weights: bool) -> Gathered:
         rows = [self.table[b] for b in buckets if b.sharding.params]
         nbytes = sum(row.numel * row.dtype.itemsize for row in rows)
-        return Gathered(sum(row.numel for row in rows), nbytes, len(rows), needs_weights)
+        return Gathered(sum(row.counted for row in rows), nbytes, len(rows), needs_weights)
 
     def reduce_buffers(self) -> list[Part]:
         """The buffers of ``Reducer``: send buffers, and scratch of the same size where the collective needs it."""
-        limit, each, total = self.zero.reduce_bucket_size, 2 if self.setup.scratch else 1, 0
-        for dtype in {row.send for row in self.trained if row.send is not None}:
-            alike = [row for row in self.rows if row.send == dtype]
+        limit, total, own = self.zero.reduce_bucket_size, 0, list[int]()
+        for group, dtype in {(row.group, row.send) for row in self.trained if row.send is not None}:
+            each = dtype.itemsize * (2 if group.scratch_numel(1) else 1)
+            alike = [row for row in self.rows if row.group == group and row.send == dtype]
             reusable = max((row.numel for row in alike if row.numel <= limit), default=0)
-            buffers = SEND_BUFFERS if self.setup.windows else 2 * each
-            own = sorted((row.numel for row in alike if row.trains and row.numel > limit), reverse=True)
-            total += (reusable * buffers + sum(own[:2]) * each) * dtype.itemsize
+            total += reusable * (SEND_BUFFERS * dtype.itemsize if group.shares_memory else 2 * each)
+            own += [row.numel * each for row in alike if row.trains and row.numel > limit]
+        total += sum(sorted(own)[-2:])  # in flight, of all groups
         if self.zero.zero_quantized_gradients and self.setup.world > 1:  # Compressor._sum: by node, codes of both ways
             sent = [(row.numel, row.send) for row in self.trained if row.sharding.optim and row.send is not None]
             codes = [numel * dtype.itemsize + 2 * GRADIENTS_INSIDE.nbytes(numel) for numel, dtype in sent]
@@ -461,7 +440,9 @@ class _Sums:
         if not self.config.sharded_checkpoints:  # full_params.gather_own
             widest = [max(r.exact.itemsize, r.step.itemsize if r.trains and states else 0) for r in rows]
             sizes = [r.numel * itemsize for r, itemsize in zip(rows, widest, strict=True) if r.own != r.numel]
-            return [(DEVICE, COPY, max(sizes, default=0)), (self.memory, OFFLOAD, files)]
+            joined = max((math.prod(spec.global_shape) for spec in self.plan.parts), default=0)  # full_params.joined
+            copied = max(sizes, default=0) + joined * torch.float32.itemsize
+            return [(DEVICE, COPY, copied), (self.memory, OFFLOAD, files)]
         copy = 0
         if self.config.checkpoint.async_save:
             copy = sum(row.own * row.exact.itemsize for row in rows)
@@ -471,8 +452,8 @@ class _Sums:
 
     def full_copy(self) -> list[Part]:
         """A full save: rank 0's copy, and the file, which Lightning builds in memory (``_atomic_save``)."""
-        total = sum(row.elements * row.exact.itemsize for row in self.rows)
-        total += sum(int(row.elements * row.step.itemsize * self.setup.states) for row in self.trained)
+        total = sum(row.whole * row.exact.itemsize for row in self.rows)
+        total += sum(int(row.whole * row.step.itemsize * self.setup.states) for row in self.trained)
         return [(HOST, COPY, total), (HOST, FILE, total)]
 
 
@@ -483,12 +464,14 @@ class Forecast:
     Attributes:
         setup: ranks, device, optimizer.
         parameters: elements of the model.
+        local: those of a rank's parts of it, which ZeRO shards further; all of them without tensor parallelism.
         phases: (place, kind) -> bytes of one rank, in each phase. See Note [Phases].
         first: (place, kind) -> additional bytes of rank 0, in each phase.
     """
 
     setup: Setup
     parameters: int
+    local: int
     phases: Mapping[str, Amounts]
     first: Mapping[str, Amounts]
 
@@ -546,7 +529,8 @@ def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: S
 
     return Forecast(
         setup=setup,
-        parameters=sum(row.elements for row in sums.rows),
+        parameters=sum(row.whole for row in sums.rows),
+        local=sum(row.elements for row in sums.rows),
         phases={name: added(phases[name]) for name in PHASES if name in phases},
         first={"checkpoint": added([] if config.sharded_checkpoints else sums.full_copy())},
     )

@@ -15,15 +15,17 @@ import torch
 from lt_zero.comm.hierarchy import lines
 from lt_zero.comm.topology import choose, whole_nodes
 from lt_zero.comm.transport import Mesh
+from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.rules import one_bit
 from lt_zero.engine.compressed_momentum import MOMENTA
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.gradient_compression import codec_of
-from lt_zero.engine.partition import EnginePlan
+from lt_zero.engine.partition import EnginePlan, GroupFacts
 from lt_zero.engine.zero_plus_plus import GRADIENTS, WEIGHTS
-from lt_zero.memory.forecast import Row, Setup, rows_of
+from lt_zero.memory.forecast import Row, rows_of
+from lt_zero.memory.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -53,41 +55,75 @@ def forecast_traffic(
     plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup, micro_batches: int = 1
 ) -> Traffic:
     """The traffic of a step with ``micro_batches`` backwards. ``setup.per_node`` ranks are on each node."""
-    zero, world = config.zero_optimization, setup.world
-    mesh = Mesh(world, 0, zero.shards(world))
-    nodes = [list(range(first, min(first + setup.per_node, world))) for first in range(0, world, setup.per_node)]
-    backend = "gloo" if setup.device == "cpu" else "nccl"
-    topology = choose(config.communication.topology, mesh, nodes, backend)
-    if len(nodes) == 1:
+    zero, table = config.zero_optimization, dict(zip(plan.buckets, rows_of(plan, config, policy, setup), strict=True))
+    links = {
+        group: _GroupLinks(group, config, setup) for group in {setup.group, *(row.group for row in table.values())}
+    }
+    topology = links[setup.group].topology
+    if setup.world <= setup.per_node:
         return Traffic(0, 0, topology.why)
-    links = _Links(mesh, nodes, backend, topology.sizes)
-    table = dict(zip(plan.buckets, rows_of(plan, config, policy, setup), strict=True))
     gradients = weights = 0.0
     for bucket, row in table.items():
         if row.trains:
             reductions = micro_batches if row.sharding.grads else 1
-            quantized = zero.zero_quantized_gradients and row.sharding.optim
-            compressed = (bucket.compresses or quantized) and row.send is not None
-            gradients += reductions * (_compressed(row, config, nodes, world) if compressed else links.reduced(row))
+            gradients += reductions * links[row.group].reduced(row, bucket.compresses)
             if row.sharding.optim and not row.sharding.params:
-                weights += links.gathered(row, zero.zero_quantized_weights and zero.stage < 3)
+                weights += links[row.group].gathered(row, zero.zero_quantized_weights and zero.stage < 3)
     limits = Residency(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
     units = [[table[b] for b in unit.buckets if b.sharding.params] for unit in plan.units[:-1]]
-    stays = limits.keep_after_forward([sum(row.numel for row in rows) for rows in units])
-    secondary = zero.secondary_shards(world)
-    second = _Links(Mesh(world, 0, secondary), nodes, backend, ()) if secondary > 1 else links
-
-    def gathers(row: Row, times: int) -> float:
-        codes = zero.zero_quantized_weights or (zero.zero_quantized_nontrainable_weights and not row.trains)
-        first = (1 if row.trains else 0) if secondary > 1 else times  # those that begin at the owners
-        return first * links.gathered(row, codes) + (times - first) * second.gathered(row)
-
+    stays = limits.keep_after_forward([sum(row.counted for row in rows) for rows in units])
     for rows, unit, keeps in zip(units, plan.units, stays, strict=False):
         passes = 2 if unit.needs_weights and not keeps else 1
-        weights += sum(gathers(row, passes * micro_batches) for row in rows)
-    root = [b for b in (*plan.units[-1].buckets, *plan.rest) if b.sharding.params]
-    weights += sum(gathers(table[bucket], micro_batches) for bucket in root)
+        weights += sum(links[row.group].gathers(row, passes * micro_batches) for row in rows)
+    root = [table[b] for b in (*plan.units[-1].buckets, *plan.rest) if b.sharding.params]
+    weights += sum(links[row.group].gathers(row, micro_batches) for row in root)
     return Traffic(gradients, weights, topology.why)
+
+
+class _GroupLinks:
+    """What a bucket of ``group`` sends between nodes, per node. Groups with other parts of its tensors send as much.
+
+    Their ranks are on nodes alike: tensor ranks are neighbours, as many on each node.
+
+    Raises:
+        ConfigError: they are not.
+    """
+
+    def __init__(self, group: GroupFacts, config: ZeroConfig, setup: Setup) -> None:
+        self._config, self._size = config, group.size
+        self._alike = setup.world // group.size
+        if setup.world > setup.per_node and setup.per_node % self._alike:
+            key = "tensor_parallel.autotp_size"
+            text = f"{key}={self._alike} does not divide the {setup.per_node} ranks of a node: activations would cross"
+            raise ConfigError.about(key, f"{text} the network in each layer, which is not counted. Use a divisor.")
+        each = max(1, setup.per_node // self._alike)
+        self._nodes = [list(range(first, min(first + each, group.size))) for first in range(0, group.size, each)]
+        backend = "gloo" if setup.device == "cpu" else "nccl"
+        self.topology = choose(config.communication.topology, group.mesh, self._nodes, backend)
+        self._links = _Links(group.mesh, self._nodes, backend, self.topology.sizes)
+        secondary = config.zero_optimization.secondary_shards(group.size)
+        self._second = _Links(Mesh(group.size, 0, secondary), self._nodes, backend, ()) if secondary > 1 else None
+
+    def reduced(self, row: Row, compresses: bool) -> float:
+        """Bytes of a reduction of a bucket's gradients."""
+        quantized = self._config.zero_optimization.zero_quantized_gradients and row.sharding.optim
+        if (compresses or quantized) and row.send is not None:
+            return self._alike * _compressed(row, self._config, self._nodes, self._size)
+        return self._alike * self._links.reduced(row)
+
+    def gathered(self, row: Row, codes: bool) -> float:
+        """Bytes of a gather of a bucket's updated weights; ``codes``: quantised."""
+        return self._alike * self._links.gathered(row, codes)
+
+    def gathers(self, row: Row, times: int) -> float:
+        """Bytes of ``times`` gathers of a sharded bucket in a step."""
+        zero = self._config.zero_optimization
+        codes = zero.zero_quantized_weights or (zero.zero_quantized_nontrainable_weights and not row.trains)
+        if self._second is None:
+            return self._alike * times * self._links.gathered(row, codes)
+        first = 1 if row.trains else 0  # those that begin at the owners
+        sent = first * self._links.gathered(row, codes) + (times - first) * self._second.gathered(row)
+        return self._alike * sent
 
 
 def _compressed(row: Row, config: ZeroConfig, nodes: list[list[int]], world: int) -> float:

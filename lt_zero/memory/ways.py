@@ -47,7 +47,7 @@ class Way:
 
 
 def ways(stage: int, world: int, per_node: int, device: str) -> Iterator[Way]:
-    """What can be tried at ``stage``, exact ways first."""
+    """What can be tried at ``stage``, exact ways first; ``world``, ``per_node``: data ranks."""
     groups = world % per_node == 0 and 1 < per_node < world
     yield Way(f"stage {stage}", stage)
     if device == "cpu":
@@ -67,8 +67,9 @@ def ways(stage: int, world: int, per_node: int, device: str) -> Iterator[Way]:
 
 def possible(config: ZeroConfig, world: int, per_node: int, device: str, stage: int | None = None) -> list[Way]:
     """The ways that do not contradict ``config``; ``stage``: only of this one."""
-    stages = range(4) if stage is None else [stage]
-    found = [way for number in stages for way in ways(number, world, per_node, device)]
+    stages, tensor = range(4) if stage is None else [stage], config.tensor_parallel.autotp_size
+    data = world // tensor, max(1, per_node // tensor)
+    found = [way for number in stages for way in ways(number, *data, device)]
     return [way for way in found if next(contradictions(way.of(config)), None) is None]
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -26,12 +27,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import Parameter
 
+from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
+from lt_zero.engine.guard import is_guarded
 from lt_zero.parallel import styles
-from lt_zero.parallel.local import mark_partial
+from lt_zero.parallel.local import is_cut, mark_partial, spec_of
 from lt_zero.parallel.rules import (
     SIZE,
     Assignment,
@@ -77,26 +80,67 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, config: ZeroConfig) -> list
             raise ConfigError.about(key, f"{key}: the model is parallelized already. Remove the key, or do not do it.")
         _warn_of_lost_ties(module)
         return _rows_of_user(module)
-    plan = plan_of_rules(module, block) or plan_of_model(module)
-    if plan is None:
-        raise ConfigError.about(
-            SIZE,
-            f"{SIZE}={mesh.size()}, but there is no plan for {type(module).__name__}, and none is guessed. Write "
-            "tensor_parallel.partition_config.layer_specs with a rule for each kind of layer, or call "
-            "parallelize_module(model, self.device_mesh['tensor_parallel'], plan) in configure_model.",
-        )
-    ties = _ties(module)
-    problems = [*plan.problems, *_wrong_sizes(plan, mesh.size()), *_wrong_ties(plan, ties)]
-    heads = _heads(module, plan)
-    problems += _wrong_heads(heads, mesh.size())
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
+    plan, ties, heads = _fitting_plan(module, mesh.size(), config, _CUT)
     _apply(plan, mesh)
     _tie_again(ties)
     for name, owner, value in heads if plan.sets_heads else ():
         if owner is not None:
             setattr(owner, name.rpartition(".")[2], value // mesh.size())
     return _rows(module, plan)
+
+
+def planned_parts(module: nn.Module, ranks: int, config: ZeroConfig) -> list[ParamSpec]:
+    """What the first of ``ranks`` tensor ranks has of each parameter that is cut, or that ``parallelize`` would cut.
+
+    Nothing is changed, and no process group is needed.
+
+    Raises:
+        ConfigError: as ``parallelize``; or the module is parallelized over another number of ranks.
+    """
+    named = {id(parameter): (name, parameter) for name, parameter in module.named_parameters()}
+    distributed = [(name, p) for name, p in named.values() if isinstance(p, DTensor)]
+    for name, parameter in distributed:
+        if (size := parameter.device_mesh.size()) != ranks:
+            text = f"{SIZE}={ranks}, and parameter {name!r} is distributed over {size} ranks. Write {SIZE}: {size}."
+            raise ConfigError.about(SIZE, text)
+    if distributed or ranks == 1:
+        return [spec_of(name, parameter) for name, parameter in distributed if is_cut(parameter)]
+    specs: dict[str, ParamSpec] = {}
+    for each in _fitting_plan(module, ranks, config, _COUNT)[0].assigned:
+        for own, whole in each.module.named_parameters(recurse=False):
+            if (axis := styles.cut_axis(each.kind, own)) is not None:
+                name, shape = named[id(whole)][0], tuple(whole.shape)
+                sizes = tuple(size // ranks if n == axis else size for n, size in enumerate(shape))
+                specs[name] = ParamSpec(name, shape, Box((0,) * len(shape), sizes))
+    return list(specs.values())
+
+
+_CUT = "call parallelize_module(model, self.device_mesh['tensor_parallel'], plan) in configure_model"
+_COUNT = "give the number of parameters instead, which are all taken to be cut (configure_model is not called)"
+
+
+def _fitting_plan(module: nn.Module, ranks: int, config: ZeroConfig, otherwise: str) -> tuple[Plan, Ties, Heads]:
+    """The plan for a module that is not parallelized yet, and what ``parallelize`` needs beside it.
+
+    ``otherwise``: what to do where no rules can be written.
+
+    Raises:
+        ConfigError: there is none, or it does not fit.
+    """
+    plan = plan_of_rules(module, config.tensor_parallel) or plan_of_model(module)
+    if plan is None:
+        raise ConfigError.about(
+            SIZE,
+            f"{SIZE}={ranks}, but there is no plan for {type(module).__name__}, and none is guessed. Write "
+            f"tensor_parallel.partition_config.layer_specs with a rule for each kind of layer, or {otherwise}.",
+        )
+    ties = _ties(module)
+    problems = [*plan.problems, *_wrong_sizes(plan, ranks), *_wrong_ties(plan, ties)]
+    heads = _heads(module, plan)
+    problems += _wrong_heads(heads, ranks)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return plan, ties, heads
 
 
 def _apply(plan: Plan, mesh: DeviceMesh) -> None:
@@ -209,13 +253,15 @@ def _wrong_ties(plan: Plan, ties: Ties) -> Iterator[Problem]:
             )
 
 
+_REPLICATED = (styles.SEQUENCE, styles.ROW, styles.SPLIT)  # what is whole of these is a DTensor
+
+
 def _placement(kind: str, parameter: str) -> str:
-    axis = styles.cut_axis(kind)
-    if axis is None:
-        return {styles.PARTIAL: "whole, partial gradient", styles.SEQUENCE: "replicated"}.get(kind, "whole")
-    if parameter == "bias" and kind in (styles.ROW, styles.SPLIT):
-        return "replicated"
-    return f"cut along axis {axis}"
+    axis = styles.cut_axis(kind, parameter)
+    if axis is not None:
+        return f"cut along axis {axis}"
+    how = {styles.PARTIAL: "whole, partial gradient", **dict.fromkeys(_REPLICATED, "replicated")}
+    return how.get(kind, "whole")
 
 
 def _tie_again(ties: Ties) -> None:
@@ -224,6 +270,31 @@ def _tie_again(ties: Ties) -> None:
         parameter = getattr(first, own)
         for module, name, _ in rest:
             module.register_parameter(name, parameter)
+
+
+@contextmanager
+def keeping_ties(module: nn.Module) -> Iterator[None]:
+    """Context in which a user parallelizes ``module``: weights that were tied before it are tied after it.
+
+    Raises:
+        ConfigError: a tied weight was placed in different ways.
+    """
+    before = _ties(module)
+    yield
+    for places in before:
+        now: dict[str, Any] = {name: getattr(sub, own, None) for sub, own, name in places}
+        first, *rest = now.values()
+        if all(other is first for other in rest) or not any(isinstance(p, DTensor) for p in now.values()):
+            continue
+        how = {name: getattr(parameter, "placements", "whole") for name, parameter in now.items()}
+        if len(set(how.values())) > 1:
+            shown = ", ".join(f"{name} ({placement})" for name, placement in how.items())
+            raise ConfigError(
+                f"parallelize_module has placed one tied weight in different ways: {shown}. Cut all of its modules "
+                "along the same axis, or none of them; or untie them before."
+            )
+        if first.is_meta or is_guarded(first) or all(torch.equal(first.to_local(), other.to_local()) for other in rest):
+            _tie_again([places])  # otherwise the user has changed one
 
 
 def _warn_of_lost_ties(module: nn.Module) -> None:

@@ -125,8 +125,10 @@ def style_of(kind: str, sizes: Sequence[int] = ()) -> ParallelStyle | None:
     return {SEQUENCE: SequenceNorm, PARTIAL: PartialGradient}.get(kind, lambda: None)()
 
 
-def cut_axis(kind: str) -> int | None:
-    """The axis of the weight that is cut; None if it is whole."""
+def cut_axis(kind: str, parameter: str = "weight") -> int | None:
+    """The axis of the weight, or of the bias, that is cut; None if it is whole."""
+    if parameter == "bias" and kind in (ROW, SPLIT):
+        return None
     if kind in (COLUMN, GATHERED, FUSED, VOCABULARY):
         return 0
     return 1 if kind in (ROW, SPLIT, EMBEDDING) else None

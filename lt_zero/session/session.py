@@ -152,6 +152,8 @@ class Session:
             tell_without_effect(config, self.face, world.rank)
             group.configure(config)
             self.mesh, self.known = mesh_of(config, world), group
+            if self.mesh is not None:
+                self.mesh.share_generators()
             place = (self.mesh.pipeline_rank, self.mesh.sizes.pipeline) if self.mesh is not None else (0, 1)
             position.enter(position.Position(*place, config.pipeline, partial(_first_rank, world)))
         self._compared = False
@@ -178,7 +180,7 @@ class Session:
         move_buffers(module, device)
         how: dict[str, Any] = {"group": self.group}
         if self.mesh is not None:
-            self.mesh.cut(module, config)
+            how["saved"] = self.mesh.cut(module, config)
             how |= self.mesh.arguments(module, self.group, config)
         engine = shard(module, config, device, policy, training=training, **how)
         if self.mesh is not None:
@@ -219,6 +221,8 @@ class Session:
             RuntimeError: on all ranks, if their optimizers differ, or have parameters that the engine does not own.
         """
         given = list(optimizers)
+        if self.mesh is not None:
+            self.mesh.replaced.follow(given)
         compare_optimizers(engine, given)
         if not given:
             return
@@ -243,7 +247,7 @@ class Session:
     def start_trial(self, engine: Engine, config: ZeroConfig, **facts: Any) -> None:
         """Begin the trial of a model that is trained, if there is one; ``facts``: as for ``Trial.start``."""
         if self.trial is not None:
-            self.trial.start(engine, config, **facts)
+            self.trial.start(engine, config, data_ranks=self.data_ranks, **facts)
 
     def hold(self, schedule: Any, number: int, config: ZeroConfig) -> None:
         """Let a schedule wait while steps of optimizer ``number`` are skipped, unless ``on_skipped_step`` says not."""
@@ -335,9 +339,9 @@ class Session:
 
 
 def _first_rank(world: World, call: Callable[[], Any]) -> Any:
-    """What a function returns on the first rank. Collective."""
+    """What a function returns on the first rank; all call it, as it may make modules together. Collective."""
     with world.agree("measuring layers of a pipeline", RuntimeError):
-        found = call() if world.rank == 0 else None
+        found = call()
     return world.host_broadcast(found, "layers of a pipeline")
 
 

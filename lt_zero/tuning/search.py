@@ -190,7 +190,7 @@ class Tuner:
     @property
     def samples(self) -> int | None:
         """Of an optimizer step, on all ranks; None: not known."""
-        return self.facts.world * self._micro * self.facts.accumulation if self._micro else None
+        return self.facts.data_ranks * self._micro * self.facts.accumulation if self._micro else None
 
     def need(self, candidate: Candidate) -> int:
         """Bytes that a rank needs at least: by the plan, and with what was measured of the script as it is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.document import MISSING, Document, leaves
 from lt_zero.config.load import examine, plain, resolved
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.partition import plan_engine
+from lt_zero.engine.partition import EnginePlan, plan_engine
 from lt_zero.memory.check import setup_of
 from lt_zero.memory.estimate import Setting, settings
 from lt_zero.memory.forecast import DEVICE, HOST, Forecast, forecast
+from lt_zero.memory.setup import PlannedGroup
 
 _Z = "zero_optimization"
 _OFFLOADS = ("offload_optimizer", "offload_param")
@@ -109,6 +110,7 @@ class Facts:
 
     Attributes:
         device: type of the device that computes.
+        data_ranks: ranks, or sets of ranks that share tensors, that see different samples.
         base: the written configuration in plain containers, without secrets.
         micro: samples of a rank per micro-batch, if configured.
         accumulation: micro-batches per step.
@@ -120,7 +122,7 @@ class Facts:
     """
 
     device: str
-    world: int
+    data_ranks: int
     base: dict[str, Any]
     micro: int | None
     accumulation: int
@@ -177,7 +179,7 @@ def plans_of(engine: Engine, config: ZeroConfig, saves: bool, nvme: str | None) 
     ladder = [rung for rung in settings(engine.device.type) if "nvme" not in rung.places or has_disk]
     if engine.world.size == 1:  # nothing is sharded: stages differ by what can be offloaded only
         ladder = list({rung.places: rung for rung in reversed(ladder)}.values())[::-1]
-    numel = sum(p.numel() for p in engine.root.parameters())
+    numel = sum(span.numel for bucket in engine.buckets for span in bucket.layout.spans)
     for setting in dict.fromkeys([*ladder, base]):
         cuts = set[tuple[int, ...]]()
         for bucket in (None, *_buckets(zero, numel)):
@@ -185,19 +187,33 @@ def plans_of(engine: Engine, config: ZeroConfig, saves: bool, nvme: str | None) 
             try:
                 made = examine(written(config), overrides=candidate.overrides(config, nvme)).usable()
                 made = made.model_copy(update={"zero_optimization": _resolved_sizes(made, config)})
-                shards = made.zero_optimization.shards(engine.world.size)
-                plan = plan_engine(engine.root, made, engine.policy, shards, engine.plan.parts)
+                plan, everyone = _planned(engine, made)
             except ConfigError as error:
                 yield from (Plan(setting, bucket, how, problem=str(error)) for how in (False, True))
                 continue
-            numels = tuple(sum(p.numel() for _, p in planned.parameters) for planned in plan.buckets)
+            numels = tuple(sum(spec.local_box.numel for spec in planned.specs) for planned in plan.buckets)
             if numels in cuts:
                 continue
             cuts.add(numels)
             for accumulates in (False, True):
-                setup = setup_of(engine, optimizers, accumulates, saves)
+                setup = replace(setup_of(engine, optimizers, accumulates, saves), group=everyone)
                 cast = forecast(plan, made, engine.policy, setup)
                 yield Plan(setting, bucket, accumulates, *_needs(cast))
+
+
+def _planned(engine: Engine, config: ZeroConfig) -> tuple[EnginePlan, PlannedGroup]:
+    """The plan of an engine's model under another configuration, over the same ranks, and the group of all of them.
+
+    Raises:
+        ConfigError: they cannot be grouped as it says.
+    """
+    groups = {group: PlannedGroup.like(group, config.zero_optimization) for group in engine.groups}
+    apart = [bucket for bucket in engine.buckets if bucket.group is not engine.groups[0]]
+    of = {parameter: groups[bucket.group] for bucket in apart for parameter in bucket.params}
+    sizes = {p: span.numel for bucket in apart for p, span in zip(bucket.params, bucket.layout.spans, strict=True)}
+    everyone = groups[engine.groups[0]]
+    plan = plan_engine(engine.root, config, engine.policy, everyone.mesh.shards, engine.plan.parts, of, sizes)
+    return plan, everyone
 
 
 def _resolved_sizes(made: ZeroConfig, config: ZeroConfig) -> ZeroOptimization:

@@ -69,6 +69,7 @@ class Trial:
         engine: Engine,
         config: ZeroConfig,
         *,
+        data_ranks: int,
         accumulation: int,
         micro: int | None = None,
         saves: bool = False,
@@ -78,7 +79,7 @@ class Trial:
 
         Args:
             config: as far as it is resolved.
-            accumulation, micro, loop: as in ``Facts``.
+            data_ranks, accumulation, micro, loop: as in ``Facts``.
             saves: there will be checkpoints.
         """
         if self._engine is not None:
@@ -92,8 +93,8 @@ class Trial:
             bare = max(0, _taken(device) - held)
             plans = tuple(plans_of(engine, config, saves, order.nvme))
             refused = unrepeated(engine, config)
-            world, base = engine.world.size, written(config)
-            facts = Facts(device.type, world, base, micro, accumulation, loop, bare, refused, plans)
+            base = written(config)
+            facts = Facts(device.type, data_ranks, base, micro, accumulation, loop, bare, refused, plans)
             facts.write(self._folder / FACTS)
         self._built = _peak(device)
         _reset_peak(device)

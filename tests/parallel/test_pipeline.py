@@ -52,6 +52,26 @@ def test_meshes(pool: Pool, ranks: Ranks, stage: int, schedule: str) -> None:
     pool.run(ranks.all, _train, ranks, stage, "adamw" if stage % 2 else "sgd", True, schedule)
 
 
+def _reductions(stage: int, schedule: str) -> tuple[int, int]:
+    """Reductions of a step, and as many as there have to be: sharded gradients in each backward of their stage."""
+    run = start(Ranks(2, 1, 2), stage, pipeline={"schedule": schedule})
+    channels = [c for name, c in run.engine.world.watch.channels.items() if name.startswith("reduction")]
+    before = sum(channel.launched for channel in channels)
+    run.step(0)
+    pipe, owner = run.model.pipe, run.engine.owner
+    expected = sum(not bucket.sharding.grads for bucket in run.engine.buckets)
+    for number in pipe.position.own:
+        found = {owner[id(p)][0] for p in pipe.parameters_of(number)}
+        expected += 4 * sum(bucket.sharding.grads for bucket in found)
+    return sum(channel.launched for channel in channels) - before, expected
+
+
+@pytest.mark.parametrize(("stage", "schedule"), [(1, "1F1B"), (2, "Interleaved1F1B"), (3, "LoopedBFS")])
+def test_gradients_are_reduced_as_often_as_they_have_to_be(pool: Pool, stage: int, schedule: str) -> None:
+    for counted, expected in pool.run(4, _reductions, stage, schedule):
+        assert counted == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

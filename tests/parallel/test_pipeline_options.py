@@ -101,9 +101,9 @@ def test_a_stage_without_blocks_checkpoints_nothing(pool: Pool) -> None:
 
 def _made(rank: int, ranks: int, meta: bool = False, **keys: Any) -> dict[str, Tensor]:
     torch.manual_seed(5)
-    block = PipelineParallel(stages=ranks, **keys)
+    block, layers = PipelineParallel(stages=ranks, **keys), specs()
     with position.at(position.Position(rank, ranks, block)), torch.device("meta" if meta else "cpu"):
-        made = Pipeline(specs())
+        made = Pipeline(layers)
     return {name: value.detach() for name, value in made.named_parameters()}
 
 
@@ -129,6 +129,9 @@ def test_meta_device_without_seeds_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         _made(0, 2, meta=True)
     assert caught.value.problems[0].key == "pipeline.seed_layers"
+    block = PipelineParallel(stages=2, seed_layers=True)
+    with position.at(position.Position(1, 2, block)), pytest.raises(ConfigError, match="LayerSpec"):
+        Pipeline([nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)])
 
 
 CLOCK = [0.0]

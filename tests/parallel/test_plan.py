@@ -19,12 +19,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lt_zero import ZeroConfig
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel import PartialGradient
-from lt_zero.parallel.plan import PlanRow, parallelize, table
+from lt_zero.parallel.plan import PlanRow, keeping_ties, parallelize, table
 from lt_zero.parallel.styles import SequenceNorm
 from tests.support.llamas import VOCABULARY, WIDTH, Attention, Llama, RMSNorm, rules
 from tests.support.matrix import only
 from tests.support.parity import STAGES
-from tests.support.plans import config, cut_over_all, rule, train
+from tests.support.plans import config, cut_over_all, plans_as_it_cuts, rule, train
 from tests.support.pool import Pool
 
 VARIANTS: dict[str, dict[str, bool]] = {
@@ -57,6 +57,18 @@ def test_three_tensor_ranks_train_as_one_process(pool: Pool, variant: str) -> No
 @pytest.mark.parametrize("stage", [1, 3])
 def test_tensor_and_data_ranks_train_as_one_process(pool: Pool, stage: int) -> None:
     assert max(pool.run(4, _train_llama, stage, "sgd", 2, "head norms")) < 1e-6
+
+
+def _plan_llama(variant: str) -> None:
+    keys = dict(VARIANTS[variant])
+    partition = rules(**{key: value for key, value in keys.items() if key != "tied"})
+    keys.pop("vocabulary", None)
+    plans_as_it_cuts(Llama(**keys), config(dist.get_world_size(), partition))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_planned_is_what_is_cut(pool: Pool, variant: str) -> None:
+    pool.run(2, _plan_llama, variant)
 
 
 # ---- without the engine ----------------------------------------------------------------------------------------------
@@ -307,6 +319,18 @@ def test_ties_that_a_user_has_lost_are_told(pool: Pool) -> None:
     for lost, tied in pool.run(2, _untied):
         assert "embed_tokens.weight and lm_head.weight have the same values" in lost
         assert not tied
+
+
+def _tied_by_halves() -> str:
+    model, mesh = Llama(tied=True), DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tensor",))
+    with pytest.raises(ConfigError) as caught, keeping_ties(model):
+        parallelize_module(model, mesh, {"lm_head": ColwiseParallel()})
+    return str(caught.value)
+
+
+def test_a_tied_weight_that_a_user_cuts_in_one_place_is_named(pool: Pool) -> None:
+    for text in pool.run(2, _tied_by_halves):
+        assert "embed_tokens.weight (whole), lm_head.weight ((Shard(dim=0),))" in text
 
 
 def _meta() -> list[PlanRow]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel.plan import PlanRow
 from tests.support.llamas import VOCABULARY, Llama
-from tests.support.plans import config, cut_over_all, rule, train
+from tests.support.plans import config, cut_over_all, plans_as_it_cuts, rule, train
 from tests.support.pool import Pool
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -66,6 +66,16 @@ def test_their_own_plans_train_as_one_process(pool: Pool, stage: int, name: str)
     model_type, keys = MODELS[name]
     assert max(pool.run(2, _train, model_type, keys, stage, "sgd")) < 2e-6
     assert max(pool.run(2, _train, model_type, keys, stage, "adamw")) < 1e-5
+
+
+def _plan(name: str) -> None:
+    model_type, keys = MODELS[name]
+    plans_as_it_cuts(build(model_type, **keys), config(2))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_planned_is_what_is_cut(pool: Pool, name: str) -> None:
+    pool.run(2, _plan, name)
 
 
 OF_DEEPSPEED = [  # its rules for Llama

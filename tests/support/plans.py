@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.parallel.local import is_cut, spec_of
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
-from lt_zero.parallel.plan import PlanRow, parallelize
+from lt_zero.parallel.plan import PlanRow, parallelize, planned_parts
 from tests.support.llamas import VOCABULARY
 from tests.support.parity import OPTIMIZERS as OF_PARITY
 from tests.support.parity import RELEASE, config_of, full_values
@@ -78,6 +80,20 @@ def train(
 def cut_over_all(model: nn.Module, settings: ZeroConfig) -> list[PlanRow]:
     ranks = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("tensor",))
     return parallelize(model, ranks, settings)
+
+
+def plans_as_it_cuts(model: nn.Module, settings: ZeroConfig) -> None:
+    """Check that the parts that are planned of ``model`` are those that the first rank gets when it is cut."""
+    planned = planned_parts(model, dist.get_world_size(), settings)
+    cut_over_all(model, settings)
+    made = [spec_of(name, p) for name, p in model.named_parameters() if isinstance(p, DTensor) and is_cut(p)]
+    assert planned
+    assert {spec.name: (spec.global_shape, spec.shape) for spec in planned} == {
+        spec.name: (spec.global_shape, spec.shape) for spec in made
+    }
+    if dist.get_rank() == 0:
+        assert set(planned) == set(made)
+    assert planned_parts(model, dist.get_world_size(), settings) == made, "of a model that is cut"
 
 
 def rule(pattern: str, kind: str = "column", **keys: Any) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class TrialObserver(RunObserver):
         assert trainer is not None
         steps, micro = trainer.accumulate_grad_batches, run.config.train_micro_batch_size_per_gpu
         self._first, saves = run.optimizers[0] if run.optimizers else None, bool(trainer.checkpoint_callbacks)
-        self._trial.start(run.engine, run.config, accumulation=steps, micro=micro, saves=saves)
+        run.session.start_trial(run.engine, run.config, accumulation=steps, micro=micro, saves=saves)
 
     def after_forward(self, module: pl.LightningModule, batch: Any, output: Any) -> None:
         self._trial.see_batch(batch)

@@ -228,6 +228,8 @@ class Pipeline(nn.Module):
         for number, spec in enumerate(self._specs):
             key = spec.key if isinstance(spec, TiedLayerSpec) else ""
             here = self.position.rank in self.shared[key] if key else number in own
+            if isinstance(spec, nn.Module) and any(p.is_meta for p in spec.parameters()):
+                self._refuse_meta()
             if isinstance(spec, LayerSpec) and not (key and key in made):
                 made.add(key)
                 module = self._make(number, spec, here)
@@ -245,14 +247,8 @@ class Pipeline(nn.Module):
         """Layer ``number``; None if this rank neither has it nor draws its values."""
         device = torch.get_default_device()
         if not self.position.block.seed_layers:
-            if device.type == "meta" and self.position.ranks > 1:
-                key = "pipeline.seed_layers"
-                raise ConfigError.about(
-                    key,
-                    "Layers of a pipeline were made on the meta device (empty_init=True), where a rank would draw the "
-                    f"values of its own layers only, and not those of a single process. Write {key}=true, or make "
-                    "the pipeline without it.",
-                )
+            if device.type == "meta":
+                self._refuse_meta()
             return spec.build()
         if not here:
             return None
@@ -261,6 +257,17 @@ class Pipeline(nn.Module):
         with device, seeded(None, device.type):
             (self._manner.seed or _seed_layer)(number)
             return spec.build()
+
+    def _refuse_meta(self) -> None:
+        """Raise ConfigError if values that are drawn later would be those of this rank's layers only."""
+        if self.position.ranks > 1:
+            key = "pipeline.seed_layers"
+            raise ConfigError.about(
+                key,
+                "Layers of a pipeline were made on the meta device (empty_init=True), where a rank would draw values "
+                f"of its own layers only, and not those of a single process. Write {key}=true, and LayerSpec(...) for "
+                "each layer; or make the pipeline without it.",
+            )
 
     def _tied(self, spec: TiedLayerSpec) -> Callable[..., Any]:
         module = self.tied[spec.key]
@@ -273,6 +280,13 @@ class Pipeline(nn.Module):
         for key, module in self.tied.items():
             found |= dict.fromkeys(module.parameters(), self.shared[key])
         return found
+
+    def parameters_of(self, stage: int) -> Iterator[Parameter]:
+        """The parameters of a stage of this rank, with those of tied layers that this rank has at all."""
+        for number in self.parts[stage]:
+            if str(number) in self.layers:
+                yield from self.layers[str(number)].parameters()
+        yield from self.tied.parameters()
 
     # ---- running them ----------------------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from lt_zero.comm.process_groups import rank_and_size
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.config.load import examine
@@ -103,10 +103,10 @@ def _position(stages: int, block: PipelineParallel) -> Position:
     Raises:
         ConfigError: the stages do not divide the ranks.
     """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = rank_and_size()
     if ranks % stages:
         remedy = "Use a divisor, or start another number of processes."
-        if not dist.is_initialized():
+        if ranks == 1:
             remedy = "Call lt_zero.init_distributed() before, in processes of a launcher."
         raise ConfigError.about(_STAGES, f"PipelineModule(num_stages={stages}) does not divide {ranks} ranks. {remedy}")
     return Position(rank // (ranks // stages), stages, block)

@@ -17,7 +17,7 @@ class Position:
     Attributes:
         rank: of ``ranks`` one after the other.
         block: the ``pipeline`` block of the run's configuration.
-        first_rank: returns what a function returns on the first rank of the run. Collective.
+        first_rank: calls a function, and returns what it does on the first rank of the run. Collective.
     """
 
     rank: int = 0

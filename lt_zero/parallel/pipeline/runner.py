@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -41,6 +40,7 @@ from torch.distributed.pipelining import (
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.tensor_tree import iter_tensors
+from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.parallel.pipeline.batches import Form, cut, forms_of, joined, micro_batches, rows_in
 from lt_zero.parallel.pipeline.layers import Pipeline
@@ -87,7 +87,7 @@ class Runner(ProcessLocal):
         pipeline: Pipeline,
         engine: Engine,
         row: ShardGroup,
-        group: dist.ProcessGroup,
+        group: Any,
         data_rank: int,
         data_ranks: int,
         wanted: int,
@@ -100,6 +100,7 @@ class Runner(ProcessLocal):
         self._forms: dict[Signature, list[tuple[Form, ...]]] = {}  # what each stage returns
         self._schedules: OrderedDict[Signature, Any] = OrderedDict()
         self.batch = _Batch([], None, 1.0, None, False)
+        self._buckets = {stage: self._buckets_of(stage) for stage in self._position.own}
         self._checked = False  # the factor of a loss, on a GPU, where that waits for it
 
     # ---- a batch ---------------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ class Runner(ProcessLocal):
         try:
             with (
                 self.engine.world.explaining(),
-                self.engine.whole_passes(trains),
+                self.engine.whole_passes(trains, set[Bucket]().union(*self._buckets.values())),
                 torch.inference_mode(False),
                 torch.set_grad_enabled(trains),
             ):
@@ -305,13 +306,19 @@ class Runner(ProcessLocal):
     def _drawing(self, seed: int | None) -> AbstractContextManager[None]:
         return nullcontext() if seed is None else seeded(seed, self.engine.device.type)
 
+    def _buckets_of(self, stage: int) -> set[Bucket]:
+        """Those that have parameters of a stage."""
+        owner = self.engine.owner
+        return {owner[id(p)][0] for p in self.pipeline.parameters_of(stage) if id(p) in owner}
+
     @contextmanager
-    def backward(self) -> Any:
-        """Context of a backward of this rank."""
+    def backward(self, stage: int) -> Iterator[None]:
+        """Context of a backward of a stage of this rank."""
         batch = self.batch
         batch.backwards += 1
         self.engine.reducer.sync = batch.sync and batch.backwards == batch.last_backward
-        with torch.autocast(self.engine.device.type, enabled=False), self.engine.backward_pass():
+        device = self.engine.device.type
+        with torch.autocast(device, enabled=False), self.engine.backward_pass(self._buckets[stage]):
             yield
 
     def check(self, grad: Tensor, expected: float) -> None:
@@ -341,7 +348,7 @@ class _Stage(PipelineStage):
         device: torch.device,
         before: tuple[Tensor, ...],
         after: tuple[Tensor, ...],
-        group: dist.ProcessGroup,
+        group: Any,
     ) -> None:
         self._chunk = _Chunk(runner, number)
         self._runner = runner
@@ -352,7 +359,7 @@ class _Stage(PipelineStage):
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._runner.backward() if self.has_backward else nullcontext():
+        with self._runner.backward(self.stage_index) if self.has_backward else nullcontext():
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 

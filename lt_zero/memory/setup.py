@@ -1,0 +1,76 @@
+"""What a forecast needs to know of a run beside its configuration: its ranks, its device, its optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lt_zero.comm.transport import Mesh
+from lt_zero.config.blocks import ZeroOptimization
+from lt_zero.engine.partition import GroupFacts
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """A group of ranks without processes; the fields are those of ``ShardGroup``.
+
+    Attributes:
+        scratch: reductions need as much scratch memory as they send (gloo).
+    """
+
+    size: int
+    mesh: Mesh
+    alone: bool
+    shares_memory: bool
+    sums_wide: bool
+    gathers_in_background: bool
+    scratch: bool
+
+    def scratch_numel(self, numel: int) -> int:
+        return numel if self.scratch else 0
+
+    @classmethod
+    def assumed(cls, size: int, world: int, zero: ZeroOptimization, device: str, in_node: bool) -> PlannedGroup:
+        """``size`` of ``world`` ranks: NCCL on GPUs; on CPUs shared memory within a node, else gloo."""
+        alone, on_cpu = world == 1, device == "cpu"
+        shares = on_cpu and in_node and not alone
+        return cls(
+            size,
+            Mesh(size, 0, zero.shards(size)),
+            alone,
+            shares_memory=shares,
+            sums_wide=alone or shares or (on_cpu and zero.reduce_scatter),
+            gathers_in_background=not alone and not shares,
+            scratch=on_cpu and not alone,
+        )
+
+    @classmethod
+    def like(cls, group: GroupFacts, zero: ZeroOptimization) -> PlannedGroup:
+        """A running group under another configuration."""
+        return cls(
+            group.size,
+            Mesh(group.size, 0, zero.shards(group.size)),
+            group.alone,
+            group.shares_memory,
+            group.sums_wide,
+            group.gathers_in_background,
+            group.scratch_numel(1) > 0,
+        )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Facts of a run that a forecast needs beside the configuration."""
+
+    group: GroupFacts  # all ranks, over which the buckets are sharded that have no group of their own
+    per_node: int  # ranks on one node, which share its host memory and NVMe
+    device: str = "cuda"  # type, "cpu" or "cuda"
+    states: float = 2.0  # element-wise states of the optimizer; 2 for Adam
+    fused: bool = True  # the optimizer is stepped by the native kernel, which takes any dtype of gradients
+    accumulates: bool = False  # several micro-batches per step
+    training: bool = True  # there are gradients
+    saves: bool = True  # there are checkpoints
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.group.size

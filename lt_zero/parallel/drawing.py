@@ -1,0 +1,63 @@
+"""A drawing of the ranks of a mesh: who works on the same layers, and who sees the same data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import product
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+_ALL = 8  # along an axis of so many ranks all are shown
+_FIRST = 3  # of a longer one, and its last
+
+
+def rank_table(sizes: Mapping[str, int], per_node: int) -> Table:
+    """The numbers of ranks: columns along the innermost axis, rows along the others.
+
+    Long axes are abbreviated, so that the drawing of thousands of ranks is no larger than that of ten.
+
+    Args:
+        sizes: ranks along each axis by its name, outermost first: neighbours are along the last.
+        per_node: ranks of one node.
+    """
+    *outer, inner = sizes
+    table = Table(
+        title=f"{math.prod(sizes.values()):,} ranks: {' x '.join(f'{size:,} {axis}' for axis, size in sizes.items())}",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    columns, width = list(_shown(sizes[inner])), sizes[inner]
+    for name in (*outer, *("..." if column is None else f"{inner} {column}" for column in columns), "node"):
+        table.add_column(name, justify="right")
+    for row in product(*(_shown(sizes[axis]) for axis in outer)):
+        places = ["..." if place is None else str(place) for place in row]
+        if None in row:
+            table.add_row(*places, *["..."] * (len(columns) + 1))
+            continue
+        first = 0
+        for axis, place in zip(outer, row, strict=True):
+            first = first * sizes[axis] + (place or 0)
+        first *= width
+        numbers = ["..." if column is None else str(first + column) for column in columns]
+        nodes = dict.fromkeys(str(rank // per_node) for rank in (first, first + width - 1))
+        table.add_row(*places, *numbers, " to ".join(nodes))
+    return table
+
+
+def _shown(size: int) -> Iterator[int | None]:
+    """The places along an axis that are shown; None: those between."""
+    if size <= _ALL:
+        yield from range(size)
+        return
+    yield from (*range(_FIRST), None, size - 1)
+
+
+def shares(data: int, tensor: int, per_node: int) -> Iterator[str]:
+    """Lines that say what ranks of a row, those of a column, and all of them share."""
+    yield f"A row sees one batch. Each of its ranks has 1/{tensor} of each layer that is cut; they sum activations."
+    yield f"A column has the same part, and sees other batches: ZeRO shards the part over its {data:,} rank(s)."
+    yield f"Layers that are not cut are sharded over all {data * tensor:,}."
+    if per_node % tensor:
+        yield f"The {tensor} tensor ranks do not divide the {per_node} of a node: rows that cross nodes are slow."
