@@ -5,9 +5,7 @@ The collectives of buckets are those of shard_group.py.
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +19,14 @@ import torch.distributed as dist
 
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.comm_log import CommLog
-from lt_zero.comm.ended_ranks import debugs, summary, user_line
+from lt_zero.comm.ended_ranks import debugs, summary
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.launchers import refuse_alone
 from lt_zero.comm.process_groups import LINK_TIMEOUT_S, await_all, exists, new_group, with_index
 from lt_zero.comm.ranks import LaunchOrder, Ranks, Unlogged
 from lt_zero.comm.shared_memory import SharedArena, supported
 from lt_zero.comm.topology import group_by_node, node_identity
-from lt_zero.comm.work import CALL, MEETING, Launch, Watch
+from lt_zero.comm.work import MEETING, Launch, Watch
 from lt_zero.config import ZeroConfig
 
 _P = ParamSpec("_P")
@@ -86,7 +84,6 @@ class World(Ranks):
         self.hosts = [socket.gethostname()] * size
         self.ends_with_run: weakref.WeakSet[Any] = weakref.WeakSet()
         self._saving: dist.ProcessGroup | None = None  # see ``saving_group``
-        self._pid = os.getpid()
 
     @classmethod
     def join(
@@ -212,26 +209,6 @@ class World(Ranks):
         """Let errors of ranks that diverge end with ``remedy``: of two collectives that met, or of one."""
         if self.detector is not None:
             self.detector.remedy = remedy
-
-    def roll_call(self, what: str) -> None:
-        """Wait until every rank has called this for ``what``, an operation of all ranks. Collective.
-
-        Raises:
-            RuntimeError: a rank never will, or called it for another operation. No collective works afterwards.
-        """
-        if self.detector is None:
-            return
-        if os.getpid() != self._pid:
-            raise RuntimeError(f"`{what}` was called in a forked process, which is no rank. Call it in rank processes.")
-        try:
-            self.order.launch(CALL, what, 0, compare=True)
-        except RuntimeError as error:
-            if self.watch.verdict is not None or not (ended := self.detector.ends.ended()):
-                raise
-            raise RuntimeError(
-                f"`{what}` was called on rank {self.rank} ({user_line(sys._getframe())}) and not on"
-                f" {', '.join(f'rank {rank}' for rank in ended)}, which has ended or left the process group."
-            ) from error
 
     def meet(self, where: str) -> None:
         """Wait until every rank has come to this point of the run: "the end of training". Collective.

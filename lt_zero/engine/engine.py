@@ -114,6 +114,7 @@ class Engine(ProcessLocal):
         self.root, self.units, self.root_unit = root, units, root_unit
         self.groups, world, zero = list(groups), groups[0].world, config.zero_optimization
         self.world, self.peers, self.device = world, groups[0], world.device
+        self.everywhere = self.peers.size == world.size  # whether all ranks of the run have this module
         # Whether ranks may have other parameters, or other numbers of ranks the same.
         self.has_groups = has_groups(groups)
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]

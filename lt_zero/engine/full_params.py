@@ -4,8 +4,9 @@ functions that are called on guarded parameters, and whether the model still has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lt_zero.common.arguments import expect, wrong
 from lt_zero.common.boxes import Box
 from lt_zero.common.compat import in_transform, versions_of, without_torch_function
 from lt_zero.common.module_hooks import Hook
-from lt_zero.common.progress_bar import progress_bar
+from lt_zero.common.names import merged
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import HANDS_OUT, called, owner_of
@@ -83,8 +84,10 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
             "lt_zero.gathered was entered inside of a transform of torch.func (grad, vmap, jvp, jacrev, ...), where "
             "nothing can be gathered. Enter it around the call of the transform."
         )
-    for engine in dict.fromkeys(e for b, e in found.items() if write or b.state is State.RELEASED):
-        engine.world.roll_call("lt_zero.gathered")
+    sets = [bucket.holders(0) for bucket in found if write or bucket.state is State.RELEASED]
+    # In one order on all ranks: some are in several of these sets.
+    for ranks in sorted({each.ranks: each for each in sets}.values(), key=attrgetter("ranks")):
+        ranks.roll_call("lt_zero.gathered")
     for bucket in held:
         found[bucket].gatherer.hold(bucket)
     before = [(engine, bucket, _versions(bucket)) for bucket, engine in found.items() if write and _has_parts(bucket)]
@@ -174,33 +177,6 @@ def gather_own(bucket: Bucket, shard: Tensor) -> Tensor:
     return flat
 
 
-def full_state_dict(engine: Engine) -> dict[str, Any]:
-    """``root.state_dict()`` with full parameters on the CPU of rank 0, {} elsewhere. Collective.
-
-    Names, order and aliases of tied weights are those of the unsharded module.
-
-    Raises:
-        ValueError: as ``refuse_parts``.
-    """
-    refuse_parts(engine, "The full state dict")
-    keep = engine.world.rank == 0
-    values: dict[int, Tensor] = {}
-    with progress_bar("Gathering weights", sum(len(b.params) for b in engine.buckets), rank=engine.world.rank) as work:
-        for _, parameter, value in full_parameters(engine):
-            work.advance()
-            value = joined(engine, parameter, value)
-            if keep:
-                values[id(parameter)] = value.detach().to("cpu", copy=True)
-    # keep_vars: no values are read from sharded parameters. On all ranks, because metrics may synchronise in it.
-    state = engine.root.state_dict(keep_vars=True)
-    if not keep:
-        return {}
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            state[name] = values[id(value)] if id(value) in values else value.detach().to("cpu", copy=True)
-    return state
-
-
 def install_load_hooks(engine: Engine) -> None:
     """Make ``load_state_dict`` take parts of tensors, and write master weights that are no slice of the compute copy.
 
@@ -270,6 +246,14 @@ def refuse_parts(engine: Engine, what: str) -> None:
             f"{what}: of {spec.name!r} of {spec.global_shape} the ranks of this group have {spec.local_box} only. Save "
             'a checkpoint (checkpoint.format="sharded"), and run `lt-zero export` on it.'
         )
+
+
+def on_all_ranks(engine: Engine, names: Sequence[str], what: str) -> list[str]:
+    """All names that ranks have, in the order of the module that has all layers. ``names``: this rank's.
+
+    Collective if ranks have other modules.
+    """
+    return list(names) if engine.everywhere else merged(engine.world.host_gather(list(names), what))
 
 
 def restore_whole(engine: Engine, join: bool = False) -> None:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +154,7 @@ class Session:
             if self.mesh is not None:
                 self.mesh.share_generators()
             place = (self.mesh.pipeline_rank, self.mesh.sizes.pipeline) if self.mesh is not None else (0, 1)
-            position.enter(position.Position(*place, config.pipeline, partial(_first_rank, world)))
+            position.enter(position.Position(*place, config.pipeline), world)
         self._compared = False
         self.world.begin_run()
         return new
@@ -336,13 +335,6 @@ class Session:
             self.saver.abandon(self.world)
             position.leave()
             self.world.end_run()
-
-
-def _first_rank(world: World, call: Callable[[], Any]) -> Any:
-    """What a function returns on the first rank; all call it, as it may make modules together. Collective."""
-    with world.agree("measuring layers of a pipeline", RuntimeError):
-        found = call()
-    return world.host_broadcast(found, "layers of a pipeline")
 
 
 def _steps(optimizer: Optimizer, engine: Engine) -> bool:

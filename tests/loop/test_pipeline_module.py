@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import lt_zero
 from lt_zero import ConfigError
 from lt_zero.engine.full_params import full_parameters
 from lt_zero.parallel import LayerSpec, Pipeline, PipelineModule
-from lt_zero.parallel.pipeline import position
+from lt_zero.parallel.pipeline.position import Position
 from tests.support.pipelines import WIDTH, batch, mean_loss, specs
 from tests.support.pool import Pool
 
@@ -48,8 +49,7 @@ class Plain:
 
     def __init__(self, data: int) -> None:
         torch.manual_seed(0)
-        with position.at(position.Position()):
-            self.model = Pipeline(specs(), loss_fn=mean_loss)
+        self.model = Pipeline(specs(), loss_fn=mean_loss, position=Position())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.sources = [_batches(rank) for rank in range(data)]
 
@@ -101,6 +101,31 @@ def test_steps_are_those_of_one_process(pool: Pool, stage: int, stages: int, key
 @pytest.mark.parametrize("stage", [1, 3])
 def test_steps_of_two_pipelines(pool: Pool, stage: int) -> None:
     pool.run(4, _train, stage, 2, {})
+
+
+def _resumes(folder: str, stage: int, stages: int) -> None:
+    """A checkpoint of two stages goes on with ``stages``, as the run would have that wrote it."""
+    adamw = {"type": "AdamW", "params": {"lr": 1e-2}}
+    engine, *_ = lt_zero.initialize(model=_module(2), config=_config(stage, optimizer=adamw))
+    source, later = _batches(0), list(itertools.islice(_batches(0), 2 * GAS))
+    for _ in range(2):
+        engine.train_batch(source)
+    engine.save_checkpoint(folder, client_state={"epoch": 3})
+    data = iter(later)
+    wanted = [engine.train_batch(data) for _ in range(2)]
+    engine.destroy()
+    engine, *_ = lt_zero.initialize(model=_module(stages), config=_config(stage, optimizer=adamw))
+    _, state = engine.load_checkpoint(folder)
+    assert state == {"epoch": 3}
+    assert (engine.global_steps, engine.micro_steps) == (2, 2 * GAS)
+    data = iter(later)
+    torch.testing.assert_close([engine.train_batch(data) for _ in range(2)], wanted, rtol=1e-5, atol=1e-6)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "stages"), [(3, 2), (1, 1)])
+def test_checkpoints_go_on_with_other_stages(pool: Pool, tmp_path: Path, stage: int, stages: int) -> None:
+    pool.run(2, _resumes, str(tmp_path), stage, stages)
 
 
 class Pair(nn.Module):

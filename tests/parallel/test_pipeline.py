@@ -9,7 +9,7 @@ import torch
 
 from tests.support.matrix import cover
 from tests.support.parity import OPTIMIZERS
-from tests.support.pipelines import Model, Ranks, all_weights, reference_step, specs, start, tensor_parallel
+from tests.support.pipelines import Model, Ranks, all_weights, reference_step, specs, start
 from tests.support.pool import Pool
 
 SCHEDULES = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"]
@@ -18,8 +18,7 @@ SCHEDULES = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"]
 def _train(ranks: Ranks, stage: int, optimizer: str, tied: bool, schedule: str, steps: int = 4) -> None:
     """The last batch is short; gradients are clipped."""
     layers = partial(specs, tied)
-    prepare = tensor_parallel if ranks.tensor > 1 else lambda model, mesh: None
-    run = start(ranks, stage, optimizer, layers, {"schedule": schedule}, prepare)
+    run = start(ranks, stage, optimizer, layers, {"schedule": schedule})
     reference = Model(layers)
     expected = OPTIMIZERS[optimizer](reference.parameters())
     for step in range(steps):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lt_zero import FabricZeroStrategy
 from lt_zero.engine.full_params import full_parameters
 from lt_zero.parallel import Pipeline
-from lt_zero.parallel.pipeline import position
+from lt_zero.parallel.pipeline.position import Position
 from tests.support.lightning_tools import torchrun_env
 from tests.support.pipelines import batch, mean_loss, specs
 from tests.support.pool import Pool
@@ -23,10 +23,10 @@ GAS = 3
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, position: Position | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.pipe = Pipeline(specs(), loss_fn=mean_loss)
+        self.pipe = Pipeline(specs(), loss_fn=mean_loss, position=position)
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         return self.pipe(x, y)
@@ -47,8 +47,7 @@ def _train(stage: int, stages: int, precision: Any) -> None:
     fabric.launch()
     made = Net()
     model, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9))
-    with position.at(position.Position()):
-        plain = Net()
+    plain = Net(Position())
     reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     data = fabric.strategy.distributed_sampler_kwargs
     made.pipe.loss_weight = 1 / GAS

@@ -14,7 +14,7 @@ from lt_zero import ConfigError
 from lt_zero.activation.checkpointing import Checkpointing
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.parallel import LayerSpec, Pipeline
-from lt_zero.parallel.pipeline import position
+from lt_zero.parallel.pipeline.position import Position
 from tests.support.matrix import cover
 from tests.support.parity import OPTIMIZERS
 from tests.support.pipelines import WIDTH, Block, Model, Ranks, all_weights, reference_step, specs, start
@@ -102,8 +102,8 @@ def test_a_stage_without_blocks_checkpoints_nothing(pool: Pool) -> None:
 def _made(rank: int, ranks: int, meta: bool = False, **keys: Any) -> dict[str, Tensor]:
     torch.manual_seed(5)
     block, layers = PipelineParallel(stages=ranks, **keys), specs()
-    with position.at(position.Position(rank, ranks, block)), torch.device("meta" if meta else "cpu"):
-        made = Pipeline(layers)
+    with torch.device("meta" if meta else "cpu"):
+        made = Pipeline(layers, position=Position(rank, ranks, block))
     return {name: value.detach() for name, value in made.named_parameters()}
 
 
@@ -130,8 +130,8 @@ def test_meta_device_without_seeds_is_refused() -> None:
         _made(0, 2, meta=True)
     assert caught.value.problems[0].key == "pipeline.seed_layers"
     block = PipelineParallel(stages=2, seed_layers=True)
-    with position.at(position.Position(1, 2, block)), pytest.raises(ConfigError, match="LayerSpec"):
-        Pipeline([nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)])
+    with pytest.raises(ConfigError, match="LayerSpec"):
+        Pipeline([nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)], position=Position(1, 2, block))
 
 
 CLOCK = [0.0]
@@ -153,7 +153,6 @@ def test_layers_are_divided_by_their_times(monkeypatch: pytest.MonkeyPatch) -> N
     layers = [LayerSpec(Slow, seconds, numel) for seconds, numel in [(4.0, 1), (1.0, 99), (1.0, 99), (1.0, 1)]]
     block = PipelineParallel(stages=2, partition_method="time")
     monkeypatch.setattr("time.perf_counter", lambda: CLOCK[0])
-    with position.at(position.Position(0, 2, block)):
-        assert Pipeline(layers, example=torch.zeros(2)).parts[0] == range(1)
-        with pytest.raises(ConfigError, match="example"):
-            Pipeline(layers)
+    assert Pipeline(layers, example=torch.zeros(2), position=Position(0, 2, block)).parts[0] == range(1)
+    with pytest.raises(ConfigError, match="example"):
+        Pipeline(layers, position=Position(0, 2, block))

@@ -18,7 +18,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.parallel.pipeline.partition import divide, weights_of
-from lt_zero.parallel.pipeline.position import Position, current
+from lt_zero.parallel.pipeline.position import Position, current, of_first_rank
 from lt_zero.parallel.random import seeded
 
 Loss = Callable[[Any, Any], Tensor]
@@ -143,6 +143,7 @@ class Pipeline(nn.Module):
         self.layers, self.tied = nn.ModuleDict(), nn.ModuleDict()
         self._functions: dict[int, Callable[..., Any]] = {}  # layers that are no modules of their own, by number
         self._build()
+        self.register_load_state_dict_pre_hook(_leave_to_others)  # type: ignore[no-untyped-call]
         self.runner: Any = None  # runs it in stages, once it is part of a run
 
     def _check_stages(self, num_stages: int | None) -> None:
@@ -204,7 +205,7 @@ class Pipeline(nn.Module):
                     f"{key}='time' measures the forward of each layer, and has no inputs for it. Pass those of a "
                     "micro-batch: Pipeline(..., example=inputs), or write parameters.",
                 )
-            weights = self.position.first_rank(partial(_seconds, self._specs, example, self._call))
+            weights = of_first_rank(partial(_seconds, self._specs, example, self._call))
         return divide(weights_of(method, [_class_of(spec) for spec in self._specs], weights), self.position.stages)
 
     def _find_shared(self) -> dict[str, frozenset[int]]:
@@ -272,6 +273,14 @@ class Pipeline(nn.Module):
     def _tied(self, spec: TiedLayerSpec) -> Callable[..., Any]:
         module = self.tied[spec.key]
         return module if spec.forward_fn is None else _Tied(module, spec.forward_fn)
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether the entry ``name`` of a whole pipeline's state dict is of a layer that other ranks have."""
+        kind, key, *_ = [*name.split("."), "", ""]
+        if kind == "tied":
+            return key in self.shared and self.position.rank not in self.shared[key]
+        number = int(key) if kind == "layers" and key.isdecimal() else -1
+        return 0 <= number < self.parts[-1].stop and self.position.rank_of(self.stage_of(number)) != self.position.rank
 
     def stages_of_parameters(self) -> dict[Parameter, frozenset[int]]:
         """The ranks of the pipeline that have each parameter of this rank."""
@@ -342,6 +351,14 @@ class Pipeline(nn.Module):
             )
         output = self.run_stage(0, *_as_arguments(inputs))
         return output if targets is None or self.loss_fn is None else self.loss_fn(output, targets)
+
+
+def _leave_to_others(pipeline: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take the entries of other ranks' layers out of a state dict, which is loaded next: none is unexpected."""
+    assert isinstance(pipeline, Pipeline)
+    for name in [name for name in state if name.startswith(prefix)]:
+        if pipeline.is_elsewhere(name.removeprefix(prefix)):
+            del state[name]
 
 
 class _Tied:

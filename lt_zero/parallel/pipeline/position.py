@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from lt_zero.comm.process_groups import exists
+from lt_zero.comm.world import World
 from lt_zero.config.blocks import PipelineParallel
 
 
@@ -17,13 +20,11 @@ class Position:
     Attributes:
         rank: of ``ranks`` one after the other.
         block: the ``pipeline`` block of the run's configuration.
-        first_rank: calls a function, and returns what it does on the first rank of the run. Collective.
     """
 
     rank: int = 0
     ranks: int = 1
     block: PipelineParallel = field(default_factory=PipelineParallel)
-    first_rank: Callable[[Callable[[], Any]], Any] = lambda call: call()
 
     @property
     def stages(self) -> int:
@@ -40,17 +41,36 @@ class Position:
         return stage % self.ranks
 
 
-_current: list[Position] = []  # of the runs of this process, the last joined
+# Of the run that this process has joined last, and its ranks.
+_current: list[tuple[Position, Callable[[], World | None]]] = []
 
 
 def current() -> Position:
     """That of the run that this process has joined last; a single rank without one."""
-    return _current[-1] if _current else Position()
+    for position, ranks in _current:
+        world = ranks()
+        if world is not None and (world.process_group is None or exists(world.process_group)):
+            return position
+    return Position()
 
 
-def enter(position: Position) -> None:
-    """Begin a run: pipelines that are made from now on are for it."""
-    _current[:] = [position]
+def of_first_rank(call: Callable[[], Any]) -> Any:
+    """What a function returns on the first rank of the run; all call it, as it may make modules together. Collective.
+
+    Raises:
+        Exception: what it raises; RuntimeError where only other ranks failed.
+    """
+    world = _current[-1][1]() if _current else None
+    if world is None:
+        return call()
+    with world.agree("measuring layers of a pipeline", RuntimeError):
+        found = call()
+    return world.host_broadcast(found, "layers of a pipeline")
+
+
+def enter(position: Position, world: World) -> None:
+    """Begin a run of ``world``: until it is gone, or ``leave``, pipelines are made for it."""
+    _current[:] = [(position, weakref.ref(world))]
 
 
 def leave() -> None:
@@ -59,10 +79,10 @@ def leave() -> None:
 
 
 @contextmanager
-def at(position: Position) -> Iterator[None]:
+def at(position: Position, world: World) -> Iterator[None]:
     """Context in which pipelines are made for ``position``."""
     before = list(_current)
-    enter(position)
+    enter(position, world)
     try:
         yield
     finally:
