@@ -53,14 +53,15 @@ class Plain:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.sources = [_batches(rank) for rank in range(data)]
 
-    def step(self) -> Tensor:
+    def step(self) -> tuple[Tensor, Tensor]:
+        """The loss, and the norm of its gradients before clipping."""
         self.optimizer.zero_grad()
         losses = [self.model(*next(source)) for source in self.sources for _ in range(GAS)]
         loss = torch.stack(losses).mean()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         self.optimizer.step()
-        return loss.detach()
+        return loss.detach(), norm
 
 
 def _train(stage: int, stages: int, keys: dict[str, Any]) -> None:
@@ -70,7 +71,9 @@ def _train(stage: int, stages: int, keys: dict[str, Any]) -> None:
     assert engine.is_first_stage() == (dist.get_rank() < data)
     rough = {"rtol": 2e-2, "atol": 2e-3} if keys else {"rtol": 1e-5, "atol": 1e-6}
     for _ in range(3):
-        torch.testing.assert_close(engine.train_batch(data_iter=source), reference.step(), **rough)
+        wanted_loss, norm = reference.step()
+        torch.testing.assert_close(engine.train_batch(data_iter=source), wanted_loss, **rough)
+        assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=rough["rtol"])
     counts = engine.global_steps, engine.micro_steps, engine.global_samples
     assert counts == (3, 3 * GAS, 3 * GAS * 4 * data)
     wanted = dict(reference.model.named_parameters())
