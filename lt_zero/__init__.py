@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lt_zero.loop.access import set_full_master as set_full_master
     from lt_zero.loop.access import set_full_state as set_full_state
     from lt_zero.loop.engine import TrainingEngine as TrainingEngine
-    from lt_zero.loop.engine import initialize as initialize
+    from lt_zero.loop.initialize import initialize as initialize
     from lt_zero.memory import NotEnoughMemory as NotEnoughMemory
     from lt_zero.memory import Sizes as Sizes
     from lt_zero.memory.estimate import estimate as estimate  # not of the package: there mypy takes it for the module
@@ -84,7 +84,7 @@ _MODULES = {
     "gathered": "engine.full_params",
     "inference": "inference",
     "init_distributed": "comm.process_groups",
-    "initialize": "loop.engine",
+    "initialize": "loop.initialize",
     "last_checkpoint": "checkpoint.last",
     "load_from_checkpoint": "lightning.load",
     "safe_get_full_fp32_param": "utils",

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lt_zero.activation.checkpointing import find_modules, install
+from lt_zero.activation.checkpointing import check_modules, install
 from lt_zero.attention.huggingface import install as install_sparse_attention
 from lt_zero.comm.process_groups import with_index
 from lt_zero.comm.shard_group import ShardGroup
@@ -155,8 +155,8 @@ def _shard(
         _compare_wide(plan, groups)
         _check_whole(plan)
         _check_hooks(plan)
-        if training and config.activation_checkpointing.mode != "none":
-            find_modules(module, config.activation_checkpointing)  # raises before the module is changed
+        if training:
+            check_modules(module, config.activation_checkpointing, group)  # raises before the module is changed
         if group.world.rank == 0:
             warn_of_padding(plan, zero, group.mesh.shards)
         check_build(plan, config, policy, group, training)

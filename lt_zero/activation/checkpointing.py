@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -32,6 +32,7 @@ from lt_zero.activation.places import open_store
 from lt_zero.activation.profile import Boundary, open_boundary
 from lt_zero.activation.state import Caches, SavedState, State
 from lt_zero.activation.stores import ActivationStore
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import compiled_module
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tensor_tree import map_tensors
@@ -98,15 +99,55 @@ def find_modules(root: nn.Module, block: ActivationCheckpointing) -> Found:
             inside.update(module.modules())
             found.append((name, module))
     if not found:
-        lists = [m for m in root.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))]
-        blocks = [child for m in lists for child in m.children() if any(True for _ in child.children())]
-        common = Counter(_class_name(module) for module in blocks or modules.values()).most_common(1)
+        common = (_in_lists(root) or Counter(map(_class_name, modules.values()))).most_common(1)
         raise ConfigError.about(
             key,
             f"{_BLOCK}.mode={block.mode!r}, and {type(root).__name__} has no repeated blocks to checkpoint. Name "
             f"classes of its modules: {key}=[{common[0][0] if common else 'Block'}], or set {_BLOCK}.mode='none'.",
         )
     return Found(tuple(found), block.every)
+
+
+def of_all_ranks(root: nn.Module, block: ActivationCheckpointing, peers: ShardGroup) -> ActivationCheckpointing:
+    """The configuration for a rank whose module is a part of a model that other ranks have the rest of. Collective.
+
+    Classes that are blocks on any rank are blocks on all; a rank without any checkpoints nothing.
+
+    Args:
+        peers: the ranks that have the same module.
+
+    Raises:
+        ConfigError: on all ranks: a name matches nothing on any of them, or none has blocks.
+    """
+    if block.mode == "none" or peers.size == peers.world.size:
+        return block
+    classes = [compiled_module(module) for module in root.modules() if module is not root]
+    here, counts = {name for name in block.modules if any(class_matches(m, (name,)) for m in classes)}, _in_lists(root)
+    if not block.modules:
+        with suppress(ConfigError):
+            here = {_class_name(module) for _, module in find_modules(root, block).modules}
+    told = peers.world.host_gather((sorted(here), counts), "modules to checkpoint")
+    found = set[str]().union(*(names for names, _ in told))
+    if not found and not block.modules:  # each rank may have one block
+        total = sum((each for _, each in told), Counter[str]())
+        found = {name for name, count in total.items() if count > 1}
+    if not found or set(block.modules) - found:
+        find_modules(root, block)  # raises: no rank has them
+    mine = tuple(name for name in sorted(found) if any(class_matches(module, (name,)) for module in classes))
+    return block.model_copy(update={"modules": mine} if mine else {"mode": "none"})
+
+
+def _in_lists(root: nn.Module) -> Counter[str]:
+    """How many modules with children there are of each class in the lists of ``root``."""
+    lists = [m for m in root.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))]
+    return Counter(_class_name(c) for m in lists for c in m.children() if any(True for _ in c.children()))
+
+
+def check_modules(root: nn.Module, block: ActivationCheckpointing, peers: ShardGroup) -> None:
+    """Raise ConfigError, on all ranks, if there is nothing to checkpoint. Collective; ``peers``: see above."""
+    mine = of_all_ranks(root, block, peers)
+    if mine.mode != "none":
+        find_modules(root, mine)
 
 
 # ---- their forward -------------------------------------------------------------------------------------------------
@@ -272,8 +313,11 @@ def install(engine: Engine) -> Checkpointing | None:
     """
     config, world, known = engine.config, engine.world, installed(engine)
     block = config.activation_checkpointing
-    if known is not None or block.mode == "none" or not engine.buckets:  # without parameters nothing trains
+    if known is not None or block.mode == "none":
         return known
+    block = of_all_ranks(engine.root, block, engine.groups[0])
+    if block.mode == "none" or not engine.buckets:  # without parameters nothing trains
+        return None
     count, device = len(find_modules(engine.root, block).chosen), engine.buckets[0].flat.device
     opening = world.agree("opening the folder for saved inputs", SwapError) if block.nvme_path else nullcontext()
     with ExitStack() as undo:  # if another rank failed, this rank's folder would stay until the process ends

@@ -135,6 +135,11 @@ def _connected(rank: int) -> bool:
     return True
 
 
+def rank_and_size() -> tuple[int, int]:
+    """This rank of the default group, and how many it has; (0, 1) without one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def exists(group: dist.ProcessGroup) -> bool:
     """Whether a process group of this rank has not been destroyed."""
     try:

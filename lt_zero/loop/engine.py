@@ -1,6 +1,4 @@
-"""``lt_zero.initialize``: a model, its optimizer and schedule behind the interface of DeepSpeed's engine (0.19).
-
-Names and meanings are DeepSpeed's, so that a training script only changes its import; what is behind them is ours.
+"""``TrainingEngine``: a sharded model, its optimizer and schedule behind the interface of DeepSpeed's engine (0.19).
 
 Note [Accumulation in a loop]
     Micro-batches are averaged: each backward adds the gradients of its loss as it is, and they carry the number of
@@ -38,8 +36,8 @@ from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_name
 from lt_zero.checkpoint.native.save import LOOP
 from lt_zero.checkpoint.open import LATEST, open_same, read_latest
 from lt_zero.comm.launchers import local_rank
-from lt_zero.comm.process_groups import init_distributed, joining, own_gpu
-from lt_zero.comm.world import World, together
+from lt_zero.comm.process_groups import own_gpu
+from lt_zero.comm.world import together
 from lt_zero.common.arguments import expect, expect_path, wrong
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
@@ -48,7 +46,7 @@ from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.faces import Face, check_face
-from lt_zero.config.load import examine, resolved, shown
+from lt_zero.config.load import resolved, shown
 from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.partition import with_sizes
@@ -72,55 +70,6 @@ from lt_zero.step.sharded_optimizer import ShardedOptimizer
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-@without_gc
-def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
-    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset[Any] | None = None,
-    lr_scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
-    *,
-    collate_fn: Callable[[Any], Any] | None = None,
-    config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    config_params: Mapping[str, Any] | str | None = None,
-    dist_init_required: bool | None = None,
-) -> tuple[TrainingEngine, Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
-    """Shard a model and its optimizer: (engine, optimizer, data loader, schedule). Collective.
-
-    Args:
-        args: a namespace of which ``deepspeed_config`` is used if there is no ``config``, and ``local_rank``.
-        model: it is sharded in place.
-        optimizer: of its parameters, or what makes one of ``model_parameters``; default: the configured one.
-        model_parameters: of a configured optimizer; default: all that require gradients.
-        training_data: makes a data loader, with a ``DistributedSampler`` and the configured micro-batch.
-        lr_scheduler: or what makes one of the optimizer; default: the configured one. Stepped by ``engine.step``.
-        collate_fn: of the data loader.
-        config: as for ``shard``; ``config_params`` is its old name.
-        dist_init_required: False: the process group exists already.
-
-    Raises:
-        ConfigError: the configuration has a problem, or contradicts the arguments.
-        ValueError: there is no model, or no configuration.
-    """
-    given = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), None)
-    if model is None or given is None:
-        lacks = "model" if model is None else "config"
-        raise ValueError(f"lt_zero.initialize needs {lacks}=..., and got none. Pass it.")
-    expect(model, nn.Module, "lt_zero.initialize(model=...)", "pass an nn.Module")
-    loaded = examine(given, for_run=True)
-    made = loaded.usable()
-    if dist_init_required is not False:
-        with joining(made.communication.link_timeout):
-            init_distributed()
-    loaded.announce()
-    engine = TrainingEngine(model, made, args)
-    engine.set_up(optimizer, model_parameters, lr_scheduler)
-    loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
-    engine.training_dataloader = loader
-    return engine, engine.optimizer, loader, engine.lr_scheduler
-
-
 class TrainingEngine(nn.Module):
     """A sharded model, stepped by its owner's loop. Made by ``initialize``.
 
@@ -140,17 +89,19 @@ class TrainingEngine(nn.Module):
         if wanted.type == "cuda":
             torch.cuda.set_device(wanted)
         self.device, self.local_rank = wanted, local
-        config = with_sizes(config, model)
         check_face(config, Face.LOOP)
         policy = dtype_policy(config, resolve_mode(config, "32-true"))
         self.loss_scale_controller = LossScaleController(policy, on_min_scale(config))
         self.session = Session(Face.LOOP)
         self.session.loss_scale = self.loss_scale_controller
-        self.session.join(config, wanted, first=partial(_same_models, model))
+        self.session.join(config, wanted)
         self.world = self.session.world
+        compare_models(self.session.peers, model)  # "auto" depends on it
+        config = with_sizes(config, model)
         self.global_rank, self.world_size = self.world.rank, self.world.size
         self.data_ranks = self.session.data_ranks
         self._micro, self._gas = _batch_sizes(config, self.data_ranks)
+        self._added = self._gas  # micro-batches whose losses are added as they are
         self.engine: Engine = self.session.build(model, config, wanted, policy, training=True)
         self.module, self._config, self._shown = model, config, shown(config)
         self.optimizer: Optimizer | None = None
@@ -251,7 +202,7 @@ class TrainingEngine(nn.Module):
 
     def _begin_backward(self) -> None:
         assert self._sharded is not None
-        self.loss_scale_controller.before_backward([self._sharded], factor=self._gas)
+        self.loss_scale_controller.before_backward([self._sharded], factor=self._added)
 
     def _end_backward(self) -> None:
         """See Note [Accumulation in a loop]."""
@@ -383,6 +334,10 @@ class TrainingEngine(nn.Module):
         data = self.session.data_ranks, self.session.data_rank
         sampler: DistributedSampler[Any] = DistributedSampler(dataset, *data)
         return DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn)
+
+    def read_from(self, loader: DataLoader[Any]) -> None:
+        """Make a data loader that of the training data."""
+        self.training_dataloader = loader
 
     def destroy(self) -> None:
         """End the run on this rank: threads and hooks, after the save in the background if there is one.
@@ -573,10 +528,6 @@ def _batch_sizes(config: ZeroConfig, world: int) -> tuple[int | None, int]:
         gas = gas or (rest if micro is not None else 1)
         micro = micro or total // (gas * world)
     return micro, gas or 1
-
-
-def _same_models(model: nn.Module, world: World) -> None:
-    compare_models(world, model)  # "auto" depends on it
 
 
 def _name_latest(folder: str | os.PathLike[str], tag: str, path: str) -> None:

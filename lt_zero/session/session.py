@@ -29,6 +29,7 @@ from lt_zero.memory.check import check_optimizers
 from lt_zero.parallel.batches import check_same_batch
 from lt_zero.parallel.mesh import DATA, DeviceMesh, ParallelMesh, mesh_of
 from lt_zero.parallel.pipeline import position
+from lt_zero.parallel.pipeline.layers import join_pipelines
 from lt_zero.session.checkpoints import Saver, Saving
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
@@ -152,8 +153,8 @@ class Session:
             self.mesh, self.known = mesh_of(config, world), group
             if self.mesh is not None:
                 self.mesh.share_generators()
-                here = position.Position(self.mesh.pipeline_rank, self.mesh.sizes.pipeline, config.pipeline)
-                position.enter(here, world)
+            place = (self.mesh.pipeline_rank, self.mesh.sizes.pipeline) if self.mesh is not None else (0, 1)
+            position.enter(position.Position(*place, config.pipeline), world)
         self._compared = False
         self.world.begin_run()
         return new
@@ -174,6 +175,7 @@ class Session:
         backward. Errors are those of ``shard``.
         """
         self._refuse_another()
+        join_pipelines(module, config.pipeline)
         move_buffers(module, device)
         how: dict[str, Any] = {"group": self.group}
         if self.mesh is not None:

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from simulated_nodes import SimulatedNodes
 
 import lt_zero
-import lt_zero.loop.engine
+import lt_zero.loop.initialize
 from lt_zero.comm import hang_detection, process_groups
 from lt_zero.comm.world import World
 from tests.conformance import faces
@@ -85,8 +85,8 @@ def test_the_default_group_has_the_limit_too(face: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(DDPStrategy, "setup_distributed", connect)
     monkeypatch.setattr(FabricDDPStrategy, "_setup_distributed", connect)
-    monkeypatch.setattr(lt_zero.loop.engine, "init_distributed", connect)
-    monkeypatch.setattr(lt_zero.loop.engine, "TrainingEngine", mock.Mock(side_effect=StopIteration))
+    monkeypatch.setattr(lt_zero.loop.initialize, "init_distributed", connect)
+    monkeypatch.setattr(lt_zero.loop.initialize, "TrainingEngine", mock.Mock(side_effect=StopIteration))
     device = [torch.device("cpu")]
     connecting = {
         "trainer": lambda: lt_zero.ZeroStrategy(config=keys, parallel_devices=device).setup_distributed(),

@@ -24,6 +24,7 @@ from tests.support import reach_engine as e
 from tests.support import reach_files as f
 from tests.support import reach_loggers as log
 from tests.support import reach_parallel as par
+from tests.support import reach_pipeline as pipe
 from tests.support import reach_profiling as prof
 from tests.support import reach_trainer as t
 from tests.support import reach_whole as w
@@ -380,6 +381,13 @@ PROBES: dict[str, Probe] = {
     T + "preset_model": Probe(
         par.plan, "mine", T + "autotp_size", {"up": "column, gathered", **REST}, {T + "autotp_size": 2}
     ),
+    "pipeline.stages": Probe(pipe.ranks, 2, 1, 2),
+    "pipeline.partition_method": Probe(pipe.step("cut"), "uniform", 2, 3),
+    "pipeline.schedule": Probe(pipe.step("schedule"), "GPipe", "Schedule1F1B", "ScheduleGPipe"),
+    "pipeline.num_microbatches": Probe(pipe.step("losses"), 3, 4, 3),
+    "pipeline.stages_per_rank": Probe(pipe.step("stages"), 3, 4, 6, {"pipeline.schedule": "LoopedBFS"}),
+    "pipeline.activation_checkpoint_interval": Probe(pipe.step("forwards"), 2, 20, 40),
+    "pipeline.seed_layers": Probe(pipe.step("made"), True, 10, 5),
     "comet.enabled": Probe(log.comet, True, [], [{}]),
     "comet.samples_log_interval": Probe(log.comet, 7, [{}], ["comet.samples_log_interval", {}], COMET),
     **{

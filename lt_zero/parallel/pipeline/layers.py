@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.common.arguments import expect
 from lt_zero.common.errors import ConfigError, add_note
+from lt_zero.common.tensor_tree import iter_tensors
+from lt_zero.config.blocks import PipelineParallel
 from lt_zero.parallel.pipeline.models import ModelParts, fill, targets_of
 from lt_zero.parallel.pipeline.partition import divide, weights_of
-from lt_zero.parallel.pipeline.position import current
+from lt_zero.parallel.pipeline.position import Position, current, of_first_rank
 from lt_zero.parallel.random import seeded
 
 Loss = Callable[[Any, Any], Tensor]
@@ -78,6 +83,22 @@ class TiedLayerSpec(LayerSpec):
 Layer = LayerSpec | nn.Module | Callable[..., Any]
 
 
+class Manner(NamedTuple):
+    """How layers are made and called.
+
+    Attributes:
+        seed: called with the number of a layer before it is made with ``seed_layers``; None: ``torch.manual_seed``.
+        recomputes: classes of layers that are recomputed; None: all that have parameters.
+        interval: layers that are recomputed together if the configuration says nothing of it.
+        packs: a layer gets what the one before returned as one argument, also if it is a tuple.
+    """
+
+    seed: Callable[[int], object] | None = None
+    recomputes: frozenset[str] | None = None
+    interval: int = 0
+    packs: bool = False
+
+
 class Pipeline(nn.Module):
     """Layers that run one after the other, each on one rank of a pipeline.
 
@@ -91,8 +112,12 @@ class Pipeline(nn.Module):
             loss (0D). None: there is no training.
         num_stages: ranks; default: ``pipeline.stages`` of the configuration.
         partition_method: as ``pipeline.partition_method``; default: that of the configuration.
+        example: the inputs of a micro-batch, with which ``time`` measures layers, on their device.
+        position: of this rank; default: that of the run. ``manner``: how layers are made and called.
 
     Attributes:
+        loss_weight: what the loss will be multiplied with before its backward, other than by Lightning: 1 / batches
+            where a loop accumulates the gradients of several.
         layers: the layers of this rank by number.
         tied: layers that are at several places, by key.
         names: the classes of all layers.
@@ -100,7 +125,8 @@ class Pipeline(nn.Module):
 
     Raises:
         ConfigError: there are more stages than layers; ``num_stages`` is not what the configuration says; a layer
-            depends on the whole batch, or shares parameters with one of another stage.
+            depends on the whole batch, or shares parameters with one of another stage; ``time`` has no example; or
+            layers of several ranks would be made on the meta device without ``seed_layers``.
     """
 
     def __init__(
@@ -109,13 +135,18 @@ class Pipeline(nn.Module):
         loss_fn: Loss | None = None,
         num_stages: int | None = None,
         partition_method: str | None = None,
+        example: Any = None,
+        *,
+        position: Position | None = None,
+        manner: Manner | None = None,
     ) -> None:
         super().__init__()
-        self.loss_fn, self.position = loss_fn, current()
+        self.loss_fn, self.position, self._manner = loss_fn, position or current(), manner or Manner()
+        self.loss_weight = 1.0
         self._check_stages(num_stages)
         self._specs = list(layers)
         self.names = [_class_of(spec) for spec in self._specs]
-        self.parts = self._divided(partition_method or self.position.block.partition_method)
+        self.parts = self._divided(partition_method or self.position.block.partition_method, example)
         self.shared = self._find_shared()
         self.layers, self.tied = nn.ModuleDict(), nn.ModuleDict()
         self._functions: dict[int, Callable[..., Any]] = {}  # layers that are no modules of their own, by number
@@ -162,20 +193,57 @@ class Pipeline(nn.Module):
                 "configuration, or pipeline_parallel_size of the strategy, or remove num_stages.",
             )
 
+    def join(self, block: PipelineParallel) -> None:
+        """Follow the configuration of a run, which may not have been known when layers were made.
+
+        Raises:
+            ConfigError: it contradicts how they were made.
+        """
+        made, name = self.position.block, type(self).__name__
+        asked: dict[str, tuple[Any, Any]] = {"seed_layers": (block.seed_layers or made.seed_layers, made.seed_layers)}
+        if self.position.ranks > 1:
+            default = block.partition_method == "parameters"  # what an argument says is stronger
+            method = made.partition_method if default else block.partition_method
+            asked |= {
+                "partition_method": (method, made.partition_method),
+                "stages_per_rank": (block.chunks, made.chunks),
+            }
+        for argument, (wanted, known) in asked.items():
+            if wanted != known:
+                key = f"pipeline.{argument}"
+                raise ConfigError.about(
+                    key,
+                    f"{key} is {wanted} (pipeline.schedule={block.schedule}), and the layers of the {name} were made "
+                    f"with {known}. Make it in configure_model, or write {name}({argument}={wanted!r}) where that is "
+                    "an argument, or change the key.",
+                )
+        interval = block.activation_checkpoint_interval or self._manner.interval
+        both = block.model_copy(update={"activation_checkpoint_interval": interval})
+        self.position = replace(self.position, block=both)
+
     # ---- making layers ---------------------------------------------------------------------------------------------
 
-    def _divided(self, method: str) -> list[range]:
+    def _divided(self, method: str, example: Any) -> list[range]:
         """The layers of each stage."""
         if self.position.stages == 1:
             return [range(len(self._specs))]
-        numels = [0] * len(self._specs)
+        weights = [0.0] * len(self._specs)
         if method == "parameters":
             known = set[str]()
             for number, spec in enumerate(self._specs):
                 key = self._key(number)
-                numels[number] = 0 if key in known and key else _numel(spec)
+                weights[number] = 0.0 if key in known and key else float(_numel(spec))
                 known.add(key)
-        return divide(weights_of(method, self.names, numels), self.position.stages)
+        elif method == "time":
+            if example is None:
+                key = "pipeline.partition_method"
+                raise ConfigError.about(
+                    key,
+                    f"{key}='time' measures the forward of each layer, and has no inputs for it. Pass those of a "
+                    "micro-batch: Pipeline(..., example=inputs), or write parameters.",
+                )
+            weights = of_first_rank(partial(_seconds, self._specs, example, self._call))
+        return divide(weights_of(method, self.names, weights), self.position.stages)
 
     def _key(self, number: int) -> str:
         """The key of the tie that a layer is in; empty without one."""
@@ -203,22 +271,20 @@ class Pipeline(nn.Module):
 
         Layers of other ranks are made as well, and dropped, as they draw random numbers; not with ``seed_layers``.
         """
-        own, block = {n for stage in self.position.own for n in self.parts[stage]}, self.position.block
-        shapes_only = torch.get_default_device().type == "meta"
+        own = {number for stage in self.position.own for number in self.parts[stage]}
         made, checks = set[str](), _Checks(self)
         for number, spec in enumerate(self._specs):
             key = spec.key if isinstance(spec, TiedLayerSpec) else ""
             here = self.position.rank in self.shared[key] if key else number in own
-            if key in made and key:
-                pass
-            elif isinstance(spec, LayerSpec):
+            if isinstance(spec, nn.Module) and any(p.is_meta for p in spec.parameters()):
+                self._refuse_meta()
+            if isinstance(spec, LayerSpec) and not (key and key in made):
                 made.add(key)
-                if here or not (block.seed_layers or shapes_only):
-                    with seeded(torch.initial_seed() + number, "cpu") if block.seed_layers else nullcontext():
-                        module = spec.build()
+                module = self._make(number, spec, here)
+                if module is not None:
                     checks.check(number, module)
-                    if here:
-                        (self.tied if key else self.layers)[key or str(number)] = module
+                if here and module is not None:
+                    (self.tied if key else self.layers)[key or str(number)] = module
             elif isinstance(spec, nn.Module):
                 checks.check(number, spec)
                 if here:
@@ -228,6 +294,32 @@ class Pipeline(nn.Module):
             elif number in own and not isinstance(spec, (LayerSpec, nn.Module)):
                 self._functions[number] = spec
         self._specs = []  # they may hold modules of other stages
+
+    def _make(self, number: int, spec: LayerSpec, here: bool) -> nn.Module | None:
+        """Layer ``number``; None if this rank neither has it nor draws its values."""
+        device = torch.get_default_device()
+        if not self.position.block.seed_layers:
+            if device.type == "meta":
+                self._refuse_meta()
+            return spec.build()
+        if not here:
+            return None
+        # With values also on the meta device: later, these would be drawn from numbers that depend on the stages.
+        device = torch.device("cpu") if device.type == "meta" else device
+        with device, seeded(None, device.type):
+            (self._manner.seed or _seed_layer)(number)
+            return spec.build()
+
+    def _refuse_meta(self) -> None:
+        """Raise ConfigError if values that are drawn later would be those of this rank's layers only."""
+        if self.position.ranks > 1:
+            key = "pipeline.seed_layers"
+            raise ConfigError.about(
+                key,
+                "Layers of a pipeline were made on the meta device (empty_init=True), where a rank would draw values "
+                f"of its own layers only, and not those of a single process. Write {key}=true, and LayerSpec(...) for "
+                "each layer; or make the pipeline without it.",
+            )
 
     def _tied(self, spec: TiedLayerSpec) -> Callable[..., Any]:
         module = self.tied[spec.key]
@@ -265,16 +357,38 @@ class Pipeline(nn.Module):
             inputs: what the stage before has returned; of the first one, those of the pipeline.
             batch: the inputs of the pipeline for the same micro-batch.
         """
-        for number in self.parts[stage]:
-            name = str(number)
-            layer = self.layers[name] if name in self.layers else self._functions[number]
-            try:
-                output = layer(*inputs)
-            except Exception as error:
-                add_note(error, f"In layer {number} ({self.names[number]}), stage {stage}.")
-                raise
-            inputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+        part, interval = self.parts[stage], self.position.block.activation_checkpoint_interval
+        for start in range(part.start, part.stop, interval or len(part)):
+            group = range(start, min(start + (interval or len(part)), part.stop))
+            if interval and torch.is_grad_enabled() and self._recomputes(group):
+                output = checkpoint(partial(self._run, group), *inputs, use_reentrant=False)
+            else:
+                output = self._run(group, *inputs)
+            inputs = _as_arguments(output)
         return inputs[0] if len(inputs) == 1 else inputs
+
+    def _run(self, numbers: range, *inputs: Any) -> Any:
+        """The output of some layers, one after the other."""
+        for number in numbers:
+            try:
+                inputs = _as_arguments(self._call(self._layer(number), *inputs))
+            except Exception as error:
+                add_note(error, f"In layer {number} ({self.names[number]}), stage {self.stage_of(number)}.")
+                raise
+        return inputs[0] if len(inputs) == 1 else inputs
+
+    def _call(self, layer: Callable[..., Any], *inputs: Any) -> Any:
+        return layer(inputs) if self._manner.packs and len(inputs) > 1 else layer(*inputs)
+
+    def _layer(self, number: int) -> Callable[..., Any]:
+        name = str(number)
+        return self.layers[name] if name in self.layers else self._functions[number]
+
+    def _recomputes(self, numbers: range) -> bool:
+        modules = [layer.module if isinstance(layer, _Tied) else layer for layer in map(self._layer, numbers)]
+        if self._manner.recomputes is not None:
+            return all(type(module).__name__ in self._manner.recomputes for module in modules)
+        return any(isinstance(module, nn.Module) and any(True for _ in module.parameters()) for module in modules)
 
     def forward(self, inputs: Any, targets: Any = None) -> Any:
         """The mean loss (0D) over micro-batches, on every rank; without ``targets`` the output of the last layer.
@@ -295,7 +409,7 @@ class Pipeline(nn.Module):
                 "This pipeline has some of its layers on other ranks, and is not a part of a run yet: "
                 "Trainer.fit, fabric.setup or lt_zero.initialize prepares it."
             )
-        output = self.run_stage(0, *(inputs if isinstance(inputs, (tuple, list)) else (inputs,)), batch=inputs)
+        output = self.run_stage(0, *_as_arguments(inputs), batch=inputs)
         return output if targets is None or self.loss_fn is None else self.loss_fn(output, targets)
 
 
@@ -315,6 +429,10 @@ class _OfModel(Pipeline):
         weights: Mapping[str, Tensor] | None,
     ) -> None:
         self._parts, self._has_own_loss = parts, loss_fn is None
+        if current().block.activation_checkpoint_interval:
+            key = "pipeline.activation_checkpoint_interval"
+            text = f"{key} counts the layers of a list, and Pipeline.of runs a model. Write activation_checkpointing"
+            raise ConfigError.about(key, f"{text}.mode: full, which recomputes each of its blocks.")
         super().__init__(parts.modules, loss_fn or parts.own_loss(), num_stages, partition_method)
         if weights is not None:
             fill(self, weights)
@@ -426,10 +544,46 @@ class _Tied:
     """Calls a function with a module that is registered elsewhere."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module, self._forward = module, forward
+        self.module, self._forward = module, forward
 
     def __call__(self, *inputs: Any) -> Any:
-        return self._forward(self._module, *inputs)
+        return self._forward(self.module, *inputs)
+
+
+def _as_arguments(output: Any) -> tuple[Any, ...]:
+    """What a layer returned, as arguments of the next one."""
+    return tuple(output) if isinstance(output, (tuple, list)) else (output,)
+
+
+def _seed_layer(number: int) -> None:
+    torch.manual_seed(torch.initial_seed() + number)
+
+
+@torch.no_grad()
+def _seconds(specs: Sequence[Layer], example: Any, call: Callable[..., Any]) -> list[float]:
+    """How long the forward of each layer takes, of which one after the other is made, and dropped."""
+    device, found = next((t.device for t in iter_tensors(example)), torch.device("cpu")), list[float]()
+    inputs = _as_arguments(example)
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    with device, seeded(None, device.type):
+        for spec in specs:
+            layer = spec.build() if isinstance(spec, LayerSpec) else spec
+            if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
+                layer = partial(spec.forward_fn, layer)
+            times = []
+            for _ in range(3):
+                wait()
+                began = time.perf_counter()
+                output = call(layer, *inputs)
+                wait()
+                times.append(time.perf_counter() - began)
+            found.append(min(times))
+            inputs = _as_arguments(output)
+    return found
 
 
 def _class_of(spec: Layer) -> str:
@@ -449,6 +603,24 @@ def _numel(spec: Layer) -> int:
 def pipelines_in(module: nn.Module) -> Iterator[tuple[str, Pipeline]]:
     """The pipelines in ``module``, by name."""
     yield from ((name, child) for name, child in module.named_modules() if isinstance(child, Pipeline))
+
+
+def join_pipelines(module: nn.Module, block: PipelineParallel) -> None:
+    """Let the pipelines in ``module`` follow the configuration of a run.
+
+    Raises:
+        ConfigError: as ``Pipeline.join``; or it says something about layers, and there is no pipeline.
+    """
+    key, interval, found = "pipeline.activation_checkpoint_interval", block.activation_checkpoint_interval, False
+    for _, pipeline in pipelines_in(module):
+        pipeline.join(block)
+        found = True
+    if interval and not found:
+        raise ConfigError.about(
+            key,
+            f"{key}={interval} recomputes layers of a lt_zero.parallel.Pipeline, and {type(module).__name__} has none. "
+            "Write activation_checkpointing.mode=full in its place.",
+        )
 
 
 def pipeline_of(module: nn.Module, ranks: int) -> Pipeline | None:

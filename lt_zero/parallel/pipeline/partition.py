@@ -10,21 +10,21 @@ from lt_zero.common.errors import ConfigError
 _METHOD = "pipeline.partition_method"
 
 
-def weights_of(method: str, classes: Sequence[str], numels: Sequence[int]) -> list[float]:
+def weights_of(method: str, classes: Sequence[str], measured: Sequence[float]) -> list[float]:
     """What each layer counts with.
 
     Args:
-        method: ``parameters``, ``uniform``, or ``type:REGEX``.
+        method: ``parameters``, ``time``, ``uniform``, or ``type:REGEX``.
         classes: the names of the layers' classes.
-        numels: the elements of their parameters.
+        measured: the elements of their parameters, or the times of their forwards.
 
     Raises:
         ConfigError: no class matches the expression.
     """
     if method == "uniform":
         return [1.0] * len(classes)
-    if method == "parameters":
-        return [float(numel) for numel in numels]
+    if method in ("parameters", "time"):
+        return list(measured)
     pattern = method.partition(":")[2]
     found = [1.0 if re.search(pattern, name, re.IGNORECASE) else 0.0 for name in classes]
     if not any(found):

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from lt_zero.comm.process_groups import exists
 from lt_zero.comm.world import World
@@ -40,24 +41,37 @@ class Position:
         return stage % self.ranks
 
 
-# Of the run that this process has joined last, and whether its ranks are still there.
-_current: list[tuple[Position, Callable[[], bool]]] = []
+# Of the run that this process has joined last, and its ranks; None: of ``at``.
+_current: list[tuple[Position, weakref.ref[World] | None]] = []
 
 
 def current() -> Position:
     """That of the run that this process has joined last; a single rank without one."""
-    return next((position for position, lives in _current if lives()), Position())
+    for position, known in _current:
+        world = known() if known is not None else None
+        if known is None or (world is not None and (world.process_group is None or exists(world.process_group))):
+            return position
+    return Position()
+
+
+def of_first_rank(call: Callable[[], Any]) -> Any:
+    """What a function returns on the first rank of the run; all call it, as it may make modules together. Collective.
+
+    Raises:
+        Exception: what it raises; RuntimeError where only other ranks failed.
+    """
+    known = _current[-1][1] if _current else None
+    world = known() if known is not None else None
+    if world is None:
+        return call()
+    with world.agree("measuring layers of a pipeline", RuntimeError):
+        found = call()
+    return world.host_broadcast(found, "layers of a pipeline")
 
 
 def enter(position: Position, world: World) -> None:
     """Begin a run of ``world``: until it is gone, or ``leave``, pipelines are made for it."""
-    known = weakref.ref(world)
-
-    def lives() -> bool:
-        ranks = known()
-        return ranks is not None and ranks.process_group is not None and exists(ranks.process_group)
-
-    _current[:] = [(position, lives)]
+    _current[:] = [(position, weakref.ref(world))]
 
 
 def leave() -> None:
@@ -69,7 +83,7 @@ def leave() -> None:
 def at(position: Position) -> Iterator[None]:
     """Context in which pipelines are made for ``position``."""
     before = list(_current)
-    _current[:] = [(position, lambda: True)]
+    _current[:] = [(position, None)]
     try:
         yield
     finally:

@@ -112,22 +112,28 @@ class Runner(ProcessLocal):
     # ---- a batch ---------------------------------------------------------------------------------------------------
 
     def run(self, inputs: Any, targets: Any) -> Any:
-        """``Pipeline.forward``. Collective.
-
-        Raises:
-            RuntimeError: on all ranks, if those of one pipeline have batches of different forms; or if a step was taken
-                with the gradients of a loss that had no backward.
-        """
-        trains = targets is not None and torch.is_grad_enabled()
-        if trains:
-            self._refuse_dropped()
+        """``Pipeline.forward``. Collective. Errors are those of ``run_parts``."""
         rows = rows_in(inputs)
         count = micro_batches(rows, self._wanted)
-        scale, weight = (self._begin(), self._weight()) if trains else (1.0, 1.0)
+        return self.run_parts(cut(inputs, rows, count), cut(targets, rows, count) if targets is not None else None)
+
+    def run_parts(self, inputs: list[Any], targets: list[Any] | None) -> Any:
+        """``Pipeline.forward`` of micro-batches, which have the same form. Collective.
+
+        Raises:
+            RuntimeError: on all ranks, if those of one pipeline have batches of different forms; if a step was taken
+                with the gradients of a loss that had no backward; or autocast, which the precision of the run asks
+                for, is off.
+        """
+        trains, count = targets is not None and torch.is_grad_enabled(), len(inputs)
+        self._refuse_outside()
+        if trains:
+            self._refuse_dropped()
+        scale, weight = (self._begin(), self._weight() * self.pipeline.loss_weight) if trains else (1.0, 1.0)
         draws = self.pipeline.training
         batch = self.batch = _Batch(
-            cut(inputs, rows, count),
-            cut(targets, rows, count) if targets is not None else None,
+            inputs,
+            targets,
             scale * weight / count,
             draw_seed() if draws else None,
             trains,
@@ -165,6 +171,14 @@ class Runner(ProcessLocal):
                 f"A step was taken with the gradients of {owed} loss{'es' if owed > 1 else ''} of the pipeline whose "
                 "backward was never called: a pipeline computes them when it is called. Call it under torch.no_grad() "
                 "to look at a loss; to leave a batch out, call backward, then zero_grad."
+            )
+
+    def _refuse_outside(self) -> None:
+        """Raise RuntimeError if the pipeline is called around the run's precision."""
+        if self.engine.policy.autocast and not torch.is_autocast_enabled(self.engine.device.type):
+            raise RuntimeError(
+                "The pipeline was called outside of the autocast of this run's precision. Call it in the forward of "
+                "the module that was set up (in Fabric: model(inputs, targets), not model.pipe(inputs, targets))."
             )
 
     @staticmethod
@@ -358,7 +372,7 @@ class Runner(ProcessLocal):
         if abs(found - expected) > 1e-4 * abs(expected):
             raise RuntimeError(
                 f"The loss of a pipeline was multiplied by {found / expected:g} after its backward had run. Do it in "
-                "its loss_fn."
+                "its loss_fn, or say so before: pipeline.loss_weight = 1 / batches, where a loop accumulates gradients."
             )
 
 

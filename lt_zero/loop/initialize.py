@@ -1,0 +1,93 @@
+"""``lt_zero.initialize``: a model, its optimizer and schedule behind the interface of DeepSpeed's engine (0.19).
+
+Names and meanings are DeepSpeed's, so that a training script only changes its import; what is behind them is ours.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from lt_zero.comm.process_groups import init_distributed, joining
+from lt_zero.common.arguments import expect
+from lt_zero.common.errors import ConfigError
+from lt_zero.common.garbage import without_gc
+from lt_zero.config import ZeroConfig
+from lt_zero.config.load import examine
+from lt_zero.loop.engine import TrainingEngine
+from lt_zero.loop.pipeline_engine import PipelineEngine
+from lt_zero.parallel.pipeline.module import PipelineModule
+
+
+@without_gc
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+    *,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config_params: Mapping[str, Any] | str | None = None,
+    dist_init_required: bool | None = None,
+) -> tuple[TrainingEngine, Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
+    """Shard a model and its optimizer: (engine, optimizer, data loader, schedule). Collective.
+
+    Args:
+        args: a namespace of which ``deepspeed_config`` is used if there is no ``config``, and ``local_rank``.
+        model: it is sharded in place. A ``PipelineModule`` gets a ``PipelineEngine``.
+        optimizer: of its parameters, or what makes one of ``model_parameters``; default: the configured one.
+        model_parameters: of a configured optimizer; default: all that require gradients.
+        training_data: makes a data loader, with a ``DistributedSampler`` and the configured micro-batch.
+        lr_scheduler: or what makes one of the optimizer; default: the configured one. Stepped by ``engine.step``.
+        collate_fn: of the data loader.
+        config: as for ``shard``; ``config_params`` is its old name.
+        dist_init_required: False: the process group exists already.
+
+    Raises:
+        ConfigError: the configuration has a problem, or contradicts the arguments.
+        ValueError: there is no model, or no configuration.
+    """
+    given = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), None)
+    if model is None or given is None:
+        lacks = "model" if model is None else "config"
+        raise ValueError(f"lt_zero.initialize needs {lacks}=..., and got none. Pass it.")
+    expect(model, nn.Module, "lt_zero.initialize(model=...)", "pass an nn.Module")
+    loaded = examine(given, for_run=True)
+    made = loaded.usable()
+    staged = model if isinstance(model, PipelineModule) else None
+    if staged is not None:
+        made = _with_stages(made, staged.position.ranks)
+    if dist_init_required is not False:
+        with joining(made.communication.link_timeout):
+            init_distributed()
+    loaded.announce()
+    engine = PipelineEngine(staged, made, args) if staged is not None else TrainingEngine(model, made, args)
+    engine.set_up(optimizer, model_parameters, lr_scheduler)
+    if training_data is not None:
+        engine.read_from(engine.deepspeed_io(training_data, collate_fn=collate_fn))
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _with_stages(config: ZeroConfig, stages: int) -> ZeroConfig:
+    """The configuration for a model that is made for so many stages.
+
+    Raises:
+        ConfigError: it says another number.
+    """
+    key = "pipeline.stages"
+    if config.pipeline.stages not in ("auto", stages):
+        text = f"{key}={config.pipeline.stages}, but the model is PipelineModule(num_stages={stages}). Remove the key."
+        raise ConfigError.about(key, text)
+    overrides, count = [f"{key}={stages}"], config.pipeline.num_microbatches
+    if count is not None and config.gradient_accumulation_steps is None:
+        overrides.append(f"gradient_accumulation_steps={count}")
+    return examine(config, overrides=overrides).usable()

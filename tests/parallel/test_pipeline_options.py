@@ -1,0 +1,158 @@
+"""Pipelines: recomputation, seeds of layers, layers on the meta device, how layers are divided."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lt_zero import ConfigError
+from lt_zero.activation.checkpointing import Checkpointing
+from lt_zero.config.blocks import PipelineParallel
+from lt_zero.parallel import LayerSpec, Pipeline
+from lt_zero.parallel.pipeline.position import Position
+from tests.support.matrix import cover
+from tests.support.parity import OPTIMIZERS
+from tests.support.pipelines import WIDTH, Block, Model, Ranks, all_weights, reference_step, specs, start
+from tests.support.pool import Pool
+
+CALLS = [0]
+
+
+class Counted(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS[0] += 1
+        return super().forward(x)
+
+
+def counted(depth: int, dropout: float) -> list[Any]:
+    embed, norm, head = (layer for layer in specs() if not isinstance(layer, LayerSpec) or layer.typename is not Block)
+    return [embed, *(LayerSpec(Counted, 6 + 2 * number, dropout) for number in range(depth)), norm, head]
+
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "interval 1": {"pipeline": {"activation_checkpoint_interval": 1}},
+    "interval 2": {"pipeline": {"activation_checkpoint_interval": 2}},
+    "full": {"activation_checkpointing": {"mode": "full"}},
+    "selective, named": {"activation_checkpointing": {"mode": "selective", "modules": ["Counted", "LayerNorm"]}},
+    "both": {"pipeline": {"activation_checkpoint_interval": 2}, "activation_checkpointing": {"mode": "full"}},
+}
+
+
+def _recompute(stage: int, how: str, depth: int, dropout: float) -> int:
+    """Weights after steps are those without recomputation; returns the forwards of blocks in a step."""
+    layers, weights = partial(counted, depth, dropout), list[dict[str, Tensor]]()
+    for keys in ({}, RECOMPUTED[how]):
+        torch.manual_seed(7)
+        keys = dict(keys)
+        run = start(Ranks(), stage, "sgd", layers, keys.pop("pipeline", None), **keys)
+        run.step(0)
+        CALLS[0] = 0
+        run.step(1)
+        calls = CALLS[0]
+        weights.append(all_weights(run.engine))
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+    if dropout == 0:
+        reference = Model(layers)
+        optimizer = OPTIMIZERS["sgd"](reference.parameters())
+        for step in range(2):
+            reference_step(reference, optimizer, step, 1)
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(weights[1][name], parameter.detach(), rtol=1e-6, atol=1e-6, msg=name)
+    return calls
+
+
+@pytest.mark.parametrize(("how", "stage", "dropout"), cover(list(RECOMPUTED), [0, 1, 2, 3], [0.0, 0.5]))
+def test_recomputation_changes_no_bit(pool: Pool, how: str, stage: int, dropout: float) -> None:
+    calls = pool.run(2, _recompute, stage, how, 5, dropout)
+    assert sum(calls) >= 2 * 5 * 4, "blocks ran once for each of 4 micro-batches: nothing was recomputed"
+
+
+def test_one_block_on_each_stage(pool: Pool) -> None:
+    assert sum(pool.run(2, _recompute, 1, "full", 2, 0.0)) >= 2 * 2 * 4
+
+
+def _uneven(modules: list[str]) -> str:
+    """The second stage has the head alone; returns the key of an error."""
+    layers = [LayerSpec(Counted), LayerSpec(Counted), LayerSpec(nn.Linear, WIDTH, 500)]
+    keys = {"activation_checkpointing": {"mode": "full", "modules": modules}}
+    try:
+        run = start(Ranks(), 1, "sgd", lambda: layers, **keys)
+    except ConfigError as error:
+        return error.problems[0].key
+    handles = [handle for handle in run.engine.handles if isinstance(handle, Checkpointing)]
+    assert len(handles) == (dist.get_rank() == 0)
+    return ""
+
+
+def test_a_stage_without_blocks_checkpoints_nothing(pool: Pool) -> None:
+    assert pool.run(2, _uneven, []) == ["", ""]
+    assert pool.run(2, _uneven, ["Counted"]) == ["", ""]
+    assert pool.run(2, _uneven, ["Counter"]) == ["activation_checkpointing.modules"] * 2
+
+
+# ---- which layers, with which values -------------------------------------------------------------------------------
+
+
+def _made(rank: int, ranks: int, meta: bool = False, **keys: Any) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    block, layers = PipelineParallel(stages=ranks, **keys), specs()
+    with torch.device("meta" if meta else "cpu"):
+        made = Pipeline(layers, position=Position(rank, ranks, block))
+    return {name: value.detach() for name, value in made.named_parameters()}
+
+
+@pytest.mark.parametrize("keys", [{}, {"seed_layers": True}, {"seed_layers": True, "meta": True}], ids=str)
+def test_values_do_not_depend_on_the_stages(keys: dict[str, Any]) -> None:
+    whole = _made(0, 1, **keys)
+    for ranks in (2, 3):
+        parts = [_made(rank, ranks, **keys) for rank in range(ranks)]
+        assert set().union(*parts) == set(whole)
+        for name, value in (item for part in parts for item in part.items()):
+            assert torch.equal(value, whole[name]), name
+
+
+def test_layers_with_seeds_differ_and_leave_the_stream_alone() -> None:
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    made = _made(0, 1, seed_layers=True)
+    assert torch.equal(torch.rand(3), wanted)
+    assert not torch.equal(made["layers.1.down.bias"], made["layers.2.down.bias"])
+
+
+def test_meta_device_without_seeds_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _made(0, 2, meta=True)
+    assert caught.value.problems[0].key == "pipeline.seed_layers"
+    block = PipelineParallel(stages=2, seed_layers=True)
+    with pytest.raises(ConfigError, match="LayerSpec"):
+        Pipeline([nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)], position=Position(1, 2, block))
+
+
+CLOCK = [0.0]
+
+
+class Slow(nn.Module):
+    """Takes ``seconds``, whatever it has of parameters."""
+
+    def __init__(self, seconds: float, numel: int) -> None:
+        super().__init__()
+        self.seconds, self.weight = seconds, nn.Parameter(torch.zeros(numel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        CLOCK[0] += self.seconds
+        return x + self.weight.sum()
+
+
+def test_layers_are_divided_by_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [LayerSpec(Slow, seconds, numel) for seconds, numel in [(4.0, 1), (1.0, 99), (1.0, 99), (1.0, 1)]]
+    block = PipelineParallel(stages=2, partition_method="time")
+    monkeypatch.setattr("time.perf_counter", lambda: CLOCK[0])
+    assert Pipeline(layers, example=torch.zeros(2), position=Position(0, 2, block)).parts[0] == range(1)
+    with pytest.raises(ConfigError, match="example"):
+        Pipeline(layers, position=Position(0, 2, block))
