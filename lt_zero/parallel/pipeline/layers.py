@@ -15,72 +15,18 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lt_zero.common.arguments import expect
 from lt_zero.common.errors import ConfigError, add_note
 from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.parallel.pipeline.models import ModelParts, fill, targets_of
 from lt_zero.parallel.pipeline.partition import divide, weights_of
 from lt_zero.parallel.pipeline.position import Position, current, of_first_rank
+from lt_zero.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, class_of, numel_of
 from lt_zero.parallel.random import seeded
 
 Loss = Callable[[Any, Any], Tensor]
 _LAZY_NORMS = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, *_LAZY_NORMS)
-
-
-class LayerSpec:
-    """A layer that is made on the ranks that have it.
-
-    Args:
-        typename: its class, or a function that returns a module.
-        args, kwargs: what it is called with.
-    """
-
-    def __init__(self, typename: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
-        if not callable(typename):
-            raise TypeError(f"LayerSpec({typename!r}): the first argument has to be a class of modules.")
-        self.typename, self.args, self.kwargs = typename, args, kwargs
-
-    def build(self) -> nn.Module:
-        """Make the layer."""
-        made = self.typename(*self.args, **self.kwargs)
-        expect(made, nn.Module, f"What {self.name} makes", "return an nn.Module")
-        return made
-
-    @property
-    def name(self) -> str:
-        """Of its class."""
-        return getattr(self.typename, "__name__", type(self.typename).__name__)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name})"
-
-
-class TiedLayerSpec(LayerSpec):
-    """A layer that the pipeline has at several places, with the same parameters.
-
-    Args:
-        key: the same for all of these places. The module of the first is used at all.
-        forward_fn: called with the module and its inputs in place of the module: ``lambda m, x: x @ m.weight.T``.
-    """
-
-    def __init__(
-        self,
-        key: str,
-        typename: Callable[..., nn.Module],
-        *args: Any,
-        forward_fn: Callable[..., Any] | None = None,
-        tied_weight_attr: str | Sequence[str] = "weight",  # of DeepSpeed: all of the layer is tied here
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(typename, *args, **kwargs)
-        if not key or "." in key:
-            raise ValueError(f"TiedLayerSpec({key!r}): the key is a part of parameters' names. Write one without dots.")
-        self.key, self.forward_fn = key, forward_fn
-
-
-Layer = LayerSpec | nn.Module | Callable[..., Any]
 
 
 class Manner(NamedTuple):
@@ -145,7 +91,7 @@ class Pipeline(nn.Module):
         self.loss_weight = 1.0
         self._check_stages(num_stages)
         self._specs = list(layers)
-        self.names = [_class_of(spec) for spec in self._specs]
+        self.names = [class_of(spec) for spec in self._specs]
         self.parts = self._divided(partition_method or self.position.block.partition_method, example)
         self.shared = self._find_shared()
         self.layers, self.tied = nn.ModuleDict(), nn.ModuleDict()
@@ -232,7 +178,7 @@ class Pipeline(nn.Module):
             known = set[str]()
             for number, spec in enumerate(self._specs):
                 key = self._key(number)
-                weights[number] = 0.0 if key in known and key else float(_numel(spec))
+                weights[number] = 0.0 if key in known and key else float(numel_of(spec))
                 known.add(key)
         elif method == "time":
             if example is None:
@@ -584,20 +530,6 @@ def _seconds(specs: Sequence[Layer], example: Any, call: Callable[..., Any]) -> 
             found.append(min(times))
             inputs = _as_arguments(output)
     return found
-
-
-def _class_of(spec: Layer) -> str:
-    if isinstance(spec, LayerSpec):
-        return spec.name
-    return type(spec).__name__ if isinstance(spec, nn.Module) else getattr(spec, "__name__", "")
-
-
-def _numel(spec: Layer) -> int:
-    """The elements of a layer's parameters."""
-    if isinstance(spec, LayerSpec):
-        with torch.device("meta"):
-            spec = spec.build()
-    return sum(p.numel() for p in spec.parameters()) if isinstance(spec, nn.Module) else 0
 
 
 def pipelines_in(module: nn.Module) -> Iterator[tuple[str, Pipeline]]:

@@ -16,8 +16,9 @@ from lt_zero.comm.process_groups import rank_and_size
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.config.load import examine
-from lt_zero.parallel.pipeline.layers import Layer, Loss, Manner, Pipeline
+from lt_zero.parallel.pipeline.layers import Loss, Manner, Pipeline
 from lt_zero.parallel.pipeline.position import Position
+from lt_zero.parallel.pipeline.specs import Layer
 
 _STAGES = "pipeline.stages"
 
