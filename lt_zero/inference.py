@@ -22,11 +22,12 @@ from lt_zero.checkpoint.source import Source
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.arguments import expect
-from lt_zero.common.errors import CheckpointError
+from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import dtype_policy, resolve_mode
-from lt_zero.config.uses import check_same, refuse_tensor_parallel, tell_ignored, without_training
+from lt_zero.config.uses import check_same, tell_ignored, without_training
 from lt_zero.engine.full_params import sync_buffers
+from lt_zero.parallel.mesh import mesh_of
 
 log = logging.getLogger("lt_zero")
 Module = TypeVar("Module", bound=nn.Module)
@@ -56,42 +57,52 @@ def inference(
     Raises:
         ConfigError: the configuration is wrong.
         CheckpointError: on all ranks: ``weights`` is no checkpoint, or has other names or shapes than the module.
-        NotEnoughMemory: a machine has too little memory; the module is unchanged.
+        NotEnoughMemory: a machine has too little memory; the module is unchanged, unless it is cut over tensor ranks.
     """
     expect(module, nn.Module, "The module of lt_zero.inference", "pass an nn.Module")
     chosen, ignored = without_training(config)
-    refuse_tensor_parallel(chosen, "lt_zero.inference")
+    if (stages := chosen.pipeline.ranks) > 1:
+        key, remedy = "pipeline.stages", "Remove the key, or call trainer.predict"
+        raise ConfigError.about(key, f"{key}={stages}: lt_zero.inference runs whole modules. {remedy}.")
     placed = (t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta")
     device = device or next(placed, torch.device("cpu"))
     group = group or ShardGroup.of_all(World.join(device, chosen))
     check_same(chosen, group.world.host_gather)
     tell_ignored(ignored, group.world.rank)
     policy = dtype_policy(chosen, resolve_mode(chosen, "32-true"))
-    saved = None
+    readers = dict[str, Callable[[], Tensor]]()
     if weights is not None:
-        saved = open_same(group.world, weights, partial(_readers, module, path=str(weights)))
+        readers = open_same(group.world, weights, partial(_readers, module, path=str(weights)))
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             if not buffer.is_meta and buffer.device != device:
                 setattr(part, name, buffer.to(device))
     module.eval().requires_grad_(False)
+    parts, saved = dict[str, Any](), dict[nn.Parameter, Callable[[], Tensor]]()
+    if (mesh := mesh_of(chosen, group.world)) is not None:
+        saved = mesh.cut(module, chosen)
+        parts = mesh.arguments(module, group, chosen)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in readers:
+            saved[parameter] = readers[name]
     # Weights rest in the dtype in which they compute.
-    engine = shard(module, chosen, device, replace(policy, low_master=True), group, training=False, saved=saved)
+    how = replace(policy, low_master=True)
+    engine = shard(module, chosen, device, how, group, training=False, saved=saved, **parts)
     sync_buffers(engine)
     return module
 
 
 @torch.no_grad()
-def _readers(module: nn.Module, source: Source, path: str) -> dict[nn.Parameter, Callable[[], Tensor]]:
-    """What reads each parameter from ``source``; buffers are read now.
+def _readers(module: nn.Module, source: Source, path: str) -> dict[str, Callable[[], Tensor]]:
+    """What reads each parameter from ``source``, by the parameter's name; buffers are read now.
 
     Raises:
         CheckpointError: a name is missing, or a shape differs; names all of them.
     """
     names = _names(module, source)
-    found: dict[nn.Parameter, Callable[[], Tensor]] = {}
+    found: dict[str, Callable[[], Tensor]] = {}
     used, wrong = set[str](), list[str]()
-    missing: dict[nn.Parameter, str] = {}
+    missing, filled = dict[nn.Parameter, str](), dict[nn.Parameter, None]()
 
     def check(saved: str, value: Tensor) -> None:
         if (shape := source.weights[saved].shape) != tuple(value.shape):
@@ -104,7 +115,7 @@ def _readers(module: nn.Module, source: Source, path: str) -> dict[nn.Parameter,
             continue
         used.add(saved)
         check(saved, parameter)
-        found[parameter] = partial(source.read, saved)
+        found[name], filled[parameter] = partial(source.read, saved), None
     persistent, buffers = module.state_dict(keep_vars=True).keys(), list[tuple[nn.Module, str, Tensor, str]]()
     for path_, part in module.named_modules():
         for own, buffer in part.named_buffers(recurse=False):
@@ -115,7 +126,7 @@ def _readers(module: nn.Module, source: Source, path: str) -> dict[nn.Parameter,
                 buffers.append((part, own, buffer, saved))
             elif name in persistent:
                 wrong.append(f"{name} is missing")
-    wrong += [f"{name} is missing" for parameter, name in missing.items() if parameter not in found]  # else it is tied
+    wrong += [f"{name} is missing" for parameter, name in missing.items() if parameter not in filled]  # else it is tied
     if wrong:
         raise CheckpointError(f"{path} does not fit {type(module).__name__}: {'; '.join(wrong[:10])}.")
     for part, own, buffer, saved in buffers:

@@ -18,7 +18,6 @@ from lt_zero.comm.process_groups import init_distributed, is_part, joining
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.config.load import examine
-from lt_zero.config.uses import refuse_tensor_parallel
 from lt_zero.engine.full_params import gathered
 from lt_zero.engine.materialize import ConstructionSharder
 
@@ -26,8 +25,8 @@ from lt_zero.engine.materialize import ConstructionSharder
 class Init:
     """Context in which modules, the same on every rank, are built with their parameters sharded over all ranks.
 
-    So no rank ever holds the whole model. Without effect below stage 3, with one rank, or if not ``enabled``. Arguments
-    are DeepSpeed's (0.19), in its order.
+    So no rank ever holds the whole model; with tensor parallelism ``initialize`` cuts it. Without effect below stage 3,
+    with one rank, or if not ``enabled``. Arguments are DeepSpeed's (0.19), in its order.
 
     Args:
         module: is sharded at once, and returned in place of a context: rank 0's values are kept.
@@ -39,7 +38,7 @@ class Init:
         config: the same.
         enabled: whether anything is done.
         dtype: of the parameters; default: torch's.
-        mpu: its model-parallel size is 1, if given.
+        mpu: its model-parallel size is ``tensor_parallel.autotp_size``, if given.
         zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights, param_swapper,
             tensor_overrides: the configuration says this; errors here unless it says the same.
 
@@ -83,7 +82,7 @@ class Init:
             "data_parallel_group": data_parallel_group,
             "sequence_data_parallel_group": sequence_data_parallel_group,
         }
-        _check_groups(groups, mpu)
+        _check_groups(groups, mpu, made.tensor_parallel.autotp_size)
         placed = (None, "none", "cpu", zero.param_offload.device)
         _refuse("remote_device", None if remote_device in placed else remote_device, "device")
         _refuse("param_swapper", param_swapper, "device")
@@ -94,7 +93,6 @@ class Init:
             _refuse(name, None if not asked or getattr(zero, name) else True, name)
         self._dtype, self._before = dtype, torch.float32
         self._sharder: AbstractContextManager[Any] = nullcontext()
-        refuse_tensor_parallel(made, "lt_zero.Init")
         if enabled and zero.stage == 3:
             with joining(made.communication.link_timeout):
                 init_distributed()
@@ -165,8 +163,8 @@ def _refuse(name: str, value: Any, remedy: str) -> None:
         raise ValueError(f"zero.Init({name}={value!r}) is not supported. {_REMEDIES[remedy]}, and remove the argument.")
 
 
-def _check_groups(groups: Mapping[str, Any], mpu: Any) -> None:
-    """Check that process groups hold all ranks, and that nothing is parallel but the data.
+def _check_groups(groups: Mapping[str, Any], mpu: Any, tensor: int) -> None:
+    """Check that process groups hold all ranks, and that models are cut over as many ranks as is configured.
 
     Raises:
         ValueError: names the argument.
@@ -177,7 +175,8 @@ def _check_groups(groups: Mapping[str, Any], mpu: Any) -> None:
                 f"zero.Init({name}=...) has not all ranks, over which weights are sharded. Remove the argument, and "
                 "for smaller groups write zero_optimization.mics_shard_size."
             )
-    if mpu is not None and (size := int(mpu.get_model_parallel_world_size())) != 1:
+    if mpu is not None and (size := int(mpu.get_model_parallel_world_size())) != tensor:
         raise ValueError(
-            f"zero.Init(mpu=...) has a model-parallel size of {size}; only data is parallel here. Remove it."
+            f"zero.Init(mpu=...) has a model-parallel size of {size}, and tensor_parallel.autotp_size={tensor} is "
+            "configured. Make them the same, or remove mpu."
         )

@@ -25,7 +25,7 @@ FLOORS = (
 KNOW_LIGHTNING = {"lightning", "__init__", "cli", "common/compat"}
 COLLECTIVES = ("comm/", "common/compat")
 SAVES = "torch.distributed.checkpoint"  # plans over a process group that comm/ makes
-CUT = ("torch.distributed.tensor", "torch.distributed.device_mesh")  # torch's own collectives inside of modules
+CUT = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed.pipelining")
 # Imports that stand in a function, or that only a type checker sees, and close a circle. None may be added.
 CIRCLES = set[tuple[str, str]]()
 

@@ -115,7 +115,7 @@ def test_only_the_kernels_are_loaded() -> None:
                     evaluates.add((path.name, name))
     assert loads == {"compiler.py"}
     # What ranks send each other, see the page's last heading; and ``objects.pkl``, with ``weights_only=False`` only.
-    assert evaluates == {("world.py", "pickle.loads"), ("archive.py", "pickle.loads")}
+    assert evaluates == {("ranks.py", "pickle.loads"), ("archive.py", "pickle.loads")}
 
 
 @says("Their sources are part of the package.")

@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lt_zero.activation import selective
+from lt_zero.activation.places import open_store
 from lt_zero.activation.profile import Boundary, open_boundary
 from lt_zero.activation.state import Caches, SavedState, State
-from lt_zero.activation.stores import ActivationStore, open_store
+from lt_zero.activation.stores import ActivationStore
 from lt_zero.common.compat import compiled_module
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tensor_tree import map_tensors
@@ -196,8 +196,9 @@ class _Checkpointed:
         if not any(tensor.requires_grad for tensor in chain(run.tensors, self._module.parameters())):
             return self.__wrapped__(*args, **kwargs)  # frozen layers before the first trainable one
         contexts, store = selective.contexts if self._selective else noop_context_fn, self._store
-        with saved_tensors_hooks(store.pack, store.unpack) if store is not None else nullcontext():
-            return checkpoint(run, *run.begin(), use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+        tensors = run.begin()
+        with store.saving(self.name, tensors) if store is not None else nullcontext():
+            return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def run(*values: Any) -> Any:
@@ -277,7 +278,7 @@ def install(engine: Engine) -> Checkpointing | None:
     opening = world.agree("opening the folder for saved inputs", SwapError) if block.nvme_path else nullcontext()
     with ExitStack() as undo:  # if another rank failed, this rank's folder would stay until the process ends
         with opening:
-            store = open_store(block, device, count, config.aio, world.rank)
+            store = open_store(block, device, count, config.aio, world.rank, engine.parts.ranks)
             if store is not None:
                 undo.callback(store.close)
         boundary = open_boundary(block, device, world.rank, config.steps_per_print)
@@ -294,12 +295,15 @@ def install(engine: Engine) -> Checkpointing | None:
             listeners.append(hook)
             undo.callback(listeners.remove, hook)
         made.undo = undo.pop_all()
+    parts = " (a part on each tensor rank)" if block.partition_activations and engine.parts.ranks is not None else ""
     one = " in one block" if block.contiguous_memory_optimization else ""
     made.where = f", inputs{one}" if one else ""
     if block.nvme_path is not None:
         made.where = f", inputs in files in {block.nvme_path}"
     elif block.cpu_checkpointing:
         made.where = f", inputs in host memory{one}" + ("" if is_apart(device) else " (the model's device)")
+    if parts:
+        made.where = (made.where or ", inputs on the device") + parts
     engine.handles.append(made)
     return made
 

@@ -1,15 +1,15 @@
 """Stores the inputs of checkpointed modules between forward and backward.
 
 ``torch.utils.checkpoint`` saves them through autograd, so a store only needs
-``saved_tensors_hooks(store.pack, store.unpack)`` around a checkpointed call (ZeRO-R's activation checkpoints in host
-memory, arXiv:1910.02054 section 6.1, and ZeRO-Infinity's, arXiv:2104.07857 section 5.1.2).
+``with store.saving(...)`` around a checkpointed call (ZeRO-R's activation checkpoints in host memory, arXiv:1910.02054
+section 6.1, and ZeRO-Infinity's, arXiv:2104.07857 section 5.1.2).
 
 Note [What is stored]
-    Plain dense tensors on the store's device of at least ``least`` bytes. Not stored are parameters and views of them,
-    sparse, nested, quantized and lazily conjugated tensors, subclasses, tensors of other devices, and tensors with
-    overlapping elements. For these the version is checked: an in-place write before backward raises autograd's error,
-    as without a store. A tensor that several modules get (a mask, a rotary table) is stored once; it is identified by
-    its storage, the elements it shows, and its version.
+    Plain dense tensors on the store's device of at least ``least`` bytes, and such parts of DTensors. Not stored are
+    parameters and views of them, sparse, nested, quantized and lazily conjugated tensors, other subclasses, tensors of
+    other devices, and tensors with overlapping elements. For these the version is checked: an in-place write before
+    backward raises autograd's error, as without a store. A tensor that several modules get (a mask, a rotary table) is
+    stored once; it is identified by its storage, the elements it shows, and its version.
 
 Note [Lifetime]
     A packed tensor belongs to the graph: it can be unpacked as often as backward runs (retain_graph), and its memory is
@@ -22,26 +22,23 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from lt_zero.comm.part_ranks import local_of
 from lt_zero.common.compat import version_of, view_base
-from lt_zero.config.blocks import ActivationCheckpointing, Aio
-from lt_zero.io.pinned import host_buffer
 from lt_zero.io.thread_pool import SwapError
-from lt_zero.offload.host_store import is_apart
-from lt_zero.offload.reuse import Arena, BufferPool
-from lt_zero.offload.saved_activations import DeviceStorage, FileStorage, HostStorage, Storage, Stored, changed
+from lt_zero.offload.saved_activations import DeviceStorage, Storage, Stored, changed
 
 _MIN_BYTES = 4096  # bytes; storing a smaller tensor costs more than it saves
 _PREFETCH = 2  # tensors to prefetch in backward
-_SPARE = 2  # slots for prefetched tensors, in addition to the stored ones
-_Freed = tuple[Stored, int]  # what nothing uses any more, and its bytes
 
 
 @dataclass(frozen=True)
@@ -94,18 +91,52 @@ def geometry_of(tensor: Tensor) -> Geometry | None:
     return Geometry(tuple(tensor.shape), tuple(tensor.stride()), tuple(sides), tuple(steps))
 
 
-class _Entry:
+class Shown(NamedTuple):
+    """How the tensor that was saved shows stored elements.
+
+    Attributes:
+        dtype: of the elements.
+        geometry: of what this rank has of the tensor.
+        version: of the tensor.
+        rebuild: makes a DTensor of what this rank has; None: that is the tensor.
+    """
+
+    dtype: torch.dtype
+    geometry: Geometry
+    version: int
+    rebuild: Callable[[Tensor], Tensor] | None
+
+    def key(self, local: Tensor) -> tuple[Any, ...]:
+        """Which elements of its storage ``local`` shows, and when."""
+        return local.storage_offset(), local.dtype, self.version, self.geometry.sides, self.geometry.steps
+
+    def take(self, local: Tensor) -> Tensor:
+        """The bytes (1D uint8) of the elements of ``local``; its memory unless a write there would not be seen."""
+        elements = self.geometry.elements(local).view(torch.uint8)
+        return elements.clone() if self.rebuild is not None else elements  # a DTensor counts versions by itself
+
+    def give(self, elements: Tensor) -> Tensor:
+        """The tensor with these bytes (1D uint8)."""
+        local = self.geometry.restore(elements.view(self.dtype))
+        return self.rebuild(local) if self.rebuild is not None else local
+
+
+class Entry:
     """The stored elements of a tensor; the graphs' handles of all tensors with these elements share it."""
 
-    def __init__(self, stored: Stored, nbytes: int, before: weakref.ref[_Entry] | None, gone: deque[_Freed]) -> None:
+    def __init__(self, stored: Stored, before: weakref.ref[Entry] | None, gone: deque[Stored]) -> None:
         self.stored: Stored | None = stored
-        self.nbytes, self.before, self.shared = nbytes, before, False
+        self.before, self.shared = before, False
         self.common: Tensor | None = None  # the copy on the device, if the entry is shared
         self._gone = gone
 
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes if self.stored is not None else 0
+
     def __del__(self) -> None:
         if self.stored is not None:
-            self._gone.append((self.stored, self.nbytes))  # nothing else: see Note [Lifetime]
+            self._gone.append(self.stored)  # nothing else: see Note [Lifetime]
 
 
 def _unchanged(tensor: Tensor, version: int | None) -> Tensor:
@@ -120,17 +151,19 @@ class ActivationStore:
     Args:
         storage: stores the bytes.
         device: whose tensors are stored.
-        least: minimum bytes of a stored tensor.
+        least: minimum bytes of a stored tensor; default: 4096.
     """
 
-    def __init__(self, storage: Storage, device: torch.device, least: int = _MIN_BYTES) -> None:
+    def __init__(self, storage: Storage, device: torch.device, least: int | None = None) -> None:
         which = device.index if device.type != "cuda" or device.index is not None else torch.cuda.current_device()
-        self.storage, self.device, self._least = storage, torch.device(device.type, which), least
+        self.storage, self.device = storage, torch.device(device.type, which)
+        self._least = _MIN_BYTES if least is None else least
+        self._shares_copies = not isinstance(storage, DeviceStorage)
         self._lock = threading.RLock()
-        self._gone: deque[_Freed] = deque()
-        self._entries: weakref.WeakSet[_Entry] = weakref.WeakSet()  # owned by the graphs
-        self._last: weakref.ref[_Entry] | None = None  # packed last
-        self._known: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Any, _Entry]]
+        self._gone: deque[Stored] = deque()
+        self._entries: weakref.WeakSet[Entry] = weakref.WeakSet()  # owned by the graphs
+        self._last: weakref.ref[Entry] | None = None  # packed last
+        self._known: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Any, Entry]]
         self._known = weakref.WeakKeyDictionary()  # by storage object, since addresses are reused
         self._counts = dict.fromkeys(("packed", "kept", "shared", "unpacked", "stored", "bytes", "most"), 0)
 
@@ -139,17 +172,25 @@ class ActivationStore:
         """The first I/O error. Tensors are NaN afterwards; the ranks agree on raising (offload/nvme_store.py)."""
         return self.storage.problem
 
+    @contextmanager
+    def saving(self, name: str, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Context in which a call of module ``name`` saves ``tensors``."""
+        with saved_tensors_hooks(self.pack, self.unpack):
+            yield
+
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Store a tensor that autograd saves; returns the graph's handle of it."""
         with self._lock, torch.no_grad():
             self._reap()
             self._counts["packed"] += 1
-            geometry = geometry_of(tensor) if self._is_stored(tensor) else None
-            if geometry is None:
+            if (found := self._stored_elements(tensor)) is None:
                 self._counts["kept"] += 1
                 # Detached: a saved output would otherwise keep its own graph alive.
                 return partial(_unchanged, tensor.detach(), None if tensor.is_inference() else version_of(tensor))
-            return partial(self._restore, self._entry_of(tensor.detach(), geometry), tensor.dtype, geometry)
+            entry, is_new = self._entry_of(*found)
+            if not is_new:
+                self._share(entry)
+            return partial(self._restore, entry, found[1])
 
     def unpack(self, packed: Callable[[], Tensor]) -> Tensor:
         """A tensor of the same values, dtype, shape, strides and device, detached.
@@ -159,33 +200,42 @@ class ActivationStore:
         """
         return packed()
 
-    def _restore(self, entry: _Entry, dtype: torch.dtype, geometry: Geometry) -> Tensor:
+    def _restore(self, entry: Entry, shown: Shown) -> Tensor:
         with self._lock, torch.no_grad():
             self._reap()
             self._counts["unpacked"] += 1
             found = self._bring(entry)
             self._prefetch_before(entry)
-            return geometry.restore(found.view(dtype))
+            return shown.give(found)
 
-    def _is_stored(self, tensor: Tensor) -> bool:
-        """See Note [What is stored]."""
-        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device != self.device:
-            return False
-        if tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
-            return False
-        large = tensor.numel() * tensor.element_size() >= self._least
-        return large and not isinstance(view_base(tensor), nn.Parameter)
+    def _stored_elements(self, tensor: Tensor) -> tuple[Tensor, Shown] | None:
+        """What is stored of ``tensor``, and how it is shown; None: nothing. See Note [What is stored]."""
+        if tensor.is_inference():
+            return None
+        local, rebuild = local_of(tensor)
+        if type(local) is not Tensor or local.layout != torch.strided or local.device != self.device:
+            return None
+        if local.is_nested or local.is_quantized or local.is_conj() or local.is_neg():
+            return None
+        if local.numel() * local.element_size() < self._least or isinstance(view_base(tensor), nn.Parameter):
+            return None
+        geometry = geometry_of(local)
+        if geometry is None:
+            return None
+        return local.detach(), Shown(local.dtype, geometry, version_of(tensor), rebuild)
 
-    def _entry_of(self, tensor: Tensor, geometry: Geometry) -> _Entry:
-        same = self._known.setdefault(tensor.untyped_storage(), weakref.WeakValueDictionary())
-        key = (tensor.storage_offset(), tensor.dtype, version_of(tensor), geometry.sides, geometry.steps)
-        entry = same.get(key)
+    def _entry_of(self, local: Tensor, shown: Shown) -> tuple[Entry, bool]:
+        """The entry with the elements of ``local``, and whether there was none before."""
+        known = self._known.setdefault(local.untyped_storage(), weakref.WeakValueDictionary())
+        entry = known.get(key := shown.key(local))
         if entry is not None and entry.stored is not None:
-            entry.shared = True
-            self._counts["shared"] += 1
-            return entry
-        elements = geometry.elements(tensor).view(torch.uint8)  # 1D
-        entry = same[key] = _Entry(self.storage.put(elements), elements.numel(), self._last, self._gone)
+            return entry, False
+        known[key] = entry = self._new_entry(shown.take(local))
+        return entry, True
+
+    def _new_entry(self, elements: Tensor) -> Entry:
+        """An entry of bytes (1D uint8)."""
+        entry = Entry(self._put(elements), self._last, self._gone)
         self._entries.add(entry)
         self._last = weakref.ref(entry)
         self._counts["stored"] += 1
@@ -193,19 +243,26 @@ class ActivationStore:
         self._counts["most"] = max(self._counts["most"], self._counts["bytes"])
         return entry
 
-    def _bring(self, entry: _Entry) -> Tensor:
+    def _put(self, elements: Tensor) -> Stored:
+        return self.storage.put(elements)
+
+    def _share(self, entry: Entry) -> None:
+        entry.shared = True
+        self._counts["shared"] += 1
+
+    def _bring(self, entry: Entry) -> Tensor:
         if entry.stored is None:
             raise RuntimeError(
                 "The input of a checkpointed module was freed: ActivationStore.clear() was called after this forward. "
                 "Run backward before it, or run forward again."
             )
-        if not entry.shared or isinstance(self.storage, DeviceStorage):
+        if not (entry.shared and self._shares_copies):
             return entry.stored.bring()
         if entry.common is None:
             entry.common = entry.stored.bring()
         return entry.common.clone()
 
-    def _prefetch_before(self, entry: _Entry | None) -> None:
+    def _prefetch_before(self, entry: Entry | None) -> None:
         # Backward unpacks in reverse order. What was packed before is copied while the calling module is computed.
         for _ in range(_PREFETCH):
             entry = entry.before() if entry is not None and entry.before is not None else None
@@ -214,9 +271,9 @@ class ActivationStore:
 
     def _reap(self) -> None:
         while self._gone:
-            stored, nbytes = self._gone.popleft()
+            stored = self._gone.popleft()
             self._counts["stored"] -= 1
-            self._counts["bytes"] -= nbytes
+            self._counts["bytes"] -= stored.nbytes
             stored.free()
 
     def end_backward(self) -> None:
@@ -231,7 +288,7 @@ class ActivationStore:
         with self._lock:
             for entry in list(self._entries):
                 if entry.stored is not None:
-                    self._gone.append((entry.stored, entry.nbytes))
+                    self._gone.append(entry.stored)
                     entry.stored = entry.common = None
             self._reap()
             self.storage.end_pass()
@@ -251,27 +308,3 @@ class ActivationStore:
         """Free everything and remove files. Idempotent."""
         self.clear()
         self.storage.close()
-
-
-def open_store(
-    block: ActivationCheckpointing, device: torch.device, count: int, aio: Aio | None = None, rank: int = 0
-) -> ActivationStore | None:
-    """The store that the configuration asks for, with ``count`` checkpointed modules; None: inputs stay where they are.
-
-    Raises:
-        SwapError: files cannot be created in ``nvme_path`` on this rank; other ranks may have succeeded.
-    """
-    if block.nvme_path is not None:
-        return ActivationStore(FileStorage(block.nvme_path, rank, aio or Aio(), device, is_apart(device)), device)
-
-    def arena(make: Callable[[int], Tensor], spare: int = 0) -> Arena:
-        return Arena(make, block.number_checkpoints or max(1, count), block.number_checkpoints is None, spare)
-
-    in_one_block = block.contiguous_memory_optimization
-    if block.cpu_checkpointing and is_apart(device):
-        pinned = partial(host_buffer, pin=device.type == "cuda")
-        return ActivationStore(HostStorage(arena(pinned) if in_one_block else BufferPool(pinned), device), device)
-    if not in_one_block:
-        return None
-    make = partial(torch.empty, dtype=torch.uint8, device=device)
-    return ActivationStore(DeviceStorage(arena(make, _SPARE)), device)

@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm.work import Launch, Watch
+from lt_zero.common.errors import add_note
 from lt_zero.common.users_code import is_users
 from lt_zero.common.variables import switched
 
@@ -403,7 +404,7 @@ def call_with_short_errors(function: Callable[..., _T], *args: Any, **kwargs: An
         return function(*args, **kwargs)
     except Exception as error:
         if not debugs() and (line := _leave_out(error)) is not None:
-            error.add_note(line)
+            add_note(error, line)
         raise
 
 

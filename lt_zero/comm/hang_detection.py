@@ -41,7 +41,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -62,14 +62,14 @@ from lt_zero.comm.ended_ranks import (
     tell_at_end,
     user_line,
 )
-from lt_zero.comm.process_groups import closing_if_unanswered, exists
+from lt_zero.comm.process_groups import close_connections, closing_if_unanswered, exists
 from lt_zero.comm.verdict import GONE, OVER, RAN, RankState, Remedy, diverged, sentence
 from lt_zero.comm.work import CALL, Launch, Watch
+from lt_zero.common.compat import process_groups
 
 log = logging.getLogger(__name__)
 
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # do not need this rank
-_SILENT_TAG = 0x5AB1  # of a message that is never sent
 _STORE_TIMEOUT = timedelta(seconds=20)
 _END_PATIENCE = 1.0  # seconds to wait for a closed connection
 
@@ -188,6 +188,8 @@ class HangDetector:
                 if lost is not None:
                     readers = sum(not state.text.startswith(GONE) for state in states.values())
                     self._fail(sentence(states, self._rank, lost, self.remedy), readers)
+                if self._store.check([f"diverged/{launch.channel}"]):  # found by ranks that were behind this one
+                    self.raise_divergence(launch)
             self._asked = now
             self._store.set(f"question/{self._rank}", json.dumps([launch.channel, launch.number]))
             asks = self._store.add("asks", 1)
@@ -234,6 +236,7 @@ class HangDetector:
         """
         channel = self._watch.channels[launch.channel]
         with contextlib.suppress(dist.DistError):
+            self._store.add(f"diverged/{launch.channel}", 1)
             self._store.set(f"ran/{self._rank}", json.dumps([channel.history(), user_line(sys._getframe())]))
             told = {rank: json.loads(self._store.get(f"ran/{rank}")) for rank in channel.ranks}
             histories = {rank: ([Launch(*entry) for entry in ran], place) for rank, (ran, place) in told.items()}
@@ -449,25 +452,42 @@ class _Reporter:
         while time.monotonic() < patience and self._store.add("heard", 0) < readers:
             time.sleep(self.interval / 20)
         frame = self._frame()
-        elsewhere = self._watch.waiting is None and frame is not None and self._needs(frame) is not None
-        for group in [*self._groups, *([dist.group.WORLD] if elsewhere and dist.group.WORLD is not None else [])]:
-            with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # it may be gone, or unable to abort
-                if dist.get_backend(group) != "gloo":
-                    group.abort()
-                    continue
-                for peer in dist.get_process_group_ranks(group):
-                    if peer != dist.get_rank():
-                        _close(group, peer)
+        _close_all(self._groups)
+        if self._watch.waiting is None and frame is not None and self._needs(frame) is not None:
+            _close_all(self._groups_of(frame))
+
+    def _groups_of(self, frame: FrameType) -> list[dist.ProcessGroup]:
+        """The groups of others, in one of which ``frame`` still waits.
+
+        No more than these: a script that goes on after the error makes its next groups over the default one.
+        """
+        if frame.f_code.co_filename == work_module.__file__:
+            return []  # another engine's detector closes its groups
+        if not _in_layer(frame):
+            group = frame.f_locals.get("group")
+            return list(filter(None, [group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD]))
+        until = time.monotonic() + self._stuck
+        while time.monotonic() < until:
+            if frame not in sys._current_frames().values():
+                return []  # it was a collective of a layer, whose group is one of those that are closed
+            time.sleep(self.interval / 20)
+        return process_groups()  # the user's: the call does not tell in which it is
 
     def _needs(self, frame: FrameType) -> list[int] | None:
         """The global ranks of the collective of others in which this frame waits; None if it waits in none."""
         return _collective_of(frame) or (self.layers if _in_layer(frame) else None) or None
 
     def _frame(self) -> FrameType | None:
-        """Where the thread is; if it polls a barrier, where it waits for it."""
-        frame = sys._current_frames().get(self._thread)
+        """Where the thread is; if it polls a barrier, where it waits for it.
+
+        Backward may run on other threads, for which the thread waits: then where one of these waits inside of a layer.
+        """
+        frames = sys._current_frames()
+        frame = frames.get(self._thread)
         while frame is not None and frame.f_code.co_filename == shared_memory.__file__:
             frame = frame.f_back
+        if self.layers and self._watch.waiting is None and (frame is None or self._needs(frame) is None):
+            return next(filter(_in_layer, frames.values()), frame)
         return frame
 
     def _answer(self, asks: int) -> None:
@@ -494,12 +514,14 @@ class _Reporter:
         self._store.set(f"doing/{self._rank}", json.dumps(answer))
 
 
-def _close(group: dist.ProcessGroup, peer: int) -> None:
-    """Close all of this rank's connections in a gloo group, if the one to ``peer`` is open."""
-    with contextlib.suppress(RuntimeError):
-        work = dist.irecv(torch.empty(1), peer, group, tag=_SILENT_TAG)
-        assert work is not None
-        work.wait(timedelta(milliseconds=1))
+def _close_all(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Close this rank's connections in ``groups``."""
+    for group in groups:
+        with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # it may be gone, or unable to abort
+            if dist.get_backend(group) != "gloo":
+                group.abort()
+                continue
+            close_connections(group)
 
 
 def _is_removed(store: Any) -> bool:

@@ -28,6 +28,7 @@ _TRIES = 8  # in the whole time, at least, once pauses no longer double; after 1
 _START_METHODS = "popen", "spawn", "fork", "forkserver"  # of Lightning
 _PROBE_TAG = 0x5AB1  # of a message that is never received
 _MEETING_TAG = 0x5AB2
+_SILENT_TAG = 0x5AB3  # of a message that is never sent
 _TIMEOUT = timedelta(minutes=30)  # torch's for new groups
 
 
@@ -141,6 +142,14 @@ def exists(group: dist.ProcessGroup) -> bool:
     except KeyError:
         return False
     return True
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Close all of this rank's connections in a gloo group, which ends all waits for them."""
+    for peer in dist.get_process_group_ranks(group):
+        if peer != dist.get_rank():
+            with suppress(RuntimeError):  # the timeout closes all; or this one is closed, and others may be open
+                _done(dist.irecv(torch.empty(1), peer, group, tag=_SILENT_TAG), timedelta(milliseconds=1))
 
 
 @contextmanager

@@ -14,7 +14,9 @@ Note [Order of launches]
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,9 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lt_zero.comm.ended_ranks import user_line
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.shared_memory import FENCES, Barrier, SharedArena
-from lt_zero.comm.work import All, Channel, Done, Launch, Watch, Work
+from lt_zero.comm.work import CALL, All, Channel, Done, Launch, Watch, Work
 from lt_zero.common.module_hooks import ProcessLocal
 
 
@@ -149,6 +152,7 @@ class Ranks(ProcessLocal):
         self.process_group, self.ranks, self.size, self.rank = process_group, tuple(ranks), len(ranks), rank
         self.device, self.watch, self.order, self.log = device, watch, order, log
         self._gloo = process_group is not None and dist.get_backend(process_group) == "gloo"
+        self._pid = os.getpid()
 
     @cached_property
     def of_process(self) -> tuple[int, ...]:
@@ -201,6 +205,27 @@ class Ranks(ProcessLocal):
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.order.host, async_op=True)
         watch = self.watch if self.order.detector is not None else None
         return self.log.follow(opened, All([work], None, watch, launch))
+
+    def roll_call(self, what: str) -> None:
+        """Wait until each of these ranks has called this for ``what``, an operation of all of them. Collective.
+
+        Raises:
+            RuntimeError: a rank never will, or called it for another operation. No collective works afterwards.
+        """
+        detector = self.order.detector
+        if detector is None:
+            return
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"`{what}` was called in a forked process, which is no rank. Call it in rank processes.")
+        try:
+            self.order.launch(CALL, what, 0, compare=True)
+        except RuntimeError as error:
+            if self.watch.verdict is not None or not (ended := [r for r in detector.ends.ended() if r in self.ranks]):
+                raise
+            raise RuntimeError(
+                f"`{what}` was called on rank {self.ranks[self.rank]} ({user_line(sys._getframe())}) and not on"
+                f" {', '.join(f'rank {rank}' for rank in ended)}, which has ended or left the process group."
+            ) from error
 
     def foresee_broadcasts(self, tensors: Iterable[tuple[str, int]]) -> None:
         """Compare the broadcasts that follow, (name, elements), at once, not each before its launch. Collective.

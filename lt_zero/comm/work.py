@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -151,27 +151,34 @@ class Watch:
         try:
             if launch is not None:
                 self.waiting = launch
-            while not work.is_completed():
-                with suppress(RuntimeError):  # end of a slice, or the work has failed
-                    work.wait(self.slice)
-                if not work.is_completed():
-                    self.raise_verdict()
-                    waited = time.monotonic() - started
-                    if launch is not None and (detector := self.detector()) is not None:
-                        detector.examine(launch, waited)
-                    if isinstance(work, Barrier):
-                        self._examine_barrier(work, waited)
-            work.wait()
+            with self.explaining():
+                while not work.is_completed():
+                    with suppress(RuntimeError):  # end of a slice, or the work has failed
+                        work.wait(self.slice)
+                    if not work.is_completed():
+                        self.raise_verdict()
+                        waited = time.monotonic() - started
+                        if launch is not None and (detector := self.detector()) is not None:
+                            detector.examine(launch, waited)
+                        if isinstance(work, Barrier):
+                            self._examine_barrier(work, waited)
+                work.wait()
+        finally:
+            if launch is not None:
+                self.waiting = None
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Context in which an error of gloo becomes its cause, if that is known: peers close their connections."""
+        try:
+            yield
         except RuntimeError as error:
             cause = self.verdict
             if (detector := self.detector()) is not None:
                 cause = detector.cause()
             if cause is not None and cause not in str(error):
-                raise RuntimeError(cause) from error  # peers closed their connections because of it
+                raise RuntimeError(cause) from error
             raise
-        finally:
-            if launch is not None:
-                self.waiting = None
 
     def _examine_barrier(self, barrier: Barrier, waited: float) -> None:
         """Raise if a rank that has not entered has ended, or after the timeout."""

@@ -5,9 +5,7 @@ The collectives of buckets are those of shard_group.py.
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +19,15 @@ import torch.distributed as dist
 
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.comm_log import CommLog
-from lt_zero.comm.ended_ranks import debugs, summary, user_line
+from lt_zero.comm.ended_ranks import debugs, summary
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.launchers import refuse_alone
+from lt_zero.comm.point_to_point import PointToPoint
 from lt_zero.comm.process_groups import LINK_TIMEOUT_S, await_all, exists, new_group, with_index
 from lt_zero.comm.ranks import LaunchOrder, Ranks, Unlogged
 from lt_zero.comm.shared_memory import SharedArena, supported
 from lt_zero.comm.topology import group_by_node, node_identity
-from lt_zero.comm.work import CALL, MEETING, Launch, Watch
+from lt_zero.comm.work import MEETING, Launch, Watch
 from lt_zero.config import ZeroConfig
 
 _P = ParamSpec("_P")
@@ -86,7 +85,6 @@ class World(Ranks):
         self.hosts = [socket.gethostname()] * size
         self.ends_with_run: weakref.WeakSet[Any] = weakref.WeakSet()
         self._saving: dist.ProcessGroup | None = None  # see ``saving_group``
-        self._pid = os.getpid()
 
     @classmethod
     def join(
@@ -176,6 +174,15 @@ class World(Ranks):
         if self.detector is not None:
             self.detector.expect_in_layers(dist.get_process_group_ranks(group))
 
+    def point_to_point(self, group: dist.ProcessGroup) -> PointToPoint | None:
+        """Transfers over a ``group`` of this world that hang detection examines; None: torch's own are as good.
+
+        Nothing else may be sent over the group.
+        """
+        if self.detector is None or self.process_group is None or dist.get_backend(group) != "gloo":
+            return None
+        return PointToPoint(group, self.process_group, self.watch)
+
     def order_of(self, ranks: Sequence[int]) -> LaunchOrder:
         """The order of launches of some of the ranks, of which this is one; new unless it is that of all."""
         if len(ranks) == self.size:
@@ -212,26 +219,6 @@ class World(Ranks):
         """Let errors of ranks that diverge end with ``remedy``: of two collectives that met, or of one."""
         if self.detector is not None:
             self.detector.remedy = remedy
-
-    def roll_call(self, what: str) -> None:
-        """Wait until every rank has called this for ``what``, an operation of all ranks. Collective.
-
-        Raises:
-            RuntimeError: a rank never will, or called it for another operation. No collective works afterwards.
-        """
-        if self.detector is None:
-            return
-        if os.getpid() != self._pid:
-            raise RuntimeError(f"`{what}` was called in a forked process, which is no rank. Call it in rank processes.")
-        try:
-            self.order.launch(CALL, what, 0, compare=True)
-        except RuntimeError as error:
-            if self.watch.verdict is not None or not (ended := self.detector.ends.ended()):
-                raise
-            raise RuntimeError(
-                f"`{what}` was called on rank {self.rank} ({user_line(sys._getframe())}) and not on"
-                f" {', '.join(f'rank {rank}' for rank in ended)}, which has ended or left the process group."
-            ) from error
 
     def meet(self, where: str) -> None:
         """Wait until every rank has come to this point of the run: "the end of training". Collective.
@@ -287,6 +274,11 @@ class World(Ranks):
         """Before an error ends the run on this rank: explain it, or tell the ranks that fail because of it."""
         if self.detector is not None and not self.detector.explain(error):
             self.detector.ends.tell(True, summary(error))
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """How many collectives of each order this rank has launched."""
+        return {name: channel.launched for name, channel in self.watch.channels.items()}
 
 
 def together(method: Callable[_P, _T]) -> Callable[_P, _T]:

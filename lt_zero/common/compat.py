@@ -16,6 +16,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.autograd import Variable
 from torch.autograd import profiler as torch_profiler
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -64,6 +65,18 @@ class DispatchMode(TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
 
+def process_groups() -> list[Any]:
+    """The process groups of this process that are not destroyed."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def forget_meshes() -> None:
+    """Empty what DTensor caches per operation: a mesh that equals an earlier one would get that one's groups."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
 def local_tensor(parameter: DTensor) -> torch.Tensor:
     """The tensor of this rank, without a step of autograd."""
     return parameter._local_tensor
@@ -89,6 +102,11 @@ def clean_name(name: str) -> str:
     for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
         name = name.replace(wrapper, "")
     return name
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether the values are those of other tensors, as of a DTensor."""
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -110,3 +110,9 @@ def _by_rank(key: str, ranks: Mapping[int, Mapping[str, Any]]) -> str:
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, found, read or trusted; names the file and the remedy."""
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a line that is printed below an error; no-op before Python 3.11."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)

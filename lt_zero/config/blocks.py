@@ -342,7 +342,9 @@ class ActivationCheckpointing(Block):
     modules: Names = key((), "class names, bare or dotted, of modules to checkpoint; empty: the repeated blocks")
     cpu_checkpointing: bool = key(False, "offload saved inputs to host memory between forward and backward")
     nvme_path: Folder | None = key(None, "offload saved inputs to files in this folder, on a fast local disk")
-    partition_activations: bool = key(False, "false: no tensor- or sequence-parallel group to split saved inputs over")
+    partition_activations: bool = key(
+        False, "whether of saved inputs that are the same on all tensor-parallel ranks each rank keeps a part"
+    )
     contiguous_memory_optimization: bool = key(False, "keep saved inputs in one preallocated buffer")
     number_checkpoints: Positive | None = key(
         None, "number of saved inputs that fit into the preallocated buffer; null: one per checkpointed module"
@@ -435,7 +437,9 @@ class Checkpoint(Block):
     """How training states are saved and restored."""
 
     format: Literal["auto", "sharded", "full"] = key(
-        "auto", "sharded: a directory that all ranks write; full: one file by rank 0; auto: full at stage 0"
+        "auto",
+        "sharded: a directory that all ranks write; full: one file by rank 0; auto: full at stage 0 without "
+        "tensor parallelism",
     )
     async_save: bool = key(
         False, "write a copy in host memory to files in the background (sharded only)", validation_alias="async"
@@ -825,7 +829,8 @@ class ZeroOptimization(Block):
         if world % size:
             key = f"zero_optimization.{name}"
             fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-            text = f"{key}={size} does not divide the number of ranks, {world}: write one of {fitting}"
+            text = f"{key}={size} does not divide the {world} ranks that a parameter is sharded over (with tensor "
+            text = f"{text}parallelism the data ranks): write one of {fitting}"
             raise ConfigError([Problem(key, f"{text}, or remove the key.")])
         return size
 

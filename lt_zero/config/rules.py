@@ -368,7 +368,7 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
     alone = saved.number_checkpoints is not None and not saved.contiguous_memory_optimization
     adds = "each backward adds to the accumulators in any case"
     recomputed = f"nothing is recomputed without {A}.mode: full or selective"
-    group = "there is no tensor- or sequence-parallel group to split saved inputs over"
+    alike = "without tensor_parallel.autotp_size above 1 no other rank has the same inputs"
     prescaled = "prescale_gradients divides by the number of ranks instead, as in DeepSpeed"
     in_files = "saved inputs are in files"
     late = bool(config.communication.slow_node_tolerance) and config.broadcast_buffers
@@ -381,7 +381,7 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
         (shrinks != "topk", compression, "huffman_coding topk_ratio", "it counts with algorithm: topk only"),
         (config.comms_logger.prof_all, "comms_logger", "prof_ops", "comms_logger.prof_all records all operations"),
         (saved.mode == "none" and changed != "", A, changed, recomputed),
-        (saved.partition_activations, A, "partition_activations", group),
+        (saved.partition_activations and config.tensor_parallel.autotp_size == 1, A, "partition_activations", alike),
         (alone, A, "number_checkpoints", "it needs contiguous_memory_optimization"),
         (saved.nvme_path is not None, A, "contiguous_memory_optimization number_checkpoints", in_files),
         (not uses_files, "aio", "", "nothing is offloaded to nvme"),

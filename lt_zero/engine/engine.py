@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -114,6 +114,7 @@ class Engine(ProcessLocal):
         self.root, self.units, self.root_unit = root, units, root_unit
         self.groups, world, zero = list(groups), groups[0].world, config.zero_optimization
         self.world, self.peers, self.device = world, groups[0], world.device
+        self.everywhere = self.peers.size == world.size  # whether all ranks of the run have this module
         # Whether ranks may have other parameters, or other numbers of ranks the same.
         self.has_groups = has_groups(groups)
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
@@ -212,6 +213,8 @@ class Engine(ProcessLocal):
             return
         if self.in_backward and not in_running_backward() and not self._explicit:
             self.abort_backward()  # an exception ended it, and the caller caught that
+        if self._depth == 0 and not self.in_backward:
+            self.reducer.scope = None  # of a backward that never came
         self._depth += 1
         begins = entry is not None and self._entered == 0
         self._entered = self._depth if begins else self._entered
@@ -248,11 +251,12 @@ class Engine(ProcessLocal):
                 self.gatherer.release(unit)
 
     @contextmanager
-    def whole_passes(self, trains: bool) -> Iterator[None]:
+    def whole_passes(self, trains: bool, buckets: Collection[Bucket]) -> Iterator[None]:
         """Context, in a step, for forwards and backwards of parts of the model, each with a scope of its own.
 
-        If it ``trains``, the gradients of all count from the next backward on: ``zero_grad`` before it does not clear
-        them. What a step before has used is cleared here.
+        ``buckets``: of these parts, which get no more gradients in the next backward after it. If it ``trains``, the
+        gradients of all count from that backward on: ``zero_grad`` before it does not clear them. What a step before
+        has used is cleared here.
         """
         self.refuse_inside_units("whole_passes")
         depth, entered = self._depth, self._entered
@@ -268,7 +272,8 @@ class Engine(ProcessLocal):
         finally:
             self._depth, self._entered = depth, entered
             self.used_parameters.aside = False
-        self._passed |= trains
+        if trains:
+            self._passed, self.reducer.scope = True, [bucket for bucket in self.buckets if bucket not in buckets]
         if depth > 0:
             self.gatherer.gather(self.root_unit)
 
@@ -343,9 +348,13 @@ class Engine(ProcessLocal):
     # ---- backward ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def backward_pass(self) -> Iterator[None]:
-        """Context for one backward, on all ranks. See Note [End of backward]."""
+    def backward_pass(self, buckets: Collection[Bucket] | None = None) -> Iterator[None]:
+        """Context for one backward, on all ranks. See Note [End of backward].
+
+        ``buckets``: that can get gradients; default: all. The same on all ranks with this model.
+        """
         self._explicit = True
+        self.reducer.scope = buckets if buckets is not None else self.reducer.scope
         self._arm()
         try:
             yield
@@ -383,7 +392,9 @@ class Engine(ProcessLocal):
     def _pre_backward(self, unit: Unit, call: Call) -> None:
         self._arm()
         self._ranges.enter(unit.name)
-        self._create_graph |= torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self._create_graph = True
+            self.parts.check_graph(unit.name, (p for bucket in unit.buckets for p in bucket.params))
         if not call.held:
             call.held = True
             unit.leases += 1
@@ -447,6 +458,7 @@ class Engine(ProcessLocal):
             self.reducer.finish()
             self.used_parameters.record()
         else:
+            self.reducer.scope = None
             self.used_parameters.show_held()
         for unit in [*self.units, self.root_unit]:
             unit.leases = 0

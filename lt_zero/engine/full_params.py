@@ -4,8 +4,9 @@ functions that are called on guarded parameters, and whether the model still has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lt_zero.common.arguments import expect, wrong
 from lt_zero.common.boxes import Box
 from lt_zero.common.compat import in_transform, versions_of, without_torch_function
 from lt_zero.common.module_hooks import Hook
-from lt_zero.common.progress_bar import progress_bar
+from lt_zero.common.names import merged
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import HANDS_OUT, called, owner_of
@@ -83,8 +84,10 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
             "lt_zero.gathered was entered inside of a transform of torch.func (grad, vmap, jvp, jacrev, ...), where "
             "nothing can be gathered. Enter it around the call of the transform."
         )
-    for engine in dict.fromkeys(e for b, e in found.items() if write or b.state is State.RELEASED):
-        engine.world.roll_call("lt_zero.gathered")
+    sets = [bucket.holders(0) for bucket in found if write or bucket.state is State.RELEASED]
+    # In one order on all ranks: some are in several of these sets.
+    for ranks in sorted({each.ranks: each for each in sets}.values(), key=attrgetter("ranks")):
+        ranks.roll_call("lt_zero.gathered")
     for bucket in held:
         found[bucket].gatherer.hold(bucket)
     before = [(engine, bucket, _versions(bucket)) for bucket, engine in found.items() if write and _has_parts(bucket)]
@@ -174,33 +177,6 @@ def gather_own(bucket: Bucket, shard: Tensor) -> Tensor:
     return flat
 
 
-def full_state_dict(engine: Engine) -> dict[str, Any]:
-    """``root.state_dict()`` with full parameters on the CPU of rank 0, {} elsewhere. Collective.
-
-    Names, order and aliases of tied weights are those of the unsharded module.
-
-    Raises:
-        ValueError: as ``refuse_parts``.
-    """
-    refuse_parts(engine, "The full state dict")
-    keep = engine.world.rank == 0
-    values: dict[int, Tensor] = {}
-    with progress_bar("Gathering weights", sum(len(b.params) for b in engine.buckets), rank=engine.world.rank) as work:
-        for _, parameter, value in full_parameters(engine):
-            work.advance()
-            value = joined(engine, parameter, value)
-            if keep:
-                values[id(parameter)] = value.detach().to("cpu", copy=True)
-    # keep_vars: no values are read from sharded parameters. On all ranks, because metrics may synchronise in it.
-    state = engine.root.state_dict(keep_vars=True)
-    if not keep:
-        return {}
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            state[name] = values[id(value)] if id(value) in values else value.detach().to("cpu", copy=True)
-    return state
-
-
 def install_load_hooks(engine: Engine) -> None:
     """Make ``load_state_dict`` take parts of tensors, and write master weights that are no slice of the compute copy.
 
@@ -272,16 +248,36 @@ def refuse_parts(engine: Engine, what: str) -> None:
         )
 
 
-def restore_whole(engine: Engine) -> None:
-    """Give every rank the full model in its original dtypes, and remove the engine. Collective."""
+def on_all_ranks(engine: Engine, names: Sequence[str], what: str) -> list[str]:
+    """All names that ranks have, in the order of the module that has all layers. ``names``: this rank's.
+
+    Collective if ranks have other modules.
+    """
+    return list(names) if engine.everywhere else merged(engine.world.host_gather(list(names), what))
+
+
+def restore_whole(engine: Engine, join: bool = False) -> None:
+    """Give every rank its full parameters in their original dtypes, and remove the engine. Collective.
+
+    ``join``: replace parameters of which ranks have parts by whole ones, which the module cannot run with.
+    """
+    replaced: dict[int, Parameter] = {}
     for bucket in engine.buckets:
         flat = full_flat(bucket)
         bucket.gather()
         with torch.no_grad():
             views = bucket.layout.views(flat)
             for parameter, value, dtype in zip(bucket.params, views, bucket.original, strict=True):
-                parameter.data = value.to("cpu", dtype, copy=True)  # a full model need not fit on a GPU
+                whole = engine.parts.join(parameter, value) if join else value
+                full = whole.to("cpu", dtype, copy=True)  # a full model need not fit on a GPU
+                if whole is value:
+                    parameter.data = full
+                else:
+                    replaced[id(parameter)] = Parameter(full, parameter.requires_grad)
     engine.detach()
+    for module in engine.root.modules() if replaced else ():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            module.register_parameter(name, replaced.get(id(parameter), parameter))
     engine.offload_manager.rest()  # reading files has started threads
 
 

@@ -21,7 +21,7 @@ Note [Wide buckets]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -55,6 +55,8 @@ class Reducer:
         self.at_step: Callable[[], bool] = lambda: False  # reductions wait for the step (compressed_momentum.py)
         self.before_flush: Callable[[list[Bucket]], object] = lambda buckets: None  # may change what was accumulated
         self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
+        # That can get gradients in this backward; None: all. Of others only what was accumulated locally is reduced.
+        self.scope: Collection[Bucket] | None = None
 
     def mark_ready(self, bucket: Bucket) -> None:
         """All gradients of ``bucket`` are there: launch its reduction when its turn has come."""
@@ -65,9 +67,14 @@ class Reducer:
             following = self._order[self._head]
             if following in self._ready:
                 self._reduce(following)
-            elif following.wants_grad:
+            elif self._is_awaited(following):
                 return
             self._head += 1
+
+    def _is_awaited(self, bucket: Bucket) -> bool:
+        """Whether this backward ends with a reduction of ``bucket``."""
+        found = self.scope is None or bucket in self.scope or bucket.grads.local is not None
+        return bucket.wants_grad and found
 
     @property
     def active(self) -> bool:
@@ -77,7 +84,7 @@ class Reducer:
     def finish(self) -> None:
         """End of backward: reduce the remaining buckets in order, and wait for all reductions."""
         for bucket in self._order[self._head :]:
-            if bucket.wants_grad:
+            if self._is_awaited(bucket):
                 self._reduce(bucket)
         self.drain()
         if not self._learnt and self.sync:
@@ -87,7 +94,7 @@ class Reducer:
             seen = self._peers.host_broadcast([index[b] for b in self._ready], "the order of gradient buckets")
             seen = [index for index in seen if not self._order[index].is_wide]
             self._order = _wide_last([self._order[i] for i in dict.fromkeys([*seen, *range(len(self._order))])])
-        self._head = 0
+        self._head, self.scope = 0, None
         self._ready.clear()
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -153,7 +160,7 @@ class Reducer:
         """Drop a failed backward; waits for launched reductions, whose buffers are reused."""
         self.on_landed = None
         self.drain()
-        self._head = 0
+        self._head, self.scope = 0, None
         self._ready.clear()
 
     def drain(self) -> None:

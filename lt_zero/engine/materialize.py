@@ -32,7 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.boxes import ParamSpec
-from lt_zero.common.compat import versions_of
+from lt_zero.common.compat import is_wrapper, versions_of
 from lt_zero.common.flat_storage import FlatStorage
 from lt_zero.engine.guard import guard, guarded_parameters, is_guarded, own, owner_of, sentinel, unguard
 from lt_zero.engine.layout import plan_bucket, split_by_size
@@ -150,7 +150,7 @@ class ConstructionSharder:
         """True if a parameter is to be sharded and has no owner yet."""
         if parameter.is_meta or is_lazy(parameter) or is_guarded(parameter) or parameter.numel() < self._threshold:
             return False
-        return not _is_owned(parameter)
+        return not (_is_owned(parameter) or is_wrapper(parameter))  # a DTensor is a part already
 
     def _keep_open(self, parameter: Parameter) -> None:
         if parameter not in self._open:
@@ -171,7 +171,7 @@ class ConstructionSharder:
         if not parameters:
             return
         facts = {f"parameter {self._names[p]!r}": described(p) for p in parameters}
-        compare(self._group.world, Snapshot.of(facts), "parameters at construction")
+        compare(self._group, Snapshot.of(facts), "parameters at construction")
         flat = _zeros(sum(p.nbytes for p in parameters), torch.uint8, self._group.device)  # bytes: of any dtypes
         rows = flat.split([p.nbytes for p in parameters])
         for parameter, row in zip(parameters, rows, strict=True):
@@ -257,7 +257,7 @@ class ConstructionSharder:
         if write:
             self._shard_open(0)  # not after an error, which other ranks may not have
             return
-        if self._group.world.problems("changed" if changed else None, "changes of gathered parameters"):
+        if self._group.problems("changed" if changed else None, "changes of gathered parameters"):
             raise RuntimeError(
                 f"A parameter of shape {tuple(unguarded[0].shape)} and {len(unguarded) - 1} others were gathered to be "
                 "read, and were changed: the changes are dropped. To keep those of rank 0 pass write=True to "
@@ -339,7 +339,7 @@ class Materializer:
         return owners
 
     def fetch(self, parameters: Iterable[Parameter]) -> Iterator[Tensor]:
-        """The full values of ``parameters``, one by one. Collective if they were sharded at construction."""
+        """What this rank has of ``parameters``, one by one. Collective if they were sharded at construction."""
         sharded: dict[ConstructionSharder, list[Parameter]] = {}
         for parameter in parameters:
             owner = owner_of(parameter)
@@ -350,7 +350,8 @@ class Materializer:
             if parameter in gathered:
                 yield next(gathered[parameter])
             else:
-                yield self._saved[parameter]() if parameter in self._saved else parameter.data
+                saved = self._saved.get(parameter)
+                yield parameter.data if saved is None else self._parts.cut(parameter, saved())
 
     def fill(self, parameters: Iterable[Parameter]) -> None:
         """Initialise the ``parameters`` that are on the meta device, and their modules' buffers.
@@ -364,7 +365,7 @@ class Materializer:
         unfilled = set[int]()
         for parameter in parameters:
             if parameter in self._saved:
-                _free(parameter, self._device)
+                self._free(parameter)
             elif parameter.is_meta:
                 unfilled.update(self._owners[parameter])
         for number in sorted(unfilled):
@@ -372,32 +373,47 @@ class Materializer:
         if unfilled:
             gc.collect(0)  # cycles with tensors that initialisation left behind: it is paused (build.py)
 
+    @torch.no_grad()
+    def _free(self, parameter: Parameter) -> None:
+        """Free the values of a parameter, which has to be on the device of those that it gets."""
+        if parameter.is_meta:
+            one = torch.empty((), dtype=parameter.dtype, device=self._device)
+            empty = self._parts.place(parameter, Parameter(one.expand(parameter.shape), parameter.requires_grad))
+            torch.utils.swap_tensors(parameter, empty)
+        if not is_guarded(parameter):
+            has = parameter.data
+            parameter.data = has.new_empty(()).expand(has.shape)
+
     def fill_buffers(self) -> None:
         """Initialise the meta buffers of modules without parameters."""
         for path, module in self._modules.items():
             if any(b.is_meta for b in module.buffers(recurse=False)):
                 self._fill_module(path, module)
 
+    def _unfilled(self, like: Tensor) -> Tensor:
+        return torch.full(like.shape, _unset(like.dtype), dtype=like.dtype, device=self._device)
+
     @torch.no_grad()
     def _fill_module(self, path: str, module: nn.Module) -> None:
         made: dict[str, Tensor] = {}
-        aside: dict[str, Parameter] = {}  # torch swaps no tensors of such classes
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for name, tensor in tensors:
-            if not tensor.is_meta:
+        # Parts, in whose place the whole tensor is filled: also one that is tied, which the next module fills again.
+        aside: dict[str, Parameter] = {}
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            is_part = self._parts.joins and is_wrapper(parameter) and not is_guarded(parameter)
+            if not (parameter.is_meta or is_part):
                 continue
-            value = torch.full(tensor.shape, _unset(tensor.dtype), dtype=tensor.dtype, device=self._device)
-            if isinstance(tensor, Parameter):
-                full = Parameter(value, requires_grad=tensor.requires_grad)
-                if type(tensor) is Parameter or not self._parts.joins:
-                    torch.utils.swap_tensors(tensor, full)
-                    made[name] = tensor
-                else:
-                    aside[name], module._parameters[name] = tensor, full
-                    made[name] = full
-            else:
-                made[name] = value
-                setattr(module, name, value)
+            full = Parameter(self._unfilled(parameter), requires_grad=parameter.requires_grad)
+            if not is_part:
+                torch.utils.swap_tensors(parameter, full)
+                made[name] = parameter
+                continue
+            aside[name], module._parameters[name] = parameter, full
+            if parameter.is_meta:
+                made[name] = full
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                made[name] = self._unfilled(buffer)
+                setattr(module, name, made[name])
         reset = getattr(module, "reset_parameters", None)
         if callable(reset):
             reset()
@@ -415,20 +431,10 @@ class Materializer:
                 "parameters and buffers, or build it without `empty_init=True`."
             )
         for name, parameter in aside.items():
-            filled = module._parameters[name]
+            filled, module._parameters[name] = module._parameters[name], parameter
             assert filled is not None
-            torch.utils.swap_tensors(parameter, self._parts.place(parameter, filled))
-            module._parameters[name] = parameter
-
-
-@torch.no_grad()
-def _free(parameter: Parameter, device: torch.device) -> None:
-    """Free the values of a parameter, which has to be on the device of those that it gets."""
-    if parameter.is_meta:
-        empty = Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, empty)
-    elif not is_guarded(parameter):
-        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            if name in made or not _is_unset(filled):  # another module that it is tied to may have filled it
+                torch.utils.swap_tensors(parameter, self._parts.place(parameter, filled))
 
 
 def _unset(dtype: torch.dtype) -> float:

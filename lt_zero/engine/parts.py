@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
+
+from lt_zero.comm.part_ranks import PartRanks
 
 
 class Parts(Protocol):
@@ -16,6 +18,10 @@ class Parts(Protocol):
     @property
     def joins(self) -> bool:
         """Whether users see whole tensors, which ``join`` gives."""
+
+    @property
+    def ranks(self) -> PartRanks | None:
+        """The ranks that have the other parts, and run the same layers with this one; None: not known here."""
 
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
         """The part of ``value``, which is for all of ``parameter``, that belongs here; of a lazy tensor a lazy one."""
@@ -32,11 +38,19 @@ class Parts(Protocol):
     def join(self, parameter: Parameter, part: Tensor) -> Tensor:
         """All of the tensor, of which ranks have parts. Collective over these ranks."""
 
+    def check_graph(self, name: str, parameters: Iterable[Parameter]) -> None:
+        """Check that a backward of module ``name``, which uses ``parameters``, can itself be differentiated.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
+
 
 class Unjoined:
     """Users see parts as they are: modules were made for them, and other ranks' are out of reach."""
 
     joins = False
+    ranks: PartRanks | None = None
 
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
         """Return ``value``."""
@@ -49,3 +63,6 @@ class Unjoined:
     def place(self, empty: Parameter, full: Parameter) -> Parameter:
         """Return ``full``."""
         return full
+
+    def check_graph(self, name: str, parameters: Iterable[Parameter]) -> None:
+        """Any can: collectives of modules that were made for parts are theirs."""

@@ -17,7 +17,7 @@ Note [Callbacks that restore]
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.last import tell_of_newer
-from lt_zero.checkpoint.live_weights import export_engine
+from lt_zero.checkpoint.live_weights import export_engine, kept_names
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import is_url, remove
 from lt_zero.checkpoint.native.keys import put_back
@@ -71,6 +71,7 @@ from lt_zero.session.checkpoints import (
     Saving,
     beside,
     frozen_names,
+    left_out_here,
     restore_optimizers,
     trained_beside,
     weights_to_save,
@@ -130,10 +131,12 @@ class CheckpointService:
             raise TypeError("Sharded checkpoints do not support storage_options: set checkpoint.format='full'.")
         content, engine = self._collect(run, checkpoint, path), run.engine
         names = [parameter_names(optimizer, engine) for optimizer in run.optimizers]
-        trainer, then = run.trainer, partial(_export_beside, run)
+        kept = kept_names(engine) if run.config.zero_optimization.stage3_gather_16bit_weights_on_model_save else []
+        trainer, then = run.trainer, partial(_export_beside, run, kept)
         ends = trainer is None or not trainer.training or trainer.state.status == TrainerStatus.INTERRUPTED
         background = run.config.checkpoint.async_save and not (ends or self._synchronous)
-        saving = Saving(content, names, run.config, run.shown, engine.policy.mode, self._frozen, then)
+        about = run.config, run.shown, engine.policy.mode, self._frozen
+        saving = Saving(content, names, *about, then, run.session.peers.ranks)
         run.session.saver.save(saving, path, engine.world, background)
 
     def _collect(self, run: Run, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -310,9 +313,10 @@ class CheckpointService:
         self._deferred, self._early = None, {}
         state = dict(given)
         state |= {name: held for name, (loaded, held) in early.items() if state.get(name) is loaded}
-        agreed = run.agree("loading weights", CheckpointError)
+        engine, agreed = engine_of(run.module), run.agree("loading weights", CheckpointError)
+        left_out = left_out_here(engine, left_out)
         with agreed, progress_bar("Loading weights", len(state), rank=run.rank) as work:
-            restore_weights(run.module, engine_of(run.module), run.config, state, strict, left_out, work.reach)
+            restore_weights(run.module, engine, run.config, state, strict, left_out, work.reach)
 
     def load_optimizers(self, run: Run, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states and the position in the data. Collective."""
@@ -345,12 +349,13 @@ def _remove(run: Run, path: str) -> None:
             found[0].unlink(missing_ok=True)
 
 
-def _export_beside(run: Run, path: str) -> None:
-    """Write the weights of the saved directory to one file, without gathering, if that is configured. In any thread."""
+def _export_beside(run: Run, kept: Sequence[str], path: str) -> None:
+    """Write the weights of the saved directory to one file, without gathering, if that is configured. In any thread.
+
+    ``kept``: names of those that stay in fp32.
+    """
     if (beside := _file_beside(run, path)) is not None:
-        kept = {id(p) for p in run.engine.kept}
-        names = [name for name, p in run.engine.root.named_parameters() if id(p) in kept]
-        export(Archive(path), *beside, keep_fp32=names, strip_prefix="")
+        export(Archive(path), *beside, keep_fp32=kept, strip_prefix="")
 
 
 def _file_beside(run: Run, path: str) -> tuple[Path, torch.dtype] | None:

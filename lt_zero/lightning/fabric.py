@@ -52,6 +52,7 @@ from lt_zero.session.checkpoints import (
     beside,
     export_weights,
     frozen_names,
+    left_out_here,
     restore_optimizers,
     weights_to_save,
     whole_weights,
@@ -290,8 +291,8 @@ class FabricZeroStrategy(DDPStrategy):
         """Parameters are sharded while they are constructed (stage 3), or made on the meta device if ``empty_init``."""
         zero = self.config.zero_optimization
         placed: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
-        if not empty_init and zero.stage == 3 and self.world.size > 1 and self.device_mesh is None:
-            placed = ConstructionSharder(self.group, zero.stage3_param_persistence_threshold)
+        if not empty_init and zero.stage == 3 and self.session.peers.size > 1:
+            placed = ConstructionSharder(self.session.peers, zero.stage3_param_persistence_threshold)
         with placed, self.precision.module_init_context():
             yield
 
@@ -427,7 +428,8 @@ class FabricZeroStrategy(DDPStrategy):
         content, names = self._collect(state, filter or {})
         prefixes = content[HERE]["modules"]
         frozen = [prefixes[key] + name for key in prefixes for name in sorted(self._frozen(state[key]))]
-        self.session.save(Saving(content, names, self.config, self._shown, self.precision.precision, frozen), path)
+        about = self.config, self._shown, self.precision.precision, frozen
+        self.session.save(Saving(content, names, *about, peers=self.session.peers.ranks), path)
 
     def wait_for_save(self) -> None:
         """Wait until the save in the background (``checkpoint.async``) is done. Collective.
@@ -581,7 +583,8 @@ class FabricZeroStrategy(DDPStrategy):
         for key, value in objects.items():
             if isinstance(value, nn.Module):
                 goes_on = isinstance(value, ShardedModule) and value.engine in stepped_next
-                weights, left_out = opened.trained.get(key, {}) if goes_on else {}, opened.left_out.get(key, ())
+                weights = opened.trained.get(key, {}) if goes_on else {}
+                left_out = left_out_here(engine_of(value), list(opened.left_out.get(key, ())))
                 with self._reading.agree(f"loading {type(value).__name__}", CheckpointError):
                     state = {**saved[key], **weights}
                     restore_weights(_whole(value), engine_of(value), self.config, state, strict, left_out)

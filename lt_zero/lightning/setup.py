@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -112,24 +113,29 @@ class Run:
         return self.world.agree(what, error) if self.world is not None else nullcontext()
 
 
-def check_callbacks(trainer: pl.Trainer, stage: int) -> None:
-    """Refuse callbacks that do not work at this stage, before they run.
+def check_callbacks(trainer: pl.Trainer, stage: int, in_parts: bool) -> None:
+    """Refuse callbacks that do not work with what ranks have of parameters, before they run.
+
+    ``in_parts``: tensor ranks have parts of them.
 
     Raises:
-        TypeError: a callback needs full parameters, which are sharded.
+        TypeError: a callback needs full parameters, which are sharded, or in parts.
     """
-    for callback in trainer.callbacks if stage == 3 else []:  # type: ignore[attr-defined]
+    if in_parts:
+        why = "of which tensor-parallel ranks have parts. Remove"
+    elif stage == 3:
+        why = "which stage 3 does not have in memory. Use stage=2, or remove"
+    else:
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, what in _NEEDS_WHOLE.items():
             if isinstance(callback, kind):
                 own, parent = type(callback).__name__, kind.__name__
-                raise TypeError(
-                    f"{own}{f' (a {parent})' if own != parent else ''} {what}, which stage 3 does not have in memory. "
-                    "Use stage=2, or remove the callback."
-                )
+                raise TypeError(f"{own}{f' (a {parent})' if own != parent else ''} {what}, {why} the callback.")
 
 
 def find_engine(
-    module: nn.Module, config: ZeroConfig, policy: DtypePolicy, last: Engine | None, fits: bool
+    module: nn.Module, config: ZeroConfig, policy: DtypePolicy, last: Engine | None, fits: bool, world: World
 ) -> Engine | None:
     """The engine of an earlier run if it can be reused; else its module is unsharded. Collective.
 
@@ -139,14 +145,18 @@ def find_engine(
     Args:
         last: the strategy's engine, reusable while the module is the same.
         fits: training follows.
+        world: all ranks of the run that begins.
 
     Raises:
-        RuntimeError: a parameter was cast, moved or reshaped since that run.
+        RuntimeError: on all ranks: a parameter was cast, moved or reshaped since that run; or an error has ended that
+            run at different points.
     """
     owners = {id(e): e for e in map(owner_of, module.parameters()) if isinstance(e, Engine) and e.attached}
     if last is not None and last.attached and last.root is module:
         owners[id(last)] = last  # all of its parameters may have been replaced
     for engine in owners.values():
+        if engine.world is not world:
+            _check_end(engine.world, world)
         same = engine.config == config and engine.policy == policy
         mine = engine.root is module and (engine is last or same)
         reused = mine and len(owners) == 1 and owns_all(engine)
@@ -157,6 +167,23 @@ def find_engine(
             return engine
         restore_whole(engine)  # another module or configuration, or changed layers
     return None
+
+
+def _check_end(last: World, world: World) -> None:
+    """Raise RuntimeError if the ranks are at different collectives of the ``last`` run, or its connections are closed.
+
+    Collective over ``world``.
+    """
+    counts: dict[str, set[int]] = defaultdict(set)
+    told = world.host_gather((last.progress, last.watch.verdict is not None), "collectives of the last run")
+    for launched, _ in told:
+        for name, count in launched.items():
+            counts[name].add(count)
+    if any(closed for _, closed in told) or any(len(different) > 1 for different in counts.values()):
+        raise RuntimeError(
+            "An error has ended the last run of this model at different points on the ranks, so that its weights "
+            "cannot be put together any more. Make a new model, and go on from the last checkpoint (`ckpt_path`)."
+        )
 
 
 def show_model(engine: Engine, new: bool) -> None:

@@ -43,6 +43,7 @@ from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.lightning import setup as set_up
 from lt_zero.lightning.checkpoint_service import CheckpointService
 from lt_zero.lightning.data_position.position import DataPosition
+from lt_zero.lightning.metrics import count_all_ranks, count_data_ranks
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.run_monitor import RunMonitor
 from lt_zero.lightning.other_strategies import explained
@@ -50,6 +51,7 @@ from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.setup import Run, Signals
 from lt_zero.parallel.mesh import DeviceMesh
+from lt_zero.parallel.plan import keeping_ties
 from lt_zero.session.checkpoints import export_weights, whole_weights
 from lt_zero.session.session import Session, move_buffers
 
@@ -342,7 +344,7 @@ class ZeroStrategy(DDPStrategy):
         world, self.session.loss_scale = self.session.world, self.precision_plugin.loss_scale_controller
         self.checkpoints.open_none(self.run)
         self.accelerator.setup(trainer)
-        set_up.check_callbacks(trainer, self.stage)
+        set_up.check_callbacks(trainer, self.stage, self.device_mesh is not None)
         fitting = trainer.state.fn == TrainerFn.FITTING
         compare_models(self.session.peers, self._module)  # "auto" depends on it, and whether an engine is used again
         if fitting:
@@ -354,7 +356,7 @@ class ZeroStrategy(DDPStrategy):
         plugin, module, before = self.precision_plugin, self._module, self._engine
         plugin.convert_module(module)
         self.model_to_device()
-        known = set_up.find_engine(module, self.config, plugin.policy, before, fitting)
+        known = set_up.find_engine(module, self.config, plugin.policy, before, fitting, world)
         if known is None:
             how = self.root_device, plugin.policy, fitting
             self.session.build(module, self.config, *how, load=self._load_into, weight=self._loss_weight)
@@ -397,7 +399,8 @@ class ZeroStrategy(DDPStrategy):
         for child in self._module.modules():
             if isinstance(child, Metric):
                 child.to(self.root_device)
-                child.process_group = child.process_group or self.session.data_group  # until ``teardown``
+        if self.session.data_group is not None:
+            count_data_ranks(self._module, self.session.data_group)  # until ``teardown``
         move_buffers(self._module, self.root_device)
 
     @override
@@ -418,12 +421,11 @@ class ZeroStrategy(DDPStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        group = self.session.known
-        if self.stage < 3 or group is None or group.size == 1 or self.device_mesh is not None:
-            yield  # modules are parallelized in the same hook, which distributes whole tensors
-            return
-        threshold = self.config.zero_optimization.stage3_param_persistence_threshold
-        with ConstructionSharder(group, threshold):
+        group, zero = self.session.peers if self.session.known is not None else None, self.config.zero_optimization
+        sharder: AbstractContextManager[Any] = nullcontext()
+        if self.stage == 3 and group is not None and group.size > 1:
+            sharder = ConstructionSharder(group, zero.stage3_param_persistence_threshold)
+        with keeping_ties(self._module) if self.device_mesh is not None else nullcontext(), sharder:
             yield
 
     # ---- running -----------------------------------------------------------------------------------------------
@@ -605,7 +607,7 @@ class ZeroStrategy(DDPStrategy):
             uninstall(engine)
         self.checkpoints.close(self.run, clean)
         if engine is not None and clean and self._start_method != "popen":
-            restore_whole(engine)  # the launcher sends rank 0's state dict to the parent process
+            restore_whole(engine, join=True)  # the launcher sends rank 0's state dict to the parent process
         fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if engine is not None and module is not None and fitted and self._layer_sync:
             self._layer_sync.revert(module)
@@ -622,9 +624,8 @@ class ZeroStrategy(DDPStrategy):
             self._signals = None
         if engine is not None:
             engine.offload_manager.rest()
-        for child in module.modules() if module is not None and self.session.mesh is not None else ():
-            if isinstance(child, Metric) and child.process_group is self.session.data_group:
-                child.process_group = None  # a copy of the module could not be pickled
+        if module is not None:
+            count_all_ranks(module)
         self.session.end(clean)
 
     @override

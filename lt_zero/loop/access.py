@@ -1,6 +1,7 @@
 """Full values of single parameters during training: master weights, gradients, optimizer states. All are collective.
 
-Called on some ranks only, each raises on all of them. A ``local`` function is not collective: it returns this rank's
+All ranks that have the parameter, or parts of it, call them: with pipelines those of its stages. Called on some of
+these only, each raises on all of them. A ``local`` function is not collective: it returns this rank's
 elements (1D), or None if it has none.
 """
 
@@ -111,10 +112,11 @@ def full_state(parameter: Parameter, key: str) -> Any:
     mine = own if isinstance(own, Fragment) and own.box.sizes == bucket.shapes[index] else None
     if mine is None and isinstance(own, Fragment):  # of another shape (a row's statistics): one rank has all of it
         own = own.local().view(own.shape).clone()
-    every = engine.world.host_gather(mine.dtype if mine is not None else own, f"states of {_name(bucket, index)}")
+    ranks = bucket.holders(index)
+    every = ranks.host_gather(mine.dtype if mine is not None else own, f"states of {_name(bucket, index)}")
     found = [value for value in every if value is not None]
     if not found:
-        names = sorted({name for some in engine.world.host_gather(list(state), "states") for name in some})
+        names = sorted({name for some in ranks.host_gather(list(state), "states") for name in some})
         raise KeyError(f"{_name(bucket, index)!r} has no state {key!r}; it has {', '.join(names) or 'none yet'}.")
     if not isinstance(found[0], torch.dtype):
         return found[0]
@@ -143,7 +145,7 @@ def set_full_state(parameter: Parameter, value: Tensor, key: str) -> None:
     state = _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
     pieces = bucket.pieces_of(index)
     lacks = bool(pieces) and not _is_elementwise(bucket, pieces[0], state.get(key))
-    if any(engine.world.host_gather(lacks, f"optimizer state of {_name(bucket, index)}")):
+    if any(bucket.holders(index).host_gather(lacks, f"optimizer state of {_name(bucket, index)}")):
         raise KeyError(f"{_name(bucket, index)!r} has no element-wise state {key!r}. Call it after the first step.")
     row = _part_of(engine, bucket, index, value).reshape(-1)
     for piece in pieces:
@@ -307,9 +309,10 @@ def _place(parameter: Parameter, call: str) -> tuple[Engine, Bucket, int]:
             f"A tensor of shape {tuple(parameter.shape)} is no parameter of a model that lt_zero has sharded. Pass one "
             "of model.parameters()."
         )
+    bucket, index = engine.owner[id(parameter)]
     if call:
-        engine.world.roll_call(call)
-    return (engine, *engine.owner[id(parameter)])
+        bucket.holders(index).roll_call(call)
+    return engine, bucket, index
 
 
 def _name(bucket: Bucket, index: int) -> str:

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lt_zero.checkpoint.native.directory import file_system, inside, is_url, whole_file
 from lt_zero.checkpoint.native.load import (
+    OnAllRanks,
     as_lightning,
     check_schedule,
     entries_of,
@@ -59,6 +60,7 @@ from lt_zero.session.checkpoints import (
     beside,
     export_weights,
     frozen_names,
+    left_out_here,
     restore_optimizers,
     weights_to_save,
     whole_weights,
@@ -451,7 +453,8 @@ class TrainingEngine(nn.Module):
         content |= beside({"": engine})
         names = [parameter_names(self.optimizer, engine)] if self.optimizer is not None else []
         then = partial(_name_latest, save_dir, tag) if save_latest else lambda path: None
-        saving = Saving(content, names, self._config, self._shown, engine.policy.mode, left_out, then)
+        about = self._config, self._shown, engine.policy.mode, left_out
+        saving = Saving(content, names, *about, then, self.session.peers.ranks)
         self.session.save(saving, inside(save_dir, tag))
         return True
 
@@ -489,12 +492,13 @@ class TrainingEngine(nn.Module):
         only_weights = load_module_only or how.load_module_only
         state = None
         if load_optimizer_states and how.load_optimizer_states and not only_weights:
+            names = OnAllRanks.of(self.optimizer, self.engine) if self.optimizer is not None else None
             with world.agree("checking optimizer states", CheckpointError):
-                state = self._fitting_state(saved.get("optimizer_states", []), path)
+                state = self._fitting_state(names, saved.get("optimizer_states", []), path)
         schedules = saved.get("lr_schedulers") if load_lr_scheduler_states and how.load_lr_scheduler_states else None
         if schedules and self.lr_scheduler is not None and not only_weights:
             check_schedule(schedules[0], self.lr_scheduler, path)
-        left_out = list(saved.get("lt_zero", {}).get("frozen_left_out", []))
+        left_out = left_out_here(self.engine, saved.get("lt_zero", {}).get("frozen_left_out", []))
         self.loss_scale_controller.read_skip_flag()  # of a step before
         weights = saved["state_dict"] if only_weights else trained_weights(saved)
         with world.agree("loading weights", CheckpointError):
@@ -513,14 +517,14 @@ class TrainingEngine(nn.Module):
         self.global_samples = int(own.get("global_samples", 0))
         return path, dict(own.get("client_state", {}))
 
-    def _fitting_state(self, states: Sequence[Any], path: str) -> Mapping[str, Any] | None:
+    def _fitting_state(self, names: OnAllRanks | None, states: Sequence[Any], path: str) -> Mapping[str, Any] | None:
         """The saved state for the engine's optimizer; None if it has none."""
-        if self.optimizer is None:
+        if self.optimizer is None or names is None:
             return None
         if len(states) != 1:
             text = f"has {len(states)} optimizers, and the engine one. Load with load_optimizer_states=False"
             raise CheckpointError(f"The checkpoint {path} {text}.")
-        return fitting_state(states[0], self.optimizer, self.engine, 0, self.world.rank == 0)
+        return fitting_state(states[0], self.optimizer, self.engine, names, 0, self.world.rank == 0)
 
     def _load_schedule(self, saved: Sequence[Any] | None, path: str) -> None:
         if self.lr_scheduler is not None and saved:

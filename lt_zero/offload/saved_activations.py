@@ -45,7 +45,10 @@ _SLACK = 4  # a record may be larger than its tensor by 1/_SLACK
 
 
 class Stored(Protocol):
-    """The stored bytes of one saved activation."""
+    """The stored bytes of one saved activation; ``nbytes``: how many."""
+
+    @property
+    def nbytes(self) -> int: ...
 
     def prefetch(self) -> bool:
         """Start copying to the device; False if there is no buffer for that."""
@@ -100,17 +103,17 @@ class DeviceStorage(Storage):
 
 class _OnDevice:
     def __init__(self, memory: Memory, source: Tensor) -> None:
-        self._memory, self._loan, self._nbytes = memory, memory.take(source.numel()), source.numel()
-        self._loan.tensor[: self._nbytes].copy_(source)
+        self._memory, self._loan, self.nbytes = memory, memory.take(source.numel()), source.numel()
+        self._loan.tensor[: self.nbytes].copy_(source)
 
     def prefetch(self) -> bool:
         return True
 
     def bring(self) -> Tensor:
-        loan = self._memory.take(self._nbytes)
-        tensor = loan.lend(self._nbytes)
+        loan = self._memory.take(self.nbytes)
+        tensor = loan.lend(self.nbytes)
         loan.give_back()
-        return tensor.copy_(self._loan.tensor[: self._nbytes])
+        return tensor.copy_(self._loan.tensor[: self.nbytes])
 
     def free(self) -> None:
         self._loan.give_back()
@@ -154,9 +157,9 @@ class InHost:
     """
 
     def __init__(self, storage: HostStorage, source: Tensor, size: int) -> None:
-        self._storage, self._nbytes, self._size = storage, source.numel(), size
+        self._storage, self.nbytes, self._size = storage, source.numel(), size
         self._loan: Loan | None = self._take()
-        self._copied = storage.to_host.copy(self._loan.tensor[: self._nbytes], source)
+        self._copied = storage.to_host.copy(self._loan.tensor[: self.nbytes], source)
         self._source = None if self._copied is DONE else source
         self._version, self._changed = version_of(source), 0
         self._target: Tensor | None = None  # on the device
@@ -191,8 +194,8 @@ class InHost:
         """Start the copy to the device."""
         self.wait_copied()
         assert self._loan is not None
-        self._target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._storage.device)
-        self._coming = self._storage.to_device.copy(self._target, self._loan.tensor[: self._nbytes])
+        self._target = torch.empty(self.nbytes, dtype=torch.uint8, device=self._storage.device)
+        self._coming = self._storage.to_device.copy(self._target, self._loan.tensor[: self.nbytes])
 
     def bring(self) -> Tensor:
         self.wait_copied()
@@ -339,7 +342,7 @@ class _NoRecord:
     """A saved activation that stays on the device, because no record could be allocated."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self._tensor, self.nbytes = tensor, tensor.numel()
 
     def prefetch(self) -> bool:
         return True
@@ -471,7 +474,7 @@ class _InFile(InHost):
             return super().bring()
         self._finish_read()
         assert self._loan is not None
-        tensor = self._loan.lend(self._nbytes)
+        tensor = self._loan.lend(self.nbytes)
         self._drop()
         return tensor
 

@@ -7,7 +7,7 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import Parameter
 
+from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.compat import become_distributed_as, local_tensor, set_local_tensor
 from lt_zero.common.errors import ConfigError
@@ -24,8 +25,30 @@ from lt_zero.engine.lazy_tensor import part_of, whole
 from lt_zero.parallel.first_gradients import FirstGradients
 
 
-class LocalParameter(DTensor):
+class LocalTensor(DTensor):
+    """A DTensor whose local tensor is a part of a bucket.
+
+    Copies and pickles are torch's DTensors with memory of their own. Torch takes a DTensor for a tensor with storage if
+    its local tensor is not at the beginning of one, and fails.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self._copied()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._copied().__reduce_ex__(protocol)
+
+    def _copied(self) -> DTensor:
+        return copied(self)
+
+
+class LocalParameter(LocalTensor):
     """A parameter that is a DTensor, of which the engine has the local tensor."""
+
+    def _copied(self) -> Any:
+        return Parameter(self._read(copied, {}), self.requires_grad)
 
     @property
     def data(self) -> Tensor:
@@ -67,6 +90,13 @@ class LocalParameter(DTensor):
         DTensor.copy_(self, src, non_blocking)
         return self
 
+    def detach(self) -> Any:
+        """What ``state_dict`` returns, which users save."""
+        found = self._read(Tensor.detach, {})
+        if type(found) is DTensor:
+            found.__class__ = LocalTensor
+        return found
+
     # These are no torch functions, so that the guard of a released parameter does not see them.
 
     def to_local(self, **kwargs: Any) -> Any:
@@ -84,16 +114,21 @@ class LocalParameter(DTensor):
         return method(self, *args, **kwargs)
 
 
+def copied(tensor: DTensor) -> DTensor:
+    """A DTensor with the same values, and memory of its own."""
+    return shown(tensor, local_tensor(tensor).detach().clone(memory_format=torch.preserve_format))
+
+
 class LocalParts:
     """``Parts`` of DTensors; of other parameters all of the tensor.
 
-    ``first``: sees the gradients of the first backward.
+    ``first``: sees the gradients of the first backward. ``ranks``: that have the other parts.
     """
 
     joins = True
 
-    def __init__(self, first: FirstGradients | None = None) -> None:
-        self.first = first
+    def __init__(self, first: FirstGradients | None = None, ranks: PartRanks | None = None) -> None:
+        self.first, self.ranks = first, ranks
 
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
         return cut(parameter, value) if isinstance(parameter, DTensor) else value
@@ -129,6 +164,15 @@ class LocalParts:
             return part
         with torch.no_grad():
             return shown(parameter, part).full_tensor()
+
+    def check_graph(self, name: str, parameters: Iterable[Parameter]) -> None:
+        # Collectives of torch's backward have no derivative, and drop terms of the second one without an error.
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            raise RuntimeError(
+                f"The backward of {name!r} is to be differentiated (create_graph=True), whose parameters are DTensors: "
+                "torch would leave out what goes through other tensor ranks. Leave this module out of the plan, or "
+                "train without terms that need second derivatives (gradient penalties)."
+            )
 
 
 def cut(parameter: DTensor, value: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ Note [Families]
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,21 +23,27 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
+from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.common.compat import forget_meshes
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
+from lt_zero.parallel.buffers import make_plain
+from lt_zero.parallel.built_sharded import cut_sharded
 from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.local import LocalParts, is_cut, localize
 from lt_zero.parallel.pipeline.layers import pipeline_of
 from lt_zero.parallel.pipeline.runner import Runner
 from lt_zero.parallel.plan import parallelize, table
+from lt_zero.parallel.random import default_generators
+from lt_zero.parallel.replaced import Replaced
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
 AXES = (PIPELINE, DATA, SEQUENCE, TENSOR)  # outermost first: tensor ranks are neighbours, on one node
@@ -65,8 +72,8 @@ class ParallelSizes:
             key = next(key for key, size in asked.items() if size > 1 and (ranks % size or size == max(asked.values())))
             raise ConfigError.about(
                 key,
-                f"{text}: {together} does not divide the {ranks} ranks of this run. Use a divisor, or start another "
-                "number of processes.",
+                f"{text if together in asked.values() else f'{text}: {together}'} does not divide the {ranks} ranks of "
+                "this run. Use a divisor, or start another number of processes.",
             )
         data = config.data_parallel_size
         if data not in (None, ranks // together):
@@ -109,10 +116,11 @@ class ParallelMesh:
         tensor_rank: which part of tensors this rank has, of ``sizes.tensor``.
         pipeline_rank: which stage of pipelines this rank has, of ``sizes.pipeline``.
         peers: the ranks that have the same stage; None: all ranks do.
+        replaced: parameters that were replaced by parts of them.
     """
 
     def __init__(self, sizes: ParallelSizes, world: World) -> None:
-        self.sizes, self._world = sizes, world
+        self.sizes, self._world, self.replaced = sizes, world, Replaced()
         self.data_rank, self.tensor_rank = sizes.data_rank(world.rank), world.rank % sizes.tensor
         self.pipeline_rank = world.rank // sizes.of_stage
         mesh = torch.arange(world.size).view(sizes.pipeline, sizes.data, 1, sizes.tensor)
@@ -120,9 +128,12 @@ class ParallelMesh:
         # Of this world, whose hang detection closes them: a rank that is gone would be waited for in a layer.
         groups = [world.new_group(None, parts, closes=True) for parts in rows]
         world.expect_in_layers(groups[AXES.index(TENSOR)])
+        forget_meshes()
         self.device_mesh = DeviceMesh.from_group(groups, world.device.type, mesh, mesh_dim_names=AXES)
         self._stages = mesh.view(sizes.pipeline, -1).tolist()
         self.peers = ShardGroup(world, self._stages, divisor=sizes.of_stage) if sizes.pipeline > 1 else None
+        tensor = AXES.index(TENSOR)
+        self._part_ranks = PartRanks(world, rows[tensor], groups[tensor]) if sizes.tensor > 1 else None
         self._cut = ShardGroup(world, rows[AXES.index(DATA)], divisor=sizes.data, holders=self.peers)
         across = rows[AXES.index(PIPELINE)]
         self._row = ShardGroup(world, across, divisor=1) if sizes.pipeline > 1 else None
@@ -133,18 +144,39 @@ class ParallelMesh:
         """The ranks that have the other parts of this rank's tensors."""
         return self.device_mesh[TENSOR]
 
-    def cut(self, module: nn.Module, config: ZeroConfig) -> None:
-        """Parallelize a module as its user, the configuration or its own plan says. Errors: ``parallelize``."""
-        if self.sizes.tensor == 1:
+    def share_generators(self) -> None:
+        """Let ranks that see the same data draw the numbers of the first of them. Collective.
+
+        Without a seed of the user each process has one of its own.
+        """
+        generators = default_generators(self._world.device.type)
+        mine = [generator.get_state() for generator in generators]
+        told = self._world.host_gather(hashlib.sha256(b"".join(s.numpy().tobytes() for s in mine)).digest(), "seeds")
+        firsts = [self.sizes.firsts()[self.sizes.data_rank(rank)] for rank in range(self._world.size)]
+        if all(told[rank] == told[first] for rank, first in enumerate(firsts)):
             return
-        rows = parallelize(module, self.tensor, config)
-        if self._world.rank == 0:
-            Console().print(table(rows))
+        states = self._world.host_gather(mine, "generators")[firsts[self._world.rank]]
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+    def cut(self, module: nn.Module, config: ZeroConfig) -> dict[nn.Parameter, Callable[[], Tensor]]:
+        """Parallelize a module as its user, the configuration or its own plan says. Errors: ``parallelize``.
+
+        Returns what reads the values of parameters that were sharded when they were built.
+        """
+
+        def cut() -> None:
+            with self.replaced.noting(module):
+                rows = parallelize(module, self.tensor, config)
+            if self._world.rank == 0:
+                Console().print(table(rows))
+
+        return cut_sharded(module, cut) if self.sizes.tensor > 1 else {}
 
     def arguments(self, module: nn.Module, group: ShardGroup, config: ZeroConfig) -> dict[str, Any]:
         """Of ``lt_zero.shard``, for a module some of whose parameters are DTensors, or of one stage.
 
-        ``group``: all ranks. Collective. Errors are those of ``localize``, and of ``pipeline_of``.
+        ``group``: all ranks. Collective. Errors are those of ``localize``, ``make_plain`` and ``pipeline_of``.
         """
         pipeline, given = pipeline_of(module, self.sizes.pipeline), dict[str, Any]()
         if self.peers is not None:
@@ -156,7 +188,10 @@ class ParallelMesh:
         if self.sizes.tensor > 1:
             names = {id(p): name for name, p in module.named_parameters()}
             given["specs"] = localize(module, self.tensor)
-            given["parts"] = LocalParts(FirstGradients(self.peers or self._world, self.sizes.tensor, names))
+            make_plain(module)
+            given["parts"] = LocalParts(
+                FirstGradients(self.peers or self._world, self.sizes.tensor, names), self._part_ranks
+            )
         stages = pipeline.stages_of_parameters() if pipeline is not None else {}
         return {**given, "group_of": partial(self._group_of, group, stages)}
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
+from lt_zero.engine.guard import is_guarded
 from lt_zero.parallel import styles
 from lt_zero.parallel.local import is_cut, mark_partial, spec_of
 from lt_zero.parallel.rules import (
@@ -268,6 +270,31 @@ def _tie_again(ties: Ties) -> None:
         parameter = getattr(first, own)
         for module, name, _ in rest:
             module.register_parameter(name, parameter)
+
+
+@contextmanager
+def keeping_ties(module: nn.Module) -> Iterator[None]:
+    """Context in which a user parallelizes ``module``: weights that were tied before it are tied after it.
+
+    Raises:
+        ConfigError: a tied weight was placed in different ways.
+    """
+    before = _ties(module)
+    yield
+    for places in before:
+        now: dict[str, Any] = {name: getattr(sub, own, None) for sub, own, name in places}
+        first, *rest = now.values()
+        if all(other is first for other in rest) or not any(isinstance(p, DTensor) for p in now.values()):
+            continue
+        how = {name: getattr(parameter, "placements", "whole") for name, parameter in now.items()}
+        if len(set(how.values())) > 1:
+            shown = ", ".join(f"{name} ({placement})" for name, placement in how.items())
+            raise ConfigError(
+                f"parallelize_module has placed one tied weight in different ways: {shown}. Cut all of its modules "
+                "along the same axis, or none of them; or untie them before."
+            )
+        if first.is_meta or is_guarded(first) or all(torch.equal(first.to_local(), other.to_local()) for other in rest):
+            _tie_again([places])  # otherwise the user has changed one
 
 
 def _warn_of_lost_ties(module: nn.Module) -> None:

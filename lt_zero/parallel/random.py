@@ -1,11 +1,11 @@
 """Random numbers where tensor-parallel ranks have slices: dropout between a column-wise and a row-wise matrix.
 
 Note [Two streams]
-    Tensor ranks draw the same numbers, as they have the same seed and the same calls. That is right for tensors that
-    all of them have: with other masks their copies would drift apart. Slices of one tensor would all get the same mask,
-    though. Nothing in a plain tensor tells that it is a slice, so a plan says so: ``LocalRandom``. Its stream is made
-    anew for each call, from a number of the common stream and the number of the rank. So it has no state: where the
-    generators are restored, by a checkpoint or for recomputation, it repeats the same numbers.
+    Tensor ranks draw the same numbers, as they begin with the same generators and make the same calls. That is right
+    for tensors that all of them have: with other masks their copies would drift apart. Slices of one tensor would all
+    get the same mask, though. Nothing in a plain tensor tells that it is a slice, so a plan says so: ``LocalRandom``.
+    Its stream is made anew for each call, from a number of the common stream and the number of the rank. So it has no
+    state: where the generators are restored, by a checkpoint or for recomputation, it repeats the same numbers.
 
 Note [Random operations of DTensor]
     On a GPU a DTensor that is sharded gets other numbers on each rank, at offsets in the common stream, and one that is

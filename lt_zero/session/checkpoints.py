@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.directory import Place
-from lt_zero.checkpoint.native.load import NEW, loss_scale, restore_optimizer, restore_training, stepped
+from lt_zero.checkpoint.native.load import NEW, OnAllRanks, loss_scale, restore_optimizer, restore_training, stepped
 from lt_zero.checkpoint.native.pieces import weight_fragments
 from lt_zero.checkpoint.native.rank_state import (
     RANK_BUFFERS,
@@ -42,7 +42,8 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_state_dict
+from lt_zero.engine.full_params import on_all_ranks
+from lt_zero.engine.whole_model import full_state_dict
 from lt_zero.step.loss_scale import LossScaleController
 
 log = logging.getLogger("lt_zero")
@@ -54,9 +55,26 @@ GRACE = 15.0  # seconds to wait for the pending save after an error; tests repla
 
 
 def frozen_names(engine: Engine, leave_out: bool) -> list[str]:
-    """The names of weights that a checkpoint leaves out, by all names of tied ones; [] unless ``leave_out``."""
+    """The names of weights that a checkpoint leaves out, by all names of tied ones; [] unless ``leave_out``.
+
+    Collective if ranks have other modules.
+    """
+    if not leave_out:
+        return []
     every = engine.root.named_parameters(remove_duplicate=False)
-    return [name for name, p in every if leave_out and not p.requires_grad]
+    return on_all_ranks(engine, [name for name, p in every if not p.requires_grad], "frozen parameters")
+
+
+def left_out_here(engine: Engine | None, left_out: Sequence[str]) -> list[str]:
+    """The names that a checkpoint leaves out without those of other ranks' modules.
+
+    Collective if ranks have other modules.
+    """
+    if engine is None or engine.everywhere or not left_out:
+        return list(left_out)
+    own = {name for name, _ in engine.root.named_parameters(remove_duplicate=False)}
+    every = set(on_all_ranks(engine, sorted(own), "names of parameters"))
+    return [name for name in left_out if name in own or name not in every]
 
 
 def weights_to_save(
@@ -109,6 +127,7 @@ def trained_beside(engine: Engine, left_out: Iterable[str] = (), sharded: bool =
     places = {name: engine.owner.get(id(p)) for name, p in engine.root.named_parameters(remove_duplicate=False)}
     names = {name for name, place in places.items() if place is not None and place[0].average is not None}
     names |= dict(engine.root.named_buffers()).keys()
+    names = set(on_all_ranks(engine, sorted(names), "names of averages"))
     state = weights_to_save(engine, left_out, averaged=False, sharded=sharded)
     weights = {name: value for name, value in state.items() if name in names}
     return {TRAINED: {"weights": weights, "updates": average.updates}}
@@ -147,6 +166,7 @@ class Saving:
         precision: the run's mode.
         left_out: names of weights that are not saved.
         then: is called on rank 0 with the path of the published checkpoint; its errors are those of the save.
+        peers: the ranks that have the same modules as this one; (): all.
     """
 
     content: Mapping[str, Any]
@@ -156,6 +176,7 @@ class Saving:
     precision: str
     left_out: Sequence[str] = ()
     then: Callable[[str], object] = lambda path: None
+    peers: Sequence[int] = ()
 
     def bundle(self, world: World) -> Bundle:
         """Divide the checkpoint into what each rank writes. Collective."""
@@ -166,7 +187,7 @@ class Saving:
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": str(torch.__version__),
         }
-        return bundle(self.content, self.names, world, facts, self.shown, self.left_out)
+        return bundle(self.content, self.names, world, facts, self.shown, self.left_out, self.peers)
 
 
 class Saver:
@@ -332,8 +353,9 @@ def restore_optimizers(
     Raises:
         CheckpointError: on all ranks: a state does not fit.
     """
+    names = {number: OnAllRanks.of(optimizer, engine) for number, (optimizer, _) in optimizers.items()}
     with engine.world.agree("loading optimizer states", CheckpointError):
         for number, (optimizer, saved) in optimizers.items():
             if not isinstance(saved, Mapping) or (saved and "param_groups" not in saved):  # {}: Lightning's mock
                 raise CheckpointError("What the checkpoint has for the optimizer is no state of one: check the keys.")
-            restore_optimizer(optimizer, engine, saved, number, remedy, tick)
+            restore_optimizer(optimizer, engine, saved, names[number], number, remedy, tick)

@@ -151,7 +151,9 @@ class Session:
             group.configure(config)
             self.mesh, self.known = mesh_of(config, world), group
             if self.mesh is not None:
-                position.enter(position.Position(self.mesh.pipeline_rank, self.mesh.sizes.pipeline, config.pipeline))
+                self.mesh.share_generators()
+                here = position.Position(self.mesh.pipeline_rank, self.mesh.sizes.pipeline, config.pipeline)
+                position.enter(here, world)
         self._compared = False
         self.world.begin_run()
         return new
@@ -175,7 +177,7 @@ class Session:
         move_buffers(module, device)
         how: dict[str, Any] = {"group": self.group}
         if self.mesh is not None:
-            self.mesh.cut(module, config)
+            how["saved"] = self.mesh.cut(module, config)
             how |= self.mesh.arguments(module, self.group, config)
         engine = shard(module, config, device, policy, training=training, **how)
         if self.mesh is not None:
@@ -216,6 +218,8 @@ class Session:
             RuntimeError: on all ranks, if their optimizers differ, or have parameters that the engine does not own.
         """
         given = list(optimizers)
+        if self.mesh is not None:
+            self.mesh.replaced.follow(given)
         compare_optimizers(engine, given)
         if not given:
             return

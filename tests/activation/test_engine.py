@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,7 +39,7 @@ def apart() -> Iterator[None]:
     """As if the device had memory of its own; tensors of any size are stored."""
     with (
         mock.patch.object(host_store, "_apart", True),
-        mock.patch.object(stores, "ActivationStore", partial(ActivationStore, least=1)),
+        mock.patch.object(stores, "_MIN_BYTES", 1),
     ):
         yield
 

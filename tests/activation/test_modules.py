@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import lt_zero
 from lt_zero import ActivationCheckpointing
@@ -68,6 +69,9 @@ class Count:
         return packed
 
     def end_backward(self) -> None: ...
+
+    def saving(self, name: str, tensors: list[Tensor]) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self.pack, self.unpack)
 
     @contextmanager
     def around(self, name: str, recompute: bool) -> Iterator[None]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lt_zero.activation.stores import ActivationStore, open_store
+from lt_zero.activation.places import open_store
+from lt_zero.activation.stores import ActivationStore
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.offload import host_store
 from lt_zero.offload.copy_streams import CopyStream

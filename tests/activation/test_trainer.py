@@ -162,7 +162,7 @@ def test_keys_without_effect() -> None:
     assert told({"mode": "full", "every": 2, "modules": ["Block"], "profile": True}) == ""
     assert "number_checkpoints (it needs contiguous" in told({"mode": "full", "number_checkpoints": 4})
     assert told({"mode": "full", "contiguous_memory_optimization": True, "number_checkpoints": 4}) == ""
-    assert "there is no tensor- or sequence-parallel" in told({"mode": "full", "partition_activations": True})
+    assert "without tensor_parallel.autotp_size above 1" in told({"mode": "full", "partition_activations": True})
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.load import as_lightning, restore_optimizer, restore_weights
+from lt_zero.checkpoint.native.load import as_lightning, restore_weights
 from lt_zero.checkpoint.native.pieces import (
     Fragment,
     full_optimizer_state,
@@ -33,8 +33,10 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_parameters, full_state_dict
+from lt_zero.engine.full_params import full_parameters
+from lt_zero.engine.whole_model import full_state_dict
 from lt_zero.loop.access import full_state
+from lt_zero.session.checkpoints import restore_optimizers
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from tests.support.checkpoint_tools import error_of
 from tests.support.pool import Pool
@@ -151,7 +153,7 @@ def _load_rows(path: str, want: dict[str, Tensor]) -> None:
 def _restore(engine: Engine, sharded: ShardedOptimizer, path: str) -> None:
     saved = as_lightning(Archive(path))
     restore_weights(engine.root, engine, engine.config, saved["state_dict"], strict=True)
-    restore_optimizer(sharded.optimizer, engine, saved["optimizer_states"][0], 0)
+    restore_optimizers(engine, {0: (sharded.optimizer, saved["optimizer_states"][0])})
     decays = [group["weight_decay"] for group in sharded.optimizer.param_groups]
     assert decays == [0.2, 0.1]
 

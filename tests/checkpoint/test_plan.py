@@ -27,7 +27,7 @@ from lt_zero.checkpoint.native.save import bundle, write
 from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box
 from lt_zero.common.errors import CheckpointError
-from lt_zero.engine.full_params import full_state_dict
+from lt_zero.engine.whole_model import full_state_dict
 from tests.support.pool import Pool
 
 SHAPES: list[tuple[int, ...]] = [(), (0, 3), (7,), (4, 5), (2, 3, 4)]

@@ -128,7 +128,7 @@ def test_hang_detection_sees_where_a_barrier_is_waited_for() -> None:
     thread.start()
     time.sleep(0.1)  # the first slice is longer than this, and the samples
     reporter = object.__new__(hang_detection._Reporter)
-    reporter._thread = thread.ident
+    reporter._thread, reporter.layers = thread.ident, []
     seen = set()
     for _ in range(2000):
         frame = reporter._frame()

@@ -291,6 +291,7 @@ PROBES: dict[str, Probe] = {
     A + "nvme_path": Probe(a.place, "{folder}", None, "FileStorage", FULL),
     A + "contiguous_memory_optimization": Probe(a.place, True, None, "DeviceStorage", FULL),
     A + "number_checkpoints": Probe(a.slots, 7, 3, 7, {**FULL, A + "contiguous_memory_optimization": True}),
+    A + "partition_activations": Probe(par.split, True, None, 3, {**FULL, T + "autotp_size": 2}),
     A + "synchronize_checkpoint_boundary": Probe(a.waits, True, 0, 12, FULL),
     A + "profile": Probe(a.timed, True, [], BLOCKS, FULL),
     # which blocks of the attention matrix are computed
@@ -400,7 +401,6 @@ WITHOUT_CHOICE: dict[str, tuple[Any, Config]] = {
     Z + "contiguous_gradients": (False, S3),
     OPTIM + "fast_init": (False, {**S3, **NVME}),
     "bf16.immediate_grad_update": (False, BF16),
-    A + "partition_activations": (True, FULL),
 }
 
 

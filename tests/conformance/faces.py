@@ -66,13 +66,21 @@ class Settings:
         block = {"stage": self.stage, "stage3_param_persistence_threshold": 0, **self.zero}
         return {"zero_optimization": block, **self.config, **keys}
 
+    @property
+    def data_rank(self) -> int:
+        """Which data this rank sees."""
+        tensor: int = self.config.get("tensor_parallel", {}).get("autotp_size", 1)
+        return dist.get_rank() // tensor
+
 
 class Plain:
     """The same steps in one process."""
 
-    def __init__(self, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd) -> None:
+    def __init__(
+        self, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd, net: Callable[[], nn.Module] = Net
+    ) -> None:
         torch.manual_seed(0)
-        self.net = Net()
+        self.net = net()
         self.optimizer = optimizer(self.net)
 
     def backward(self, step: int, micros: int = GAS, world: int | None = None) -> None:
@@ -93,12 +101,14 @@ class Face:
     Attributes:
         net: the module, whose parameters are sharded.
         optimizer: torch's.
+        rank: which data this rank sees.
         scaled: by what ``p.grad`` is too large before it is clipped or stepped.
         loss_scale: now.
     """
 
     net: nn.Module
     optimizer: torch.optim.Optimizer
+    rank: int
     scaled: float = 1.0
     loss_scale: float = 1.0
 
@@ -138,10 +148,15 @@ def run(
 
     ``resume``: a checkpoint that the contract loads; under a Trainer, which loads itself, it is loaded then.
     """
+
+    def ranked(made: Face) -> Any:
+        made.rank = settings.data_rank
+        return contract(made)
+
     torch.manual_seed(0)
     if face == "trainer":
-        return _run_trainer(settings, contract, net(), resume)
-    return {"fabric": _run_fabric, "loop": _run_loop}[face](settings, contract, net())
+        return _run_trainer(settings, ranked, net(), resume)
+    return {"fabric": _run_fabric, "loop": _run_loop}[face](settings, ranked, net())
 
 
 # ---- a loop of one's own ---------------------------------------------------------------------------------------------
@@ -156,7 +171,7 @@ class LoopFace(Face):
         return float(self.engine.loss_scale())
 
     def backward(self, step: int, micro: int, factor: float = 1.0) -> None:
-        self.engine.backward(next_token_loss(self.engine, step, micro, dist.get_rank()) * factor)
+        self.engine.backward(next_token_loss(self.engine, step, micro, self.rank) * factor)
         if micro < GAS - 1:
             self.engine.step()
 
@@ -213,7 +228,7 @@ class FabricFace(Face):
 
     def backward(self, step: int, micro: int, factor: float = 1.0) -> None:
         with self.fabric.no_backward_sync(self.model, enabled=micro < GAS - 1):
-            self.fabric.backward(next_token_loss(self.model, step, micro, dist.get_rank()) * factor / GAS)
+            self.fabric.backward(next_token_loss(self.model, step, micro, self.rank) * factor / GAS)
 
     def clip(self, max_norm: float | None = None, clip_val: float | None = None) -> None:
         given = {"clip_val": clip_val} if max_norm is None else {"max_norm": max_norm}
@@ -271,7 +286,7 @@ class TrainerFace(Face):
         if micro < GAS - 1:
             waits = trainer.strategy.block_backward_sync()  # type: ignore[attr-defined]
         with waits:
-            self.module.manual_backward(next_token_loss(self.net, step, micro, dist.get_rank()) * factor / GAS)
+            self.module.manual_backward(next_token_loss(self.net, step, micro, self.rank) * factor / GAS)
 
     def clip(self, max_norm: float | None = None, clip_val: float | None = None) -> None:
         optimizer: Any = self.module.optimizers()
@@ -309,7 +324,7 @@ class ContractModule(pl.LightningModule):
         return optimizer if self.settings.schedule is None else ([optimizer], [self.settings.schedule(optimizer)])
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(torch.zeros(dist.get_world_size(), 1))  # type: ignore[arg-type]
+        return DataLoader(torch.zeros(1, 1))  # type: ignore[arg-type]  # one batch on each data rank
 
 
 def _run_trainer(settings: Settings, contract: Contract, net: nn.Module, resume: str | None) -> Any:

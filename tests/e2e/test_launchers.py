@@ -59,6 +59,16 @@ def test_multiprocessing(expected: float, start_method: str) -> None:
 
 
 @pytest.mark.slow
+def test_multiprocessing_with_tensor_ranks() -> None:
+    """The parent process ends up with whole tensors, of the values that the ranks have."""
+    of_ranks = _results(_run([sys.executable, SCRIPT, "popen", "--tensor"], environment()))
+    assert len({r["sum"] for r in of_ranks}) == 1
+    for start_method in ("spawn", "fork"):
+        results = _results(_run([sys.executable, SCRIPT, start_method, "--tensor"], environment()))
+        assert [r["sum"] for r in results] == [of_ranks[0]["sum"]]
+
+
+@pytest.mark.slow
 def test_a_notebook_goes_on_in_the_parent_process(tmp_path: Path) -> None:
     """It has the weights. The engine is gone, and the errors tell where to export and save; what was saved resumes."""
     output = _run([sys.executable, str(SUPPORT / "notebook_script.py"), str(tmp_path)], environment())

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.comm.world import World
+from lt_zero.comm.ranks import Ranks
 from lt_zero.engine import buffers
 from lt_zero.engine.buffers import _PROBATION
 from tests.support.matrix import cover
@@ -159,17 +159,17 @@ def test_training_is_ddps_on_three_ranks_and_in_compiled_blocks(pool: Pool) -> N
 def _sent() -> Iterator[list[int]]:
     """The bytes of broadcasts of buffers."""
     found: list[int] = []
-    before = World.broadcast
+    before = Ranks.broadcast
 
-    def broadcast(self: World, tensor: Tensor, name: str, src: int = 0) -> None:
+    def broadcast(self: Ranks, tensor: Tensor, name: str, src: int = 0) -> None:
         found.extend([tensor.numel()] if name.startswith("buffers") else [])
         before(self, tensor, name, src)
 
-    World.broadcast = broadcast  # type: ignore[method-assign]
+    Ranks.broadcast = broadcast  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        World.broadcast = before  # type: ignore[method-assign]
+        Ranks.broadcast = before  # type: ignore[method-assign]
 
 
 def _only_what_changes() -> tuple[list[int], list[int]]:

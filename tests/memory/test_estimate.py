@@ -19,7 +19,7 @@ from lt_zero.checkpoint.native.pieces import full_optimizer_state
 from lt_zero.config.blocks import Checkpoint
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.bucket import Bucket, State
-from lt_zero.engine.full_params import full_state_dict
+from lt_zero.engine.whole_model import full_state_dict
 from lt_zero.io.pinned import rounded
 from lt_zero.memory.check import RESTING, measured
 from lt_zero.memory.estimate import states_of

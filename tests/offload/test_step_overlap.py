@@ -22,7 +22,7 @@ from torch import Tensor
 
 import lt_zero
 from lt_zero import ops
-from lt_zero.engine.full_params import full_state_dict
+from lt_zero.engine.whole_model import full_state_dict
 from lt_zero.io import direct_file as io
 from lt_zero.io.thread_pool import SwapError
 from tests.support.lightning_tools import BATCH, FULL, GPT, sharded_trainer, weights

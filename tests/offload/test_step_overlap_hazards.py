@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.engine.full_params import full_state_dict
+from lt_zero.engine.whole_model import full_state_dict
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload import copy_streams
 from lt_zero.offload.background import Background, Job

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import lt_zero
+from tests.support.llamas import Llama, RMSNorm, rules
 from tests.support.matrix import cover
 from tests.support.parallel_nets import Feed, Net, Ranks, all_weights, frozen, loss_of, start
 from tests.support.parity import STAGES
@@ -80,6 +82,31 @@ def test_values_are_those_of_one_process(pool: Pool, ranks: Ranks, stage: int, k
         assert all(torch.equal(got[name], value) for name, value in want.items())
         assert torch.equal(after, following)
         assert loss == pytest.approx(loss_of(reference, 0, 0).item(), rel=1e-5)
+
+
+def _tied() -> None:
+    """Both modules fill the weight that they share, the second one when it has its values already."""
+
+    def drawn(**keys: Any) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            model = Llama()
+        model._init_weights = lambda m: nn.init.ones_(m.weight) if isinstance(m, RMSNorm) else None  # type: ignore[assignment]
+        zero = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+        torch.manual_seed(5)
+        engine, _, _, _ = lt_zero.initialize(model=model, config={**SGD, **zero, **keys})
+        return all_weights(engine.engine)
+
+    want = drawn()
+    got = drawn(tensor_parallel={"autotp_size": 2, "partition_config": rules()})
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_micro_batch_size_per_gpu": 1}
+
+
+def test_tied_weights_of_a_plan(pool: Pool) -> None:
+    pool.run(2, _tied)
 
 
 class Lacking(Feed):

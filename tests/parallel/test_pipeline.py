@@ -9,7 +9,7 @@ import torch
 
 from tests.support.matrix import cover
 from tests.support.parity import OPTIMIZERS
-from tests.support.pipelines import Model, Ranks, all_weights, reference_step, specs, start, tensor_parallel
+from tests.support.pipelines import Model, Ranks, all_weights, reference_step, specs, start
 from tests.support.pool import Pool
 
 SCHEDULES = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"]
@@ -18,8 +18,7 @@ SCHEDULES = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"]
 def _train(ranks: Ranks, stage: int, optimizer: str, tied: bool, schedule: str, steps: int = 4) -> None:
     """The last batch is short; gradients are clipped."""
     layers = partial(specs, tied)
-    prepare = tensor_parallel if ranks.tensor > 1 else lambda model, mesh: None
-    run = start(ranks, stage, optimizer, layers, {"schedule": schedule}, prepare)
+    run = start(ranks, stage, optimizer, layers, {"schedule": schedule})
     reference = Model(layers)
     expected = OPTIMIZERS[optimizer](reference.parameters())
     for step in range(steps):
@@ -50,6 +49,26 @@ MESHES = [Ranks(1, 1, 3), Ranks(1, 1, 4), Ranks(2, 1, 2), Ranks(1, 2, 2)]
 @pytest.mark.parametrize(("ranks", "stage", "schedule"), cover(MESHES, [0, 1, 2, 3], SCHEDULES))
 def test_meshes(pool: Pool, ranks: Ranks, stage: int, schedule: str) -> None:
     pool.run(ranks.all, _train, ranks, stage, "adamw" if stage % 2 else "sgd", True, schedule)
+
+
+def _reductions(stage: int, schedule: str) -> tuple[int, int]:
+    """Reductions of a step, and as many as there have to be: sharded gradients in each backward of their stage."""
+    run = start(Ranks(2, 1, 2), stage, pipeline={"schedule": schedule})
+    channels = [c for name, c in run.engine.world.watch.channels.items() if name.startswith("reduction")]
+    before = sum(channel.launched for channel in channels)
+    run.step(0)
+    pipe, owner = run.model.pipe, run.engine.owner
+    expected = sum(not bucket.sharding.grads for bucket in run.engine.buckets)
+    for number in pipe.position.own:
+        found = {owner[id(p)][0] for p in pipe.parameters_of(number)}
+        expected += 4 * sum(bucket.sharding.grads for bucket in found)
+    return sum(channel.launched for channel in channels) - before, expected
+
+
+@pytest.mark.parametrize(("stage", "schedule"), [(1, "1F1B"), (2, "Interleaved1F1B"), (3, "LoopedBFS")])
+def test_gradients_are_reduced_as_often_as_they_have_to_be(pool: Pool, stage: int, schedule: str) -> None:
+    for counted, expected in pool.run(4, _reductions, stage, schedule):
+        assert counted == expected
 
 
 @pytest.mark.slow

@@ -35,10 +35,10 @@ def _waiting(block: dict[str, Any], count: int) -> None:
         most = max(most, now)
         return forward(*arguments)
 
-    def done() -> Any:
+    def done(*arguments: Any) -> Any:
         nonlocal now
         now -= 1
-        return backward()
+        return backward(*arguments)
 
     runner.forward, runner.backward = counted, done
     run.step(0, 2 * count)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lt_zero import ZeroConfig
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel import PartialGradient
-from lt_zero.parallel.plan import PlanRow, parallelize, table
+from lt_zero.parallel.plan import PlanRow, keeping_ties, parallelize, table
 from lt_zero.parallel.styles import SequenceNorm
 from tests.support.llamas import VOCABULARY, WIDTH, Attention, Llama, RMSNorm, rules
 from tests.support.matrix import only
@@ -319,6 +319,18 @@ def test_ties_that_a_user_has_lost_are_told(pool: Pool) -> None:
     for lost, tied in pool.run(2, _untied):
         assert "embed_tokens.weight and lm_head.weight have the same values" in lost
         assert not tied
+
+
+def _tied_by_halves() -> str:
+    model, mesh = Llama(tied=True), DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tensor",))
+    with pytest.raises(ConfigError) as caught, keeping_ties(model):
+        parallelize_module(model, mesh, {"lm_head": ColwiseParallel()})
+    return str(caught.value)
+
+
+def test_a_tied_weight_that_a_user_cuts_in_one_place_is_named(pool: Pool) -> None:
+    for text in pool.run(2, _tied_by_halves):
+        assert "embed_tokens.weight (whole), lm_head.weight ((Shard(dim=0),))" in text
 
 
 def _meta() -> list[PlanRow]:

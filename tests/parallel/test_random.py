@@ -15,8 +15,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import lt_zero
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.config import ZeroConfig
+from lt_zero.config.faces import Face
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.parallel.random import LocalRandom
+from lt_zero.session.session import Session
 from tests.support.parallel_nets import CPU
 from tests.support.parity import RELEASE, config_of
 from tests.support.pool import Pool
@@ -161,3 +164,18 @@ def _dtensors() -> None:
 
 def test_dtensors(pool: Pool) -> None:
     pool.run(2, _dtensors)
+
+
+def _unseeded() -> list[float]:
+    """With a seed of its own, as processes have without ``seed_everything``."""
+    torch.manual_seed(dist.get_rank())
+    config = {"tensor_parallel": {"autotp_size": 2}}
+    Session(Face.LOOP).join(ZeroConfig.of(config), CPU)
+    return torch.rand(3).tolist()
+
+
+def test_ranks_of_the_same_data_draw_the_same_numbers(pool: Pool) -> None:
+    drawn = pool.run(4, _unseeded)
+    assert drawn[0] == drawn[1]
+    assert drawn[2] == drawn[3]
+    assert drawn[0] != drawn[2]

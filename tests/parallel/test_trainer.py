@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,28 @@ def test_a_module_is_trained_by_a_second_trainer(pool: Pool) -> None:
     assert pool.run(2, _several_runs)[0] == pytest.approx((module.losses[1], module.losses[3]), rel=1e-5)
 
 
+class Tied(Module):
+    """Two layers with one weight, of which ``parallelize_module`` makes two."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
+def _tied() -> list[float]:
+    module = Tied(data=1)
+    for _ in range(2):
+        trainer_of(3, 2, 2).fit(module)
+    return module.losses
+
+
+def test_layers_that_are_tied_before_they_are_parallelized_stay_tied(pool: Pool) -> None:
+    module = Tied()
+    for _ in range(2):
+        single_trainer(max_steps=2).fit(module)
+    assert pool.run(2, _tied)[0] == pytest.approx(module.losses, rel=1e-5)
+
+
 class Fails(Module):
     """Rank 1 ends before the collective of a layer."""
 
@@ -89,17 +112,80 @@ class Fails(Module):
         raise ValueError("of rank 1")
 
 
-def _error_in_a_layer(stage: int) -> str:
+def _error_in_a_layer(stage: int) -> tuple[str, list[float]]:
     with quick():
         trainer = trainer_of(stage, 2, 2)
         with pytest.raises((RuntimeError, ValueError)) as caught:
             trainer.fit(Fails(data=2))
-    return str(caught.value)
+        again = Module(data=2)
+        trainer_of(stage, 2, 2).fit(again)
+    return str(caught.value), again.losses
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_error_before_a_layers_collective_ends_all_ranks(pool: Pool, stage: int) -> None:
-    for text in pool.run(4, _error_in_a_layer, stage):
+def test_an_error_before_a_layers_collective_ends_all_ranks_and_another_model_is_trained(
+    pool: Pool, stage: int
+) -> None:
+    """The next model's mesh equals that of the first, whose groups are closed."""
+    for text, losses in pool.run(4, _error_in_a_layer, stage):
+        assert "of rank 1" in text
+        assert losses == pytest.approx(expected(2)[0], rel=1e-5)
+
+
+class FailsLater(Module):
+    """Rank 1 ends before the second forward."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if index == 1 and self.global_rank == 1:
+            raise ValueError("of rank 1")
+        return super().training_step(batch, index)
+
+
+def _same_model_after_an_error(tensor: int) -> list[str]:
+    module, texts = FailsLater(data=2 // tensor), []
+    with quick():
+        for _ in range(2):
+            with pytest.raises((RuntimeError, ValueError)) as caught:
+                trainer_of(3, tensor, 2).fit(module)
+            texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_model_whose_run_ended_at_different_points_is_refused(pool: Pool, tensor: int) -> None:
+    """What was sharded in that run cannot be gathered: the ranks would wait for each other."""
+    for first, second in pool.run(2, _same_model_after_an_error, tensor):
+        assert "of rank 1" in first
+        assert "different points" in second
+        assert "Make a new model" in second
+
+
+class OnThread(Fails):
+    """Backward runs on another thread, as on a GPU; rank 1 ends before it."""
+
+    automatic_optimization = False
+
+    def on_train_start(self) -> None:
+        pass
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        loss = self(batch).square().mean()
+        if self.global_rank == 1:
+            self.fail()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(self.manual_backward, loss).result()
+
+
+def _error_before_backward() -> str:
+    with quick():
+        trainer = trainer_of(1, 2, 2)
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            trainer.fit(OnThread())
+    return str(caught.value)
+
+
+def test_a_backward_on_another_thread_ends_with_the_rank_that_it_waits_for(pool: Pool) -> None:
+    for text in pool.run(2, _error_before_backward):
         assert "of rank 1" in text
 
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 import lt_zero
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
-from lt_zero.engine.full_params import full_state_dict, restore_whole
+from lt_zero.engine.full_params import restore_whole
+from lt_zero.engine.whole_model import full_state_dict
 from tests.support.matrix import only
 from tests.support.parallel_nets import (
     Net,

@@ -15,7 +15,8 @@ from lt_zero.checkpoint.import_ import import_checkpoint
 from tests.support.paths import DATA
 
 CASES = sorted(str(file.parent.relative_to(DATA)) for file in DATA.glob("deepspeed/*/expected.pt"))
-CASES += ["fsdp/fsdp", "fsdp/model_parallel"]
+CASES += ["fsdp/fsdp", "fsdp/model_parallel", "tensor_parallel/tp2/folder", "tensor_parallel/tp2_dp2/folder"]
+_BESIDE = ("fsdp", "tensor_parallel")  # kinds whose checkpoints are beside what is expected of them
 
 
 def source_of(case: str) -> Path:
@@ -25,7 +26,7 @@ def source_of(case: str) -> Path:
 
 def expected_of(case: str) -> dict[str, Any]:
     folder = DATA / case
-    found: dict[str, Any] = torch.load((folder.parent if case.startswith("fsdp") else folder) / "expected.pt")
+    found: dict[str, Any] = torch.load((folder.parent if case.startswith(_BESIDE) else folder) / "expected.pt")
     return found
 
 

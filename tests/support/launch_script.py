@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.distributed.tensor import DTensor
 
 import lt_zero
 
@@ -36,7 +38,8 @@ def main(strategy: str | lt_zero.ZeroStrategy) -> None:
     model = Model()
     trainer.fit(model)
     with torch.no_grad(), lt_zero.gathered(model):
-        total = sum(float(p.double().sum()) for p in model.parameters())
+        values = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+        total = sum(float(value.double().sum()) for value in values)
     line = {
         "rank": trainer.global_rank,
         "world": trainer.world_size,
@@ -50,7 +53,10 @@ FAILS = next((int(argument[7:]) for argument in sys.argv if argument.startswith(
 
 if __name__ == "__main__":
     start_method = sys.argv[1]
-    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    if "--tensor" in sys.argv:
+        rule = {"patterns": ["layer.weight"], "partition_type": "column", "gather_output": True}
+        config["tensor_parallel"] = {"autotp_size": 2, "partition_config": {"layer_specs": [rule]}}
     if start_method == "name":
         main("zero_2_spawn")
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -215,10 +215,10 @@ def _joined(engine: Engine, parts: dict[str, Tensor]) -> dict[str, Tensor]:
     """Put together what all ranks have of tensors. Collective."""
     specs = {span.name: span.spec for bucket in engine.buckets for span in bucket.layout.spans}
     whole: dict[str, Tensor] = {}
-    for told in engine.world.host_gather({n: (specs[n].local_box, v) for n, v in parts.items()}, "parts"):
-        for name, (box, value) in told.items():
-            place = whole.setdefault(name, torch.full(specs[name].global_shape, torch.nan, dtype=value.dtype))
-            before = box.of(place)
+    for told in engine.world.host_gather({name: (specs[name], value) for name, value in parts.items()}, "parts"):
+        for name, (spec, value) in told.items():
+            place = whole.setdefault(name, torch.full(spec.global_shape, torch.nan, dtype=value.dtype))
+            before = spec.local_box.of(place)
             assert before.isnan().all() or torch.equal(before, value), f"ranks differ: {name}"
             before.copy_(value)
     assert not any(value.isnan().any() for value in whole.values())
@@ -230,13 +230,23 @@ def all_weights(engine: Engine) -> dict[str, Tensor]:
     return _joined(engine, {name: value.clone() for name, _, value in full_parameters(engine)})
 
 
-def all_states(run: Run) -> dict[str, dict[str, Tensor]]:
+class Trains(Protocol):
+    """A run of any parallel model."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def optimizer(self) -> Optimizer: ...
+
+
+def all_states(run: Trains) -> dict[str, dict[str, Tensor]]:
     """The element-wise states of the optimizer, by key. Collective."""
     keys = {k for state in run.optimizer.state.values() for k, v in state.items() if v.dim() > 0}
     return {key: _states(run, key) for key in sorted(keys.union(*run.engine.world.host_gather(keys, "keys")))}
 
 
-def _states(run: Run, key: str) -> dict[str, Tensor]:
+def _states(run: Trains, key: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for bucket in run.engine.buckets:
         rows = _rows(bucket, run.optimizer, key)

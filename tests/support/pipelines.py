@@ -17,11 +17,13 @@ import lt_zero
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.config import ZeroConfig
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_parameters
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.parallel.pipeline import position
+from lt_zero.step.loss_scale import LossScaleController
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of
 
 CPU = torch.device("cpu")
@@ -107,14 +109,30 @@ class Run(NamedTuple):
     engine: Engine
     optimizer: Optimizer
     sharded: lt_zero.ShardedOptimizer
-    mesh: ParallelMesh
+    mesh: ParallelMesh | None  # None: all ranks are data ranks
+    gate: LossScaleController
+
+    @property
+    def data_rank(self) -> int:
+        return self.mesh.data_rank if self.mesh is not None else self.engine.world.rank
+
+    def begin(self) -> float:
+        """Before backwards; returns the loss scale."""
+        self.gate.before_backward([self.sharded])
+        return self.gate.scale
+
+    def backward(self, number: int, rows: int = 8, clears: bool = False) -> Tensor:
+        """Forward and backward; returns the loss. ``clears``: what was accumulated before is dropped."""
+        with self.engine.forward_scope():
+            loss = self.model.loss(*batch(number, self.data_rank, rows))
+        if clears:
+            self.optimizer.zero_grad()
+        loss.backward()
+        return loss
 
     def step(self, number: int, rows: int = 8, limit: float | None = None) -> tuple[Tensor, Tensor | None]:
         """A step; returns the loss, and the norm before clipping."""
-        with self.engine.forward_scope():
-            loss = self.model.loss(*batch(number, self.mesh.data_rank, rows))
-        self.optimizer.zero_grad()
-        loss.backward()
+        loss = self.backward(number, rows, clears=True)
         norm = self.sharded.grads.clip_norm(limit) if limit is not None else None
         self.optimizer.step()
         return loss.detach(), norm
@@ -126,7 +144,8 @@ def start(
     optimizer: str = "adamw",
     layers: Callable[[], list[Any]] = specs,
     pipeline: dict[str, Any] | None = None,
-    prepare: Callable[[Model, ParallelMesh], Any] = lambda model, mesh: None,
+    prepare: Callable[[Model], Any] = lambda model: None,
+    policy: Callable[[ZeroConfig], DtypePolicy] | None = None,
     zero: dict[str, Any] | None = None,
     **keys: Any,
 ) -> Run:
@@ -135,15 +154,22 @@ def start(
     config = config_of(stage, {**(RELEASE if stage == 3 else {}), **(zero or {})}, pipeline=block, **keys)
     config = config if isinstance(config, ZeroConfig) else ZeroConfig.of(config)
     world = World.join(CPU)
-    everyone, mesh = ShardGroup.of_all(world), ParallelMesh(ParallelSizes(*ranks), world)
-    with position.at(position.Position(mesh.pipeline_rank, ranks.pipeline, config.pipeline)):
+    everyone, given = ShardGroup.of_all(world), dict[str, Any]()
+    mesh = ParallelMesh(ParallelSizes(*ranks), world) if ranks.data < ranks.all else None
+    with position.at(position.Position(mesh.pipeline_rank if mesh else 0, ranks.pipeline, config.pipeline)):
         model = Model(layers)
-    prepare(model, mesh)
-    given = {"group": everyone, **mesh.arguments(model, everyone, config)}
-    engine = lt_zero.shard(model, config, CPU, **given)
-    mesh.connect(engine, config, lambda: 1.0, lambda: 1.0)
+    prepare(model)
+    if mesh is not None:
+        if ranks.tensor > 1:
+            tensor_parallel(model, mesh)
+        given = mesh.arguments(model, everyone, config)
+    how = policy(config) if policy is not None else None
+    engine = lt_zero.shard(model, config, CPU, how, **{"group": everyone, **given})
     made = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)
-    return Run(model, engine, made, lt_zero.ShardedOptimizer(engine, made), mesh)
+    run = Run(model, engine, made, lt_zero.ShardedOptimizer(engine, made), mesh, LossScaleController(engine.policy))
+    if mesh is not None:
+        mesh.connect(engine, config, run.begin, lambda: 1.0)
+    return run
 
 
 def reference_step(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
-from lt_zero.activation import stores
+from lt_zero.activation import places, stores
 from lt_zero.activation.checkpointing import installed
 from lt_zero.common.compat import DispatchMode
 from lt_zero.offload import host_store, reuse
@@ -49,7 +48,7 @@ def _stored(lab: Lab, config: Config) -> Any:
     """The store of an engine whose device has memory of its own, after a forward, and its loss; None without one."""
     with (
         mock.patch.object(host_store, "_apart", True),
-        mock.patch.object(stores, "ActivationStore", partial(stores.ActivationStore, least=1)),
+        mock.patch.object(stores, "_MIN_BYTES", 1),
     ):
         engine = engine_of(lab, config)
         loss = engine.root(tokens(0, 0, 0)).square().mean()
@@ -69,7 +68,7 @@ def slots(lab: Lab, config: Config) -> Any:
     stats = store.stats()
     assert loss.requires_grad
     each = reuse.rounded(stats["bytes"] // stats["stored"], reuse._ALIGN)
-    return stats["memory"] // each - stores._SPARE
+    return stats["memory"] // each - places._SPARE
 
 
 def waits(lab: Lab, config: Config) -> Any:

@@ -12,10 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import lt_zero
 from lt_zero import ZeroConfig
+from lt_zero.activation import stores
+from lt_zero.activation.checkpointing import installed
+from lt_zero.activation.partitioned import PartitionedStore
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel.mesh import ParallelSizes
-from lt_zero.parallel.plan import parallelize
+from lt_zero.parallel.plan import parallelize as cut
+from tests.support.parallel_nets import Net, batch, parallelize
 from tests.support.reach_engine import Config, Lab, nested
 
 # In place of transformers, which need not be installed.
@@ -33,7 +38,7 @@ def _plan(config: dict[str, Any]) -> dict[str, str] | str:
     mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("tensor",))
     try:
         with mock.patch.dict(sys.modules, {"transformers": PLANS}):
-            return {row.pattern: row.style for row in parallelize(Small(), mesh, ZeroConfig.of(config))}
+            return {row.pattern: row.style for row in cut(Small(), mesh, ZeroConfig.of(config))}
     except ConfigError as error:
         return error.problems[0].key
 
@@ -50,3 +55,20 @@ def sizes(lab: Lab, config: Config) -> Any:
     except ConfigError as error:
         return error.problems[0].key
     return found.data, found.tensor
+
+
+@mock.patch.object(stores, "_MIN_BYTES", 1)
+def _split(config: dict[str, Any]) -> int | None:
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("tensor",))
+    model = parallelize(Net(), mesh)
+    keys = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_micro_batch_size_per_gpu": 3}
+    engine, _, _, _ = lt_zero.initialize(model=model, config={**keys, **config})
+    engine.backward(engine(batch(0, 0)).square().mean())
+    found = installed(engine.engine)
+    assert found is not None
+    return found.store.split if isinstance(found.store, PartitionedStore) else None
+
+
+def split(lab: Lab, config: Config) -> Any:
+    """Of how many saved inputs each of two tensor ranks keeps a part; None: none may be split."""
+    return lab.pool.run(2, _split, nested(config, lab.folder))[0]

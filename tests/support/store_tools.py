@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lt_zero.activation.stores import ActivationStore, open_store
+from lt_zero.activation.places import open_store
+from lt_zero.activation.stores import ActivationStore
 from lt_zero.config.blocks import ActivationCheckpointing, Aio
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,12 @@ from torch.optim import Optimizer
 from lt_zero.checkpoint.formats.reading import VERSION
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.keys import put_back, restored, unknown, where
-from lt_zero.checkpoint.native.pieces import load_full_optimizer_state, parameter_names
+from lt_zero.checkpoint.native.pieces import (
+    load_full_optimizer_state,
+    names_on_all_ranks,
+    parameter_names,
+    parameter_numbers,
+)
 from lt_zero.checkpoint.native.plain import MISSING
 from lt_zero.checkpoint.native.rank_state import load_residuals
 from lt_zero.checkpoint.native.save import HERE, KEY, LOOP, REFERENCE, TRAINED
@@ -39,6 +44,7 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
+from lt_zero.engine.full_params import on_all_ranks
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, read_now
 from lt_zero.optim.schedules import Schedule
@@ -212,11 +218,13 @@ def number_states(
     number: int,
     frozen: Collection[str] = (),
     remedy: str = NEW,
+    every: Sequence[Sequence[str]] | None = None,
 ) -> dict[str, Any]:
     """Convert an optimizer's saved state from parameter names to torch's numbers.
 
     Args:
         names: of the running optimizer's parameters, by group.
+        every: those of all ranks, which may have other modules; default: ``names``.
         number: of the optimizer, for messages.
         frozen: names of frozen parameters; those without a saved state may be missing on either side.
         remedy: how to go on without the saved state, for messages.
@@ -225,8 +233,9 @@ def number_states(
         CheckpointError: the saved parameters or their groups differ from the running ones.
     """
     groups, states = saved["param_groups"], saved["state"]
+    every = names if every is None else every
     idle = set(frozen) - set(states)
-    running, stored = [set(group) - idle for group in names], [set(group["params"]) - idle for group in groups]
+    running, stored = [set(group) - idle for group in every], [set(group["params"]) - idle for group in groups]
     if running != stored:
         new, gone = set().union(*running) - set().union(*stored), set().union(*stored) - set().union(*running)
         only = [", ".join(sorted(found)[:5]) or "none" for found in (new, gone)]
@@ -240,30 +249,56 @@ def number_states(
             f"groups (of configure_optimizers, under a Trainer) and requires_grad, or {remedy}"
         )
     numbers = {name: i for i, name in enumerate(chain.from_iterable(names))}
-    if ungrouped := sorted(set(states) - set(numbers)):
+    if ungrouped := sorted(set(states) - set(chain.from_iterable(every))):
         raise CheckpointError(
             f"The checkpoint's optimizer {number} has states of {', '.join(ungrouped[:5])}, which are in none of its "
             f"groups: it is damaged. Use another checkpoint, or {remedy}"
         )
-    numbered = [{**group, "params": [numbers[n] for n in own]} for group, own in zip(groups, names, strict=True)]
-    return {"state": {numbers[name]: state for name, state in states.items()}, "param_groups": numbered}
+    numbered = [{**group, "params": [numbers[n] for n in own]} for group, own in zip(groups, names, strict=False)]
+    here = {numbers[name]: state for name, state in states.items() if name in numbers}
+    return {"state": here, "param_groups": numbered}
+
+
+class OnAllRanks(NamedTuple):
+    """Names of an optimizer's parameters on all ranks, by group, and those of all frozen parameters."""
+
+    groups: list[list[str]]
+    frozen: list[str]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, engine: Engine) -> OnAllRanks:
+        """Collective if ranks have other modules."""
+        frozen = [name for name, p in engine.root.named_parameters() if not p.requires_grad]
+        return cls(names_on_all_ranks(optimizer, engine), on_all_ranks(engine, frozen, "frozen parameters"))
 
 
 def fitting_state(
-    saved: Mapping[str, Any], optimizer: Optimizer, engine: Engine, number: int, tell: bool, remedy: str = NEW
+    saved: Mapping[str, Any],
+    optimizer: Optimizer,
+    engine: Engine,
+    names: OnAllRanks,
+    number: int,
+    tell: bool,
+    remedy: str = NEW,
 ) -> Mapping[str, Any]:
-    """Convert a saved state of ``as_lightning`` (by name; by number it is returned unchanged) to torch's form.
+    """Convert a saved state, by name as of ``as_lightning`` or by the numbers of the whole model, to torch's form.
+
+    One with the numbers of this rank's module is returned unchanged.
 
     Args:
-        optimizer: the running one; ``number``: its number, for messages.
+        optimizer: the running one; ``names``: of its parameters; ``number``: its number, for messages.
         tell: warn of options that are left out.
         remedy: how to go on without the saved state, for messages.
 
     Raises:
         CheckpointError: the saved parameters or their groups differ from the running ones.
     """
+    own = parameter_names(optimizer, engine)
     if not any(isinstance(name, str) for group in saved["param_groups"] for name in group["params"]):
-        return saved
+        whole, numbers = list(chain.from_iterable(names.groups)), parameter_numbers(saved)
+        if len(numbers) != len(whole) or len(numbers) == sum(map(len, own)):
+            return saved
+        saved = _named(saved, dict(zip(numbers, whole, strict=True)))
     if saved.get("foreign"):
         groups, dropped = settings_here(saved["param_groups"], optimizer.param_groups)
         saved = {**saved, "param_groups": groups}
@@ -273,11 +308,16 @@ def fitting_state(
                 f"out: {', '.join(dropped)}.",
             )
     groups = [dict(group) for group in saved["param_groups"]]
-    for group, own in zip(groups, optimizer.param_groups, strict=False):
-        group |= {key: own[key] for key, value in group.items() if _is_missing(value) and key in own}
+    for group, running in zip(groups, optimizer.param_groups, strict=False):
+        group |= {key: running[key] for key, value in group.items() if _is_missing(value) and key in running}
     saved = {**saved, "param_groups": groups}
-    frozen = [name for name, p in engine.root.named_parameters() if not p.requires_grad]
-    return number_states(saved, parameter_names(optimizer, engine), number, frozen, remedy)
+    return number_states(saved, own, number, names.frozen, remedy, names.groups)
+
+
+def _named(saved: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    """A state dict with names in the place of numbers."""
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
+    return {**saved, "state": {names[n]: state for n, state in saved["state"].items()}, "param_groups": groups}
 
 
 def check_schedule(saved: Any, running: Any, path: str) -> None:
@@ -452,6 +492,7 @@ def restore_optimizer(
     optimizer: Optimizer,
     engine: Engine,
     saved: Mapping[str, Any],
+    names: OnAllRanks,
     number: int,
     remedy: str = NEW,
     tick: Callable[[], object] = lambda: None,
@@ -463,7 +504,8 @@ def restore_optimizer(
     Raises:
         CheckpointError, ValueError: the optimizer's parameters differ from the saved ones.
     """
-    state = fitting_state(saved, optimizer, engine, number, engine.world.rank == 0, remedy) if saved else saved
+    tell = engine.world.rank == 0
+    state = fitting_state(saved, optimizer, engine, names, number, tell, remedy) if saved else saved
     sharded = ShardedOptimizer.of(optimizer)
     if sharded is None:
         optimizer.load_state_dict(dict(state))

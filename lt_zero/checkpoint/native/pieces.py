@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,14 @@ from torch.optim import Optimizer
 
 from lt_zero.common.boxes import Box
 from lt_zero.common.compat import no_torch_function, wrapper_tensor
+from lt_zero.common.names import merged
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import gather_own, joined, refuse_parts
 from lt_zero.engine.layout import Piece
 from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, whole
+from lt_zero.engine.whole_model import sent
 from lt_zero.offload.store import Store, put_away
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
@@ -153,22 +156,27 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
     optimizer, engine = sharded.optimizer, sharded.engine
     packed, numbers = packed_states(sharded)
     state: dict[int, dict[str, Any]] = {}
-    own: dict[int, dict[str, Any]] = {}
+    own: dict[str, dict[str, Any]] = {}  # by name: numbers are those of a module, of which ranks may have others
+    known: dict[str, int] = {}
     for bucket in engine.buckets:
         is_whole = bucket.shard_range == (0, bucket.layout.numel)  # on every rank
         for index, parameter in enumerate(bucket.params):
+            if id(parameter) in numbers:
+                known[bucket.layout.spans[index].name] = numbers[id(parameter)]
             if id(parameter) in numbers and parameter in optimizer.state:
-                number = numbers[id(parameter)]
-                state[number], own[number] = states_of(bucket, index, optimizer.state[parameter]), {}
+                number, name = numbers[id(parameter)], bucket.layout.spans[index].name
+                state[number], own[name] = states_of(bucket, index, optimizer.state[parameter]), {}
                 for key, value in state[number].items():
                     if not is_whole and not isinstance(value, Fragment):
                         is_scalar = isinstance(value, Tensor) and value.dim() == 0
-                        own[number][key] = _Scalar(value.dtype, value.item()) if is_scalar else value
+                        own[name][key] = _Scalar(value.dtype, value.item()) if is_scalar else value
         if () in bucket.shapes:
             put_away(bucket.states.values())  # ``states_of`` has read them
     for others in engine.world.host_gather(own, "optimizer states that are no tensors"):
-        for number, held in others.items():
-            mine = state.setdefault(number, {})
+        for name, held in others.items():
+            if name not in known:
+                continue
+            mine = state.setdefault(known[name], {})
             for key, value in held.items():
                 if key not in mine:
                     mine[key] = torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Scalar) else value
@@ -235,8 +243,22 @@ def parameter_names(optimizer: Optimizer, engine: Engine) -> list[list[str]]:
     return groups
 
 
+def names_on_all_ranks(optimizer: Optimizer, engine: Engine) -> list[list[str]]:
+    """``parameter_names`` of all ranks, by group, in the order of the module that has all layers.
+
+    Collective if ranks have other modules.
+    """
+    mine = parameter_names(optimizer, engine)
+    if engine.everywhere:
+        return mine
+    every = engine.world.host_gather(mine, "parameters of an optimizer")
+    return [merged(groups) for groups in zip_longest(*every, fillvalue=[])]
+
+
 def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with full tensors on the CPU of rank 0, {} elsewhere. Collective.
+
+    Where ranks have other modules it is that of the module that has all layers.
 
     Raises:
         ValueError: as ``refuse_parts``.
@@ -250,7 +272,9 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
             _gather(engine, bucket, {i: packed["state"][n] for i, n in mine.items() if n in packed["state"]})
             bucket.put_away()
             work.advance()
-    engine.offload_manager.check(engine.world, "optimizer states in files")
+    engine.offload_manager.check(engine.peers, "optimizer states in files")
+    if not engine.everywhere:
+        packed = _united(sharded, packed)
     if engine.world.rank > 0:
         return {}
 
@@ -261,8 +285,52 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     return {**packed, "state": state}
 
 
+class _Form(NamedTuple):
+    """Shape and dtype of a tensor that another rank has."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _united(sharded: ShardedOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of all modules on rank 0, from those of the first ranks of groups. Collective.
+
+    One tensor after the other is sent.
+    """
+    engine, world = sharded.engine, sharded.engine.world
+    every = names_on_all_ranks(sharded.optimizer, engine)
+    own = list(chain.from_iterable(parameter_names(sharded.optimizer, engine)))
+    states = {own[number]: entries for number, entries in packed["state"].items()}
+    told: tuple[dict[str, dict[str, Any]], list[Any]] = {}, []
+    if engine.peers.rank == 0:
+        for name, entries in states.items():
+            told[0][name] = {key: _form_of(value) for key, value in entries.items()}
+        told[1].extend({**group, "params": []} for group in packed["param_groups"])
+    found: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for rank, (theirs, its_groups) in enumerate(world.host_gather(told, "optimizer states of all ranks")):
+        groups += its_groups[len(groups) :]
+        for name in [name for name in theirs if name not in found]:
+            found[name] = dict(theirs[name])
+            for key, value in theirs[name].items():
+                if isinstance(value, _Form):
+                    mine = states[name][key] if world.rank == rank else None
+                    found[name][key] = mine if rank == 0 else sent(world, rank, *value, mine, f"{key} of {name}").cpu()
+    numbers = {name: number for number, name in enumerate(chain.from_iterable(every))}
+    state = {numbers[name]: entries for name, entries in found.items()}
+    named = [{**group, "params": [numbers[n] for n in names]} for group, names in zip(groups, every, strict=True)]
+    return {**packed, "state": dict(sorted(state.items())), "param_groups": named}
+
+
+def _form_of(value: Any) -> Any:
+    return _Form(tuple(value.shape), value.dtype) if isinstance(value, Tensor) and value.dim() > 0 else value
+
+
 def _gather(engine: Engine, bucket: Bucket, states: Mapping[int, dict[str, Any]]) -> None:
-    """Replace the fragments in the states of a bucket's parameters, on rank 0, by full tensors. Collective."""
+    """Replace the fragments in the states of a bucket's parameters by full tensors on the first ranks of groups.
+
+    Collective. ``states``: by index.
+    """
     own: dict[str, dict[int, Any]] = {}  # the dtypes of element-wise states, and other tensors
     for index, entries in states.items():
         for key, value in entries.items():
@@ -272,7 +340,7 @@ def _gather(engine: Engine, bucket: Bucket, states: Mapping[int, dict[str, Any]]
                 if value.box.sizes != bucket.shapes[index]:
                     mine[index] = value.local().view(value.shape).to("cpu", copy=True)
     every: dict[str, dict[int, Any]] = {}  # of all ranks
-    for found in bucket.group.world.host_gather(own, f"optimizer state of {bucket.name}"):
+    for found in bucket.group.host_gather(own, f"optimizer state of {bucket.name}"):
         for key, held in found.items():
             every.setdefault(key, {}).update(held)
     lo, hi = bucket.shard_range
@@ -287,8 +355,8 @@ def _gather(engine: Engine, bucket: Bucket, states: Mapping[int, dict[str, Any]]
             span = bucket.layout.spans[index]
             if index in dtypes:
                 value = joined(engine, bucket.params[index], flat[span.lo : span.hi].view(span.shape))
-                value = value.to("cpu", copy=True) if bucket.group.world.rank == 0 else None
-            if bucket.group.world.rank == 0:
+                value = value.to("cpu", copy=True) if engine.peers.rank == 0 else None
+            if engine.peers.rank == 0:
                 states[index][key] = value
         del rows, flat  # before the next one is gathered
 

@@ -6,12 +6,11 @@ shape) are one object, which a pickle holds once.
 
 Note [Who decides the names]
     Hooks may change the state dict, often on rank 0 only: the names and ties of rank 0 are saved. Ranks that have other
-    layers (a stage of a pipeline) have tensors that rank 0 never had. Of the ranks that share such a tensor the first
-    one decides: it tells the names that rank 0 lacks. So each name is decided on by one rank, wherever its elements
-    are; other ranks drop fragments under names that are not told. Plain tensors are saved from the rank that decides,
-    as under DDP, even if other ranks have fragments. So a rank that has no fragment of its own, say a stage of buffers
-    only, saves none of them: they look like what a hook has removed on rank 0. Whether all elements of a tensor are
-    there is checked when the ranks divide what they write.
+    layers (a stage of a pipeline) have tensors that rank 0 never had. Of the ranks that have the same module the first
+    one decides: it tells the names that rank 0 lacks, but for those that it shares with a rank before it. So each name
+    is decided on by one rank, wherever its elements are; other ranks drop fragments under names that are not told.
+    Plain tensors are saved from the rank that decides, as under DDP, even if other ranks have fragments. Whether all
+    elements of a tensor are there is checked when the ranks divide what they write.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box, Shape, check_cover, cut_range
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.names import merged
 
 LARGEST = 1 << 30  # maximum bytes of a box, so that replicated tensors can be divided among the ranks
 _SHOWN = 4  # ranks, and boxes of each, in an error
@@ -62,8 +62,10 @@ class Names:
         return {name: value for name, value in found.items() if self.writers.get(name) == rank}
 
 
-def agree_on_names(weights: Mapping[str, Any], world: World) -> Names:
+def agree_on_names(weights: Mapping[str, Any], world: World, peers: Sequence[int] = ()) -> Names:
     """The names of the state dict. Collective. See Note [Who decides the names].
+
+    ``peers``: the ranks that have the same module as this one; (): all, but for those whose fragments tell otherwise.
 
     Raises:
         CheckpointError: a rank lacks a tensor that it shares with rank 0, or has a plain value in its place.
@@ -74,7 +76,8 @@ def agree_on_names(weights: Mapping[str, Any], world: World) -> Names:
     problem = _difference(kinds, first, world.rank)
     names = Names({name: 0 if ranks is None else None for name, ranks in first.items()}, dict(aliases))
     new = {name: ranks for name, ranks in kinds.items() if name not in first}
-    names.tells = any(ranks and ranks[0] == world.rank for ranks in new.values() if world.rank > 0)
+    decides = peers[0] == world.rank if peers else any(ranks and ranks[0] == world.rank for ranks in new.values())
+    names.tells = decides and world.rank > 0 and bool(new)
     flags = torch.tensor([problem is not None, names.tells], dtype=torch.uint8)
     world.host_max(flags, "names of the state dict").wait()
     if flags[0]:
@@ -82,11 +85,15 @@ def agree_on_names(weights: Mapping[str, Any], world: World) -> Names:
     names.some = bool(flags[1])
     if names.some:
         mine = {name: ranks for name, ranks in new.items() if names.tells and (not ranks or ranks[0] == world.rank)}
-        every = world.host_gather((mine, {tied: ties[tied] for tied in ties.keys() & mine}), "names that rank 0 lacks")
-        for rank, (told, tied) in enumerate(every):
+        order = list(weights) if names.tells or world.rank == 0 else []
+        tied = {alias: ties[alias] for alias in ties.keys() & mine}
+        every = world.host_gather((mine, tied, order), "names that rank 0 lacks")
+        for rank, (told, tied, _) in enumerate(every):
             new = {name: ranks for name, ranks in told.items() if name not in names.writers}
             names.writers |= {name: rank if ranks is None else None for name, ranks in new.items()}
             names.aliases |= {alias: name for alias, name in tied.items() if alias in new}
+        whole = merged(order for *_, order in every)
+        names.writers = {name: names.writers[name] for name in whole if name in names.writers}
     return names
 
 
@@ -167,7 +174,9 @@ def _unite_optimizer(mine: dict[str, Any], theirs: Mapping[str, Any], where: str
                     f"{where} has {key}={other!r:.100} in parameter group {index}, and rank 0 has {one!r:.100}. Give "
                     "the groups of an optimizer the same options on all ranks."
                 )
-        groups[index]["params"] = [*groups[index]["params"], *new]
+        mine_and_new = {*groups[index]["params"], *new}
+        order = [name for name in group["params"] if name in mine_and_new]
+        groups[index]["params"] = merged([groups[index]["params"], order])
     _add_missing(mine["state"], {name: state for name, state in theirs["state"].items() if name not in mine["state"]})
 
 

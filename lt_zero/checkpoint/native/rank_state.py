@@ -9,9 +9,9 @@ Note [Residuals]
     how many ranks, by parameter.
 
 Note [Buffers of each rank]
-    They may differ with ``broadcast_buffers: false``. The state dict has rank 0's. Beside it are those persistent
-    buffers of other ranks that have other values, by name and rank. The same number of ranks goes on with its own; any
-    other one with rank 0's.
+    They may differ with ``broadcast_buffers: false``. The state dict has those of rank 0, or of the first rank that has
+    the buffer. Beside it are those persistent buffers of other ranks that have other values, by name and rank. The same
+    number of ranks goes on with its own; any other one with the state dict's.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.comm.tolerance import TolerantSum
 from lt_zero.common.boxes import ParamSpec
+from lt_zero.common.names import merged
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import digests
 from lt_zero.engine.engine import Engine
@@ -233,10 +234,11 @@ def rank_buffers(engine: Engine, prefix: str = "") -> dict[str, Any] | None:
     values = dict(zip(own, digests(list(own.values())), strict=True))
     ranks = world.host_gather(values, "values of buffers")
     kept: dict[str, dict[str, Tensor]] = {}
-    for name in own:
-        if any(theirs.get(name) != values[name] for theirs in ranks):
-            found = world.host_gather(own[name].detach().cpu(), f"buffer {name}")
-            kept[prefix + name] = {str(rank): value for rank, value in enumerate(found) if rank > 0}
+    for name in merged(ranks):  # ranks may have other modules
+        has = [rank for rank, theirs in enumerate(ranks) if name in theirs]
+        if any(ranks[rank][name] != ranks[has[0]][name] for rank in has):
+            found = world.host_gather(own[name].detach().cpu() if name in own else None, f"buffer {name}")
+            kept[prefix + name] = {str(rank): found[rank] for rank in has[1:]}
     return {"ranks": world.size, "buffers": kept} if kept else None
 
 

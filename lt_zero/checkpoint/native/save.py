@@ -83,6 +83,7 @@ def bundle(
     run: Mapping[str, Any],
     config: Mapping[str, Any],
     left_out: Collection[str] = (),
+    peers: Sequence[int] = (),
 ) -> Bundle:
     """Divide a checkpoint's content into the parts of a ``Bundle``. Collective.
 
@@ -92,6 +93,7 @@ def bundle(
         run: facts about the run, for the manifest.
         config: of the run.
         left_out: names of frozen parameters that are deliberately not saved.
+        peers: as for ``agree_on_names``.
 
     Raises:
         CheckpointError: ranks disagree on an entry of the state dict, or on an option of an optimizer's group.
@@ -99,7 +101,7 @@ def bundle(
     rest, made = dict(checkpoint), Bundle({})
     weights: dict[str, Any] = dict(rest.pop("state_dict", {}))
     optimizers: list[Any] = list(rest.pop("optimizer_states", []))
-    agreed = agree_on_names(weights, world)
+    agreed = agree_on_names(weights, world, peers)
     shares: set[Any] = set()  # keys of entries with tensors that several ranks have
 
     def swap(path: Path, value: Tensor) -> Any:

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.common.arguments import expect
-from lt_zero.common.errors import ConfigError
+from lt_zero.common.errors import ConfigError, add_note
 from lt_zero.parallel.pipeline.partition import divide, weights_of
 from lt_zero.parallel.pipeline.position import current
 from lt_zero.parallel.random import seeded
 
 Loss = Callable[[Any, Any], Tensor]
+_LAZY_NORMS = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, *_LAZY_NORMS)
 
 
 class LayerSpec:
@@ -90,10 +93,12 @@ class Pipeline(nn.Module):
     Attributes:
         layers: the layers of this rank by number.
         tied: layers that are at several places, by key.
+        names: the classes of all layers.
         shared: the ranks of the pipeline that have a tied layer, by key; on all ranks.
 
     Raises:
-        ConfigError: there are more stages than layers; or ``num_stages`` is not what the configuration says.
+        ConfigError: there are more stages than layers; ``num_stages`` is not what the configuration says; a layer
+            depends on the whole batch, or shares parameters with one of another stage.
     """
 
     def __init__(
@@ -107,11 +112,13 @@ class Pipeline(nn.Module):
         self.loss_fn, self.position = loss_fn, current()
         self._check_stages(num_stages)
         self._specs = list(layers)
+        self.names = [_class_of(spec) for spec in self._specs]
         self.parts = self._divided(partition_method or self.position.block.partition_method)
         self.shared = self._find_shared()
         self.layers, self.tied = nn.ModuleDict(), nn.ModuleDict()
         self._functions: dict[int, Callable[..., Any]] = {}  # layers that are no modules of their own, by number
         self._build()
+        self.register_load_state_dict_pre_hook(_leave_to_others)  # type: ignore[no-untyped-call]
         self.runner: Any = None  # runs it in stages, once it is part of a run
 
     def _check_stages(self, num_stages: int | None) -> None:
@@ -137,7 +144,7 @@ class Pipeline(nn.Module):
                 key = spec.key if isinstance(spec, TiedLayerSpec) else ""
                 numels[number] = 0 if key in known and key else _numel(spec)
                 known.add(key)
-        return divide(weights_of(method, [_class_of(spec) for spec in self._specs], numels), self.position.stages)
+        return divide(weights_of(method, self.names, numels), self.position.stages)
 
     def _find_shared(self) -> dict[str, frozenset[int]]:
         found: dict[str, set[int]] = {}
@@ -150,6 +157,11 @@ class Pipeline(nn.Module):
         """The stage of layer ``number``."""
         return next(stage for stage, part in enumerate(self.parts) if number in part)
 
+    def last_of(self, stage: int) -> str:
+        """The last layer of a stage, for messages."""
+        number = self.parts[stage][-1]
+        return f"Layer {number} ({self.names[number]}), the last of stage {stage},"
+
     def _build(self) -> None:
         """Make the layers of this rank, with the values that a single process would draw.
 
@@ -157,7 +169,7 @@ class Pipeline(nn.Module):
         """
         own, block = {n for stage in self.position.own for n in self.parts[stage]}, self.position.block
         shapes_only = torch.get_default_device().type == "meta"
-        made = set[str]()
+        made, checks = set[str](), _Checks(self)
         for number, spec in enumerate(self._specs):
             key = spec.key if isinstance(spec, TiedLayerSpec) else ""
             here = self.position.rank in self.shared[key] if key else number in own
@@ -168,10 +180,13 @@ class Pipeline(nn.Module):
                 if here or not (block.seed_layers or shapes_only):
                     with seeded(torch.initial_seed() + number, "cpu") if block.seed_layers else nullcontext():
                         module = spec.build()
+                    checks.check(number, module)
                     if here:
                         (self.tied if key else self.layers)[key or str(number)] = module
-            elif here and isinstance(spec, nn.Module):
-                self.layers[str(number)] = spec
+            elif isinstance(spec, nn.Module):
+                checks.check(number, spec)
+                if here:
+                    self.layers[str(number)] = spec
             if number in own and isinstance(spec, TiedLayerSpec):
                 self._functions[number] = self._tied(spec)
             elif number in own and not isinstance(spec, (LayerSpec, nn.Module)):
@@ -182,6 +197,14 @@ class Pipeline(nn.Module):
         module = self.tied[spec.key]
         return module if spec.forward_fn is None else _Tied(module, spec.forward_fn)
 
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether the entry ``name`` of a whole pipeline's state dict is of a layer that other ranks have."""
+        kind, key, *_ = [*name.split("."), "", ""]
+        if kind == "tied":
+            return key in self.shared and self.position.rank not in self.shared[key]
+        number = int(key) if kind == "layers" and key.isdecimal() else -1
+        return 0 <= number < self.parts[-1].stop and self.position.rank_of(self.stage_of(number)) != self.position.rank
+
     def stages_of_parameters(self) -> dict[Parameter, frozenset[int]]:
         """The ranks of the pipeline that have each parameter of this rank."""
         mine = frozenset({self.position.rank})
@@ -190,6 +213,13 @@ class Pipeline(nn.Module):
             found |= dict.fromkeys(module.parameters(), self.shared[key])
         return found
 
+    def parameters_of(self, stage: int) -> Iterator[Parameter]:
+        """The parameters of a stage of this rank, with those of tied layers that this rank has at all."""
+        for number in self.parts[stage]:
+            if str(number) in self.layers:
+                yield from self.layers[str(number)].parameters()
+        yield from self.tied.parameters()
+
     # ---- running them ----------------------------------------------------------------------------------------------
 
     def run_stage(self, stage: int, *inputs: Any) -> Any:
@@ -197,7 +227,11 @@ class Pipeline(nn.Module):
         for number in self.parts[stage]:
             name = str(number)
             layer = self.layers[name] if name in self.layers else self._functions[number]
-            output = layer(*inputs)
+            try:
+                output = layer(*inputs)
+            except Exception as error:
+                add_note(error, f"In layer {number} ({self.names[number]}), stage {stage}.")
+                raise
             inputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
         return inputs[0] if len(inputs) == 1 else inputs
 
@@ -222,6 +256,50 @@ class Pipeline(nn.Module):
             )
         output = self.run_stage(0, *(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
         return output if targets is None or self.loss_fn is None else self.loss_fn(output, targets)
+
+
+def _leave_to_others(pipeline: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take the entries of other ranks' layers out of a state dict, which is loaded next: none is unexpected."""
+    assert isinstance(pipeline, Pipeline)
+    for name in [name for name in state if name.startswith(prefix)]:
+        if pipeline.is_elsewhere(name.removeprefix(prefix)):
+            del state[name]
+
+
+class _Checks:
+    """Refuses layers of a pipeline that would not train as in one process."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._known = WeakIdKeyDictionary()  # parameter -> layer
+
+    def check(self, number: int, layer: nn.Module) -> None:
+        """Check layer ``number``. No-op without pipelines.
+
+        Raises:
+            ConfigError: its values depend on the whole batch, or it has parameters of a layer of another stage.
+        """
+        if self._pipeline.position.ranks == 1:
+            return
+        key = "pipeline.stages"
+        told, name = f"{key}={self._pipeline.position.ranks}", f"layer {number} ({self._pipeline.names[number]})"
+        for path, module in layer.named_modules():
+            if isinstance(module, _BATCH_NORMS):
+                where = f"{path!r} of {name}" if path else name
+                raise ConfigError.about(
+                    key,
+                    f"{told}, and {where} is a {type(module).__name__}: a pipeline normalizes each micro-batch by "
+                    "itself, so that it would train another model. Use GroupNorm or LayerNorm, or one with fixed "
+                    "statistics (torchvision.ops.FrozenBatchNorm2d).",
+                )
+        for path, parameter in layer.named_parameters():
+            other = self._known.setdefault(parameter, number)
+            if self._pipeline.stage_of(other) != self._pipeline.stage_of(number):
+                raise ConfigError.about(
+                    key,
+                    f"{told}, and {path!r} of {name} is a parameter of layer {other}, too, which is on another stage: "
+                    "they would train apart. Make both by TiedLayerSpec with one key.",
+                )
 
 
 class _Tied:

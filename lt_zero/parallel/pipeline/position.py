@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from lt_zero.comm.process_groups import exists
+from lt_zero.comm.world import World
 from lt_zero.config.blocks import PipelineParallel
 
 
@@ -37,17 +40,24 @@ class Position:
         return stage % self.ranks
 
 
-_current: list[Position] = []  # of the runs of this process, the last joined
+# Of the run that this process has joined last, and whether its ranks are still there.
+_current: list[tuple[Position, Callable[[], bool]]] = []
 
 
 def current() -> Position:
     """That of the run that this process has joined last; a single rank without one."""
-    return _current[-1] if _current else Position()
+    return next((position for position, lives in _current if lives()), Position())
 
 
-def enter(position: Position) -> None:
-    """Begin a run: pipelines that are made from now on are for it."""
-    _current[:] = [position]
+def enter(position: Position, world: World) -> None:
+    """Begin a run of ``world``: until it is gone, or ``leave``, pipelines are made for it."""
+    known = weakref.ref(world)
+
+    def lives() -> bool:
+        ranks = known()
+        return ranks is not None and ranks.process_group is not None and exists(ranks.process_group)
+
+    _current[:] = [(position, lives)]
 
 
 def leave() -> None:
@@ -59,7 +69,7 @@ def leave() -> None:
 def at(position: Position) -> Iterator[None]:
     """Context in which pipelines are made for ``position``."""
     before = list(_current)
-    enter(position)
+    _current[:] = [(position, lambda: True)]
     try:
         yield
     finally:

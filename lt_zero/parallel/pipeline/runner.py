@@ -20,15 +20,15 @@ Note [Random numbers]
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -36,11 +36,15 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleLoopedBFS,
+    schedules,
 )
 
+from lt_zero.comm.point_to_point import watched
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.common.errors import add_note
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.tensor_tree import iter_tensors
+from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.parallel.pipeline.batches import Form, cut, forms_of, joined, micro_batches, rows_in
 from lt_zero.parallel.pipeline.layers import Pipeline
@@ -88,7 +92,7 @@ class Runner(ProcessLocal):
         pipeline: Pipeline,
         engine: Engine,
         row: ShardGroup,
-        group: dist.ProcessGroup,
+        group: Any,
         data_rank: int,
         data_ranks: int,
         wanted: int,
@@ -101,6 +105,9 @@ class Runner(ProcessLocal):
         self._forms: dict[Signature, list[tuple[Form, ...]]] = {}  # what each stage returns
         self._schedules: OrderedDict[Signature, Any] = OrderedDict()
         self.batch = _Batch([], None, 1.0, None, False)
+        self._buckets = {stage: self._buckets_of(stage) for stage in self._position.own}
+        self.transfers = engine.world.point_to_point(group)
+        self._owed = 0  # losses whose backward is to come
         self._checked = False  # the factor of a loss, on a GPU, where that waits for it
 
     # ---- a batch ---------------------------------------------------------------------------------------------------
@@ -109,9 +116,12 @@ class Runner(ProcessLocal):
         """``Pipeline.forward``. Collective.
 
         Raises:
-            RuntimeError: on all ranks, if those of one pipeline have batches of different forms.
+            RuntimeError: on all ranks, if those of one pipeline have batches of different forms; or if a step was taken
+                with the gradients of a loss that had no backward.
         """
         trains = targets is not None and torch.is_grad_enabled()
+        if trains:
+            self._refuse_dropped()
         rows = rows_in(inputs)
         count = micro_batches(rows, self._wanted)
         scale, weight = (self._begin(), self._weight()) if trains else (1.0, 1.0)
@@ -126,16 +136,15 @@ class Runner(ProcessLocal):
             self.engine.reducer.sync,
         )
         self._refuse_gradients(inputs)
+        own = set[Bucket]().union(*self._buckets.values())
         signature = (forms_of(batch.inputs[0]), count, trains, torch.is_autocast_enabled(self.engine.device.type))
         try:
-            with (
-                self.engine.world.explaining(),
-                self.engine.whole_passes(trains),
-                torch.inference_mode(False),
-                torch.set_grad_enabled(trains),
-            ):
+            with self._running():
                 if self._agree(signature):
-                    self._forms[signature] = self._probe()
+                    with self.engine.whole_passes(False, own), torch.no_grad():
+                        self._forms[signature] = self._probe()
+            passes = self.engine.whole_passes(trains, own)
+            with self._closing(), self._running(), passes, torch.set_grad_enabled(trains):
                 self._step(signature, count)
             if targets is None:
                 return self._outputs(batch)
@@ -145,8 +154,19 @@ class Runner(ProcessLocal):
             self.batch = _Batch([], None, 1.0, None, False)
         if not trains:
             return loss
+        self._owed += 1
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
         return _Ran.apply(anchor, loss, self, scale * weight)  # type: ignore[no-untyped-call]
+
+    def _refuse_dropped(self) -> None:
+        owed = self._owed
+        if owed and self.engine.used_parameters.spent:
+            self._owed = 0
+            raise RuntimeError(
+                f"A step was taken with the gradients of {owed} loss{'es' if owed > 1 else ''} of the pipeline whose "
+                "backward was never called: a pipeline computes them when it is called. Call it under torch.no_grad() "
+                "to look at a loss; to leave a batch out, call backward, then zero_grad."
+            )
 
     @staticmethod
     def _refuse_gradients(inputs: Any) -> None:
@@ -199,8 +219,9 @@ class Runner(ProcessLocal):
     def _outputs(self, batch: _Batch) -> Any:
         """The output of the last layer for the whole batch, on all ranks of the pipeline. Collective."""
         output = joined(batch.outputs) if batch.outputs else None
-        told = self._row.host_gather(None if output is None else _forms_in(output), "forms of outputs")
-        forms = told[self._position.rank_of(self._position.stages - 1)]
+        last = self._position.stages - 1
+        mine = None if output is None else _forms_in(output, self.pipeline.last_of(last))
+        forms = self._row.host_gather(mine, "forms of outputs")[self._position.rank_of(last)]
         if output is None:
             made = tuple(torch.empty(f.shape, dtype=f.dtype, device=self.engine.device) for f in forms.tensors)
             output = made[0] if forms.alone else made
@@ -222,7 +243,8 @@ class Runner(ProcessLocal):
                         [form.example(device, False) for form in found[-1]] if found else _first(self.batch.inputs[0])
                     )
                     with self.engine.forward_scope(trains=False):
-                        mine = _forms_in(self.pipeline.run_stage(stage, *given)).tensors
+                        output = self.pipeline.run_stage(stage, *given)
+                        mine = _forms_in(output, self.pipeline.last_of(stage)).tensors
                 told = self._row.host_gather(mine, "the form of a stage's output")
                 found.append(told[self._position.rank_of(stage)])
         with torch.no_grad():
@@ -242,13 +264,26 @@ class Runner(ProcessLocal):
         given: dict[str, Any] = {"target": numbers, "return_outputs": False}
         if self.batch.trains:
             self.engine.reducer.sync = False
-        try:
+        with _quiet():
             (schedule.step if self.batch.trains else schedule.eval)(
                 *([numbers] if 0 in self._position.own else ()), **given
             )
-        except RuntimeError as error:
-            if isinstance(error.__cause__, Exception):
-                raise error.__cause__ from None  # torch wraps the errors of modules
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Context of what all ranks of the pipeline do together: the error of one ends it on all, and is named."""
+        world = self.engine.world
+        with world.together("Pipeline"), world.explaining(), torch.inference_mode(False):
+            yield
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Context of transfers, which an error ends on all ranks of the pipeline. The others have been told of it."""
+        try:
+            yield
+        except BaseException:
+            if self.transfers is not None:
+                self.transfers.close()
             raise
 
     def _schedule(self, signature: Signature, count: int) -> Any:
@@ -271,7 +306,11 @@ class Runner(ProcessLocal):
             self.batch.outputs.append(output)
             return torch.zeros(())
         assert self.pipeline.loss_fn is not None
-        loss = self.pipeline.loss_fn(output, self.batch.targets[int(number)])
+        try:
+            loss = self.pipeline.loss_fn(output, self.batch.targets[int(number)])
+        except Exception as error:
+            add_note(error, f"In loss_fn of the pipeline, micro-batch {int(number)}.")
+            raise
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"loss_fn of the pipeline returned {shown}: return the mean loss of a micro-batch, 0D.")
@@ -281,7 +320,7 @@ class Runner(ProcessLocal):
     def forward(self, stage: int, number: int, *inputs: Any) -> Any:
         """The forward of a stage for micro-batch ``number``."""
         batch = self.batch
-        given = _first(batch.inputs[number]) if stage == 0 else inputs
+        given = _first(batch.inputs[number]) if stage == 0 else tuple(map(_writable, inputs))
         seed = None if batch.seed is None else seed_of(batch.seed, stage, number)
         with self._drawing(seed), self.engine.forward_scope(trains=False):
             output = self.pipeline.run_stage(stage, *given)
@@ -290,21 +329,28 @@ class Runner(ProcessLocal):
     def _drawing(self, seed: int | None) -> AbstractContextManager[None]:
         return nullcontext() if seed is None else seeded(seed, self.engine.device.type)
 
+    def _buckets_of(self, stage: int) -> set[Bucket]:
+        """Those that have parameters of a stage."""
+        owner = self.engine.owner
+        return {owner[id(p)][0] for p in self.pipeline.parameters_of(stage) if id(p) in owner}
+
     @contextmanager
-    def backward(self) -> Any:
-        """Context of a backward of this rank."""
+    def backward(self, stage: int) -> Iterator[None]:
+        """Context of a backward of a stage of this rank."""
         batch = self.batch
         batch.backwards += 1
         self.engine.reducer.sync = batch.sync and batch.backwards == batch.last_backward
-        with torch.autocast(self.engine.device.type, enabled=False), self.engine.backward_pass():
+        device = self.engine.device.type
+        with torch.autocast(device, enabled=False), self.engine.backward_pass(self._buckets[stage]):
             yield
 
     def check(self, grad: Tensor, expected: float) -> None:
-        """Check the factor of a loss, at its backward.
+        """Check the factor of a loss, at its backward, which is no longer owed.
 
         Raises:
             RuntimeError: it is another than the gradients have.
         """
+        self._owed = max(0, self._owed - 1)
         if self._checked and grad.is_cuda:
             return
         self._checked, found = True, float(grad)
@@ -326,7 +372,7 @@ class _Stage(PipelineStage):
         device: torch.device,
         before: tuple[Tensor, ...],
         after: tuple[Tensor, ...],
-        group: dist.ProcessGroup,
+        group: Any,
     ) -> None:
         self._chunk = _Chunk(runner, number)
         self._runner = runner
@@ -334,11 +380,64 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._chunk.number = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with _unwrapped(f"the forward of micro-batch {fwd_chunk_id}"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._runner.backward() if self.has_backward else nullcontext():
+        runs = self._runner.backward(self.stage_index) if self.has_backward else nullcontext()
+        with runs, _unwrapped(f"the backward of micro-batch {bwd_chunk_id}, stage {self.stage_index}"):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    # What torch sends and receives is named by the micro-batch and the way it goes, for messages.
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        return self._named(super().get_fwd_recv_ops(fwd_chunk_id), fwd_chunk_id, self.stage_index - 1, 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        return self._named(super().get_fwd_send_ops(fwd_chunk_id), fwd_chunk_id, self.stage_index, 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        return self._named(super().get_bwd_recv_ops(bwd_chunk_id), bwd_chunk_id, self.stage_index + 1, -1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        return self._named(super().get_bwd_send_ops(bwd_chunk_id), bwd_chunk_id, self.stage_index, -1)
+
+    def _named(self, ops: list[Any], number: int, source: int, step: int) -> list[Any]:
+        transfers, what = self._runner.transfers, "outputs" if step > 0 else "gradients"
+        for op in ops:
+            op.tensor = op.tensor.contiguous()  # of what is sent: the layers' outputs and gradients may be views
+        if transfers is None:
+            return ops
+        name = f"{what} of micro-batch {number} from stage {source} to stage {source + step}"
+        return [watched(op, transfers, name) for op in ops]
+
+
+@contextmanager
+def _unwrapped(what: str) -> Iterator[None]:
+    """Context of one of torch's calls that wrap errors of modules: raises these, with a note of ``what`` ran."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = error.__cause__
+        if not isinstance(cause, Exception):
+            raise
+        add_note(cause, f"In {what}.")
+        raise cause from cause.__cause__ or cause.__context__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context in which torch's schedules do not print pages of what they were to run: the error says where it was."""
+    log = logging.getLogger(schedules.__name__)
+    log.addFilter(_below_error)
+    try:
+        yield
+    finally:
+        log.removeFilter(_below_error)
+
+
+def _below_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
 
 
 class _Chunk(nn.Module):
@@ -363,7 +462,10 @@ class _Ran(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[None, None, None, None]:
-        context.runner.check(grad, context.expected)
+        runner, context.runner = context.runner, None
+        if runner is None:
+            raise RuntimeError("A loss of a pipeline has one backward, which has run: call the pipeline again.")
+        runner.check(grad, context.expected)
         return None, None, None, None
 
 
@@ -377,6 +479,22 @@ class _Anchored(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[None, None]:
         return None, None
+
+
+class _Received(torch.autograd.Function):
+    """What a stage has received, as a tensor that its first layer may write to, as activations in place do."""
+
+    @staticmethod
+    def forward(context: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _writable(received: Any) -> Any:
+    return _Received.apply(received) if isinstance(received, Tensor) and received.requires_grad else received  # type: ignore[no-untyped-call]
 
 
 def _differentiable(output: Any) -> Any:
@@ -399,8 +517,8 @@ class _Forms:
     alone: bool  # no tuple
 
 
-def _forms_in(output: Any) -> _Forms:
-    """The forms of what a stage returns.
+def _forms_in(output: Any, layer: str) -> _Forms:
+    """The forms of what a stage returns, whose last ``layer`` this is.
 
     Raises:
         TypeError: it is no tensor, or tuple of tensors.
@@ -408,13 +526,10 @@ def _forms_in(output: Any) -> _Forms:
     alone = isinstance(output, Tensor)
     tensors = (output,) if alone else output
     if not isinstance(tensors, tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
-        found = (
-            [type(tensor).__name__ for tensor in tensors]
-            if isinstance(tensors, (tuple, list))
-            else type(output).__name__
-        )
+        found = type(output).__name__
+        if isinstance(tensors, tuple):
+            found = f"a tuple of {', '.join(type(tensor).__name__ for tensor in tensors)}"
         raise TypeError(
-            f"A layer at the end of a pipeline's stage returned {found}: return a tensor, or a tuple of tensors, which "
-            "can be sent to the next stage."
+            f"{layer} returned {found}. Return a tensor, or a tuple of tensors, which can be sent to the next stage."
         )
     return _Forms(tuple(map(Form.of, tensors)), alone)

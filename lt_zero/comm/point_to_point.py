@@ -1,0 +1,120 @@
+"""Sends and receives between two ranks, whose waits hang detection examines like those for collectives.
+
+Note [Waits for one rank]
+    gloo does not tell whether a send or a receive is complete, and one that is waited for with a timeout closes all
+    connections of its group. So a thread waits in gloo, and the caller waits for the thread in slices, in between of
+    which hang detection looks at the other rank (work.py).
+    The transfers from one rank to another are a channel of their own: both number them in the order in which gloo
+    matches them. So a rank that waits for one knows whether the other has begun it, or waits elsewhere for this rank.
+    After an error some transfers have been begun on one side only, and would meet later ones. So ``close`` ends the
+    connections, which also ends the waits of the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_zero.comm.procedures import Procedure, Procedures
+from lt_zero.comm.process_groups import close_connections
+from lt_zero.comm.work import Launch, Watch
+
+
+class PointToPoint:
+    """Sends and receives between the ranks of a gloo group.
+
+    Args:
+        group: some of the ranks of ``world``. Nothing else is sent over it.
+        world: the process group of all ranks of the run.
+        watch: the state of this rank's collectives.
+
+    Attributes:
+        closed: whether an error has ended the connections.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, world: dist.ProcessGroup, watch: Watch) -> None:
+        self._group, self._world, self._watch = group, world, watch
+        self._waits = Procedures("transfers")
+        self.closed = False
+
+    def isend(self, tensor: Tensor, peer: int, name: str) -> Transfer:
+        """Begin to send ``tensor`` to the global rank ``peer``, which receives it under the same name."""
+        return self._begin(dist.isend, tensor, dist.get_rank(), peer, name)
+
+    def irecv(self, tensor: Tensor, peer: int, name: str) -> Transfer:
+        """Begin to receive ``tensor`` from the global rank ``peer``."""
+        return self._begin(dist.irecv, tensor, peer, dist.get_rank(), name)
+
+    def _begin(
+        self, begin: Callable[..., dist.Work | None], tensor: Tensor, source: int, target: int, name: str
+    ) -> Transfer:
+        """A started transfer.
+
+        Raises:
+            RuntimeError: the connections are closed; says why, and names the transfer.
+        """
+        if self.closed:
+            raise RuntimeError(
+                f"The connections for {name!r} were closed after an error in an earlier one. End the run on all ranks, "
+                "and begin another."
+            )
+        ranks = [dist.get_group_rank(self._world, rank) for rank in (source, target)]
+        channel = self._watch.open(f"{source}>{target} {self._group.group_name}", ranks)
+        launch, _ = channel.launch("transfer", name, tensor.numel())
+        with _naming(launch), self._watch.explaining():
+            work = begin(tensor, target if source == dist.get_rank() else source, self._group)
+        assert work is not None
+        return Transfer(work, launch, self._watch, self._waits)
+
+    def close(self) -> None:
+        """End all transfers on this rank, and those with it on others. No-op if they have been."""
+        if not self.closed:
+            self.closed = True
+            close_connections(self._group)
+
+
+class Transfer:
+    """A started send or receive."""
+
+    def __init__(self, work: dist.Work, launch: Launch, watch: Watch, waits: Procedures) -> None:
+        self._work, self._launch, self._watch, self._waits = work, launch, watch, waits
+        self._procedure: Procedure | None = None
+
+    def wait(self) -> None:
+        """Wait for its end.
+
+        Raises:
+            RuntimeError: it cannot end; says why, and names the transfer.
+        """
+        if self._work.is_completed():
+            return
+        if self._procedure is None:
+            self._procedure = self._waits.submit(self._work.wait)
+        with _naming(self._launch):
+            self._watch.wait(self._procedure, self._launch)
+
+
+@contextmanager
+def _naming(launch: Launch) -> Iterator[None]:
+    """Context whose errors name ``launch``."""
+    try:
+        yield
+    except RuntimeError as error:
+        if launch.name not in str(error):
+            error.args = (f"{error} It happened in {launch}.",)
+        raise
+
+
+def watched(op: Any, transfers: PointToPoint, name: str) -> Any:
+    """Let torch start ``op`` (of ``dist.P2POp``) by ``transfers``; returns it."""
+    start, peer = transfers.isend if op.op is dist.isend else transfers.irecv, op.peer
+
+    def begin(tensor: Tensor, *_: Any, **__: Any) -> Transfer:
+        return start(tensor, peer, name)
+
+    op.op = begin
+    return op

@@ -1,0 +1,38 @@
+"""Parameters that are replaced when a module is cut: torch's ``parallelize_module`` makes new ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Replaced:
+    """Which parameter stands for one that optimizers may have got before the module was cut."""
+
+    def __init__(self) -> None:
+        self._now: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weak references to parameters
+
+    @contextmanager
+    def noting(self, module: nn.Module) -> Iterator[None]:
+        """Context in which parameters of ``module`` are replaced by others of their names."""
+        before = dict(module.named_parameters(remove_duplicate=False))
+        yield
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if parameter is not before[name]:
+                self._now[before[name]] = weakref.ref(parameter)
+
+    def follow(self, optimizers: Iterable[Optimizer]) -> None:
+        """Let optimizers that have taken no step have the parameters of now."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [p if p in optimizer.state else self._of(p) for p in group["params"]]
+
+    def _of(self, parameter: nn.Parameter) -> nn.Parameter:
+        now = self._now.get(parameter)
+        found: nn.Parameter | None = now() if now is not None else None
+        return parameter if found is None else found

@@ -1,0 +1,293 @@
+"""What layers of a pipeline may return and share, and the order of calls in a step: as in one process, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lt_zero.common.errors import ConfigError
+from lt_zero.config.blocks import PipelineParallel
+from lt_zero.parallel import LayerSpec, Pipeline
+from lt_zero.parallel.pipeline.position import Position, at
+from tests.support.lightning_tools import quick
+from tests.support.matrix import only, only_rows
+from tests.support.parity import OPTIMIZERS
+from tests.support.pipelines import LENGTH, VOCABULARY, WIDTH, Block, Model, Ranks, all_weights, batch, specs, start
+from tests.support.pool import Pool
+
+STEPS = 3
+
+
+class Pair(nn.Module):
+    """Returns a tensor, and something beside it."""
+
+    def __init__(self, beside: str) -> None:
+        super().__init__()
+        self.linear, self.beside = nn.Linear(WIDTH, WIDTH), beside
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        if self.beside == "positions":  # integers
+            return y, torch.arange(x.shape[1]).repeat(x.shape[0], 1)
+        if self.beside == "mask":
+            return y, (x > 0).any(-1)
+        if self.beside == "constant":
+            return y, torch.full((1,), 0.5)
+        if self.beside == "itself":
+            return y, y
+        if self.beside == "input":
+            return [y, x]
+        return y, y.transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
+
+
+class Joined(nn.Module):
+    def __init__(self, uses: bool = True) -> None:
+        super().__init__()
+        self.linear, self.uses = nn.Linear(WIDTH, WIDTH), uses
+
+    def forward(self, x: Tensor, beside: Tensor) -> Tensor:
+        result: Tensor = self.linear(x)
+        return result * (beside if beside.dim() != 2 else beside[..., None]) if self.uses else result
+
+
+class Returns(nn.Module):
+    """Returns what cannot be sent."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear, self.what = nn.Linear(WIDTH, WIDTH), what
+
+    def forward(self, x: Tensor) -> Any:
+        return {"None": None, "dict": {"x": self.linear(x)}, "None in a tuple": (self.linear(x), None)}[self.what]
+
+
+class Skewed(nn.Module):
+    """Its input's gradient is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x.transpose(0, 1)).transpose(0, 1)
+        return result
+
+
+class Normed(nn.Module):
+    def __init__(self, kind: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(kind(WIDTH))
+
+
+def _around(*layers: Any) -> list[Any]:
+    return [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), *layers, LayerSpec(nn.Linear, WIDTH, VOCABULARY)]
+
+
+LAYERS: dict[str, Callable[[], list[Any]]] = {
+    **{
+        name: lambda name=name: _around(LayerSpec(Pair, name), LayerSpec(Joined))  # type: ignore[misc]
+        for name in ("positions", "mask", "constant", "itself", "input", "strided")
+    },
+    "unused": lambda: _around(LayerSpec(Pair, "input"), LayerSpec(Joined, False)),
+    "skewed": lambda: _around(LayerSpec(Skewed), LayerSpec(Skewed)),
+    "in place": lambda: _around(LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(nn.ReLU, True)),
+    "no parameters": lambda: [*_around(), torch.tanh, lambda x: 2 * x],
+}
+
+
+# ---- the order of calls, in a step -----------------------------------------------------------------------------------
+
+
+def _usual(loss: Callable[[int], Tensor], optimizer: Optimizer) -> None:
+    value = loss(0)
+    optimizer.zero_grad()
+    value.backward()
+
+
+def _sum(loss: Callable[[int], Tensor], optimizer: Optimizer) -> None:
+    value = loss(0) + 2.0 * optimizer.param_groups[0]["params"][0].square().sum() + loss(1)
+    optimizer.zero_grad()
+    value.backward()
+
+
+def _two(loss: Callable[[int], Tensor], optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    loss(0).backward()
+    loss(1).backward()
+
+
+def _zeros(loss: Callable[[int], Tensor], optimizer: Optimizer) -> None:
+    value = loss(0)
+    optimizer.zero_grad(set_to_none=False)
+    value.backward()
+
+
+def _zeros_first(loss: Callable[[int], Tensor], optimizer: Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    loss(0).backward()
+
+
+ORDERS = {"usual": _usual, "sum": _sum, "two": _two, "zeros": _zeros, "zeros first": _zeros_first}
+
+
+def _frozen(names: tuple[str, ...]) -> Callable[[Model], None]:
+    def prepare(model: Model) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in names))
+
+    return prepare
+
+
+FROZEN = {
+    "first stage": ("tied.", "layers.1.", "layers.2."),
+    "all but one": ("tied.", *(f"layers.{n}." for n in (1, 2, 3, 5, 6))),
+    "last stage": ("tied.", *(f"layers.{n}." for n in (4, 5, 6))),
+    "nothing": (),
+}
+
+
+def _equal(
+    stage: int, layers: Callable[[], list[Any]], order: str, frozen: str, length: int, pipeline: dict[str, Any]
+) -> None:
+    """Train in stages and in one process; ``length`` is that of the last batch."""
+    prepare = _frozen(FROZEN[frozen])
+    run, reference = start(Ranks(), stage, "sgd", layers, pipeline, prepare), Model(layers)
+    prepare(reference)
+    expected = OPTIMIZERS["sgd"](p for p in reference.parameters() if p.requires_grad)
+    for step in range(STEPS):
+        cut = LENGTH if step < STEPS - 1 else length
+        data = [[tensor[:, :cut] for tensor in batch(2 * step + n, 0)] for n in range(2)]
+
+        def loss(number: int, data: list[Any] = data) -> Tensor:
+            with run.engine.forward_scope():
+                return run.model.loss(*data[number])
+
+        ORDERS[order](loss, run.optimizer)
+        ORDERS[order](lambda number, data=data: reference.loss(*data[number]), expected)  # type: ignore[misc]
+        run.optimizer.step()
+        expected.step()
+    weights = all_weights(run.engine)
+    for name, value in reference.named_parameters():
+        torch.testing.assert_close(
+            weights[name], value.detach(), rtol=1e-5, atol=1e-6, msg=f"{order}, {frozen}: {name}"
+        )
+
+
+def _all_layers(stage: int, pipeline: dict[str, Any]) -> None:
+    for layers in LAYERS.values():
+        _equal(stage, layers, "usual", "nothing", LENGTH, {"partition_method": "uniform", **pipeline})
+
+
+@pytest.mark.parametrize(
+    ("stage", "pipeline"),
+    only_rows([(1, {})], [(1, {}), (3, {}), (2, {"schedule": "LoopedBFS", "stages_per_rank": 2})]),
+)
+def test_layers_send_tensors_of_any_kind(pool: Pool, stage: int, pipeline: dict[str, Any]) -> None:
+    pool.run(2, _all_layers, stage, pipeline)
+
+
+def _all_orders(stage: int) -> None:
+    for order in ORDERS:
+        _equal(stage, specs, order, "nothing", LENGTH - 2, {})
+
+
+@pytest.mark.parametrize("stage", only([2], [0, 1, 2, 3]))
+def test_gradients_count_whenever_they_are_cleared_before(pool: Pool, stage: int) -> None:
+    pool.run(2, _all_orders, stage)
+
+
+def _all_frozen(stage: int) -> None:
+    for frozen in FROZEN:
+        _equal(stage, specs, "usual", frozen, LENGTH, {})
+
+
+@pytest.mark.parametrize("stage", only([1], [0, 1, 2, 3]))
+def test_stages_may_be_frozen(pool: Pool, stage: int) -> None:
+    pool.run(2, _all_frozen, stage)
+
+
+def _dropped() -> tuple[str, str]:
+    """The errors of a second backward, and of a step with the gradients of a loss that had none."""
+    run = start(Ranks(), 1, "sgd")
+    with run.engine.forward_scope():
+        loss = run.model.loss(*batch(0, 0))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError) as again:
+        loss.backward()
+    run.optimizer.zero_grad()
+    with run.engine.forward_scope():
+        run.model.loss(*batch(1, 0))
+    with torch.no_grad(), run.engine.forward_scope():
+        run.model.loss(*batch(1, 0))
+    run.step(2)
+    with pytest.raises(RuntimeError) as dropped:
+        run.step(3)
+    run.step(4)
+    return str(again.value), str(dropped.value)
+
+
+def test_a_loss_has_one_backward(pool: Pool) -> None:
+    for again, dropped in pool.run(2, _dropped):
+        assert "one backward" in again
+        assert "the gradients of 1 loss of the pipeline whose backward was never called" in dropped
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def _returns(what: str) -> str:
+    with quick():
+        run = start(Ranks(), 1, "sgd", lambda: _around(LayerSpec(Returns, what), LayerSpec(Joined)))
+        with pytest.raises((TypeError, RuntimeError)) as caught:
+            run.step(0)
+    return f"{caught.typename}: {caught.value}"
+
+
+@pytest.mark.parametrize("what", only(["dict"], ["None", "dict", "None in a tuple"]))
+def test_a_layer_that_returns_no_tensors_is_named(pool: Pool, what: str) -> None:
+    own, other = pool.run(2, _returns, what)
+    assert own.startswith("TypeError: Layer 1 (Returns), the last of stage 0, returned ")
+    assert "Rank 0 ended with TypeError: Layer 1 (Returns)" in other
+
+
+def _same() -> Iterator[Any]:
+    block, embedding, head = Block(), nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+    yield [embedding, block, block, head]
+    yield [embedding, LayerSpec(lambda: block), LayerSpec(lambda: block), head]
+    head.weight = embedding.weight
+    yield [embedding, Block(), Block(), head]
+
+
+@pytest.fixture
+def stages() -> Iterator[None]:
+    """Pipelines are made for the first of two ranks."""
+    with at(Position(0, 2, PipelineParallel(partition_method="uniform"))):
+        yield
+
+
+@pytest.mark.usefixtures("stages")
+def test_parameters_of_two_stages_have_to_be_tied() -> None:
+    for layers in _same():
+        with pytest.raises(ConfigError, match="TiedLayerSpec") as caught:
+            Pipeline(layers)
+        assert caught.value.problems[0].key == "pipeline.stages"
+    block = Block()
+    Pipeline([block, block, Block(), Block()])  # of one stage
+
+
+@pytest.mark.usefixtures("stages")
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.LazyBatchNorm2d, nn.SyncBatchNorm])
+def test_norms_over_batches_are_refused(kind: type[nn.Module]) -> None:
+    make = (lambda width: kind()) if kind is nn.LazyBatchNorm2d else kind
+    for layer in (Normed(make), LayerSpec(Normed, make)):
+        with pytest.raises(ConfigError, match=rf"'inner.0' of layer 3 \(Normed\) is a {kind.__name__}"):
+            Pipeline([Block(), Block(), Block(), layer])
+
+
+def test_norms_over_batches_are_allowed_without_stages() -> None:
+    assert len(Pipeline([Block(), nn.BatchNorm1d(LENGTH)]).layers) == 2
