@@ -41,7 +41,7 @@ from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.local import LocalParts, is_cut, localize
 from lt_zero.parallel.pipeline.layers import pipeline_of
 from lt_zero.parallel.pipeline.runner import Runner
-from lt_zero.parallel.plan import parallelize, table
+from lt_zero.parallel.plan import check_shared, parallelize, placements, table
 from lt_zero.parallel.random import default_generators
 from lt_zero.parallel.replaced import Replaced
 
@@ -167,11 +167,21 @@ class ParallelMesh:
 
         def cut() -> None:
             with self.replaced.noting(module):
-                rows = parallelize(module, self.tensor, config)
+                rows = parallelize(module, self.tensor, config, self._of_stages)
+            pipeline = pipeline_of(module, self.sizes.pipeline)
+            if pipeline is not None:
+                shared = {p for p, stages in pipeline.stages_of_parameters().items() if len(stages) > 1}
+                check_shared(self._of_stages(placements(pipeline, shared)))
             if self._world.rank == 0:
                 Console().print(table(rows))
 
         return cut_sharded(module, cut) if self.sizes.tensor > 1 else {}
+
+    def _of_stages(self, value: Any) -> list[Any]:
+        """What the first rank of each stage gives. Collective."""
+        if self.sizes.pipeline == 1:
+            return [value]
+        return self._world.host_gather(value, "a plan")[:: self.sizes.of_stage]
 
     def arguments(self, module: nn.Module, group: ShardGroup, config: ZeroConfig) -> dict[str, Any]:
         """Of ``lt_zero.shard``, for a module some of whose parameters are DTensors, or of one stage.

@@ -9,14 +9,17 @@ Note [Plans]
     takes parts, several outputs in one weight whose parts would be mixed up, and tied weights that are cut in
     different ways. Modules that reshape by a number of heads get that of their rank. Plans of transformers' models are
     written for their code, which infers the number of heads.
+
+    Stages of a pipeline have different modules, and one plan with names of the whole model. A pattern that has no
+    effect on one stage has to have one on another, and problems of one stage are raised on all.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 RULES = "tensor_parallel.partition_config"
+REST = "(all others)"  # row of modules that no pattern matches
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,31 @@ class PlanRow:
     style: str
     modules: int
     parameters: int
-    elements: int  # on this rank
+    elements: int  # on a rank; of stages that with the most
+
+    def plus(self, other: PlanRow) -> PlanRow:
+        """That of the modules of two stages."""
+        return replace(
+            self,
+            modules=self.modules + other.modules,
+            parameters=self.parameters + other.parameters,
+            elements=max(self.elements, other.elements),
+        )
 
 
-def parallelize(module: nn.Module, mesh: DeviceMesh, config: ZeroConfig) -> list[PlanRow]:
+OfStages = Callable[[Any], list[Any]]  # returns what all stages of a pipeline give. Collective
+
+
+def _one_stage(value: Any) -> list[Any]:
+    return [value]
+
+
+def parallelize(
+    module: nn.Module, mesh: DeviceMesh, config: ZeroConfig, of_stages: OfStages = _one_stage
+) -> list[PlanRow]:
     """Cut ``module`` over the ranks of ``mesh``, which has one axis; see Note [Plans]. Collective.
 
-    Values of rank 0 are kept. Weights that were tied are tied.
+    Values of rank 0 are kept. Weights that were tied are tied. Returns the plan of all stages.
 
     Raises:
         ConfigError: there is no plan for the module, or it does not fit.
@@ -74,19 +96,29 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, config: ZeroConfig) -> list
     if mesh.size() == 1:
         return []
     block = config.tensor_parallel
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+    if any(of_stages(any(isinstance(parameter, DTensor) for parameter in module.parameters()))):
         if block.partition_config is not None or block.preset_model is not None:
             key = RULES if block.partition_config is not None else "tensor_parallel.preset_model"
             raise ConfigError.about(key, f"{key}: the model is parallelized already. Remove the key, or do not do it.")
         _warn_of_lost_ties(module)
-        return _rows_of_user(module)
-    plan, ties, heads = _fitting_plan(module, mesh.size(), config, _CUT)
+        return _merged(of_stages(_rows_of_user(module)))
+    plan, ties, heads = _fitting_plan(module, mesh.size(), config, _CUT, of_stages)
     _apply(plan, mesh)
     _tie_again(ties)
     for name, owner, value in heads if plan.sets_heads else ():
         if owner is not None:
             setattr(owner, name.rpartition(".")[2], value // mesh.size())
-    return _rows(module, plan)
+    return _merged(of_stages(_rows(module, plan)))
+
+
+def _problems(stages: list[tuple[list[Problem], dict[tuple[int, str], Problem], Problem | None]]) -> list[Problem]:
+    """The problems of a plan, of those that each stage has."""
+    found = [problem for own, _, _ in stages for problem in own]
+    _, first, idle = stages[0]
+    found += [problem for key, problem in first.items() if all(key in unused for _, unused, _ in stages)]
+    if not found and idle is not None and all(each is not None for _, _, each in stages):
+        found.append(idle)
+    return found
 
 
 def planned_parts(module: nn.Module, ranks: int, config: ZeroConfig) -> list[ParamSpec]:
@@ -106,7 +138,7 @@ def planned_parts(module: nn.Module, ranks: int, config: ZeroConfig) -> list[Par
     if distributed or ranks == 1:
         return [spec_of(name, parameter) for name, parameter in distributed if is_cut(parameter)]
     specs: dict[str, ParamSpec] = {}
-    for each in _fitting_plan(module, ranks, config, _COUNT)[0].assigned:
+    for each in _fitting_plan(module, ranks, config, _COUNT, _one_stage)[0].assigned:
         for own, whole in each.module.named_parameters(recurse=False):
             if (axis := styles.cut_axis(each.kind, own)) is not None:
                 name, shape = named[id(whole)][0], tuple(whole.shape)
@@ -119,7 +151,9 @@ _CUT = "call parallelize_module(model, self.device_mesh['tensor_parallel'], plan
 _COUNT = "give the number of parameters instead, which are all taken to be cut (configure_model is not called)"
 
 
-def _fitting_plan(module: nn.Module, ranks: int, config: ZeroConfig, otherwise: str) -> tuple[Plan, Ties, Heads]:
+def _fitting_plan(
+    module: nn.Module, ranks: int, config: ZeroConfig, otherwise: str, of_stages: OfStages
+) -> tuple[Plan, Ties, Heads]:
     """The plan for a module that is not parallelized yet, and what ``parallelize`` needs beside it.
 
     ``otherwise``: what to do where no rules can be written.
@@ -128,17 +162,16 @@ def _fitting_plan(module: nn.Module, ranks: int, config: ZeroConfig, otherwise: 
         ConfigError: there is none, or it does not fit.
     """
     plan = plan_of_rules(module, config.tensor_parallel) or plan_of_model(module)
-    if plan is None:
+    if not any(of_stages(plan is not None)):
         raise ConfigError.about(
             SIZE,
             f"{SIZE}={ranks}, but there is no plan for {type(module).__name__}, and none is guessed. Write "
             f"tensor_parallel.partition_config.layer_specs with a rule for each kind of layer, or {otherwise}.",
         )
-    ties = _ties(module)
-    problems = [*plan.problems, *_wrong_sizes(plan, ranks), *_wrong_ties(plan, ties)]
-    heads = _heads(module, plan)
-    problems += _wrong_heads(heads, ranks)
-    if problems:
+    plan = plan or Plan(sets_heads=False)
+    ties, heads = _ties(module), _heads(module, plan)
+    plan.problems += [*_wrong_sizes(plan, ranks), *_wrong_ties(plan, ties), *_wrong_heads(heads, ranks)]
+    if problems := _problems(of_stages((plan.problems, plan.unused, plan.idle))):
         raise ConfigError(dict.fromkeys(problems))
     return plan, ties, heads
 
@@ -316,6 +349,28 @@ def _warn_of_lost_ties(module: nn.Module) -> None:
             )
 
 
+def check_shared(stages: list[dict[str, str]]) -> None:
+    """Raise ConfigError if stages do not cut what they share in one way. ``stages``: ``placements`` of each."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for number, placed in enumerate(stages):
+        for name, placement in placed.items():
+            found.setdefault(name, {}).setdefault(placement, []).append(str(number))
+    for name, places in found.items():
+        if len(places) > 1:
+            shown = " and ".join(f"{placement} on stage {', '.join(where)}" for placement, where in places.items())
+            raise ConfigError.about(
+                SIZE,
+                f"{SIZE}: {name} is shared by stages of the pipeline, and is {shown}. Parallelize it in the same way "
+                "wherever it is.",
+            )
+
+
+def placements(module: nn.Module, parameters: Collection[Parameter]) -> dict[str, str]:
+    """How each of ``parameters`` of ``module`` is cut, by its name."""
+    named = ((name, p) for name, p in module.named_parameters() if p in parameters)
+    return {name: str(p.placements[0]) if isinstance(p, DTensor) else styles.WHOLE for name, p in named}
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -331,8 +386,19 @@ def _rows(module: nn.Module, plan: Plan) -> list[PlanRow]:
             rows.append(_row(pattern, kind, len(found), parameters, seen))
     rest = {place: own for place, own in _owners(module) if any(id(p) not in seen for p in own)}
     if rest:
-        rows.append(_row("(all others)", styles.WHOLE, len(rest), [p for own in rest.values() for p in own], seen))
+        rows.append(_row(REST, styles.WHOLE, len(rest), [p for own in rest.values() for p in own], seen))
     return rows
+
+
+def _merged(stages: list[list[PlanRow]]) -> list[PlanRow]:
+    """The rows of all stages, without those of patterns that have an effect on another."""
+    found: dict[tuple[str, str], PlanRow] = {}
+    for row in (row for rows in stages for row in rows):
+        known = found.get((row.pattern, row.style))
+        found[row.pattern, row.style] = row if known is None else known.plus(row)
+    used = {row.pattern for row in found.values() if row.modules}
+    rows = [row for row in found.values() if row.modules or row.pattern not in used]
+    return sorted(rows, key=lambda row: row.pattern == REST)
 
 
 def _row(pattern: str, kind: str, modules: int, parameters: Iterable[Parameter], seen: set[int]) -> PlanRow:
@@ -356,7 +422,7 @@ def _rows_of_user(module: nn.Module) -> list[PlanRow]:
     found: dict[tuple[str, str], list[list[Parameter]]] = defaultdict(list)
     for place, own in _owners(module):
         placed = [str(p.placements[0]) for p in own if isinstance(p, DTensor)]
-        pattern = generic(place) if placed else "(all others)"
+        pattern = generic(place) if placed else REST
         found[pattern, ", ".join(dict.fromkeys(placed)) or styles.WHOLE].append(own)
     seen: set[int] = set()
     return [

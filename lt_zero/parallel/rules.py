@@ -54,12 +54,16 @@ class Plan:
 
     Attributes:
         sets_heads: whether modules are to get the number of heads of their rank.
+        unused: problems by pattern that are none if another stage of a pipeline has not got them.
+        idle: the problem that nothing is cut, unless another stage cuts something.
     """
 
     sets_heads: bool
     assigned: list[Assignment] = field(default_factory=list)
     patterns: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    unused: dict[tuple[int, str], Problem] = field(default_factory=dict)
+    idle: Problem | None = None
 
     def add(self, assigned: Assignment, key: str) -> None:
         """Add an assignment; a module to which it cannot be made is a problem of ``key``."""
@@ -116,10 +120,10 @@ def plan_of_rules(module: nn.Module, block: TensorParallel) -> Plan | None:
     order = {id(sub): number for number, sub in enumerate(module.modules())}
     plan.assigned.sort(key=lambda each: order[id(each.module)])
     plan.problems += [*_fused(plan), *_unpaired(plan), *_unsaid(plan, module)]
-    if not plan.cuts and not plan.problems:
+    if not plan.cuts:
         key = SPECS if rules.layer_specs else PRESET
         text = f"{key} cuts no layer of {type(module).__name__}. Write rules for its layers"
-        plan.problems.append(Problem(key, f"{text}: {', '.join(linear[:3])}."))
+        plan.idle = Problem(key, f"{text}: {', '.join(linear[:3])}.")
     return plan
 
 
@@ -152,7 +156,7 @@ def _add_rules(plan: Plan, module: nn.Module, rules: PartitionConfig) -> set[int
             key = f"{SPECS}.{number}.patterns"
             near = difflib.get_close_matches(re.sub(r"[\\^$]|\.\*", "", pattern), names, 1, 0.3) or names[:1]
             text = f"{key}: {pattern!r} matches no parameter from its beginning, such as {', '.join(near)}"
-            plan.problems.append(Problem(key, f"{text}. Correct or remove it."))
+            plan.unused[number, pattern] = Problem(key, f"{text}. Correct or remove it.")
     return matched
 
 

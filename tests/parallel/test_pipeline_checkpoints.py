@@ -206,7 +206,7 @@ def _only_buffers(path: str, freezes: bool) -> tuple[list[str], list[str]]:
     """Save, with frozen weights left out, and load; returns the names in the checkpoint, and those left out."""
 
     def begin() -> Run:
-        def prepare(model: Model) -> None:
+        def prepare(model: Model, mesh: Any) -> None:
             model.pipe.requires_grad_(not freezes)
 
         return start(Ranks(), 1, "sgd", only_buffers, {"partition_method": "uniform"}, prepare)

@@ -136,7 +136,7 @@ ORDERS = {"usual": _usual, "sum": _sum, "two": _two, "zeros": _zeros, "zeros fir
 
 
 def _frozen(names: tuple[str, ...]) -> Callable[[Model], None]:
-    def prepare(model: Model) -> None:
+    def prepare(model: Model, mesh: Any = None) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not any(part in name for part in names))
 

@@ -144,12 +144,17 @@ def start(
     optimizer: str = "adamw",
     layers: Callable[[], list[Any]] = specs,
     pipeline: dict[str, Any] | None = None,
-    prepare: Callable[[Model], Any] = lambda model: None,
+    prepare: Callable[[Model, Any], Any] | None = None,
     policy: Callable[[ZeroConfig], DtypePolicy] | None = None,
     zero: dict[str, Any] | None = None,
+    make: Callable[[], Model] | None = None,
     **keys: Any,
 ) -> Run:
-    """A model in stages. ``zero``, ``keys``: as for ``config_of``; ``prepare`` the model before it is sharded."""
+    """A model in stages, of ``layers``, or as ``make`` returns it.
+
+    ``zero``, ``keys``: as for ``config_of``. ``prepare`` the model, which gets the mesh, before it is sharded; default:
+    it is cut over tensor ranks.
+    """
     block = {"stages": ranks.pipeline, "num_microbatches": 4, **(pipeline or {})}
     config = config_of(stage, {**(RELEASE if stage == 3 else {}), **(zero or {})}, pipeline=block, **keys)
     config = config if isinstance(config, ZeroConfig) else ZeroConfig.of(config)
@@ -157,11 +162,12 @@ def start(
     everyone, given = ShardGroup.of_all(world), dict[str, Any]()
     mesh = ParallelMesh(ParallelSizes(*ranks), world) if ranks.data < ranks.all else None
     with position.at(position.Position(mesh.pipeline_rank if mesh else 0, ranks.pipeline, config.pipeline)):
-        model = Model(layers)
-    prepare(model)
+        model = make() if make is not None else Model(layers)
+    if prepare is not None:
+        prepare(model, mesh)
+    elif mesh is not None and ranks.tensor > 1:
+        tensor_parallel(model, mesh)
     if mesh is not None:
-        if ranks.tensor > 1:
-            tensor_parallel(model, mesh)
         given = mesh.arguments(model, everyone, config)
     how = policy(config) if policy is not None else None
     engine = lt_zero.shard(model, config, CPU, how, **{"group": everyone, **given})

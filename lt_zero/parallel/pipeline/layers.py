@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.common.arguments import expect
 from lt_zero.common.errors import ConfigError, add_note
+from lt_zero.parallel.pipeline.models import ModelParts, fill, targets_of
 from lt_zero.parallel.pipeline.partition import divide, weights_of
 from lt_zero.parallel.pipeline.position import current
 from lt_zero.parallel.random import seeded
@@ -121,6 +123,35 @@ class Pipeline(nn.Module):
         self.register_load_state_dict_pre_hook(_leave_to_others)  # type: ignore[no-untyped-call]
         self.runner: Any = None  # runs it in stages, once it is part of a run
 
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        loss_fn: Loss | None = None,
+        num_stages: int | None = None,
+        partition_method: str | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> Pipeline:
+        """Make a pipeline of a causal language model of transformers that has a plan for it (``base_model_pp_plan``).
+
+        Each rank keeps its layers, under the names that they have in the model, and the model is taken apart. Call the
+        pipeline with the model's inputs (``input_ids``, or a dict) and labels, which it shifts.
+
+        Args:
+            model: made by ``from_config`` or ``from_pretrained``, or on the meta device.
+            loss_fn: called with logits and labels of a micro-batch; default: the model's own loss, as the mean over all
+                tokens of the batch whose label is not -100.
+            num_stages, partition_method: as above.
+            weights: by the model's names, of which this rank takes its own, for a model on the meta device:
+                ``safetensors.torch.load_file(path)``, which reads what is used.
+
+        Raises:
+            ConfigError: the model has no such plan, or it does not cover its parameters.
+            KeyError: ``weights`` lack one of this rank's.
+        """
+        parts = ModelParts(model)
+        return _OfModel(parts, loss_fn, num_stages, partition_method, weights)
+
     def _check_stages(self, num_stages: int | None) -> None:
         known = self.position.ranks
         if num_stages is not None and num_stages != known:
@@ -141,16 +172,21 @@ class Pipeline(nn.Module):
         if method == "parameters":
             known = set[str]()
             for number, spec in enumerate(self._specs):
-                key = spec.key if isinstance(spec, TiedLayerSpec) else ""
+                key = self._key(number)
                 numels[number] = 0 if key in known and key else _numel(spec)
                 known.add(key)
         return divide(weights_of(method, self.names, numels), self.position.stages)
 
+    def _key(self, number: int) -> str:
+        """The key of the tie that a layer is in; empty without one."""
+        spec = self._specs[number]
+        return spec.key if isinstance(spec, TiedLayerSpec) else ""
+
     def _find_shared(self) -> dict[str, frozenset[int]]:
         found: dict[str, set[int]] = {}
-        for number, spec in enumerate(self._specs):
-            if isinstance(spec, TiedLayerSpec):
-                found.setdefault(spec.key, set()).add(self.position.rank_of(self.stage_of(number)))
+        for number in range(len(self._specs)):
+            if key := self._key(number):
+                found.setdefault(key, set()).add(self.position.rank_of(self.stage_of(number)))
         return {key: frozenset(ranks) for key, ranks in found.items()}
 
     def stage_of(self, number: int) -> int:
@@ -222,8 +258,13 @@ class Pipeline(nn.Module):
 
     # ---- running them ----------------------------------------------------------------------------------------------
 
-    def run_stage(self, stage: int, *inputs: Any) -> Any:
-        """The output of a stage of this rank."""
+    def run_stage(self, stage: int, *inputs: Any, batch: Any = None) -> Any:
+        """The output of a stage of this rank.
+
+        Args:
+            inputs: what the stage before has returned; of the first one, those of the pipeline.
+            batch: the inputs of the pipeline for the same micro-batch.
+        """
         for number in self.parts[stage]:
             name = str(number)
             layer = self.layers[name] if name in self.layers else self._functions[number]
@@ -254,8 +295,87 @@ class Pipeline(nn.Module):
                 "This pipeline has some of its layers on other ranks, and is not a part of a run yet: "
                 "Trainer.fit, fabric.setup or lt_zero.initialize prepares it."
             )
-        output = self.run_stage(0, *(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+        output = self.run_stage(0, *(inputs if isinstance(inputs, (tuple, list)) else (inputs,)), batch=inputs)
         return output if targets is None or self.loss_fn is None else self.loss_fn(output, targets)
+
+
+class _OfModel(Pipeline):
+    """A pipeline of a model of transformers. See models.py.
+
+    Args:
+        parts: of the model; the rest as for ``Pipeline.of``.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        loss_fn: Loss | None,
+        num_stages: int | None,
+        partition_method: str | None,
+        weights: Mapping[str, Tensor] | None,
+    ) -> None:
+        self._parts, self._has_own_loss = parts, loss_fn is None
+        super().__init__(parts.modules, loss_fn or parts.own_loss(), num_stages, partition_method)
+        if weights is not None:
+            fill(self, weights)
+
+    def _key(self, number: int) -> str:
+        return self._parts.key(number)
+
+    def _build(self) -> None:
+        own = {n for stage in self.position.own for n in self.parts[stage]}
+        for name, module in self._parts.keep(own, self.get_submodule).items():
+            _put(self, name, module)
+        self._elsewhere = self._parts.state.difference(self.state_dict())
+        self._specs = []
+
+    def is_elsewhere(self, name: str) -> bool:
+        return name in self._elsewhere
+
+    @property
+    def config(self) -> Any:
+        """Of the model."""
+        return self._parts.model.config
+
+    @property
+    def tp_plan(self) -> Any:
+        """The model's plan for tensor parallelism."""
+        return getattr(self._parts.model, "tp_plan", None)
+
+    def _init_weights(self, module: nn.Module) -> None:  # for modules on the meta device, as in the model
+        self._parts.model._init_weights(module)
+
+    def stages_of_parameters(self) -> dict[Parameter, frozenset[int]]:
+        mine = frozenset({self.position.rank})
+        found = dict.fromkeys(self.parameters(), mine)
+        return found | {self.get_parameter(name): ranks for name, ranks in self.shared.items() if mine & ranks}
+
+    def parameters_of(self, stage: int) -> Iterator[Parameter]:
+        yield from self.parameters()  # of all stages of this rank: a part of a model may be used by several layers
+
+    def run_stage(self, stage: int, *inputs: Any, batch: Any = None) -> Any:
+        received = inputs[0] if stage else None
+        return self._parts.run(self.parts[stage], batch, received, self.training)
+
+    def forward(self, inputs: Any, targets: Any = None) -> Any:
+        if isinstance(inputs, Tensor):
+            inputs = {"input_ids": inputs}
+        first = {name: inputs[name] for name in ("input_ids",) if name in inputs}  # its rows are those of the batch
+        inputs = first | {name: value for name, value in inputs.items() if name != "labels" and value is not None}
+        if targets is not None and self._has_own_loss:
+            targets = targets_of(targets)
+        return super().forward(inputs, targets)
+
+
+def _put(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Register ``module`` under a dotted name."""
+    parts = name.split(".")
+    for part, inner in pairwise(parts):
+        if part not in dict(root.named_children()):
+            # Numbers are the names of repeated blocks, for which the engine looks in such containers.
+            root.add_module(part, nn.ModuleDict() if inner.isdecimal() else nn.Module())
+        root = root.get_submodule(part)
+    root.add_module(parts[-1], module)
 
 
 def _leave_to_others(pipeline: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -243,7 +243,7 @@ class Runner(ProcessLocal):
                         [form.example(device, False) for form in found[-1]] if found else _first(self.batch.inputs[0])
                     )
                     with self.engine.forward_scope(trains=False):
-                        output = self.pipeline.run_stage(stage, *given)
+                        output = self.pipeline.run_stage(stage, *given, batch=self.batch.inputs[0])
                         mine = _forms_in(output, self.pipeline.last_of(stage)).tensors
                 told = self._row.host_gather(mine, "the form of a stage's output")
                 found.append(told[self._position.rank_of(stage)])
@@ -323,7 +323,7 @@ class Runner(ProcessLocal):
         given = _first(batch.inputs[number]) if stage == 0 else tuple(map(_writable, inputs))
         seed = None if batch.seed is None else seed_of(batch.seed, stage, number)
         with self._drawing(seed), self.engine.forward_scope(trains=False):
-            output = self.pipeline.run_stage(stage, *given)
+            output = self.pipeline.run_stage(stage, *given, batch=batch.inputs[number])
         return _differentiable(output) if batch.trains else output
 
     def _drawing(self, seed: int | None) -> AbstractContextManager[None]:

@@ -1,0 +1,37 @@
+"""``examples/pipeline_gpt.py``: trains on a mesh of stages and data ranks, resumes on another, exports."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.paths import ROOT
+
+
+def _run(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "examples/pipeline_gpt.py"), "--folder", str(folder), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_it_trains_goes_on_without_stages_and_exports(tmp_path: Path) -> None:
+    first = _run(tmp_path, "--steps", "20")
+    whole = load_file(tmp_path / "weights.safetensors")
+    second = _run(tmp_path, "--resume", "--ranks", "3", "--stages", "1", "--steps", "30")
+    losses = [float(loss) for text in (first, second) for loss in re.findall(r"loss ([\d.]+) after", text)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 4, "the loss of guessing is 5.5"
+    assert {name: value.shape for name, value in load_file(tmp_path / "weights.safetensors").items()} == {
+        name: value.shape for name, value in whole.items()
+    }
+    assert {f"pipe.layers.{number}.qkv.weight" for number in range(2, 6)} < set(whole)
+    assert whole["pipe.tied.embed.weight"].shape == (256, 96)
