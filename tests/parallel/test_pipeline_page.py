@@ -13,7 +13,7 @@ from tests.support.docs_tools import BLOCKS, run_text
 from tests.support.lightning_tools import QUIET, torchrun_env
 from tests.support.pool import Pool
 
-(CODE,) = (block.text for block in BLOCKS if block.marks.get("run by") == "test_pipeline_example")
+(CODE,) = (block.text for block in BLOCKS if block.marks.get("run by") == "test_pipeline_page")
 
 
 def _losses(strategy: Any, devices: int) -> tuple[list[float], float, torch.Tensor]:
