@@ -61,8 +61,11 @@ bench-activation: $(STAMP) ## Measure recomputing activations, and where saved i
 bench-attention: $(STAMP) ## Measure block-sparse attention against dense attention (10 minutes)
 	$(BIN)/python benchmarks/attention.py
 
-bench-parallel: $(STAMP) ## Measure steps with tensor parallelism, 2 x 2 ranks, against DDP's and FSDP2's (5 minutes)
-	$(BIN)/python benchmarks/step_time.py --ranks 4 --tensor 2 --peers ddp,fsdp2,lt_zero-1,lt_zero-2,lt_zero-3
+PARALLEL := $(BIN)/python benchmarks/step_time.py --peers ddp,fsdp2,lt_zero-1,lt_zero-2,lt_zero-3
+bench-parallel: $(STAMP) ## Measure tensor ranks, pipelines and both, against torch's with DDP and FSDP2 (15 minutes, idle machine)
+	$(PARALLEL) --ranks 4 --tensor 2
+	$(PARALLEL) --ranks 4 --pipeline 2
+	$(PARALLEL) --ranks 8 --tensor 2 --pipeline 2 --depth 6 --width 384
 
 bench-nodes: $(STAMP) ## Measure steps and traffic on two simulated nodes at three link rates (20 minutes; root, iproute2)
 	$(BIN)/python benchmarks/nodes.py

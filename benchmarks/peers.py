@@ -96,6 +96,22 @@ class Job:
     sequences: int = MICRO_BATCH  # of a micro-batch
     length: int = CONTEXT  # tokens of a sequence
     tensor: int = 1  # ranks that share the layers of a model, and see the same data
+    pipeline: int = 1  # ranks that have its layers one after the other, and see the same data
+    micro_batches: int = 4  # of a pipeline, with ``sequences`` each
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different data."""
+        return self.ranks // self.tensor // self.pipeline
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank % (self.ranks // self.pipeline) // self.tensor
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a data rank in a step."""
+        return self.sequences * (self.micro_batches if self.pipeline > 1 else 1)
 
 
 def cut(model: GPT, mesh: Any) -> GPT:
@@ -112,6 +128,100 @@ def data_and_tensor(job: Job) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", (job.ranks // job.tensor, job.tensor), mesh_dim_names=("data", "tensor"))
+
+
+class First(nn.Module):
+    """The embeddings of a GPT."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.tokens, self.positions = model.tokens, model.positions
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        return found
+
+
+def layers_of(model: GPT) -> list[nn.Module]:
+    """A GPT as a list of layers."""
+    return [First(model), *model.blocks, nn.Sequential(model.norm, model.head)]
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Busy:
+    """The seconds in which a rank runs schedules, and computes in them, with torch's pipelining and lt_zero's alike."""
+
+    def __init__(self) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        self.running = self.computing = 0.0
+        for owner, name, kind in (
+            (PipelineStage, "forward_one_chunk", "computing"),
+            (PipelineStage, "backward_one_chunk", "computing"),
+            (Schedule1F1B, "step", "running"),
+        ):
+            setattr(owner, name, self._timed(getattr(owner, name), kind))
+
+    def idle(self) -> float:
+        """The share of time in which the rank waits in schedules, since the last call."""
+        share = 1 - self.computing / self.running if self.running else float("nan")
+        self.running = self.computing = 0.0
+        return share
+
+    def _timed(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                setattr(self, kind, getattr(self, kind) + time.perf_counter() - start)
+
+        return run
+
+
+def setup_torch_pipeline(job: Job, model: GPT, kind: str) -> Step:
+    """torch's pipelining, whose stages are wrapped by DDP or sharded by FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    mesh = init_device_mesh("cpu", (job.pipeline, job.data, job.tensor), mesh_dim_names=("pipeline", "data", "tensor"))
+    number, layers = job.rank // (job.ranks // job.pipeline), layers_of(model)
+    if job.tensor > 1:
+        cut(model, mesh["tensor"])
+    each = len(layers) // job.pipeline
+    own = nn.Sequential(*layers[number * each : (number + 1) * each])
+    stage_module: nn.Module = own
+    if kind == "ddp":
+        stage_module = nn.parallel.DistributedDataParallel(own, device_mesh=mesh["data"])
+    else:
+        for module in [*own, own]:
+            fully_shard(module, mesh=mesh["data"])
+    between = torch.zeros(job.sequences, job.length, job.width, device="meta", requires_grad=True)
+    ids = torch.zeros(job.sequences, job.length, dtype=torch.long, device="meta")
+    logits = torch.zeros(job.sequences, job.length, VOCABULARY, device="meta", requires_grad=True)
+    first, last = number == 0, number == job.pipeline - 1
+    shapes = {"input_args": (ids if first else between,), "output_args": (logits if last else between,)}
+    group = mesh["pipeline"].get_group()
+    stage = PipelineStage(stage_module, number, job.pipeline, torch.device("cpu"), group=group, **shapes)
+    schedule = Schedule1F1B(stage, job.micro_batches, loss_fn=mean_loss)
+    # torch's optimizer takes no parameters of different meshes in one group.
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in own.parameters():
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    optimizer = torch.optim.AdamW([{"params": g} for g in groups.values()], 1e-3, weight_decay=0.01, fused=True)
+
+    def step(ids: Tensor, targets: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        schedule.step(*([ids] if first else []), **({"target": targets, "losses": losses} if last else {}))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return torch.stack(losses).mean().detach() if last else torch.tensor(float("nan"))
+
+    return step
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -204,28 +314,61 @@ def setup_lt_zero(job: Job, model: GPT) -> Step:
     block: dict[str, Any] = {"stage": int(stage)}
     block |= {"stage3_max_reuse_distance": 0} if variant == ["release"] else {}
     block |= {"offload_optimizer": {"device": "cpu"}} if variant == ["cpu"] else {}
-    config = lt_zero.ZeroConfig.of({"zero_optimization": block, "bf16": {"enabled": job.bf16}})
+    stages = {"stages": job.pipeline, "num_microbatches": job.micro_batches, "partition_method": "uniform"}
+    blocks = {"pipeline": stages} if job.pipeline > 1 else {}
+    config = lt_zero.ZeroConfig.of({"zero_optimization": block, "bf16": {"enabled": job.bf16}, **blocks})
     policy = dtype_policy(config, "bf16-mixed") if job.bf16 else None
-    if job.tensor == 1:
+    trained: nn.Module = model
+    if job.tensor == job.pipeline == 1:
         engine = lt_zero.shard(model, config, policy=policy)
     else:
-        from lt_zero.comm.shard_group import ShardGroup
-        from lt_zero.comm.world import World
-        from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
-
-        world = World.join(torch.device("cpu"))
-        mesh, group = ParallelMesh(ParallelSizes(job.ranks // job.tensor, job.tensor), world), ShardGroup.of_all(world)
-        given = mesh.arguments(cut(model, mesh.tensor), group)
-        engine = lt_zero.shard(model, config, policy=policy, group=group, **given)
-    optimizer = adamw(model)
+        trained, engine = sharded_on_mesh(job, model, config, policy)
+    optimizer = adamw(trained)
     lt_zero.ShardedOptimizer(engine, optimizer)
-    return plain_step(model, optimizer, autocast=job.bf16)
+    return plain_step(trained, optimizer, autocast=job.bf16)
+
+
+class Staged(nn.Module):
+    """A GPT in stages; returns the loss."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        from lt_zero.parallel import Pipeline
+
+        self.pipe = Pipeline(layers, loss_fn=mean_loss)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.pipe(ids, targets)
+        return loss
+
+
+def sharded_on_mesh(job: Job, model: GPT, config: Any, policy: Any) -> tuple[nn.Module, Any]:
+    """The model of this rank on a mesh of pipeline, data and tensor ranks, and its engine."""
+    import lt_zero
+    from lt_zero.comm.shard_group import ShardGroup
+    from lt_zero.comm.world import World
+    from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
+    from lt_zero.parallel.pipeline.position import Position, at
+
+    world = World.join(torch.device("cpu"))
+    mesh = ParallelMesh(ParallelSizes(job.data, job.tensor, job.pipeline), world)
+    group, trained = ShardGroup.of_all(world), cut(model, mesh.tensor) if job.tensor > 1 else model
+    module: nn.Module = trained
+    if job.pipeline > 1:
+        with at(Position(mesh.pipeline_rank, job.pipeline, config.pipeline)):
+            module = Staged(layers_of(trained))
+    given = {"group": group, **mesh.arguments(module, group, config)}
+    engine = lt_zero.shard(module, config, policy=policy, **given)
+    mesh.connect(engine, config, lambda: 1.0, lambda: 1.0)
+    return module, engine
 
 
 def setup(job: Job) -> Step:
     torch.manual_seed(0)
     model = GPT(job.depth, job.width)
     kind = job.peer.split("-")[0]
+    if job.pipeline > 1 and kind in ("ddp", "fsdp2"):
+        return setup_torch_pipeline(job, model, kind)
     if kind == "alone":  # all ranks at once without communication: the limit of DDP
         return plain_step(model, adamw(model), autocast=job.bf16)
     if kind == "ddp":
@@ -241,7 +384,9 @@ def setup(job: Job) -> Step:
 # ---- a worker ------------------------------------------------------------------------------------------------------
 
 
-def run_steps(step: Step, data: Iterator[tuple[Tensor, Tensor]], count: int) -> dict[str, Any]:
+def run_steps(
+    step: Step, data: Iterator[tuple[Tensor, Tensor]], count: int, busy: Busy | None = None
+) -> dict[str, Any]:
     """Ranks start together and then run freely, as in training; each step is timed."""
     times: list[float] = []
     loss = torch.tensor(float("nan"))
@@ -251,7 +396,7 @@ def run_steps(step: Step, data: Iterator[tuple[Tensor, Tensor]], count: int) -> 
         start = time.perf_counter()
         loss = step(ids, targets)
         times.append(time.perf_counter() - start)
-    return {"times": times, "loss": loss.item()}
+    return {"times": times, "loss": loss.item(), "idle": busy.idle() if busy is not None else float("nan")}
 
 
 def profile_steps(step: Step, data: Iterator[tuple[Tensor, Tensor]], count: int, record: bool) -> dict[str, Any]:
@@ -280,7 +425,8 @@ def serve(connection: Connection) -> None:
     importlib.import_module(LIBRARY.get(job.peer.split("-")[0], "torch"))
     dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.ranks)
     bare = memory("VmRSS")
-    step, data = setup(job), batches(job.rank // job.tensor, job.sequences, job.length)
+    busy = Busy() if job.pipeline > 1 else None
+    step, data = setup(job), batches(job.data_rank, job.batch, job.length)
     connection.send({})
     while True:
         command, count = connection.recv()
@@ -289,7 +435,7 @@ def serve(connection: Connection) -> None:
         elif command == "trace":
             answer = trace_steps(step, data, count, bare)
         else:
-            answer = run_steps(step, data, count)
+            answer = run_steps(step, data, count, busy)
         connection.send(answer | {"memory": memory("VmHWM") - bare})
 
 

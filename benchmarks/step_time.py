@@ -8,6 +8,7 @@ within a round. While one peer computes, the others sleep in a read on a socket.
     python benchmarks/step_time.py --dtype bf16 --peers ddp,fsdp2,lt_zero-2
     python benchmarks/step_time.py --profile lt_zero-3
     python benchmarks/step_time.py --ranks 4 --tensor 2 --peers ddp,fsdp2,lt_zero-2,lt_zero-3  # tensor parallelism
+    python benchmarks/step_time.py --ranks 4 --pipeline 2 --peers ddp,fsdp2,lt_zero-1  # 1F1B, beside torch's pipelining
 
 Linux only (memory is read from /proc). "peak MB" is the highest resident memory of a rank, from building the model to
 the last step, above what the process had after its imports. If other programs use the machine, medians say little (a
@@ -122,13 +123,15 @@ class Peer:
     rounds: list[list[float]] = field(default_factory=list)  # per round, the seconds of each step on the slowest rank
     memory: float = 0.0  # MB on the largest rank
     loss: float = float("nan")  # of the last step, mean over the ranks
+    idle: list[float] = field(default_factory=list)  # per round, the share of time in which ranks of a pipeline wait
     error: str = ""
     launch: Start = subprocess.Popen
 
     def start(self, args: argparse.Namespace, python: str, folder: Path) -> None:
         ranks, store = args.ranks, str(folder / f"{self.name}.store")
         for rank in range(ranks):
-            size = args.depth, args.width, store, args.sequences, args.length, args.tensor
+            size = args.depth, args.width, store, args.sequences, args.length, args.tensor, args.pipeline
+            size = *size, args.micro_batches
             job = Job(self.name, rank, ranks, args.dtype == "bf16", *size)
             command = [python, str(Path(__file__).with_name("peers.py"))]
             log = folder / f"{self.name}.{rank}.log"
@@ -141,12 +144,14 @@ class Peer:
             worker.send((command, count))
         answers = answers_of(self.workers)
         self.memory = max(a["memory"] for a in answers)
-        self.loss = mean(a["loss"] for a in answers)
+        losses = [a["loss"] for a in answers if a["loss"] == a["loss"]]  # torch's pipelining: of the last stage only
+        self.loss = mean(losses) if losses else float("nan")
         return answers
 
     def measure(self, count: int) -> None:
         answers = self.ask("steps", count)
         self.rounds.append([max(times) for times in zip(*(a["times"] for a in answers), strict=True)])
+        self.idle.append(mean(a["idle"] for a in answers))
 
     @property
     def seconds(self) -> list[float]:
@@ -204,12 +209,13 @@ def warm_up(peers: list[Peer], args: argparse.Namespace, folder: Path) -> None:
 
 def row(peer: Peer, reference: Peer) -> list[str]:
     if peer.error:
-        return [peer.name, "failed", *[""] * 5]
+        return [peer.name, "failed", *[""] * 6]
     steps = list(itertools.chain(*peer.rounds))
     times = f"{1000 * median(steps):.0f}", f"{1000 * min(steps):.0f}"
     middle, low, high = ratio(peer.seconds, reference.seconds)
     spread = f"{middle:.3f}", f"{low:.3f}-{high:.3f}"
-    return [peer.name, *times, *spread, f"{peer.memory:.0f}", f"{peer.loss:.5f}"]
+    idle = f"{median(peer.idle):.1%}" if peer.idle and peer.idle[0] == peer.idle[0] else ""
+    return [peer.name, *times, *spread, f"{peer.memory:.0f}", f"{peer.loss:.5f}", idle]
 
 
 def report(peers: list[Peer], args: argparse.Namespace) -> None:
@@ -218,13 +224,16 @@ def report(peers: list[Peer], args: argparse.Namespace) -> None:
 
     done = [p for p in peers if not p.error]
     reference = next((p for p in done if p.name == "ddp"), done[0] if done else peers[0])
-    header = ["peer", "ms per step", "fastest", f"x {reference.name}", "quartiles", "peak MB", "last loss"]
+    header = ["peer", "ms per step", "fastest", f"x {reference.name}", "quartiles", "peak MB", "last loss", "waits"]
     rows = [row(peer, reference) for peer in peers]
     table = Table(*header, title=f"{args.dtype}, {args.ranks} ranks, depth {args.depth}, width {args.width}")
     for cells in rows:
         table.add_row(*cells)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     print("\n".join(markdown(header, rows)))
+    if args.pipeline > 1:
+        share = (args.pipeline - 1) / (args.micro_batches + args.pipeline - 1)
+        print(f"waits: the share of a schedule in which a rank computes nothing; by the formula {share:.1%}")
     for peer in peers:
         print(f"{peer.name} failed: {peer.error}\n" if peer.error else "", end="")
     losses = [p.loss for p in done if p.name != "alone"]  # its ranks each train on their own data
@@ -241,15 +250,18 @@ def write_json(peers: list[Peer], args: argparse.Namespace) -> None:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = {"rounds": 7, "steps": 3, "warmup": 3, "depth": 8, "width": 512, "ranks": 2, "tensor": 1}
-    for name, default in {**numbers, "sequences": MICRO_BATCH, "length": CONTEXT}.items():
+    numbers = {"rounds": 7, "steps": 3, "warmup": 3, "depth": 8, "width": 512, "ranks": 2, "tensor": 1, "pipeline": 1}
+    for name, default in {**numbers, "micro-batches": 4, "sequences": MICRO_BATCH, "length": CONTEXT}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--peers", default="", help=f"comma-separated; default: {','.join(PEERS)}; there is also alone")
     parser.add_argument("--deepspeed-python", help="an interpreter that has deepspeed; default: this one if it has it")
     parser.add_argument("--profile", metavar="PEER", help="run this peer alone and print where rank 0 spends its time")
     parser.add_argument("--json", metavar="FILE", help="write every measurement here")
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.pipeline > 1 and (args.dtype != "fp32" or (args.depth + 2) % args.pipeline):
+        parser.error("--pipeline is measured in fp32, with a depth whose layers and the two ends it divides")
+    return args
 
 
 @contextmanager

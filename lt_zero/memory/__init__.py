@@ -1,8 +1,9 @@
 """Memory planning: how many bytes a run needs per rank and node, what a machine has, and which setting fits."""
 
-from lt_zero.memory.estimate import Fit, Machine, Sizes, cheapest, estimate, settings_table
+from lt_zero.memory.estimate import Fit, Machine, cheapest, estimate, settings_table
 from lt_zero.memory.forecast import Forecast
 from lt_zero.memory.limits import NotEnoughMemory, check_host_memory
+from lt_zero.memory.sizes import Sizes
 
 __all__ = [
     "Fit",

@@ -157,6 +157,7 @@ def setup_of(
     known = [states_of(optimizer) for optimizer in optimizers]
     states = max((count for count, _ in known), default=0.0) + averages
     fused = engine.config.fused_step and all(fused for _, fused in known)
+    accumulates = accumulates or engine.config.micro_batches > 1  # of a pipeline
     return Setup(engine.groups[0], engine.world.size, engine.device.type, states, fused, accumulates, saves=saves)
 
 
@@ -252,7 +253,7 @@ def _advice(
         root,
         Machine(host=host, nvme=_EVERYTHING, ranks=ranks),
         config,
-        setup.world,
+        setup.world * config.pipeline.ranks,
         device=setup.device,
         optimizer=optimizer,
         precision=policy.mode,

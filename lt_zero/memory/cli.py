@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +14,18 @@ import typer
 from rich.console import Console
 from torch import nn
 
+from lt_zero.common.errors import ConfigError
 from lt_zero.common.numbers import count_of
 from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
-from lt_zero.memory.estimate import Fit, Machine, Sizes, cheapest, estimate, kinds_table, settings_table
+from lt_zero.memory.estimate import Fit, Machine, cheapest, estimate, kinds_table, settings_table
 from lt_zero.memory.forecast import DEVICE, HOST, NVME, Forecast
 from lt_zero.memory.limits import GB, amount
+from lt_zero.memory.meshes import Job, Rates, meshes_table, plans, reasons
+from lt_zero.memory.pipelines import activations_line, reductions, schedules_table, stages_table
+from lt_zero.memory.sizes import Model, Sizes, Stage, fullest, stages_of_module, stages_of_sizes
 from lt_zero.memory.tensor_sizes import fits_by_size, sizes_table
+from lt_zero.memory.transformer import Transformer
 from lt_zero.memory.ways import fitting, least, ways_table
 from lt_zero.parallel.drawing import rank_table, shares
 from lt_zero.parallel.mesh import ParallelSizes
@@ -38,6 +44,24 @@ def estimate_command(
     tensor: Annotated[
         int | None,
         Option(min=1, help="Ranks that share the tensors of each layer. Default: tensor_parallel.autotp_size."),
+    ] = None,
+    pipeline: Annotated[
+        int | None, Option(min=1, help="Ranks with layers one after the other. Default: pipeline.stages.")
+    ] = None,
+    micro_batches: Annotated[
+        int | None, Option(min=1, help="Of a pipeline; default: pipeline.num_microbatches, or twice the ranks.")
+    ] = None,
+    schedule: Annotated[str | None, Option(help="1F1B, GPipe, Interleaved1F1B or LoopedBFS.")] = None,
+    layers: Annotated[
+        int | None, Option(min=1, help="Instead of --params: transformer blocks of --hidden, with --heads.")
+    ] = None,
+    hidden: Annotated[int | None, Option(min=1, help="Width of a block.")] = None,
+    heads: Annotated[int | None, Option(min=1, help="Of attention; default: one for each 128 of --hidden.")] = None,
+    vocabulary: Annotated[int, Option(min=0, help="With --layers: rows of the embedding, and of the head.")] = 0,
+    sequence: Annotated[int, Option(min=1, help="Tokens of a sequence, for activations.")] = 4096,
+    micro_batch: Annotated[int, Option(min=1, help="Sequences of a micro-batch, for activations.")] = 1,
+    batch: Annotated[
+        int | None, Option(min=1, help="With --fit: sequences of a step on all ranks; default: 2 micro-batches a rank.")
     ] = None,
     stage: Annotated[int | None, Option(min=0, max=3, help="Show only this stage.")] = None,
     precision: Annotated[str | None, Option(help="As for the Trainer: bf16-mixed, 32-true, ...")] = None,
@@ -61,7 +85,16 @@ def estimate_command(
     """Estimate the memory of a run per rank and node, by stage and offload. 1 GB is 1e9 bytes."""
     console = Console(highlight=False)
     try:
-        model, parsed = _model(params, largest, module), _config(config, stage, tensor, module)
+        shape = _shape(layers, hidden, heads, sequence, micro_batch, vocabulary)
+        keys = {
+            "tensor_parallel.autotp_size": tensor,
+            "pipeline.stages": pipeline,
+            "pipeline.num_microbatches": micro_batches,
+            "pipeline.schedule": schedule,
+        }
+        parsed = _config(config, stage, keys, module)
+        stages = _stages(params, largest, module, shape, parsed)
+        model = stages[0].model if len(stages) == 1 else fullest(stages)
         if nodes is not None:
             world, per_node = _ranks(world, nodes, per_node)
         _draw(parsed, world, per_node, device, console)
@@ -78,13 +111,26 @@ def estimate_command(
             found = ways_table(model, parsed, world, mbit, stage, console, step_seconds=step_seconds, **sent)
             for line in least(found, mbit):
                 console.print(line, markup=False, soft_wrap=True)
+        if parsed.pipeline.ranks > 1:
+            schedules_table(parsed, console)
+            stages_table(stages, parsed, shape, console)
+            for line in reductions(parsed):
+                console.print(line, markup=False, soft_wrap=True)
+        elif shape is not None:
+            console.print(activations_line(shape, parsed.tensor_parallel.autotp_size), markup=False, soft_wrap=True)
         if fit:
-            _fit(model, parsed, world, options, (gpu_gb, cpu_gb, nvme_gb), mbit, console)
+            fits = _fit(model, parsed, world, options, (gpu_gb, cpu_gb, nvme_gb), mbit, console)
+            if isinstance(model, Sizes) and ParallelSizes.of(parsed, world).is_plain and device == "cuda" and world > 1:
+                known = shape or Transformer.like(model.total, sequence, micro_batch)
+                job = _job(model, known, batch, parsed, world, options, gpu_gb, mbit)
+                _suggest(job, shape is None, console)
+            if not fits:
+                raise typer.Exit(1)
             return
         settings_table(model, parsed, world, stage=stage, console=console, **options)
         cast = estimate(model, parsed, world, **options)
         if cast.local < cast.parameters:
-            console.print(_parts(cast, params is not None), markup=False, soft_wrap=True)
+            console.print(_parts(cast, parsed, module is None), markup=False, soft_wrap=True)
         if config is not None or stage is not None:
             kinds_table(cast, f"Stage {parsed.zero_optimization.stage} as configured", console)
         _note_resident(cast, console)
@@ -96,16 +142,28 @@ def _draw(config: ZeroConfig, world: int, per_node: int | None, device: str, con
     """Draw the ranks, unless all are data ranks."""
     sizes = ParallelSizes.of(config, world)
     if not sizes.is_plain:
-        per_node = per_node or (world if device == "cpu" else min(world, 8))
-        show(rank_table({"data": sizes.data, "tensor": sizes.tensor}, per_node), console)
-        for line in shares(sizes.data, sizes.tensor, per_node):
-            console.print(line, markup=False, soft_wrap=True)
+        _draw_mesh(sizes, per_node or (world if device == "cpu" else min(world, 8)), console)
 
 
-def _parts(cast: Forecast, assumed: bool) -> str:
-    """How much of the model a tensor rank has."""
+def _draw_mesh(sizes: ParallelSizes, per_node: int, console: Console) -> None:
+    axes = {"pipeline": sizes.pipeline, "data": sizes.data, "tensor": sizes.tensor}
+    show(rank_table({axis: size for axis, size in axes.items() if size > 1 or axis == "data"}, per_node), console)
+    for line in shares(sizes, per_node):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _parts(cast: Forecast, config: ZeroConfig, assumed: bool) -> str:
+    """How much of the model a rank has."""
+    who = " and ".join(
+        name
+        for name, size in (("tensor", config.tensor_parallel.autotp_size), ("pipeline", config.pipeline.ranks))
+        if size > 1
+    )
+    text = f"Of {cast.parameters:,} parameters a {who} rank has {cast.local:,}"
+    if config.pipeline.ranks > 1:
+        return f"{text}, at most. ZeRO shards these."
     whose = "all are taken to be cut; --module counts the model's plan" if assumed else "its parts, and what is not cut"
-    return f"Of {cast.parameters:,} parameters a tensor rank has {cast.local:,}: {whose}. ZeRO shards these."
+    return f"{text}: {whose}. ZeRO shards these."
 
 
 def _note_resident(cast: Forecast, console: Console) -> None:
@@ -128,11 +186,34 @@ def _ranks(world: int, nodes: int, per_node: int | None) -> tuple[int, int]:
     return nodes * per_node, per_node
 
 
-def _model(params: str | None, largest: str | None, module: str | None) -> nn.Module | Sizes:
-    if (params is None) == (module is None):
-        raise ValueError("Give either --params (with --largest) or --module pkg.mod:function.")
+def _shape(
+    layers: int | None, hidden: int | None, heads: int | None, sequence: int, micro_batch: int, vocabulary: int
+) -> Transformer | None:
+    """The transformer that the options describe; None: they do not."""
+    if (layers is None) != (hidden is None) or (layers is None and (heads is not None or vocabulary)):
+        raise ValueError("--layers and --hidden describe a transformer: give both; --heads, --vocabulary go with them.")
+    if layers is None or hidden is None:
+        return None
+    return Transformer(layers, hidden, heads or max(1, hidden // 128), sequence, micro_batch, vocabulary)
+
+
+def _stages(
+    params: str | None, largest: str | None, module: str | None, shape: Transformer | None, config: ZeroConfig
+) -> list[Stage]:
+    """What each rank of a pipeline has of the model; of a single one it is the model."""
+    if (params is not None) + (module is not None) + (shape is not None) != 1:
+        raise ValueError("Give --params (with --largest), --layers with --hidden, or --module pkg.mod:function.")
     if module is None:
-        return Sizes(count_of(params, "--params"), None if largest is None else count_of(largest, "--largest"))
+        sizes = shape.sizes() if shape is not None else None
+        if sizes is None:
+            sizes = Sizes(count_of(params, "--params"), None if largest is None else count_of(largest, "--largest"))
+        return stages_of_sizes(sizes, config) if config.pipeline.ranks > 1 else [Stage(sizes, 0, 0, sizes.total, 0)]
+    build = partial(_module, module)
+    return stages_of_module(build, config) if config.pipeline.ranks > 1 else [Stage(build(), 0, 0, 0, 0)]
+
+
+def _module(module: str) -> nn.Module:
+    """What the function ``module`` returns, without values."""
     path, _, name = module.partition(":")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     try:
@@ -142,6 +223,8 @@ def _model(params: str | None, largest: str | None, module: str | None) -> nn.Mo
         with torch.device("meta"):
             model = function()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ValueError(
             f"--module {module}: {error}. Name a function without arguments as pkg.mod:function."
         ) from error
@@ -150,29 +233,68 @@ def _model(params: str | None, largest: str | None, module: str | None) -> nn.Mo
     return model
 
 
-def _config(path: Path | None, stage: int | None, tensor: int | None, module: str | None) -> ZeroConfig:
-    config = ZeroConfig.of(path, stage, [] if tensor is None else [f"tensor_parallel.autotp_size={tensor}"])
+def _config(path: Path | None, stage: int | None, keys: dict[str, Any], module: str | None) -> ZeroConfig:
+    config = ZeroConfig.of(path, stage, [f"{key}={value}" for key, value in keys.items() if value is not None])
     sizes = [".".join(map(str, key)) for key in config.autos if key[0] == "zero_optimization"]
     if sizes and module is None:
         raise ValueError(f'--config {path}: "auto" in {", ".join(sorted(sizes))} requires the model: give --module.')
     return config
 
 
+def _job(
+    sizes: Sizes,
+    shape: Transformer,
+    batch: int | None,
+    config: ZeroConfig,
+    world: int,
+    options: dict[str, Any],
+    gpu_gb: float | None,
+    mbit: float | None,
+) -> Job:
+    """What a mesh is looked for."""
+    per_node = options["ranks_per_node"] or min(world, 8)
+    more = {key: value for key, value in options.items() if key not in ("ranks_per_node", "accumulate_grad_batches")}
+    rates = Rates() if mbit is None else Rates(between=mbit * 1e6 / 8 / per_node)
+    if not sizes.layers and sizes.largest is None:
+        each, rest = divmod(sizes.total, shape.layers)
+        sizes = Sizes(sizes.total, layers=tuple(each + (number < rest) for number in range(shape.layers)))
+    of_step = batch or 2 * world * shape.micro_batch
+    return Job(shape, sizes, of_step, world, per_node, int((gpu_gb or 0) * GB), config, more, rates)
+
+
+def _suggest(job: Job, assumed: bool, console: Console) -> None:
+    """Print the meshes that fit, the suggested one, and why."""
+    found = plans(job)
+    if assumed:
+        text = f"Taken to be a transformer of {job.model}; --layers, --hidden, --sequence describe another."
+        console.print(text, markup=False, soft_wrap=True)
+    if not found:
+        console.print("No mesh of these ranks fits without offload, also with recomputed blocks.", soft_wrap=True)
+        return
+    meshes_table(found, job, console)
+    if not found[0].sizes.is_plain:
+        _draw_mesh(found[0].sizes, job.per_node, console)
+    for line in reasons(found, job):
+        console.print(line, markup=False, soft_wrap=True)
+
+
 def _fit(
-    model: nn.Module | Sizes,
+    model: Model,
     config: ZeroConfig,
     world: int,
     options: dict[str, Any],
     sizes: tuple[float | None, float | None, float],
     mbit: float | None,
     console: Console,
-) -> None:
+) -> bool:
+    """Print the fastest setting that fits; returns whether there is one."""
     gpu, cpu, nvme = sizes
     on_cpu = options["device"] == "cpu"
     if (cpu if on_cpu else gpu) is None:
         missing = "--cpu-gb, the host memory of a node" if on_cpu else "--gpu-gb, the memory of a GPU (or --device cpu)"
         raise ValueError(f"--fit requires {missing}, in GB (1e9 bytes).")
-    ranks = options.pop("ranks_per_node") or (world if options["device"] == "cpu" else min(world, 8))
+    ranks = options["ranks_per_node"] or (world if options["device"] == "cpu" else min(world, 8))
+    options = {key: value for key, value in options.items() if key != "ranks_per_node"}
     limit = None if gpu is None else int(gpu * GB)
     machine = Machine(None if cpu is None else int(cpu * GB), limit, int(nvme * GB), ranks)
     by_size = fits_by_size(model, machine, config, world, **options) if config.tensor_parallel.autotp_size > 1 else {}
@@ -184,7 +306,7 @@ def _fit(
         by_size = by_size or fits_by_size(model, machine, config, world, **options)
         if any(isinstance(fit, Fit) and fit.setting is not None for fit in by_size.values()):
             sizes_table(by_size, world, console)
-        raise typer.Exit(1)
+        return False
     cast = found.forecast
     needs = (("GPU", cast.rank(DEVICE)), ("host of a node", cast.node(HOST)), ("NVMe of a node", cast.node(NVME)))
     console.print(f"fits: {found.setting}", markup=False, soft_wrap=True)
@@ -201,3 +323,4 @@ def _fit(
         releases = ", stage3_max_reuse_distance: 0" if setting.releases else ""
         line = f"of what fits, least is sent by: {way.name}{releases} ({traffic.seconds(mbit):.2f} s on the link)"
         console.print(f"{line}: {traffic.topology}", markup=False, soft_wrap=True)
+    return True

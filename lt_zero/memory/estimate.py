@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,54 +19,31 @@ from torch.optim import Optimizer
 
 from lt_zero import optim
 from lt_zero.common.arguments import expect_number, wrong
-from lt_zero.common.boxes import Box, ParamSpec
+from lt_zero.common.boxes import ParamSpec
+from lt_zero.common.errors import ConfigError
 from lt_zero.common.numbers import count_of
 from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import MODES, DtypePolicy, dtype_policy, resolve_mode
-from lt_zero.engine.partition import EnginePlan, plan_engine, with_sizes
+from lt_zero.engine.partition import EnginePlan, GroupFacts, plan_engine, with_sizes
 from lt_zero.memory.forecast import DEVICE, HOST, NVME, PLACES, Forecast, forecast
 from lt_zero.memory.limits import amount
 from lt_zero.memory.setup import PlannedGroup, Setup
+from lt_zero.memory.sizes import Model, Sizes, Stage, fullest, parts_of_all, skeleton, stages_of_sizes
 from lt_zero.memory.traffic import Traffic, forecast_traffic
 from lt_zero.parallel.mesh import ParallelSizes
+from lt_zero.parallel.pipeline.layers import pipeline_of
 from lt_zero.parallel.plan import planned_parts
 from lt_zero.step.fused_step import FusedStep
 from lt_zero.step.supported_optimizers import states_by_group
 
-_MOST_UNITS = 1024  # units of a model given by size; more would not change the result
 _OF_HIDDEN = ("bucket_size", "persistence_threshold")  # suffixes of keys that "auto" derives from the hidden size
 _OFFLOADS = ("offload_optimizer", "offload_param")
-_MOST_PIECES = 50_000  # buckets of a model given by size; each is planned
-_USUAL_UNITS = 32  # default number of layers of a model given by size
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """A fully trainable model that is given by its size only.
-
-    Attributes:
-        total: parameters: a number, or text such as "7e9", "7B" or "350M".
-        largest: parameters of the largest unit (a transformer block, an embedding); default: a 32nd of all.
-    """
-
-    total: int
-    largest: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "total", count_of(self.total, "Sizes(total=...)"))
-        if self.largest is not None:
-            object.__setattr__(self, "largest", count_of(self.largest, "Sizes(largest=...)"))
-        if (self.largest or 1) > self.total:
-            raise ValueError(
-                f"Sizes(total={self.total}, largest={self.largest}): both are numbers of parameters, at least 1, and "
-                "the largest unit is a part of the total."
-            )
 
 
 def estimate(
-    model: nn.Module | Sizes | float | str,
+    model: Model,
     config: ZeroConfig | dict[str, Any] | None = None,
     world: int = 1,
     *,
@@ -81,7 +59,8 @@ def estimate(
     Args:
         model: a module on any device, also "meta"; or ``Sizes``, or the number of parameters (also "7B"). For a module
             that is not sharded yet the engine's own plan is used. For sizes the padding of ``shard_along=parameter`` is
-            unknown and not counted, and with tensor parallelism all parameters are taken to be cut.
+            unknown and not counted, and with tensor parallelism all parameters are taken to be cut. With
+            ``pipeline.stages`` above 1, it is the rank with most parameters that counts; a module is one rank's.
         config: as for ``ZeroStrategy``. With ``tensor_parallel.autotp_size`` above 1, a module is cut as in a run.
         world: ranks.
         ranks_per_node: ranks on one node; default: all on CPUs, at most 8 on GPUs.
@@ -101,7 +80,7 @@ def estimate(
 
 
 def estimate_traffic(
-    model: nn.Module | Sizes | float | str,
+    model: Model,
     config: ZeroConfig | dict[str, Any] | None = None,
     world: int = 1,
     *,
@@ -110,13 +89,31 @@ def estimate_traffic(
     device: str = "cuda",
     accumulate_grad_batches: int = 1,
 ) -> Traffic:
-    """The bytes that each node sends to others in an optimizer step. Arguments and errors: as for ``estimate``."""
+    """The bytes that ZeRO makes each node send to others in an optimizer step. Arguments, errors: as for ``estimate``.
+
+    With pipelines, of a node of the rank with most parameters; what stages send each other is not counted.
+    """
     options = (ranks_per_node, "adam", precision, device, accumulate_grad_batches, False)
-    return forecast_traffic(*_planned(model, config, world, *options), accumulate_grad_batches)
+    plan, parsed, policy, setup = _planned(model, config, world, *options)
+    if setup.world < world > setup.per_node:
+        _check_nodes(setup, world // setup.world)
+        setup = replace(setup, per_node=min(setup.per_node, setup.world))
+    return forecast_traffic(plan, parsed, policy, setup, accumulate_grad_batches * parsed.micro_batches)
+
+
+def _check_nodes(setup: Setup, stages: int) -> None:
+    """Refuse stages that have parts of nodes."""
+    if setup.world % setup.per_node and setup.per_node % setup.world:
+        key = "pipeline.stages"
+        raise ConfigError.about(
+            key,
+            f"{key}={stages}: the {setup.world} ranks of a stage are on parts of nodes of {setup.per_node}, whose "
+            "traffic is not counted. Use numbers that divide each other.",
+        )
 
 
 def _planned(
-    model: nn.Module | Sizes | float | str,
+    model: Model,
     config: ZeroConfig | dict[str, Any] | None,
     world: int,
     ranks_per_node: int | None,
@@ -139,31 +136,79 @@ def _planned(
     per_node = ranks_per_node or (world if device == "cpu" else min(world, 8))
     if world < 1 or not 1 <= per_node <= world:
         raise ValueError(f"world={world}, ranks_per_node={per_node}: 1 <= ranks_per_node <= world is needed.")
-    tensor = ParallelSizes.of(config, world).tensor
-    module, config, specs = _cut_module(model, config, tensor)
+    ranks = ParallelSizes.of(config, world)
+    stage = _stage_of(model, config)
+    module, config, specs = _cut_module(stage.model, config, ranks.tensor)
     policy = dtype_policy(config, resolve_mode(config, precision or "32-true"))
-    if module is not model:
+    if module is not stage.model:
         policy = replace(policy, keep_fp32=())  # the names of modules are unknown
     states, fused = states_of(optimizer)
-    zero, in_node = config.zero_optimization, world == per_node
-    group, cut = (PlannedGroup.assumed(size, world, zero, device, in_node) for size in (world, world // tensor))
+    groups = _Groups(ranks, world, config.zero_optimization, device, world == per_node)
     setup = Setup(
-        group,
+        groups.of_stage,
         per_node,
         device,
         states,
         fused=fused and config.fused_step,
-        accumulates=accumulate_grad_batches > 1,
+        accumulates=accumulate_grad_batches * config.micro_batches > 1,
         saves=saves,
+        elsewhere=stage.elsewhere,
     )
     named = dict(module.named_parameters())
     sizes = {named[spec.name]: spec.local_box.numel for spec in specs}
-    plan = plan_engine(module, config, policy, group.mesh.shards, specs, dict.fromkeys(sizes, cut), sizes)
+    others, wide = groups.of_parameters(module, sizes, module is stage.model)
+    plan = plan_engine(module, config, policy, groups.of_stage.mesh.shards, specs, others, sizes, wide=wide)
     return plan, config, policy, setup
 
 
+def _stage_of(model: Model, config: ZeroConfig) -> Stage:
+    """What the rank with most of a model has of it; a module is that already."""
+    if isinstance(model, Stage):
+        return model
+    if not isinstance(model, nn.Module):
+        sizes = model if isinstance(model, Sizes) else Sizes(count_of(model, "model"))
+        return fullest(stages_of_sizes(sizes, config)) if config.pipeline.ranks > 1 else Stage(sizes, 0, 0, 0, 0)
+    return Stage(model, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The ranks over which parameters are sharded: ``ParallelMesh``, without processes."""
+
+    ranks: ParallelSizes
+    world: int
+    zero: ZeroOptimization
+    device: str
+    in_node: bool
+
+    def _sized(self, size: int) -> PlannedGroup:
+        return PlannedGroup.assumed(size, self.world, self.zero, self.device, self.in_node)
+
+    @property
+    def of_stage(self) -> PlannedGroup:
+        """The ranks that have the same stage."""
+        return self._sized(self.ranks.of_stage)
+
+    def of_parameters(
+        self, module: nn.Module, cut: Mapping[Parameter, int], of_user: bool
+    ) -> tuple[dict[Parameter, GroupFacts], set[Parameter]]:
+        """The groups of parameters with another one, and those that other stages have, too."""
+        tensor, pipeline = self.ranks.tensor, self.ranks.pipeline
+        found: dict[Parameter, GroupFacts] = dict.fromkeys(cut, self._sized(self.ranks.data))
+        made = pipeline_of(module, pipeline) if of_user else None  # of a model by its size nothing is shared
+        if made is None:
+            return found, set()
+        holding, wide = made.stages_of_parameters(), set[Parameter]()
+        for parameter in module.parameters():
+            stages = len(holding.get(parameter, range(pipeline)))
+            if stages > 1:
+                found[parameter] = self._sized(self.ranks.of_stage * stages // (tensor if parameter in cut else 1))
+                wide.add(parameter)
+        return found, wide
+
+
 def _cut_module(
-    model: nn.Module | Sizes | float | str, config: ZeroConfig, tensor: int
+    model: nn.Module | Sizes, config: ZeroConfig, tensor: int
 ) -> tuple[nn.Module, ZeroConfig, list[ParamSpec]]:
     """The module that is planned, its configuration, and what a rank has of each parameter that is cut."""
     if isinstance(model, nn.Module):
@@ -173,45 +218,9 @@ def _cut_module(
         raise ValueError(f'{", ".join(map(str, sizes_left))} "auto" needs the model, not its size: write numbers.')
     along = config.zero_optimization.model_copy(update={"shard_along": "element"})
     config = config.model_copy(update={"zero_optimization": along})
-    sizes = model if isinstance(model, Sizes) else Sizes(count_of(model, "model"))
     limit = min(config.zero_optimization.reduce_bucket_size, config.zero_optimization.allgather_bucket_size)
-    made = skeleton(sizes, limit * tensor)
-    return made, config, parts_of_all(made, tensor)
-
-
-def parts_of_all(model: nn.Module, ranks: int) -> list[ParamSpec]:
-    """What a rank has of each parameter of a ``skeleton``, which are taken to be cut over ``ranks``."""
-    found = []
-    for name, parameter in model.named_parameters() if ranks > 1 else ():
-        rows, columns = parameter.shape
-        found.append(ParamSpec(name, (rows, columns), Box((0, 0), (-(-rows // ranks), columns))))
-    return found
-
-
-class _Layer(nn.Module):
-    """A unit of ``numel`` parameters, in pieces of at most ``limit``."""
-
-    def __init__(self, numel: int, limit: int) -> None:
-        super().__init__()
-        for number, lo in enumerate(range(0, numel, limit)):
-            shape = (min(limit, numel - lo), 1)  # 2D: vectors would be taken for norms, which stay fp32
-            self.register_parameter(f"weight_{number}", Parameter(torch.empty(shape, device="meta")))
-
-    def forward(self) -> None:
-        """A module with a forward of its own can be a unit."""
-
-
-def skeleton(sizes: Sizes, limit: int) -> nn.Module:
-    """A module on the meta device with these sizes; ``limit`` is that of a bucket, in elements."""
-    if sizes.total / limit > _MOST_PIECES:
-        raise ValueError(
-            f"{sizes.total:.3g} parameters are {sizes.total / limit:.3g} buckets of {limit:,} elements, and at most "
-            f"{_MOST_PIECES:,} are planned. Give the number of parameters that was meant, or raise "
-            "zero_optimization.reduce_bucket_size and allgather_bucket_size."
-        )
-    largest = sizes.largest or -(-sizes.total // _USUAL_UNITS)
-    size = max(largest, -(-sizes.total // _MOST_UNITS))
-    return nn.ModuleList(_Layer(min(size, sizes.total - lo), limit) for lo in range(0, sizes.total, size))
+    made = skeleton(model, limit * tensor)
+    return made, config, list(parts_of_all(made, tensor))
 
 
 def states_of(optimizer: str | float | Optimizer) -> tuple[float, bool]:
@@ -328,7 +337,7 @@ def settings(device: str = "cuda", stage: int | None = None) -> list[Setting]:
 
 
 def cheapest(
-    model: nn.Module | Sizes | float | str,
+    model: Model,
     machine: Machine,
     config: ZeroConfig | dict[str, Any] | None = None,
     world: int | None = None,
@@ -378,7 +387,7 @@ def misfit(cast: Forecast, machine: Machine) -> str:
 
 
 def settings_table(
-    model: nn.Module | Sizes | float | str,
+    model: Model,
     config: ZeroConfig | dict[str, Any] | None = None,
     world: int = 1,
     *,
@@ -400,8 +409,9 @@ def settings_table(
         for setting in settings(device, stage)
     ]
     per_node = casts[0][1].setup.per_node
-    tensor = parsed.tensor_parallel.autotp_size
+    tensor, stages = parsed.tensor_parallel.autotp_size, parsed.pipeline.ranks
     ranks = f"{world} rank(s), {per_node} per node" + (f", {tensor} tensor ranks" if tensor > 1 else "")
+    ranks += f", {stages} pipeline ranks (the fullest)" if stages > 1 else ""
     table = Table(
         title=f"{casts[0][1].parameters:,} parameters, {ranks}",
         caption="Without activations. optim., param: device of offload_optimizer, offload_param.\n"

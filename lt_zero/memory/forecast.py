@@ -454,6 +454,8 @@ class _Sums:
         """A full save: rank 0's copy, and the file, which Lightning builds in memory (``_atomic_save``)."""
         total = sum(row.whole * row.exact.itemsize for row in self.rows)
         total += sum(int(row.whole * row.step.itemsize * self.setup.states) for row in self.trained)
+        whole = sum(row.whole for row in self.rows)
+        total += total * self.setup.elsewhere // max(1, whole)  # other stages are as this one
         return [(HOST, COPY, total), (HOST, FILE, total)]
 
 
@@ -464,7 +466,7 @@ class Forecast:
     Attributes:
         setup: ranks, device, optimizer.
         parameters: elements of the model.
-        local: those of a rank's parts of it, which ZeRO shards further; all of them without tensor parallelism.
+        local: those that a rank has of it, which ZeRO shards further; all of them without tensor and pipeline ranks.
         phases: (place, kind) -> bytes of one rank, in each phase. See Note [Phases].
         first: (place, kind) -> additional bytes of rank 0, in each phase.
     """
@@ -529,7 +531,7 @@ def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: S
 
     return Forecast(
         setup=setup,
-        parameters=sum(row.whole for row in sums.rows),
+        parameters=sum(row.whole for row in sums.rows) + setup.elsewhere,
         local=sum(row.elements for row in sums.rows),
         phases={name: added(phases[name]) for name in PHASES if name in phases},
         first={"checkpoint": added([] if config.sharded_checkpoints else sums.full_copy())},

@@ -61,7 +61,7 @@ class PlannedGroup:
 class Setup:
     """Facts of a run that a forecast needs beside the configuration."""
 
-    group: GroupFacts  # all ranks, over which the buckets are sharded that have no group of their own
+    group: GroupFacts  # the ranks of a stage (all, without pipelines), which shard the buckets without another group
     per_node: int  # ranks on one node, which share its host memory and NVMe
     device: str = "cuda"  # type, "cpu" or "cuda"
     states: float = 2.0  # element-wise states of the optimizer; 2 for Adam
@@ -69,8 +69,9 @@ class Setup:
     accumulates: bool = False  # several micro-batches per step
     training: bool = True  # there are gradients
     saves: bool = True  # there are checkpoints
+    elsewhere: int = 0  # parameters of the model that other ranks of a pipeline have
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """The ranks of a stage: all, without pipelines."""
         return self.group.size

@@ -9,14 +9,14 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
-from lt_zero.memory.estimate import Fit, Machine, Sizes, cheapest
+from lt_zero.memory.estimate import Fit, Machine, cheapest
 from lt_zero.memory.forecast import DEVICE, HOST
 from lt_zero.memory.limits import amount
+from lt_zero.memory.sizes import Model
 
 
 def with_tensor_ranks(config: ZeroConfig, size: int) -> ZeroConfig:
@@ -25,7 +25,7 @@ def with_tensor_ranks(config: ZeroConfig, size: int) -> ZeroConfig:
 
 
 def fits_by_size(
-    model: nn.Module | Sizes | float, machine: Machine, config: ZeroConfig, world: int, **options: Any
+    model: Model, machine: Machine, config: ZeroConfig, world: int, **options: Any
 ) -> dict[int, Fit | str]:
     """What ``cheapest`` finds for each number of tensor ranks of a node; or why the model cannot be cut into so many.
 

@@ -91,7 +91,7 @@ class _GroupLinks:
 
     def __init__(self, group: GroupFacts, config: ZeroConfig, setup: Setup) -> None:
         self._config, self._size = config, group.size
-        self._alike = setup.world // group.size
+        self._alike = max(1, setup.world // group.size)
         if setup.world > setup.per_node and setup.per_node % self._alike:
             key = "tensor_parallel.autotp_size"
             text = f"{key}={self._alike} does not divide the {setup.per_node} ranks of a node: activations would cross"

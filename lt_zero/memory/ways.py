@@ -9,14 +9,14 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OptimizerBlock
 from lt_zero.config.rules import contradictions
-from lt_zero.memory.estimate import Machine, Setting, Sizes, estimate, estimate_traffic, misfit, settings
+from lt_zero.memory.estimate import Machine, Setting, estimate, estimate_traffic, misfit, settings
 from lt_zero.memory.limits import amount
+from lt_zero.memory.sizes import Model
 from lt_zero.memory.traffic import Traffic
 
 
@@ -68,13 +68,14 @@ def ways(stage: int, world: int, per_node: int, device: str) -> Iterator[Way]:
 def possible(config: ZeroConfig, world: int, per_node: int, device: str, stage: int | None = None) -> list[Way]:
     """The ways that do not contradict ``config``; ``stage``: only of this one."""
     stages, tensor = range(4) if stage is None else [stage], config.tensor_parallel.autotp_size
-    data = world // tensor, max(1, per_node // tensor)
+    of_stage = world // config.pipeline.ranks
+    data = of_stage // tensor, max(1, min(of_stage, per_node) // tensor)
     found = [way for number in stages for way in ways(number, *data, device)]
     return [way for way in found if next(contradictions(way.of(config)), None) is None]
 
 
 def ways_table(
-    model: nn.Module | Sizes | float,
+    model: Model,
     config: ZeroConfig,
     world: int,
     mbit: float,
@@ -122,7 +123,7 @@ def least(found: Mapping[Way, Traffic], mbit: float) -> list[str]:
 
 
 def fitting(
-    model: nn.Module | Sizes | float,
+    model: Model,
     machine: Machine,
     config: ZeroConfig,
     world: int,

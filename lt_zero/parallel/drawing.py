@@ -9,6 +9,8 @@ from itertools import product
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from lt_zero.parallel.mesh import ParallelSizes
+
 _ALL = 8  # along an axis of so many ranks all are shown
 _FIRST = 3  # of a longer one, and its last
 
@@ -28,10 +30,10 @@ def rank_table(sizes: Mapping[str, int], per_node: int) -> Table:
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
-    columns, width = list(_shown(sizes[inner])), sizes[inner]
+    columns, width = list(shown(sizes[inner])), sizes[inner]
     for name in (*outer, *("..." if column is None else f"{inner} {column}" for column in columns), "node"):
         table.add_column(name, justify="right")
-    for row in product(*(_shown(sizes[axis]) for axis in outer)):
+    for row in product(*(shown(sizes[axis]) for axis in outer)):
         places = ["..." if place is None else str(place) for place in row]
         if None in row:
             table.add_row(*places, *["..."] * (len(columns) + 1))
@@ -46,7 +48,7 @@ def rank_table(sizes: Mapping[str, int], per_node: int) -> Table:
     return table
 
 
-def _shown(size: int) -> Iterator[int | None]:
+def shown(size: int) -> Iterator[int | None]:
     """The places along an axis that are shown; None: those between."""
     if size <= _ALL:
         yield from range(size)
@@ -54,10 +56,20 @@ def _shown(size: int) -> Iterator[int | None]:
     yield from (*range(_FIRST), None, size - 1)
 
 
-def shares(data: int, tensor: int, per_node: int) -> Iterator[str]:
-    """Lines that say what ranks of a row, those of a column, and all of them share."""
+def shares(sizes: ParallelSizes, per_node: int) -> Iterator[str]:
+    """Lines that say what ranks of a row, those of a column, those of a stage, and all of them share."""
+    data, tensor, stages = sizes.data, sizes.tensor, sizes.pipeline
+    if stages > 1:
+        yield (
+            f"Ranks of a pipeline have the layers in turn: rank r sends to rank r + {sizes.of_stage:,}, which sees the "
+            "same batch."
+        )
+    same = " of a stage" if stages > 1 else ""
+    if tensor == 1:
+        yield f"The ranks{same} have the same layers, and see other batches: ZeRO shards them over these {data:,}."
+        return
     yield f"A row sees one batch. Each of its ranks has 1/{tensor} of each layer that is cut; they sum activations."
-    yield f"A column has the same part, and sees other batches: ZeRO shards the part over its {data:,} rank(s)."
-    yield f"Layers that are not cut are sharded over all {data * tensor:,}."
+    yield f"A column{same} has the same part, and sees other batches: ZeRO shards the part over its {data:,} rank(s)."
+    yield f"Layers that are not cut are sharded over all {data * tensor:,}{same}."
     if per_node % tensor:
         yield f"The {tensor} tensor ranks do not divide the {per_node} of a node: rows that cross nodes are slow."

@@ -48,6 +48,7 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.parallel.pipeline.batches import Form, cut, forms_of, joined, micro_batches, rows_in
 from lt_zero.parallel.pipeline.layers import Pipeline
+from lt_zero.parallel.pipeline.schedules import running
 from lt_zero.parallel.random import draw_seed, seed_of, seeded
 
 _KEPT = 4  # forms of batches whose stages, with memory for what they receive, are kept
@@ -308,12 +309,10 @@ class Runner(ProcessLocal):
             after = [form.example("meta", True) for form in forms[number]]
             stages.append(_Stage(self, number, self._position.stages, device, tuple(before), tuple(after), self._group))
         how: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._loss, "scale_grads": False}
+        runs = running(block.schedule, self._position.ranks, count, self.batch.trains)
         if len(stages) > 1:
-            rounds = max(1, count // self._position.ranks)
-            fits = block.schedule == "Interleaved1F1B" and count % rounds == 0 and self.batch.trains
-            return (ScheduleInterleaved1F1B if fits else ScheduleLoopedBFS)(stages, **how)
-        fits = block.schedule == "1F1B" and count >= self._position.ranks and self.batch.trains
-        return (Schedule1F1B if fits else ScheduleGPipe)(stages[0], **how)
+            return (ScheduleInterleaved1F1B if runs == "Interleaved1F1B" else ScheduleLoopedBFS)(stages, **how)
+        return (Schedule1F1B if runs == "1F1B" else ScheduleGPipe)(stages[0], **how)
 
     def _loss(self, output: Any, number: Tensor) -> Tensor:
         """The loss of a micro-batch, as it is differentiated."""

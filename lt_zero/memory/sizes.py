@@ -1,0 +1,152 @@
+"""A model that is given by its size, as a module to plan, and what a rank of a pipeline has of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from lt_zero.common.boxes import Box, ParamSpec
+from lt_zero.common.numbers import count_of
+from lt_zero.config import ZeroConfig
+from lt_zero.parallel.pipeline import position
+from lt_zero.parallel.pipeline.layers import pipeline_of
+from lt_zero.parallel.pipeline.partition import divide, weights_of
+
+_MOST_UNITS = 1024  # units of a model given by size; more would not change the result
+_MOST_PIECES = 50_000  # buckets of a model given by size; each is planned
+_USUAL_UNITS = 32  # default number of layers of a model given by size
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A fully trainable model that is given by its size only.
+
+    Attributes:
+        total: parameters: a number, or text such as "7e9", "7B" or "350M".
+        largest: parameters of the largest unit (a transformer block, an embedding); default: a 32nd of all.
+        layers: parameters of each unit, in order; default: all are as large as the largest.
+    """
+
+    total: int
+    largest: int | None = None
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", count_of(self.total, "Sizes(total=...)"))
+        if self.largest is not None:
+            object.__setattr__(self, "largest", count_of(self.largest, "Sizes(largest=...)"))
+        if (self.largest or 1) > self.total:
+            raise ValueError(
+                f"Sizes(total={self.total}, largest={self.largest}): both are numbers of parameters, at least 1, and "
+                "the largest unit is a part of the total."
+            )
+        if self.layers and sum(self.layers) != self.total:
+            raise ValueError(f"Sizes(total={self.total}): its layers have {sum(self.layers)} parameters.")
+
+    def units(self) -> tuple[int, ...]:
+        """The parameters of each unit."""
+        if self.layers:
+            return self.layers
+        largest = self.largest or -(-self.total // _USUAL_UNITS)
+        size = max(largest, -(-self.total // _MOST_UNITS))
+        return tuple(min(size, self.total - lo) for lo in range(0, self.total, size))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank of a pipeline has of a model.
+
+    Attributes:
+        model: its layers, as a module or by their sizes.
+        rank: of the pipeline.
+        layers: how many it has.
+        parameters: of them.
+        elsewhere: parameters of the model that other ranks have.
+    """
+
+    model: nn.Module | Sizes
+    rank: int
+    layers: int
+    parameters: int
+    elsewhere: int
+
+
+Model = nn.Module | Sizes | Stage | float | str
+
+
+def stages_of_sizes(sizes: Sizes, config: ZeroConfig) -> list[Stage]:
+    """What each rank of the configured pipeline has of a model, whose units are its layers.
+
+    Raises:
+        ConfigError: there are more stages than layers.
+    """
+    units, block = sizes.units(), config.pipeline
+    method = "uniform" if block.partition_method == "uniform" else "parameters"  # there are no classes, and no times
+    parts = divide(weights_of(method, [""] * len(units), units), block.ranks * block.chunks)
+    found = []
+    for rank in range(block.ranks):
+        own = tuple(units[number] for part in parts[rank :: block.ranks] for number in part)
+        has = sum(own)
+        found.append(Stage(Sizes(has, layers=own), rank, len(own), has, sizes.total - has))
+    return found
+
+
+def stages_of_module(build: Callable[[], nn.Module], config: ZeroConfig) -> list[Stage]:
+    """What each rank of the configured pipeline has of the module that ``build`` returns.
+
+    Raises:
+        ConfigError: it has no pipeline, or one for other ranks; or there are more stages than layers.
+    """
+    block, made = config.pipeline, list[tuple[nn.Module, int, dict[str, int]]]()
+    for rank in range(block.ranks):
+        with position.at(position.Position(rank, block.ranks, block)):
+            module = build()
+        pipeline = pipeline_of(module, block.ranks)
+        assert pipeline is not None
+        layers = sum(len(pipeline.parts[stage]) for stage in pipeline.position.own)
+        made.append((module, layers, {name: p.numel() for name, p in module.named_parameters()}))
+    total = sum({name: numel for _, _, numels in made for name, numel in numels.items()}.values())
+    return [
+        Stage(module, rank, layers, sum(numels.values()), total - sum(numels.values()))
+        for rank, (module, layers, numels) in enumerate(made)
+    ]
+
+
+def fullest(stages: list[Stage]) -> Stage:
+    """The one with most parameters."""
+    return max(stages, key=lambda stage: stage.parameters)
+
+
+class _Layer(nn.Module):
+    """A unit of ``numel`` parameters, in pieces of at most ``limit``."""
+
+    def __init__(self, numel: int, limit: int) -> None:
+        super().__init__()
+        for number, lo in enumerate(range(0, numel, limit)):
+            shape = (min(limit, numel - lo), 1)  # 2D: vectors would be taken for norms, which stay fp32
+            self.register_parameter(f"weight_{number}", Parameter(torch.empty(shape, device="meta")))
+
+    def forward(self) -> None:
+        """A module with a forward of its own can be a unit."""
+
+
+def skeleton(sizes: Sizes, limit: int) -> nn.Module:
+    """A module on the meta device with these sizes; ``limit`` is that of a bucket, in elements."""
+    if sizes.total / limit > _MOST_PIECES:
+        raise ValueError(
+            f"{sizes.total:.3g} parameters are {sizes.total / limit:.3g} buckets of {limit:,} elements, and at most "
+            f"{_MOST_PIECES:,} are planned. Give the number of parameters that was meant, or raise "
+            "zero_optimization.reduce_bucket_size and allgather_bucket_size."
+        )
+    return nn.ModuleList(_Layer(numel, limit) for numel in sizes.units())
+
+
+def parts_of_all(model: nn.Module, ranks: int) -> Iterator[ParamSpec]:
+    """What a rank has of each parameter of a ``skeleton``, which are taken to be cut over ``ranks``."""
+    for name, parameter in model.named_parameters() if ranks > 1 else ():
+        rows, columns = parameter.shape
+        yield ParamSpec(name, (rows, columns), Box((0, 0), (-(-rows // ranks), columns)))
