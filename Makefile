@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow conformance faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
+.PHONY: help demo demo-3d test test-slow conformance faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
 	bench-parallel bench-nodes bench-scale gpu gpu-kernels \
 	gpu-engine gpu-offload gpu-trainer gpu-bench compat docs clean
 
@@ -15,6 +15,11 @@ help: ## Show the targets
 
 demo: $(STAMP) ## Train a small GPT with ZeRO stage 3 on two processes (about 3 minutes)
 	$(BIN)/python examples/train_gpt.py
+
+demo-3d: $(STAMP) ## Train a GPT on 8 processes, 2 stages x 2 data x 2 tensor ranks, then on 3 stages, and on 2 processes (10 minutes)
+	$(BIN)/python examples/pipeline_gpt.py --ranks 8 --tensor 2 --precision bf16-mixed --steps 150 --folder out/demo-3d
+	$(BIN)/python examples/pipeline_gpt.py --resume --ranks 3 --stages 3 --precision bf16-mixed --steps 180 --folder out/demo-3d
+	$(BIN)/python examples/pipeline_gpt.py --ranks 2 --stages 1 --precision bf16-mixed --steps 150 --folder out/demo-1d
 
 # The processes and their workers import the package and the tests: with bytecode each but the first does not compile them.
 test test-slow: export PYTHONDONTWRITEBYTECODE =

@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 def _run(folder: Path, *arguments: str) -> str:
     command = [sys.executable, str(ROOT / "examples/pipeline_gpt.py"), "--folder", str(folder), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -33,5 +33,26 @@ def test_it_trains_goes_on_without_stages_and_exports(tmp_path: Path) -> None:
     assert {name: value.shape for name, value in load_file(tmp_path / "weights.safetensors").items()} == {
         name: value.shape for name, value in whole.items()
     }
-    assert {f"pipe.layers.{number}.qkv.weight" for number in range(2, 6)} < set(whole)
+    assert {f"pipe.layers.{number}.q.weight" for number in range(2, 6)} < set(whole)
     assert whole["pipe.tied.embed.weight"].shape == (256, 96)
+
+
+PERPLEXITY = re.compile(r"perplexity ([\d.]+)")
+
+
+@pytest.mark.slow
+def test_three_dimensions_reach_the_perplexity_of_data_ranks_alone(tmp_path: Path) -> None:
+    """With the same batches, in bf16; then the run goes on with other stages, tensor ranks and data ranks."""
+    low = ("--precision", "bf16-mixed", "--steps", "60")
+    meshes = {"three": ("--ranks", "8", "--tensor", "2"), "plain": ("--ranks", "2", "--stages", "1")}
+    found = {}
+    for name, mesh in meshes.items():
+        found[name] = float(PERPLEXITY.findall(_run(tmp_path / name, *mesh, *low))[-1])
+    assert found["three"] == pytest.approx(found["plain"], rel=0.01)
+    shapes = [
+        {name: value.shape for name, value in load_file(tmp_path / mesh / "weights.safetensors").items()}
+        for mesh in meshes
+    ]
+    assert shapes[0] == shapes[1]
+    later = _run(tmp_path / "three", "--resume", "--ranks", "3", "--stages", "3", *low[:2], "--steps", "80")
+    assert float(PERPLEXITY.findall(later)[-1]) < found["three"]
