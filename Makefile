@@ -11,7 +11,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 	gpu-engine gpu-offload gpu-trainer gpu-bench compat docs clean
 
 help: ## Show the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
 demo: $(STAMP) ## Train a small GPT with ZeRO stage 3 on two processes (about 3 minutes)
 	$(BIN)/python examples/train_gpt.py
