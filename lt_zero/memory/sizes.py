@@ -103,7 +103,7 @@ def stages_of_module(build: Callable[[], nn.Module], config: ZeroConfig) -> list
     """
     block, made = config.pipeline, list[tuple[nn.Module, int, dict[str, int]]]()
     for rank in range(block.ranks):
-        with position.at(position.Position(rank, block.ranks, block)):
+        with position.at(position.Position(rank, block.ranks, block, plans=True)):
             module = build()
         pipeline = pipeline_of(module, block.ranks)
         assert pipeline is not None

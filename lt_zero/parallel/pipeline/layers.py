@@ -244,7 +244,9 @@ class Pipeline(nn.Module):
     def _make(self, number: int, spec: LayerSpec, here: bool) -> nn.Module | None:
         """Layer ``number``; None if this rank neither has it nor draws its values."""
         device = torch.get_default_device()
-        if not self.position.block.seed_layers:
+        if self.position.plans and not here:
+            return None
+        if self.position.plans or not self.position.block.seed_layers:
             if device.type == "meta":
                 self._refuse_meta()
             return spec.build()
@@ -258,7 +260,7 @@ class Pipeline(nn.Module):
 
     def _refuse_meta(self) -> None:
         """Raise ConfigError if values that are drawn later would be those of this rank's layers only."""
-        if self.position.ranks > 1:
+        if self.position.ranks > 1 and not self.position.plans:
             key = "pipeline.seed_layers"
             raise ConfigError.about(
                 key,

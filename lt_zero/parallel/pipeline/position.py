@@ -20,11 +20,13 @@ class Position:
     Attributes:
         rank: of ``ranks`` one after the other.
         block: the ``pipeline`` block of the run's configuration.
+        plans: there is no run: of layers that are made on the meta device only shapes count.
     """
 
     rank: int = 0
     ranks: int = 1
     block: PipelineParallel = field(default_factory=PipelineParallel)
+    plans: bool = False
 
     @property
     def stages(self) -> int:
