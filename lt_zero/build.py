@@ -187,7 +187,7 @@ def _build(
     of_bucket = {bucket: groups.get(bucket.parameters[0][1], group) for bucket in plan.buckets}
     made = {bucket: Bucket(bucket, its, owner, policy) for bucket, its in of_bucket.items()}
     use_zero_plus_plus(config, made.values())
-    offload_manager = open_offload_manager(list(made.values()), config, device)
+    offload_manager = open_offload_manager(world, list(made.values()), config, device)
     rest_quantized(config, made.values())
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=world.rank) as work:
         units, root = _move_in(plan, made, materializer, work, training)

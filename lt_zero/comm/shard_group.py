@@ -159,6 +159,9 @@ class ShardGroup(Ranks):
         if len(set(map(len, self._parts))) == 1:  # else some have a model beside this group's, and are not sharded
             self._share_parameters(zero.secondary_shards(self.size))
         self._tolerate(config.communication.slow_node_tolerance, zero.stage > 0)
+        optim = zero.offload_optimizer
+        if optim.device != "none" and optim.overlap_step is True:  # here, where ranks have all groups in one order
+            self.allow_background()
 
     def _choose(self, division: int, topology: str | int, scatters: bool) -> None:
         """Make the groups and the transport. ``division``: ranks of a replica, in parts that have more."""

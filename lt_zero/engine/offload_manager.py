@@ -39,7 +39,8 @@ class OffloadManager:
     how: OffloadOptimizer = OffloadOptimizer()
     param_blocks: OffloadParam = OffloadParam()
     background: Background | None = None
-    overlaps: bool = False  # there is, or was, a background thread
+    overlaps: bool = False  # there is, or was, a background thread on some rank
+    has_files: bool = False  # on some rank
     partially_stepped: str = ""  # buckets whose weights are a step ahead; see overlap.py, Note [Beside backward]
     host_link: HostLink | None = None
     failure: SwapError | None = None  # the first error of a background step
@@ -72,7 +73,7 @@ class OffloadManager:
 
     def check(self, world: Ranks, name: str) -> None:
         """Raise SwapError on all ranks if one has an error. Collective if there are files or a background step."""
-        if self.optim is not None or self.params is not None or self.background is not None:
+        if self.has_files or self.overlaps:
             with world.agree(name, SwapError):
                 if (problem := self.find_problem()) is not None:
                     raise problem
@@ -142,8 +143,12 @@ class OffloadManager:
         self.background = self.optim = self.params = None
 
 
-def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device) -> OffloadManager:
+def open_offload_manager(
+    world: World, buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device
+) -> OffloadManager:
     """Say where the tensors of each bucket are kept, as the configuration offloads them. Before ``Bucket.adopt``.
+
+    Collective over ``world``, some of whose ranks may have no buckets, or none that is offloaded.
 
     Raises:
         SwapError: a path cannot be used.
@@ -153,11 +158,12 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
     for name, block in (("offload_optimizer", optim), ("offload_param", params)):
         if block.device == "cpu" and not apart:
             log.info("zero_optimization.%s.device=cpu has no effect: the model is on the CPU already", name)
-    if not buckets or (optim.device, params.device) == ("none", "none"):
+    if (optim.device, params.device) == ("none", "none"):
         return manager
-    manager.how, manager.param_blocks, world = optim, params, buckets[0].group.world
+    manager.how, manager.param_blocks = optim, params
     pin = device.type == "cuda" and optim.pin_memory and params.pin_memory
-    if _TIERS.keys() & {optim.device, params.device}:
+    manager.has_files = bool(_TIERS.keys() & {optim.device, params.device})
+    if manager.has_files:
         return_large_blocks()
         files = (world.rank, config.aio, [b.shard.numel() for b in buckets])
         with (
@@ -170,7 +176,8 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
                 manager.params = manager.optim
             elif params.device in _TIERS:
                 manager.params = _TIERS[params.device](params.nvme_path, *files, pin=pin)
-    places = resting([b.counted for b in buckets], [b.sharding.params for b in buckets], zero)
+    wide = [b.is_wide for b in buckets]
+    places = resting([b.counted for b in buckets], [b.sharding.params for b in buckets], wide, zero)
     link: HostLink | None = None
     if apart:
         # Bytes of the largest shard that is cast from master weights in host memory to the compute dtype.
@@ -188,27 +195,33 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
             else:
                 found.append(host_place(link, pin_master=not cast) if link is not None and in_host else bucket.memory)
         bucket.use(*found)
-    if optim.overlap_step is not False and any(bucket.offloaded for bucket in buckets):
+    if optim.device == "none" or optim.overlap_step is False:
+        return manager
+    offloads = torch.tensor([any(bucket.offloaded for bucket in buckets)], dtype=torch.uint8)
+    own = bool(offloads)
+    world.host_max(offloads, "whether steps run in the background").wait()
+    manager.overlaps = bool(offloads)
+    if own:
         pipeline = (optim.buffer_count, optim.pipeline_read, optim.pipeline_write)
         streaming = manager.optim.streaming if manager.optim is not None else nullcontext  # without the manager
-        manager.background, manager.overlaps = Background(*pipeline, streaming, device), True
-        if optim.overlap_step is True:
-            for group in dict.fromkeys(bucket.group for bucket in buckets):
-                group.allow_background()
+        manager.background = Background(*pipeline, streaming, device)
     return manager
 
 
-def resting(numels: Sequence[int], sharded: Sequence[bool], zero: ZeroOptimization) -> list[tuple[bool, bool]]:
+def resting(
+    numels: Sequence[int], sharded: Sequence[bool], wide: Sequence[bool], zero: ZeroOptimization
+) -> list[tuple[bool, bool]]:
     """Which buckets are offloaded: (master weights and states, weights that gathers read) of each.
 
-    ``offload_optimizer.ratio`` and ``offload_param.max_in_cpu`` (for nvme only) limit what is offloaded.
+    ``offload_optimizer.ratio`` and ``offload_param.max_in_cpu`` (for nvme only) limit what is offloaded. A bucket that
+    ranks with other models have, too (``wide``), is offloaded on all of them or on none: with all others only.
     """
     optim, params = zero.offload_optimizer, zero.param_offload
     room = optim.ratio * sum(numels) if optim.device != "none" else -1.0
     stays = params.max_in_cpu if params.device == "nvme" else 0
     found, moved, kept = [], 0, 0
-    for numel, shards in zip(numels, sharded, strict=True):
-        moves = moved + numel <= room
+    for numel, shards, is_wide in zip(numels, sharded, wide, strict=True):
+        moves = moved + numel <= room and (optim.ratio == 1 or not is_wide)
         moved += numel if moves else 0
         kept += numel
         found.append((moves, params.device != "none" and shards and kept > stays))

@@ -111,7 +111,7 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
     zero, buckets, on_cpu, everyone = config.zero_optimization, plan.buckets, setup.device == "cpu", setup.group
     layouts = [bucket.layout_in(everyone.mesh.shards, everyone.size) for bucket in buckets]
     counted = [bucket.counted(layout) for bucket, layout in zip(buckets, layouts, strict=True)]
-    places = resting(counted, [b.sharding.params for b in buckets], zero)
+    places = resting(counted, [b.sharding.params for b in buckets], [b.is_wide for b in buckets], zero)
     optim, param = zero.offload_optimizer.device, zero.param_offload.device
     rows = []
     for bucket, layout, held, count, (moves, away) in zip(

@@ -223,10 +223,11 @@ class Session:
         if self.mesh is not None:
             self.mesh.replaced.follow(given)
         compare_optimizers(engine, given)
+        steps = _step_anywhere(given, engine)
         if not given:
             return
-        for optimizer in given:
-            if not leave_others or self.loss_scale.checks or _steps(optimizer, engine):
+        for optimizer, here in zip(given, steps, strict=True):
+            if not leave_others or self.loss_scale.checks or here:
                 self._shard_optimizer(engine, optimizer)
         taken = {id(p) for optimizer in given for group in optimizer.param_groups for p in group["params"]}
         beside = [s.optimizer for s in engine.optimizers if not any(id(p) in taken for p in s.parameters())]
@@ -335,6 +336,25 @@ class Session:
             self.saver.abandon(self.world)
             position.leave()
             self.world.end_run()
+
+
+def _step_anywhere(optimizers: Sequence[Optimizer], engine: Engine) -> list[bool]:
+    """Whether each has parameters of the engine on any rank: all take part in a step. Collective if modules differ.
+
+    Raises:
+        RuntimeError: on all ranks, if stages have other numbers of optimizers.
+    """
+    own = [_steps(optimizer, engine) for optimizer in optimizers]
+    if engine.everywhere:
+        return own
+    told = engine.world.host_gather(own, "which optimizers step")
+    if len(set(map(len, told))) > 1:
+        numbers = ", ".join(f"rank {rank} has {len(theirs)}" for rank, theirs in enumerate(told))
+        raise RuntimeError(
+            f"Stages of a pipeline need as many optimizers, in one order: {numbers}. Make all on each; one may have "
+            "a group without parameters ({'params': []})."
+        )
+    return [any(of_ranks) for of_ranks in zip(*told, strict=True)]
 
 
 def _steps(optimizer: Optimizer, engine: Engine) -> bool:

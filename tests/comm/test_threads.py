@@ -220,7 +220,7 @@ def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
     assert with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
     seen, single = list[Any](), ShardGroup.of_all(World.join(torch.device("cpu")))
 
-    def note(buckets: Any, config: Any, device: torch.device) -> Any:
+    def note(world: Any, buckets: Any, config: Any, device: torch.device) -> Any:
         seen.append(device)
         raise ZeroDivisionError  # there is no such device here
 

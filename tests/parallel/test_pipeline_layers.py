@@ -78,6 +78,24 @@ class Skewed(nn.Module):
         return result
 
 
+class Counting(nn.Module):
+    """Counts its forwards, in the same buffer or in a new one each time."""
+
+    number: Tensor
+
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.assigns = assigns
+        self.register_buffer("number", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.assigns:
+            self.number = self.number + 1
+        else:
+            self.number += 1
+        return x * self.number
+
+
 class Normed(nn.Module):
     def __init__(self, kind: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -253,6 +271,19 @@ def test_a_layer_that_returns_no_tensors_is_named(pool: Pool, what: str) -> None
     own, other = pool.run(2, _returns, what)
     assert own.startswith("TypeError: Layer 1 (Returns), the last of stage 0, returned ")
     assert "Rank 0 ended with TypeError: Layer 1 (Returns)" in other
+
+
+def _counted() -> list[float]:
+    """What buffers have after a step of four micro-batches, the shapes of whose outputs were not known."""
+    counting = [LayerSpec(Counting, assigns) for assigns in (False, True)]
+    run = start(Ranks(), 1, "sgd", lambda: _around(*counting, *counting))
+    run.step(0)
+    return [float(buffer) for buffer in run.model.buffers()]
+
+
+def test_forwards_that_find_shapes_leave_buffers_alone(pool: Pool) -> None:
+    counted = pool.run(2, _counted)
+    assert sum(counted, []) == [4.0] * 4
 
 
 def _same() -> Iterator[Any]:

@@ -8,9 +8,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from tests.support.lightning_tools import sharded_trainer, single_trainer
-from tests.support.matrix import cover
+from tests.support.lightning_tools import quick, sharded_trainer, single_trainer
+from tests.support.matrix import cover, only
 from tests.support.pipeline_module import Module
 from tests.support.pool import Pool
 
@@ -41,3 +42,43 @@ def test_a_run_is_that_of_one_process(pool: Pool, stage: int, accumulates: int) 
         assert losses == pytest.approx(want[0], rel=1e-5)
         assert validated == pytest.approx(want[1], rel=1e-5)
         torch.testing.assert_close(logits, want[2], rtol=1e-4, atol=1e-5)
+
+
+class TwoOptimizers(Module):
+    """One of them has parameters on the first stage only."""
+
+    def __init__(self, data: int = 1) -> None:
+        super().__init__(data=data)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.toggle_optimizer(optimizer)
+            loss = self.pipe(batch[:, :-1], batch[:, 1:])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.5)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        self.log("loss", loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        named = list(self.named_parameters())
+        first = [{"params": [p for name, p in named if ".layers.1." in name]}]
+        others = [p for name, p in named if ".layers.1." not in name]
+        return [torch.optim.SGD(parameters, lr=0.1, momentum=0.9) for parameters in (first, others)]
+
+
+def _fit_two(stage: int) -> list[float]:
+    module = TwoOptimizers()
+    with quick():
+        trainer_of(stage, 2, max_epochs=1).fit(module)
+    return module.losses
+
+
+@pytest.mark.parametrize("stage", only([1], [0, 1, 2, 3]))
+def test_an_optimizer_may_have_parameters_on_one_stage_only(pool: Pool, stage: int) -> None:
+    module = TwoOptimizers()
+    single_trainer(use_distributed_sampler=False, max_epochs=1).fit(module)
+    for losses in pool.run(2, _fit_two, stage):
+        assert losses == pytest.approx(module.losses, rel=1e-5)

@@ -248,8 +248,7 @@ class Runner(ProcessLocal):
     def _probe(self) -> list[tuple[Form, ...]]:
         """Find the form of what each stage returns. See Note [Shapes]. Collective."""
         device, found = self.engine.device, list[tuple[Form, ...]]()
-        buffers = [(buffer, buffer.clone()) for buffer in self.engine.root.buffers()]
-        with torch.no_grad(), seeded(None, device.type):
+        with _keeping_buffers(self.engine.root), torch.no_grad(), seeded(None, device.type):
             for stage in range(self._position.stages):
                 mine: tuple[Form, ...] | None = None
                 if stage in self._position.own:
@@ -261,9 +260,6 @@ class Runner(ProcessLocal):
                         mine = _forms_in(output, self.pipeline.last_of(stage)).tensors
                 told = self._row.host_gather(mine, "the form of a stage's output")
                 found.append(told[self._position.rank_of(stage)])
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
         return found
 
     def _step(self, signature: Signature, count: int) -> None:
@@ -424,6 +420,21 @@ class _Stage(PipelineStage):
             return ops
         name = f"{what} of micro-batch {number} from stage {source} to stage {source + step}"
         return [watched(op, transfers, name) for op in ops]
+
+
+@contextmanager
+def _keeping_buffers(root: nn.Module) -> Iterator[None]:
+    """Context after which modules have the buffers, with the values, that they had before."""
+    tables = [(module._buffers, dict(module._buffers)) for module in root.modules()]
+    values = [(buffer, buffer.clone()) for buffer in root.buffers()]
+    try:
+        yield
+    finally:
+        for table, buffers in tables:
+            table.update(buffers)  # a forward may assign others
+        with torch.no_grad():
+            for buffer, before in values:
+                buffer.copy_(before)
 
 
 @contextmanager
