@@ -322,3 +322,19 @@ def test_norms_over_batches_are_refused(kind: type[nn.Module]) -> None:
 
 def test_norms_over_batches_are_allowed_without_stages() -> None:
     assert len(Pipeline([Block(), nn.BatchNorm1d(LENGTH)]).layers) == 2
+
+
+def _uneven(stage: int) -> str:
+    run = start(Ranks(2, 1, 2), stage)
+    rows = 8 - run.data_rank
+    try:
+        run.step(0, rows)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_data_ranks_with_other_numbers_of_samples(pool: Pool, stage: int) -> None:
+    for text in pool.run(4, _uneven, stage):
+        assert (not text) if stage == 1 else "into 4 to 7 micro-batches" in text

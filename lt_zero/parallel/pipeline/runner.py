@@ -195,13 +195,19 @@ class Runner(ProcessLocal):
 
         Collective.
         """
-        world, ranks = self.engine.world, self._data_ranks
+        world, ranks, count = self.engine.world, self._data_ranks, signature[1]
         mine = zlib.crc32(repr(signature).encode())
-        flags = torch.zeros(1 + 2 * ranks, dtype=torch.int64)
-        flags[0] = signature not in self._forms
-        flags[1 + self._data_rank], flags[1 + ranks + self._data_rank] = mine, _MASK - mine
+        flags = torch.zeros(3 + 2 * ranks, dtype=torch.int64)
+        flags[0], flags[1], flags[2] = signature not in self._forms, count, -count
+        flags[3 + self._data_rank], flags[3 + ranks + self._data_rank] = mine, _MASK - mine
         world.host_max(flags, "the form of a batch").wait()
-        if bool((flags[1 : 1 + ranks] + flags[1 + ranks :] == _MASK).all()):
+        if flags[1] != -flags[2] and any(bucket.sharding.grads for bucket in self.engine.buckets):
+            raise RuntimeError(
+                f"Data ranks cut their batches into {-int(flags[2])} to {int(flags[1])} micro-batches, as these have "
+                "different numbers of samples, and ZeRO stages 2 and 3 reduce gradients for each. Give all ranks as "
+                "many samples (drop_last=True of the data loader), or use stage 1."
+            )
+        if bool((flags[3 : 3 + ranks] + flags[3 + ranks :] == _MASK).all()):
             return bool(flags[0])
         told = world.host_gather((self._data_rank, [str(form) for form in signature[0]], signature[1]), "forms")
         firsts: dict[int, tuple[int, Any]] = {}
