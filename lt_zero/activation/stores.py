@@ -32,10 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lt_zero.comm.part_ranks import local_of
 from lt_zero.common.compat import version_of, view_base
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.saved_activations import DeviceStorage, Storage, Stored, changed
+from lt_zero.parallel.local import local_of
 
 _MIN_BYTES = 4096  # bytes; storing a smaller tensor costs more than it saves
 _PREFETCH = 2  # tensors to prefetch in backward

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.work import Launch
@@ -74,19 +73,3 @@ class Comparison:
         self._wait()
         same: list[bool] = (self._of_ranks == self._of_ranks[0]).all(0).tolist()
         return same
-
-
-def local_of(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """What this rank has of a DTensor, and what makes such a one of that again; of others the tensor itself, and None.
-
-    The local tensor shares memory, but does not count all writes to the DTensor as its own version.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor, None
-    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-
-    def distributed(local: Tensor) -> Tensor:
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-    with torch.no_grad():
-        return tensor.to_local(), distributed

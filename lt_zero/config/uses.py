@@ -32,13 +32,6 @@ _LOCAL_NAMES = ("nvme_path", "pin_memory")
 _SHOWN = 5  # maximum keys in an error
 
 
-def refuse_tensor_parallel(config: ZeroConfig, what: str) -> None:
-    """Raise ConfigError for what knows data ranks only."""
-    key, size = "tensor_parallel.autotp_size", config.tensor_parallel.autotp_size
-    if size > 1:
-        raise ConfigError.about(key, f"{key}={size}: {what} knows data ranks only. Remove the key.")
-
-
 def ignored_keys(config: ZeroConfig) -> list[str]:
     """The keys of ``config``, as written, that count in training only."""
     document = Document(plain(config))

@@ -271,3 +271,19 @@ def is_cut(parameter: Tensor) -> bool:
 def is_distributed(parameter: Tensor) -> bool:
     """Whether ``parameter`` is a DTensor, cut or replicated."""
     return isinstance(parameter, DTensor)
+
+
+def local_of(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    """What this rank has of a DTensor, and what makes such a one of that again; of others the tensor itself, and None.
+
+    The local tensor shares memory, but does not count all writes to the DTensor as its own version.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor, None
+    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+
+    def distributed(local: Tensor) -> Tensor:
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    with torch.no_grad():
+        return tensor.to_local(), distributed
