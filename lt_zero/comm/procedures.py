@@ -6,13 +6,13 @@ a thread. It uses process groups of its own, in the order of the launches, which
 
 from __future__ import annotations
 
-import queue
 import threading
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+
+from lt_zero.common.worker import Worker
 
 
 class Procedure:
@@ -55,24 +55,10 @@ class Procedures:
     """A thread for procedures, which starts with the first and ends with this object."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._thread: threading.Thread | None = None
-        self._queue: queue.SimpleQueue[Procedure | None] = queue.SimpleQueue()
-        weakref.finalize(self, self._queue.put, None)
+        self._worker: Worker[Procedure] = Worker(name, Procedure.run)
 
     def submit(self, fn: Callable[[], object]) -> Procedure:
         """Run ``fn`` after all procedures that were submitted before."""
         procedure = Procedure(fn)
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_serve, args=(self._queue,), name=f"lt_zero-{self._name}", daemon=True
-            )
-            self._thread.start()
-        self._queue.put(procedure)
+        self._worker.put(procedure)
         return procedure
-
-
-def _serve(waiting: queue.SimpleQueue[Procedure | None]) -> None:
-    while (procedure := waiting.get()) is not None:
-        procedure.run()
-        del procedure  # while the next is waited for

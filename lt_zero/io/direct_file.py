@@ -165,7 +165,7 @@ class _Handle:
 
     def release(self) -> None:
         """Close and remove the file; at exit, drop queued requests."""
-        if os.getpid() != self.pid:  # the parent's file stays; see Note [Fork and exit] in thread_pool.py
+        if os.getpid() != self.pid:  # the parent's file stays; see Note [Fork and exit] in common/worker.py
             os.close(self.fd)
             return
         with self.idle:

@@ -249,7 +249,7 @@ def _remove(folder: Path) -> None:
 
 
 def _release(path: Path, lock: list[int], pid: int) -> None:
-    if os.getpid() != pid:  # the parent's folder stays; see Note [Fork and exit] in thread_pool.py
+    if os.getpid() != pid:  # the parent's folder stays; see Note [Fork and exit] in common/worker.py
         return
     try:
         with contextlib.suppress(FileNotFoundError):

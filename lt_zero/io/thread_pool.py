@@ -5,25 +5,19 @@ Note [Order of transfers]
     that is done queues the next one. So a later transfer starts soon, not after gigabytes of an earlier one. A
     transfer that is chained behind another queues its first block when that one has ended. Threads never wait for a
     transfer, so one thread is enough for any number of chains.
-
-Note [Fork and exit]
-    A forked child has the objects but not the threads. Every wait calls ``check_process`` first, and finalizers, which
-    run in children too, do nothing in another process. At exit finalizers run newest first: files drop what is queued,
-    then the pool stops, then the folder is removed.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
-import weakref
 from collections.abc import Callable
 
 import torch
 
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.worker import Worker
 from lt_zero.io.pinned import BLOCK
 
 log = logging.getLogger("lt_zero")
@@ -145,9 +139,6 @@ def _nothing(error: RuntimeError | None) -> None:
     """No action at the end of a transfer."""
 
 
-Queue = queue.SimpleQueue[tuple[Transfer, int] | None]
-
-
 class IoPool:
     """Threads that move blocks; one pool per process.
 
@@ -173,6 +164,7 @@ class IoPool:
         self._closed = False
         self._running = 0  # transfers that have not ended
         self._idle = threading.Condition()
+        self._workers: Worker[tuple[Transfer, int]] = Worker("io", _move, threads, _single_threaded, EXIT_PATIENCE)
         self._start()
 
     def check_process(self, what: str) -> None:
@@ -184,30 +176,14 @@ class IoPool:
             )
 
     def _start(self) -> None:
-        # Checksums run in these threads. torch must not start threads of its own there: OpenMP makes one team per
-        # calling thread, and idle teams spin. ``torch.set_num_threads`` sets the calling thread's number and the
-        # default of later threads, so each worker calls it, and the default is restored below.
         before = torch.get_num_threads()  # read first: a thread's first call adopts the default that workers change
-        self._queue: Queue = queue.SimpleQueue()
-        self._workers: list[threading.Thread] = []
-        ready = threading.Barrier(self.threads + 1)
-        try:
-            for index in range(self.threads):
-                # Daemons: the interpreter joins other threads before it runs the finalizers that would end them.
-                name = f"lt_zero-io-{index}"
-                self._workers.append(threading.Thread(target=_serve, args=(self._queue, ready), name=name, daemon=True))
-                self._workers[-1].start()
-        except RuntimeError:  # the system allows no more threads
-            ready.abort()
-            raise
-        ready.wait()
+        self._workers.start()
         torch.set_num_threads(before)
-        self._finalizer = weakref.finalize(self, _stop, self._queue, self._workers, self._pid)
 
     def check_threads(self) -> None:
         """Raise SwapError if a thread of the pool has died."""
-        for worker in self._workers:
-            check_alive(worker)
+        for thread in self._workers.threads:
+            check_alive(thread)
 
     def submit(
         self, count: int, move: Callable[[int], None], end: End = _nothing, after: Transfer | None = None
@@ -223,7 +199,7 @@ class IoPool:
         with self._idle:
             if self._closed:
                 raise SwapError("The IoPool is closed: close files before it, and submit nothing afterwards.")
-            if not self._finalizer.alive:
+            if not self._workers.threads:
                 self._start()
             self._running += 1
         transfer = Transfer(self, count, move, end)
@@ -232,7 +208,7 @@ class IoPool:
 
     def put(self, transfer: Transfer, block: int) -> None:
         """Queue a block."""
-        self._queue.put((transfer, block))
+        self._workers.put((transfer, block))
 
     def ended(self) -> None:
         """Called by a transfer that has ended."""
@@ -247,7 +223,7 @@ class IoPool:
         with self._idle:
             while self._running and not self._idle.wait(LOOK):
                 self.check_threads()
-            self._finalizer()
+            self._workers.stop()
 
     def close(self) -> None:
         """Wait for all transfers and end the threads for good. Idempotent."""
@@ -255,21 +231,13 @@ class IoPool:
         self.rest()
 
 
-def _serve(line: Queue, ready: threading.Barrier) -> None:
-    # Holds no reference to the pool, whose finalizer ends the threads.
+def _move(item: tuple[Transfer, int]) -> None:
+    item[0].run(item[1])
+
+
+def _single_threaded() -> None:
+    # Checksums run in these threads. torch must not start threads of its own there: OpenMP makes one team per calling
+    # thread, and idle teams spin. ``torch.set_num_threads`` sets the calling thread's number and the default of later
+    # threads, so each thread calls it, and the pool restores the default.
     torch.set_num_threads(1)
     torch.get_num_threads()  # a thread's first call adopts the default, which is 1 now
-    ready.wait()
-    while (item := line.get()) is not None:
-        item[0].run(item[1])
-        del item  # an idle thread must not keep the last tensor alive
-
-
-def _stop(line: Queue, workers: list[threading.Thread], pid: int) -> None:
-    if os.getpid() != pid:
-        return
-    for _ in workers:
-        line.put(None)
-    for worker in workers:
-        if worker is not threading.current_thread():  # the last reference to the pool may die in one of its threads
-            worker.join(EXIT_PATIENCE)

@@ -23,15 +23,16 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from lt_zero.common.timing import phase
+from lt_zero.common.worker import Worker
 from lt_zero.io.thread_pool import LOOK, SwapError, check_alive
 from lt_zero.offload.store import Store
 
@@ -167,18 +168,16 @@ class BackgroundStep:
 
 @dataclass
 class _Queue:
-    """State of the thread. Holds no ``Background``, whose finalizer ends the thread."""
+    """State of the thread. Holds no ``Background``, with which the thread ends."""
 
     room: int
     behind: int
     ahead: bool
     streaming: Callable[[], AbstractContextManager[object]]
     device: torch.device | None
-    pid: int
     jobs: deque[Job] = field(default_factory=deque)  # not started
     begun: deque[Job] = field(default_factory=deque)  # started, not finished
     changed: threading.Condition = field(default_factory=threading.Condition)
-    closed: bool = False
 
 
 class Background:
@@ -201,55 +200,52 @@ class Background:
         device: torch.device | None = None,
     ) -> None:
         behind = max(0, min(1, room - 2)) if write_behind else 0
-        self._queue = _Queue(room, behind, read_ahead, streaming, device, os.getpid())
-        self._thread: threading.Thread | None = None
-        self._stop: weakref.finalize | None = None  # type: ignore[type-arg]
+        self._queue = _Queue(room, behind, read_ahead, streaming, device)
+        self._worker = self._new_worker()
+
+    def _new_worker(self) -> Worker[None]:
+        return Worker("step", partial(_serve, self._queue), patience=_EXIT_PATIENCE)
 
     def hand_over(self, job: Job, limit: int | None = None) -> None:
         """Queue a job; first wait while more than ``limit`` jobs are queued."""
         queue = self._queue
-        if self._stop is None:
-            self._thread = threading.Thread(target=_serve, args=(queue,), name="lt_zero-step", daemon=True)
-            self._thread.start()
-            self._stop = weakref.finalize(self, _end, queue, self._thread)
+        self._worker.start()
+        thread = self._worker.threads[0]
         with queue.changed:
             with phase("offload", "line") if limit is not None else nullcontext():
                 while limit is not None and len(queue.jobs) > limit:
                     if not queue.changed.wait(LOOK):
-                        check_alive(self._thread)
-            job.thread = self._thread
+                        check_alive(thread)
+            job.thread = thread
             queue.jobs.append(job)
-            queue.changed.notify_all()
+        self._worker.put(None)
 
     def close(self) -> None:
         """Finish all queued jobs and end the thread."""
-        if self._stop is not None:
-            self._stop()
-            # A thread that is stuck keeps the old queue.
-            self._queue = replace(self._queue, jobs=deque(), begun=deque(), changed=threading.Condition(), closed=False)
-            self._stop = self._thread = None
+        self._worker.stop()
+        # A thread that is stuck keeps the old queue.
+        self._queue = replace(self._queue, jobs=deque(), begun=deque(), changed=threading.Condition())
+        self._worker = self._new_worker()
 
 
-def _serve(queue: _Queue) -> None:
+def _serve(queue: _Queue, _: None) -> None:
+    """Run the jobs that there are; an earlier call may have run those of this one."""
     _in_thread.working = True
-    while True:
+    if not queue.jobs:
+        return
+    try:
+        if queue.device is not None and queue.device.type == "cuda":
+            torch.cuda.set_device(queue.device)
+        with queue.streaming(), torch.no_grad():
+            _work(queue)
+    except BaseException as error:  # fail all jobs: see Note [Errors in the thread]
         with queue.changed:
-            queue.changed.wait_for(lambda: bool(queue.jobs) or queue.closed)
-            if not queue.jobs:
-                return
-        try:
-            if queue.device is not None and queue.device.type == "cuda":
-                torch.cuda.set_device(queue.device)
-            with queue.streaming(), torch.no_grad():
-                _work(queue)
-        except BaseException as error:  # fail all jobs: see Note [Errors in the thread]
-            with queue.changed:
-                jobs = deque([*queue.begun, *queue.jobs])
-                queue.begun.clear()
-                queue.jobs.clear()
-                queue.changed.notify_all()
-            while jobs:
-                jobs.popleft().fail(error)  # without a name: this frame stays, and would keep the job's bucket alive
+            jobs = deque([*queue.begun, *queue.jobs])
+            queue.begun.clear()
+            queue.jobs.clear()
+            queue.changed.notify_all()
+        while jobs:
+            jobs.popleft().fail(error)  # without a name: this frame stays, and would keep the job's bucket alive
 
 
 def _work(queue: _Queue) -> None:
@@ -273,13 +269,3 @@ def _work(queue: _Queue) -> None:
     while begun:
         begun[0].finish()
         begun.popleft()
-
-
-def _end(queue: _Queue, thread: threading.Thread) -> None:
-    if os.getpid() != queue.pid:
-        return  # a forked child, which does not have the thread
-    with queue.changed:
-        queue.closed = True
-        queue.changed.notify_all()
-    if thread is not threading.current_thread():
-        thread.join(_EXIT_PATIENCE)

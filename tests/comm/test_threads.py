@@ -20,6 +20,7 @@ from lt_zero.comm import world as world_module
 from lt_zero.comm.process_groups import with_index
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.common import worker
 from lt_zero.io import thread_pool as io
 from lt_zero.io.thread_pool import IoPool, SwapError
 from lt_zero.offload import background
@@ -173,7 +174,7 @@ def test_an_error_between_jobs_ends_all_of_them() -> None:
 def test_who_waits_for_a_thread_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (background, io):
         monkeypatch.setattr(module, "LOOK", 0.01)
-    monkeypatch.setattr(background, "_serve", lambda line: None)
+    monkeypatch.setattr(worker, "_run", lambda items, serve, prepare, ready: ready.wait())
     line, thread = _Line(), Background()
     job = line.job()
     thread.hand_over(job)
@@ -181,10 +182,23 @@ def test_who_waits_for_a_thread_that_is_gone_is_told(monkeypatch: pytest.MonkeyP
         job.wait()
     with pytest.raises(SwapError, match="lt_zero-step died"):
         thread.hand_over(line.job(), limit=0)
-    monkeypatch.setattr(io, "_serve", lambda line, ready: ready.wait())
     transfer = IoPool(threads=1).submit(1, lambda block: None, lambda error: None, None)
-    with pytest.raises(SwapError, match="lt_zero-io-0 died"):
+    with pytest.raises(SwapError, match="lt_zero-io died"):
         transfer.wait()
+
+
+def test_what_is_put_in_a_forked_child_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[int]()
+    thread = worker.Worker("test", seen.append, patience=20.0)
+    thread.put(1)
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        thread.stop()
+        with pytest.raises(RuntimeError, match=r"forked from process \d+, to which lt_zero-test belongs"):
+            thread.put(2)
+    thread.put(3)
+    thread.stop()
+    assert seen == [1, 3]
 
 
 def test_a_pool_of_threads_rests() -> None:
