@@ -88,8 +88,8 @@ class Worker(Generic[T]):
 
     def stop(self) -> None:
         """End the threads after all items that were put. No-op in a forked child; ``put`` starts new threads."""
-        self._stop()
         if os.getpid() == self._pid:
+            self._stop()
             self.threads = []
 
 
