@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
@@ -39,6 +39,7 @@ from lt_zero.engine.guard import PASSING, called
 from lt_zero.engine.parts import Parts
 from lt_zero.engine.same_on_ranks import FLAGS, SameOnRanks
 from lt_zero.io.thread_pool import SwapError
+from lt_zero.offload.store import Store
 from lt_zero.ops.flat import wide
 
 Place = tuple[Bucket, int]
@@ -146,6 +147,11 @@ def _accumulated(tensor: Tensor) -> Tensor:
     return shown_by.parts.show(bucket.params[index], value)
 
 
+def _is_used(used: set[Place], bucket: Bucket, index: int) -> bool:
+    """True if a parameter is in ``used`` and still has its gradient."""
+    return (bucket, index) in used and index in bucket.grads.valid
+
+
 def _replace(bucket: Bucket, index: int, value: Tensor, parts: Parts) -> None:
     """Copy a tensor that was assigned to ``p.grad`` to the accumulator.
 
@@ -188,7 +194,8 @@ class UsedParameters:
         self._hold = False  # user code reads p.grad: ``finish_reductions`` goes on showing it
         self._shown: dict[Place, Tensor | None] = {}  # shown in p.grad; None: p.grad is a late gradient
         self._hidden: dict[Place, ShardedGrad] = {}  # of the last backward, for reuse
-        self._places: list[Place] = []  # of all shown gradients, in the order of parameters
+        self._places: set[Place] = set()  # of all shown gradients
+        self._found: tuple[set[Place], list[Store]] | None = None  # by ``finish_reductions``, see ``_is_unchanged``
         self.norms: dict[float, dict[Place, Tensor]] = {}  # norm type -> norms of shown gradients, until these change
         self.aside = False  # gradients are not shown: ``put_aside``
         self.spent = False  # a step has used, or skipped, what was accumulated
@@ -198,7 +205,7 @@ class UsedParameters:
 
     def record(self) -> None:
         """Called when the reductions of a backward are finished."""
-        self.spent = False
+        self.spent, self._found = False, None
         self._hidden = {}
         self._flags, self.late = None, {b for b in self._buckets if b.has_grads()}
         if self._reducer.sync:
@@ -207,7 +214,7 @@ class UsedParameters:
 
     def abort(self) -> None:
         """Drop all gradients after a failed backward, including those that it was added to."""
-        self._flags, self._shown, self._hidden = None, {}, {}
+        self._flags, self._shown, self._hidden, self._found = None, {}, {}, None
         for bucket in self._buckets:
             for parameter in bucket.params:
                 parameter.grad = None
@@ -237,6 +244,8 @@ class UsedParameters:
                 options.
             SwapError: on all ranks, if files failed on one.
         """
+        if self._found is not None and self._is_unchanged(self._found[1]):
+            return partial(_is_used, self._found[0])
         if self._hold:
             self.take_assigned()
         else:
@@ -267,7 +276,18 @@ class UsedParameters:
             used |= {(bucket, index) for index, flag in enumerate(mine) if flag and index in valid}
         if not self._hold:
             self.show(used)
-        return lambda bucket, index: (bucket, index) in used and index in bucket.grads.valid
+            self._found = used, [bucket.grads.values for bucket in self._buckets]
+        return partial(_is_used, used)
+
+    def _is_unchanged(self, accumulators: list[Store]) -> bool:
+        """True if ``p.grad`` and accumulators are as the last ``finish_reductions`` left them."""
+        if self._flags is None or self._hold or not self._shown:
+            return False
+        for bucket, accumulator in zip(self._buckets, accumulators, strict=True):
+            if bucket.grads.local is not None or bucket.grads.values is not accumulator:
+                return False
+        with without_torch_function():
+            return all(bucket.params[index].grad is grad for (bucket, index), grad in self._shown.items())
 
     def _exchange_wide(self, flags: Tensor) -> None:
         """Take over the flags of buckets that ranks with other models have, too. Collective.
@@ -341,8 +361,7 @@ class UsedParameters:
         self.hide()
         if self.aside:
             return
-        self._places = [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in places]
-        self.norms = {}
+        self._places, self.norms = places, {}
         views = {bucket: is_view(bucket) for bucket in {bucket for bucket, _ in places}}
         with without_torch_function():  # guards would intercept each access
             for bucket, index in places:
@@ -387,7 +406,7 @@ class UsedParameters:
         Raises:
             RuntimeError: a sharded gradient was replaced.
         """
-        shown, self._shown = self._shown, {}
+        (shown, self._shown), self._found = (self._shown, {}), None
         cleared = []
         with without_torch_function(), torch.no_grad():
             for (bucket, index), grad in shown.items():
@@ -428,6 +447,7 @@ class UsedParameters:
         self._clear(cleared, self._shown)
         for place in cleared:
             del self._shown[place]
+        self._found = None if cleared else self._found
 
     @staticmethod
     def _clear(cleared: list[Place], shown: Collection[Place]) -> None:
@@ -457,11 +477,16 @@ class UsedParameters:
             raise RuntimeError(f"This gradient of {name!r} is that of an earlier step. Read p.grad again.")
         return self.norms[norm_type][place]
 
+    def _in_order(self) -> list[Place]:
+        """The places of all shown gradients, in the order of parameters."""
+        return [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in self._places]
+
     @torch.no_grad()
     def _compute_norms(self, norm_type: float) -> dict[Place, Tensor]:
-        row = torch.zeros(len(self._places), dtype=torch.float64, device=self._peers.device)
+        places = self._in_order()
+        row = torch.zeros(len(places), dtype=torch.float64, device=self._peers.device)
         infinite = norm_type == float("inf")
-        for number, (bucket, index) in enumerate(self._places):
+        for number, (bucket, index) in enumerate(places):
             if bucket.grads.local is not None:
                 continue  # not reduced: ``norm`` refuses it
             if bucket.repeats(index):
@@ -469,11 +494,11 @@ class UsedParameters:
             for grad in _local(bucket, index, write=False):
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
                 row[number] = norm if infinite else norm**norm_type
-            if number + 1 == len(self._places) or self._places[number + 1][0] is not bucket:
+            if number + 1 == len(places) or places[number + 1][0] is not bucket:
                 bucket.grads.put_away()
-        row = combine_rows(row, [bucket.holders(index) for bucket, index in self._places], "gradient norms", infinite)
+        row = combine_rows(row, [bucket.holders(index) for bucket, index in places], "gradient norms", infinite)
         row = row if infinite else row ** (1.0 / norm_type)
-        return {place: row[number].to(wide(place[0].grads.dtype)) for number, place in enumerate(self._places)}
+        return {place: row[number].to(wide(place[0].grads.dtype)) for number, place in enumerate(places)}
 
     def scaled(self, places: list[tuple[Bucket, int, Parameter]], factor: Tensor | float) -> None:
         """Scale computed norms after gradients were multiplied by ``factor`` (0D, not negative). Not collective."""
@@ -486,4 +511,4 @@ class UsedParameters:
         """Drop computed norms after any other change of gradients. Collective."""
         self.norms.clear()
         if self._hold and self._places:
-            self.norm(self._places[0], 2.0)
+            self.norm(self._in_order()[0], 2.0)
