@@ -283,3 +283,18 @@ def _stand_ins(stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stand_ins(pool: Pool, stage: int) -> None:
     pool.run(2, _stand_ins, stage)
+
+
+@pytest.mark.parametrize("stage", only([0, 3], STAGES))
+def test_gradients_that_change_between_two_looks_of_a_step(stage: int) -> None:
+    model = Net(depth=1)
+    engine = lt_zero.shard(model, config_of(stage, RELEASE))
+    next_token_loss(model, 0, 0, 0).backward()
+    (bucket, index), second = engine.owner[id(model.head.weight)], engine.owner[id(model.scale)]
+    assert engine.finish_reductions()(bucket, index)
+    model.head.weight.grad = None
+    used = engine.finish_reductions()
+    assert not used(bucket, index)
+    assert used(*second)
+    bucket.grads.clear({second[1]})
+    assert not used(*second)
