@@ -101,6 +101,8 @@ class TrainingEngine(nn.Module):
         self.global_rank, self.world_size = self.world.rank, self.world.size
         self.data_ranks = self.session.data_ranks
         self._micro, self._gas = _batch_sizes(config, self.data_ranks)
+        if config.pipeline.ranks > 1:  # may follow from two batch sizes
+            config = config.model_copy(update={"gradient_accumulation_steps": self._gas})
         self._added = self._gas  # micro-batches whose losses are added as they are
         self.engine: Engine = self.session.build(model, config, wanted, policy, training=True)
         self.module, self._config, self._shown = model, config, shown(config)

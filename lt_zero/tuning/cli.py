@@ -98,6 +98,7 @@ def tune(
             run = Runs(command, Path(folder), order, templates, ranks, timeout)
             tuner = Tuner(run, limit, batches=templates.micro is not None, nvme=order.nvme, **known)
             tuner.begin([*_LEAST, *(_LEAST_GPU if torch.cuda.is_available() else ())])
+            _check_batches(tuner.facts, {"--micro-batch": micro_batch, "--accumulation": accumulation})
             chosen = tuner.search()
             best = tuner.exhaust(chosen) if exhaustive else chosen
     except (TuningError, ConfigError) as error:
@@ -136,6 +137,16 @@ def _check_output(path: Path) -> None:
         raise ConfigError(f"--output {path} exists, and lt-zero tune has not written it. Name another file.")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--output {path}: there is no folder {path.parent}.")
+
+
+def _check_batches(facts: Facts, given: Mapping[str, str | None]) -> None:
+    """Raise ConfigError if options about micro-batches are ``given`` that a pipeline makes itself."""
+    option, text = next(((option, text) for option, text in given.items() if text is not None), ("", ""))
+    if option and facts.layers and not facts.loop:
+        raise ConfigError(
+            f"{option} {shlex.quote(text or '')}: a pipeline cuts the batches of the script's data loader into "
+            "micro-batches by itself, and pipeline.num_microbatches is tried without it. Remove the option."
+        )
 
 
 def _command(script: str, given: list[str], config: Path | None, ranks: int | None) -> tuple[list[str], str | None]:
@@ -287,13 +298,15 @@ def _largest(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 _HEADER = "# Written by lt-zero tune"
 _COLUMNS = ("stage", "offload", "micro", "recompute", "bucket", "s/step", "spread", "samples\n/ s", "peak\n/ rank")
+_PIPELINE = ("schedule", "micro-\nbatches")  # beside those, of a pipeline
 
 
 def print_table(tuner: Tuner, best: Candidate, console: Console, loads: str) -> None:
     """Print what was measured, fastest first, then what failed or was not run, and why."""
     caption = f"stage *: stage3_max_reuse_distance: 0. -: as the script has it. {loads}."
     table = Table(box=SIMPLE_HEAD, caption=caption, caption_justify="left", pad_edge=False, collapse_padding=True)
-    for name in _COLUMNS:
+    staged = tuner.facts.layers > 0
+    for name in (*_COLUMNS[:3], *(_PIPELINE if staged else ()), *_COLUMNS[3:]):
         table.add_column(name, justify="right", no_wrap=True)
     ordered = sorted(tuner.measured.items(), key=lambda item: item[1].seconds)
     fitting = {candidate: found for candidate, found in ordered if not found.problem}
@@ -304,6 +317,7 @@ def print_table(tuner: Tuner, best: Candidate, console: Console, loads: str) -> 
             f"{setting.stage}{' *' if setting.releases else ''}",
             places or "none",
             micro if candidate.micro is not None else "-",
+            *([candidate.schedule or "-", str(candidate.count or "-")] if staged else []),
             candidate.checkpointing or "-",
             "-" if candidate.bucket is None else str(candidate.bucket),
             f"{found.seconds:.4f}",

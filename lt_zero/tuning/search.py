@@ -2,24 +2,28 @@
 
 Note [Search]
     The script runs as it is first: this run tells what the planner needs. Then one coordinate after the other (stage
-    and offload, micro-batch, activation checkpointing, bucket size) is varied with the others at their best so far,
-    until none improves or the budget is spent. What cannot fit by its plan is never run. The fastest few run again, one
-    after the other in rounds: other work slows a machine down for seconds or minutes, never speeds it up, so the median
-    step of a candidate's fastest run counts. There are more rounds while a finalist's two fastest runs differ. Of those
-    that noise could have put first, the simplest is chosen.
+    and offload, micro-batch, a pipeline's number of micro-batches and schedule, activation checkpointing, bucket size)
+    is varied with the others at their best so far, until none improves or the budget is spent. What cannot fit by its
+    plan is never run. The fastest few run again, one after the other in rounds: other work slows a machine down for
+    seconds or minutes, never speeds it up, so the median step of a candidate's fastest run counts. There are more
+    rounds while a finalist's two fastest runs differ. Of those that noise could have put first, the simplest is chosen.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
+from lt_zero.common.errors import ConfigError
 from lt_zero.config.load import examine
 from lt_zero.memory.limits import amount
-from lt_zero.tuning.space import Candidate, Facts, Plan, configured
+from lt_zero.parallel.pipeline.batches import micro_batches
+from lt_zero.parallel.pipeline.schedules import Schedule
+from lt_zero.tuning.space import Candidate, Facts, Plan, configured, kept
 
 _FINALISTS = 3
 _NEAR = 1.1  # step time at most, in times of the fastest, of a simpler candidate that joins the finalists
@@ -162,6 +166,8 @@ class Tuner:
         found = dict.fromkeys([self.origin.setting, *(plan.setting for plan in facts.plans)])
         yield "setting", [{"setting": setting} for setting in found]
         yield "micro", [{"micro": micro, "accumulation": steps} for micro, steps in self._micros()]
+        yield "count", [{"count": count} for count in (None, *self._counts())]
+        yield "schedule", [{"schedule": schedule} for schedule in (None, *self._schedules())]
         other = "full" if self.base.activation_checkpointing.mode == "none" else "none"
         yield "checkpointing", [{"checkpointing": mode} for mode in (None, *([] if facts.unrepeated else [other]))]
         yield "bucket", [{"bucket": bucket} for bucket in dict.fromkeys([None, *(plan.bucket for plan in facts.plans)])]
@@ -169,13 +175,40 @@ class Tuner:
     def _micros(self) -> list[tuple[int | None, int | None]]:
         """(micro-batch, accumulation): what the script has, and about half and twice the micro-batch."""
         found: list[tuple[int | None, int | None]] = [(None, None)]
-        if not self._micro or not self._batches:
+        in_loader = self.facts.layers > 0 and not self.facts.loop  # a pipeline cuts its batch: ``_counts``
+        if not self._micro or not self._batches or in_loader:
             return found
         total = self._micro * self.facts.accumulation
         sizes = [size for size in range(1, total + 1) if total % size == 0]
         smaller = [size for size in sizes if 2 * size <= self._micro][-1:]
         larger = [size for size in sizes if size >= 2 * self._micro][:1]
         return found + [(size, total // size) for size in (*smaller, *larger)]
+
+    def _counts(self) -> Iterator[int]:
+        """Half and twice the micro-batches of a pipeline, if the script leaves their number open."""
+        open_ = self.base.gradient_accumulation_steps is self.base.pipeline.num_microbatches is None
+        if not self.facts.layers or self.facts.loop or not open_ or self.base.train_micro_batch_size_per_gpu:
+            return
+        known = self._cut_into(self.base.micro_batches)
+        for wanted in (self.base.micro_batches // 2, self.base.micro_batches * 2):
+            if (count := self._cut_into(wanted)) != known:
+                yield count
+
+    def _cut_into(self, wanted: int) -> int:
+        """The micro-batches that run where so many are wanted."""
+        return micro_batches(self._micro, wanted) if self._micro else wanted
+
+    def _schedules(self) -> Iterator[str]:
+        """The schedules of a pipeline that its layers allow, if the script leaves the schedule open."""
+        block, layers = self.base.pipeline, self.facts.layers
+        if not layers or "schedule" in block.model_fields_set:
+            return
+        for schedule in get_args(Schedule):
+            with suppress(ConfigError):  # another number of stages on each rank is written
+                made = examine(self.facts.base, overrides=[f"pipeline.schedule={schedule}"]).usable().pipeline
+                remade = not self.facts.loop or made.chunks == block.chunks  # a loop has made its layers before
+                if schedule != block.schedule and made.ranks * made.chunks <= layers and remade:
+                    yield schedule
 
     # ---- what fits -----------------------------------------------------------------------------------------------
 
@@ -196,7 +229,17 @@ class Tuner:
         """Bytes that a rank needs at least: by the plan, and with what was measured of the script as it is."""
         plan, share = self._plan(candidate), 0.0 if candidate.checkpointing == "full" else 1.0
         share *= candidate.micro / self._micro if candidate.micro and self._micro else 1.0
+        share *= self._kept(candidate)
         return self.facts.bare + max(plan.most, plan.running + int(share * self._activations))
+
+    def _kept(self, candidate: Candidate) -> float:
+        """The activations that a pipeline keeps, in times of those of the script as it is, of equal micro-batches."""
+        if not self.facts.layers:
+            return 1.0
+        before, steps = self.base.micro_batches, candidate.accumulation if self.facts.loop else None
+        count = candidate.count or steps or before
+        of_size = before / candidate.count if candidate.count is not None else 1.0
+        return of_size * kept(self.base, candidate.schedule, count) / kept(self.base)
 
     def refuse(self, candidate: Candidate) -> str:
         """Why a candidate is not run; "" if it is."""
@@ -315,7 +358,8 @@ class Tuner:
     def _complexity(self, candidate: Candidate) -> tuple[int, ...]:
         ladder = list(dict.fromkeys(plan.setting for plan in self.facts.plans))
         rank = ladder.index(candidate.setting)
-        return rank, *(value is not None for value in (candidate.checkpointing, candidate.micro, candidate.bucket))
+        changes = candidate.checkpointing, candidate.micro, candidate.bucket, candidate.schedule, candidate.count
+        return rank, *(value is not None for value in changes)
 
     def _nothing(self) -> str:
         failed = [f"{candidate}: {found.problem}" for candidate, found in self.measured.items()]

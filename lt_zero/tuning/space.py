@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lt_zero.activation.checkpointing import find_modules
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks import ZeroOptimization
+from lt_zero.config.blocks import PipelineParallel, ZeroOptimization
 from lt_zero.config.document import MISSING, Document, leaves
 from lt_zero.config.load import examine, plain, resolved
 from lt_zero.engine.engine import Engine
@@ -19,7 +20,9 @@ from lt_zero.engine.partition import EnginePlan, plan_engine
 from lt_zero.memory.check import setup_of
 from lt_zero.memory.estimate import Setting, settings
 from lt_zero.memory.forecast import DEVICE, HOST, Forecast, forecast
-from lt_zero.memory.setup import PlannedGroup
+from lt_zero.memory.setup import PlannedGroup, Setup
+from lt_zero.parallel.pipeline.layers import pipelines_in
+from lt_zero.parallel.pipeline.schedules import in_flight
 
 _Z = "zero_optimization"
 _OFFLOADS = ("offload_optimizer", "offload_param")
@@ -37,6 +40,7 @@ class Candidate:
         micro, accumulation: samples of a rank per micro-batch, and micro-batches per step; their product is fixed.
         checkpointing: ``activation_checkpointing.mode``.
         bucket: elements of ``reduce_bucket_size``, at stages 1 and 2 also of ``allgather_bucket_size``.
+        schedule, count: ``pipeline.schedule`` and ``pipeline.num_microbatches``.
     """
 
     setting: Setting
@@ -44,12 +48,16 @@ class Candidate:
     accumulation: int | None = None
     checkpointing: str | None = None
     bucket: int | None = None
+    schedule: str | None = None
+    count: int | None = None
 
     def __str__(self) -> str:
         parts = [str(self.setting)]
         parts += [f"micro-batch {self.micro} * {self.accumulation}"] if self.micro is not None else []
         parts += [f"activation_checkpointing.mode: {self.checkpointing}"] if self.checkpointing is not None else []
         parts += [f"buckets of {self.bucket:,}"] if self.bucket is not None else []
+        parts += [f"pipeline.schedule: {self.schedule}"] if self.schedule is not None else []
+        parts += [f"pipeline.num_microbatches: {self.count}"] if self.count is not None else []
         return ", ".join(parts)
 
     def overrides(self, base: ZeroConfig, nvme: str | None = None) -> list[str]:
@@ -69,12 +77,26 @@ class Candidate:
         if self.micro is not None:
             found["train_micro_batch_size_per_gpu"] = self.micro
             found["gradient_accumulation_steps"] = self.accumulation
+            if base.pipeline.num_microbatches is not None:  # the same number, in a loop of one's own
+                found["pipeline.num_microbatches"] = self.accumulation
         if self.checkpointing is not None:
             found["activation_checkpointing.mode"] = self.checkpointing
         if self.bucket is not None:
             found[f"{_Z}.reduce_bucket_size"] = self.bucket
             found |= {f"{_Z}.allgather_bucket_size": self.bucket} if stage in (1, 2) else {}
+        found |= {"pipeline.schedule": self.schedule} if self.schedule is not None else {}
+        found |= {"pipeline.num_microbatches": self.count} if self.count is not None else {}
         return [f"{key}={value}" for key, value in found.items()]
+
+
+def kept(config: ZeroConfig, schedule: str | None = None, count: int | None = None) -> float:
+    """The micro-batches whose activations the first rank of a pipeline keeps, of all of its layers.
+
+    It is the rank that keeps most. ``schedule``, ``count``: in place of those of ``config``.
+    """
+    block = config.pipeline
+    made = PipelineParallel(schedule=schedule or block.schedule, stages_per_rank=block.stages_per_rank)
+    return in_flight(made.schedule, block.ranks, count or config.micro_batches, made.chunks, 0) / made.chunks
 
 
 def configured(config: ZeroConfig) -> Setting:
@@ -112,11 +134,12 @@ class Facts:
         device: type of the device that computes.
         data_ranks: ranks, or sets of ranks that share tensors, that see different samples.
         base: the written configuration in plain containers, without secrets.
-        micro: samples of a rank per micro-batch, if configured.
-        accumulation: micro-batches per step.
+        micro: samples of a rank per micro-batch, if configured; with a Trainer those of the data loader's batch.
+        accumulation: micro-batches per step, of those.
         loop: the script has a loop of its own (``lt_zero.initialize``).
         bare: bytes of a rank without the engine's.
         unrepeated: why no activations can be checkpointed; "" if they can.
+        layers: of the pipeline; 0: there are no stages.
         plans: of all settings and of the bucket sizes that cut the model differently, each with and without
             accumulation, in order of their expected speed.
     """
@@ -130,6 +153,7 @@ class Facts:
     bare: int
     unrepeated: str
     plans: tuple[Plan, ...]
+    layers: int = 0
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -158,47 +182,82 @@ def written(config: ZeroConfig) -> dict[str, Any]:
 
 
 def unrepeated(engine: Engine, config: ZeroConfig) -> str:
-    """Why no activations of the model can be checkpointed; "" if they can."""
-    mode = config.activation_checkpointing.mode
+    """Why no activations of the model can be checkpointed; "" if they can. Collective if stages have other modules."""
+    mode, problem = config.activation_checkpointing.mode, ""
     block = config.activation_checkpointing.model_copy(update={"mode": "full" if mode == "none" else mode})
     try:
         find_modules(engine.root, block)
     except ConfigError as error:
-        return str(error)
-    return ""
+        problem = str(error)
+    return next(filter(None, _of_stages(engine, problem)), "")
+
+
+def layers_of(engine: Engine) -> int:
+    """The layers of the pipeline that an engine's module is a stage of; 0: there is none."""
+    return max((made.parts[-1].stop for _, made in pipelines_in(engine.root) if made.position.ranks > 1), default=0)
 
 
 def plans_of(engine: Engine, config: ZeroConfig, saves: bool, nvme: str | None) -> Iterator[Plan]:
     """The plans of all settings; of an engine whose optimizers are set up, and its configuration as it is resolved.
 
+    Of the stages of a pipeline the one that needs most counts. Collective then: all ranks have to exhaust it.
+
     ``nvme``: a folder for files; offload to files is also planned if the configuration has one.
     """
-    optimizers = [sharded.optimizer for sharded in engine.optimizers]
-    base, zero = configured(config), config.zero_optimization
-    has_disk = nvme is not None or any(getattr(zero, key).nvme_path is not None for key in _OFFLOADS)
+    own = {span.name: span.numel for bucket in engine.buckets for span in bucket.layout.spans}
+    stages = _of_stages(engine, own)
+    elsewhere = sum({name: numel for names in stages for name, numel in names.items()}.values()) - sum(own.values())
+    numel = max(sum(names.values()) for names in stages)
+    saving = partial(setup_of, engine, [sharded.optimizer for sharded in engine.optimizers], saves=saves)
+    setups = [replace(saving(accumulates=how), elsewhere=elsewhere) for how in (False, True)]
+    for setting in _ladder(engine, config, nvme):
+        cuts = set[tuple[Any, ...]]()
+        for bucket in (None, *_buckets(config.zero_optimization, numel)):
+            known = _of_stages(engine, _plans(engine, config, Candidate(setting, bucket=bucket), setups, nvme))
+            if (cut := tuple(numels for numels, _ in known)) in cuts and all(cut):
+                continue
+            cuts.add(cut)
+            for plans in zip(*(plans for _, plans in known), strict=True):
+                yield _worst(plans)
+
+
+def _of_stages(engine: Engine, value: Any) -> list[Any]:
+    """What all ranks give, if stages of a pipeline have other modules. Collective then."""
+    return [value] if engine.everywhere else engine.world.host_gather(value, "plans of stages")
+
+
+def _ladder(engine: Engine, config: ZeroConfig, nvme: str | None) -> Iterator[Setting]:
+    """The settings that can be tried, from fast to slow, and the configured one."""
+    has_disk = nvme is not None or any(
+        getattr(config.zero_optimization, key).nvme_path is not None for key in _OFFLOADS
+    )
     ladder = [rung for rung in settings(engine.device.type) if "nvme" not in rung.places or has_disk]
     if engine.world.size == 1:  # nothing is sharded: stages differ by what can be offloaded only
         ladder = list({rung.places: rung for rung in reversed(ladder)}.values())[::-1]
-    numel = sum(span.numel for bucket in engine.buckets for span in bucket.layout.spans)
-    for setting in dict.fromkeys([*ladder, base]):
-        cuts = set[tuple[int, ...]]()
-        for bucket in (None, *_buckets(zero, numel)):
-            candidate = Candidate(setting, bucket=bucket)
-            try:
-                made = examine(written(config), overrides=candidate.overrides(config, nvme)).usable()
-                made = made.model_copy(update={"zero_optimization": _resolved_sizes(made, config)})
-                plan, everyone = _planned(engine, made)
-            except ConfigError as error:
-                yield from (Plan(setting, bucket, how, problem=str(error)) for how in (False, True))
-                continue
-            numels = tuple(sum(spec.local_box.numel for spec in planned.specs) for planned in plan.buckets)
-            if numels in cuts:
-                continue
-            cuts.add(numels)
-            for accumulates in (False, True):
-                setup = replace(setup_of(engine, optimizers, accumulates, saves), group=everyone)
-                cast = forecast(plan, made, engine.policy, setup)
-                yield Plan(setting, bucket, accumulates, *_needs(cast))
+    yield from dict.fromkeys([*ladder, configured(config)])
+
+
+def _plans(
+    engine: Engine, config: ZeroConfig, candidate: Candidate, setups: Sequence[Setup], nvme: str | None
+) -> tuple[tuple[int, ...], list[Plan]]:
+    """The elements of each bucket of this rank's module, and the plans without and with accumulation."""
+    setting, bucket = candidate.setting, candidate.bucket
+    try:
+        made = examine(written(config), overrides=candidate.overrides(config, nvme)).usable()
+        made = made.model_copy(update={"zero_optimization": _resolved_sizes(made, config)})
+        plan, everyone = _planned(engine, made)
+    except ConfigError as error:
+        return (), [Plan(setting, bucket, how, problem=str(error)) for how in (False, True)]
+    numels = tuple(sum(spec.local_box.numel for spec in planned.specs) for planned in plan.buckets)
+    casts = [forecast(plan, made, engine.policy, replace(setup, group=everyone)) for setup in setups]
+    return numels, [Plan(setting, bucket, how, *_needs(cast)) for how, cast in zip((False, True), casts, strict=True)]
+
+
+def _worst(plans: Sequence[Plan]) -> Plan:
+    """One plan for all stages: a rank's most."""
+    running, most = max(plan.running for plan in plans), max(plan.most for plan in plans)
+    problem = next((plan.problem for plan in plans if plan.problem), "")
+    return replace(plans[0], running=running, most=most, problem=problem)
 
 
 def _planned(engine: Engine, config: ZeroConfig) -> tuple[EnginePlan, PlannedGroup]:
@@ -211,9 +270,10 @@ def _planned(engine: Engine, config: ZeroConfig) -> tuple[EnginePlan, PlannedGro
     apart = [bucket for bucket in engine.buckets if bucket.group is not engine.groups[0]]
     of = {parameter: groups[bucket.group] for bucket in apart for parameter in bucket.params}
     sizes = {p: span.numel for bucket in apart for p, span in zip(bucket.params, bucket.layout.spans, strict=True)}
+    wide = {parameter for bucket in engine.plan.buckets if bucket.is_wide for _, parameter in bucket.parameters}
     everyone = groups[engine.groups[0]]
-    plan = plan_engine(engine.root, config, engine.policy, everyone.mesh.shards, engine.plan.parts, of, sizes)
-    return plan, everyone
+    shards, specs = everyone.mesh.shards, engine.plan.parts
+    return plan_engine(engine.root, config, engine.policy, shards, specs, of, sizes, wide=wide), everyone
 
 
 def _resolved_sizes(made: ZeroConfig, config: ZeroConfig) -> ZeroOptimization:

@@ -23,7 +23,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
 from lt_zero.memory.check import RESTING, measured
 from lt_zero.memory.limits import peak_rss
-from lt_zero.tuning.space import Facts, plans_of, unrepeated, written
+from lt_zero.tuning.space import Facts, layers_of, plans_of, unrepeated, written
 
 FOLDER = "LT_ZERO_TRIAL"  # in the environment: the folder of the trial
 ORDER, FACTS, REPORT = "order.json", "facts.json", "report.json"
@@ -88,14 +88,15 @@ class Trial:
         if device.type == "cuda" and order.limit is not None:
             whole = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, order.limit / whole), device)
-        if order.plans and engine.world.rank == 0:
+        if order.plans and (engine.world.rank == 0 or not engine.everywhere):
             held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)
             bare = max(0, _taken(device) - held)
             plans = tuple(plans_of(engine, config, saves, order.nvme))
             refused = unrepeated(engine, config)
             base = written(config)
-            facts = Facts(device.type, data_ranks, base, micro, accumulation, loop, bare, refused, plans)
-            facts.write(self._folder / FACTS)
+            known = (device.type, data_ranks, base, micro, accumulation, loop, bare, refused, plans)
+            if engine.world.rank == 0:
+                Facts(*known, layers_of(engine)).write(self._folder / FACTS)
         self._built = _peak(device)
         _reset_peak(device)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -216,6 +217,45 @@ def test_the_global_batch_stays() -> None:
     made = yaml.safe_load(text_of(tuner, chosen))
     assert (made["train_micro_batch_size_per_gpu"], made["gradient_accumulation_steps"]) == (16, 1)
     assert tuner.samples == 32
+
+
+STAGED: dict[str, Any] = {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}
+
+
+@pytest.mark.parametrize(
+    ("block", "changes", "schedules", "counts"),
+    [
+        ({}, {"layers": 8}, {None, "GPipe", "Interleaved1F1B", "LoopedBFS"}, {None, 2, 8}),
+        ({}, {"layers": 3}, {None, "GPipe"}, {None, 2, 8}),  # two stages on each rank need four layers
+        ({"schedule": "1F1B", "num_microbatches": 4}, {"layers": 8}, {None}, {None}),
+        ({"schedule": "LoopedBFS"}, {"layers": 8}, {None}, {None, 2, 8}),
+        ({}, {"layers": 8, "loop": True, "micro": 8, "accumulation": 4}, {None, "GPipe"}, {None}),
+        ({}, {}, {None}, {None}),
+    ],
+)
+def test_what_a_pipeline_leaves_open(
+    block: dict[str, Any], changes: dict[str, Any], schedules: set[str | None], counts: set[int | None]
+) -> None:
+    """Batches of 8 samples, cut into 4 micro-batches by default. A loop has made its stages, and draws micro-batches."""
+    script = Script(by_stage, base={**STAGED, "pipeline": {"stages": 2, **block}}, **changes)
+    tuner, _ = tuned(script, trials=40)
+    tried = tuner.measured
+    assert {one.schedule for one in tried} == schedules
+    assert {one.count for one in tried} == counts
+    assert {one.micro for one in tried} == ({None, 4, 16} if changes.get("loop") else {None})
+
+
+def test_the_activations_of_a_pipeline() -> None:
+    """200 bytes of two micro-batches of four, in 1F1B: of all four in GPipe, and of two of 8 half of it."""
+    script = Script(by_stage, base=STAGED, layers=8)
+    tuner, chosen = tuned(script)
+    states = tuner.need(replace(chosen, schedule="GPipe")) - 400
+    for changes, kept in (({"schedule": "1F1B"}, 200), ({"count": 8}, 100), ({"count": 2}, 400)):
+        assert tuner.need(replace(chosen, **changes)) == states + kept  # type: ignore[arg-type]
+    other = replace(tuner.origin, schedule="GPipe", count=8)
+    tuner.measure(other)
+    made = yaml.safe_load(text_of(tuner, other))
+    assert made["pipeline"] == {"stages": 2, "schedule": "GPipe", "num_microbatches": 8}
 
 
 def test_micro_batches_are_left_alone_if_the_script_cannot_be_told() -> None:

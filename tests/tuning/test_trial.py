@@ -22,10 +22,13 @@ from lt_zero.cli import app
 from lt_zero.config.load import ConfigWarning, examine
 from lt_zero.lightning.tuned_module import made_by
 from lt_zero.memory.estimate import Setting
+from lt_zero.memory.sizes import stages_of_module
+from lt_zero.parallel import Pipeline, PipelineModule
 from lt_zero.tuning.space import Facts, configured
 from lt_zero.tuning.trial import Order
 from tests.support.lightning_tools import QUIET
 from tests.support.paths import ROOT
+from tests.support.pipelines import batch, mean_loss, specs
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::lt_zero.config.load.ConfigWarning")
@@ -184,6 +187,44 @@ def test_plans_of_tensor_ranks(tmp_path: Path, pool: Pool) -> None:
         assert plan.running == max(nbytes for phase, nbytes in needs.items() if phase != "build")
 
 
+STAGED: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 8, "pipeline": {"stages": 2}}
+
+
+def _stages(folder: Path) -> None:
+    lt_zero.init_distributed()
+    with mock.patch.dict(os.environ, {"LT_ZERO_TRIAL": str(folder)}), mock.patch.object(os, "_exit", _end):
+        net = PipelineModule(specs(), num_stages=2, loss_fn=mean_loss)
+        engine, *_ = lt_zero.initialize(model=net, optimizer=lambda ps: torch.optim.AdamW(ps), config=STAGED)
+        with pytest.raises(Ended):
+            engine.train_batch(batch(step, 0, rows=2) for step in range(4 * STEPS + 1))
+            while True:
+                engine.train_batch()
+        assert engine.global_steps == STEPS
+        engine.destroy()
+
+
+def test_plans_of_stages(tmp_path: Path, pool: Pool) -> None:
+    """They are what ``estimate`` says of the stage that needs most; 8 samples per step are 4 micro-batches."""
+    ORDER.write(tmp_path)
+    pool.run(2, _stages, tmp_path)
+    facts = Facts.read(tmp_path / "facts.json")
+    assert (facts.data_ranks, facts.micro, facts.accumulation, facts.layers) == (1, 2, 4, len(specs()))
+    base = examine(facts.base).usable()
+    assert base.micro_batches == 4
+    known = {plan.setting: plan for plan in facts.plans if plan.bucket is None and plan.accumulates}
+    assert set(known) == {*map(Setting, range(4)), Setting(3, releases=True)}
+    stages = stages_of_module(lambda: Pipeline(specs(), mean_loss), base)
+    for setting, plan in known.items():
+        casts = [lt_zero.estimate(stage, setting.of(base), 2, device="cpu", saves=False) for stage in stages]
+        needs = [
+            {phase: sum(cast.need_of_rank(phase, "host", first=True).values()) for phase in cast.phases}
+            for cast in casts
+        ]
+        assert (plan.problem, plan.most) == ("", max(max(of_stage.values()) for of_stage in needs))
+        running = [nbytes for of_stage in needs for phase, nbytes in of_stage.items() if phase != "build"]
+        assert plan.running == max(running)
+
+
 def test_only_the_first_run_plans(folder: Path) -> None:
     Order(warmup=0, steps=1).write(folder)
     assert with_loop(CONFIG) == 2
@@ -289,6 +330,38 @@ def test_the_command_with_tensor_ranks(how: str, tmp_path: Path, monkeypatch: py
     made = yaml.safe_load(Path("found.yaml").read_text())
     assert made["tensor_parallel"]["autotp_size"] == 2
     assert "samples" in done.output
+
+
+PIPELINE_SCRIPT = """
+import torch
+from tests.support.pipeline_module import Module
+from tests.tuning.test_trial import QUIET, L, lt_zero
+
+strategy = lt_zero.ZeroStrategy(stage=1, pipeline_parallel_size=2)
+L.Trainer(strategy=strategy, devices=2, max_epochs=50, **QUIET).fit(Module())
+"""
+
+
+@pytest.mark.slow
+def test_the_command_with_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of batches of 8 samples 4 micro-batches are the default, and 2 and 8 are tried, as all schedules are."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    Path("train.py").write_text(PIPELINE_SCRIPT)
+    few = ["--rounds", "0", "--warmup", "0", "--steps", "2", "--output", "found.yaml", "--trials", "40"]
+    done = CliRunner().invoke(app, ["tune", *few, "--memory", "8GiB", "train.py"])
+    assert done.exit_code == 0, done.output
+    assert "failed: " not in done.output, done.output
+    for said in ("stage 0: ", "stage 3: ", *(f"num_microbatches: {count}" for count in (2, 8))):
+        assert said in done.output
+    for schedule in ("GPipe", "Interleaved1F1B", "LoopedBFS"):
+        assert f"pipeline.schedule: {schedule}" in done.output
+    strategy = lt_zero.ZeroStrategy(config="found.yaml")
+    assert strategy.config.pipeline.ranks == 2
+    done = CliRunner().invoke(app, ["tune", *few, "--micro-batch", "--batch-size {}", "train.py"])
+    assert done.exit_code == 1
+    assert "pipeline.num_microbatches is tried without it" in done.stderr
 
 
 @pytest.mark.slow

@@ -183,6 +183,7 @@ class TrialObserver(RunObserver):
         trainer = run.trainer
         assert trainer is not None
         steps, micro = trainer.accumulate_grad_batches, run.config.train_micro_batch_size_per_gpu
+        micro = micro * run.config.micro_batches if micro is not None else None  # in a pipeline: of the data loader
         self._first, saves = run.optimizers[0] if run.optimizers else None, bool(trainer.checkpoint_callbacks)
         run.session.start_trial(run.engine, run.config, accumulation=steps, micro=micro, saves=saves)
 
