@@ -31,6 +31,7 @@ from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.module_hooks import no_hook
+from lt_zero.common.names import alone
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
@@ -105,7 +106,8 @@ def shard(
     """
     expect(module, nn.Module, "The module of lt_zero.shard", "pass an nn.Module")
     specs = tuple(specs)
-    config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module, specs)
+    of_ranks = partial(group.ask_all, name="sizes of the model") if group is not None else alone
+    config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module, specs, of_ranks)
     placed = (t.device for t in chain(module.parameters(), module.buffers()) if t.device.type != "meta")
     device = with_index(device or next(placed, torch.device("cpu")))
     if device.type == "cuda" and device.index != torch.cuda.current_device():

@@ -105,6 +105,10 @@ class ShardGroup(Ranks):
         """All ranks of the run, each with data of its own. Collective."""
         return cls(world, [range(world.size)], world.size)
 
+    def ask_all(self, value: Any, name: str) -> list[Any]:
+        """The (small, picklable) values of all ranks of the world, if it has others than these. Collective then."""
+        return [value] if self.size == self.world.size else self.world.host_gather(value, name)
+
     @property
     def described(self) -> str:
         """The groups, as all ranks make them."""

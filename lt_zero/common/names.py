@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+OfRanks = Callable[[Any], list[Any]]  # what all ranks give, of what this one gives; collective if there are others
+
+
+def alone(mine: Any) -> list[Any]:
+    """``OfRanks`` where no other rank counts."""
+    return [mine]
 
 
 def merged(orders: Iterable[Collection[str]]) -> list[str]:

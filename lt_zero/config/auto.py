@@ -62,12 +62,12 @@ def resolve_sizes(config: ZeroConfig, hidden: Callable[[], tuple[int, str]]) -> 
     Raises:
         ConfigError: the model has no hidden size.
     """
-    found = []
-    for name, rule in _SIZES.items():
-        if ("zero_optimization", name) in config.autos:
-            size, source = hidden()
-            found.append(Resolution(f"zero_optimization.{name}", rule(size), source))
-    return _with(config, found) if found else config
+    rules = {f"zero_optimization.{name}": rule for name, rule in _SIZES.items()}
+    wanted = [key for key in rules if path_of(key) in config.autos]
+    if not wanted:
+        return config
+    size, source = hidden()
+    return _with(config, [Resolution(key, rules[key](size), source) for key in wanted])
 
 
 def resolve_batch(config: ZeroConfig, micro: int, accumulation: int, world: int) -> tuple[ZeroConfig, list[Resolution]]:

@@ -24,6 +24,7 @@ from lt_zero.comm.transport import Mesh
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.common.names import OfRanks, alone
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import resolve_sizes
@@ -397,16 +398,15 @@ def _cut(
     return found
 
 
-def hidden_size(root: nn.Module, specs: Iterable[ParamSpec] = ()) -> tuple[int, str]:
-    """The width of the residual stream, and how it was found. Only shapes of parameters are read.
+class Widths(NamedTuple):
+    """What tells the hidden size of a model: the one that it names, with its place, and shapes of matrices by name."""
 
-    It is ``hidden_size``, or the largest of ``hidden_sizes``, of the ``config`` or ``config.text_config`` of the model
-    or of one of its modules, as in transformers. Otherwise it is the most frequent dimension of matrices (embeddings
-    and feed-forward layers have one other dimension, attention none); of equally frequent ones the smallest.
+    named: tuple[int, str] | None
+    matrices: dict[str, tuple[int, ...]]
 
-    Raises:
-        ConfigError: there is no matrix.
-    """
+
+def widths_of(root: nn.Module, specs: Iterable[ParamSpec] = ()) -> Widths:
+    """Those of a module. Only shapes of parameters are read."""
     for name, module in root.named_modules():
         config = getattr(module, "config", None)
         for place in (config, getattr(config, "text_config", None)):
@@ -415,10 +415,28 @@ def hidden_size(root: nn.Module, specs: Iterable[ParamSpec] = ()) -> tuple[int, 
             if isinstance(sizes, (list, tuple)) and sizes and all(isinstance(s, int) for s in sizes):
                 size = size if isinstance(size, int) and size > 0 else max(sizes)
             if isinstance(size, int) and size > 0:
-                return size, f"{name + '.' if name else ''}config of the model"
+                return Widths((size, f"{name + '.' if name else ''}config of the model"), {})
     whole = {spec.name: spec.global_shape for spec in specs}
-    shapes = [whole.get(name, tuple(p.shape)) for name, p in root.named_parameters()]
-    counts = Counter(size for shape in shapes if len(shape) == 2 for size in set(shape) if size > 1)
+    shapes = {name: whole.get(name, tuple(p.shape)) for name, p in root.named_parameters()}
+    return Widths(None, {name: shape for name, shape in shapes.items() if len(shape) == 2})
+
+
+def hidden_size(parts: Iterable[Widths]) -> tuple[int, str]:
+    """The width of the residual stream of a model, and how it was found; ``parts``: of the modules that ranks have.
+
+    It is ``hidden_size``, or the largest of ``hidden_sizes``, of the ``config`` or ``config.text_config`` of the model
+    or of one of its modules, as in transformers. Otherwise it is the most frequent dimension of matrices (embeddings
+    and feed-forward layers have one other dimension, attention none); of equally frequent ones the smallest.
+
+    Raises:
+        ConfigError: there is no matrix.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in parts:
+        if part.named is not None:
+            return part.named
+        shapes |= part.matrices
+    counts = Counter(size for shape in shapes.values() for size in set(shape) if size > 1)
     if not counts:
         message = (
             'A bucket size is "auto", and the model has neither config.hidden_size nor a matrix. Write numbers for '
@@ -429,6 +447,14 @@ def hidden_size(root: nn.Module, specs: Iterable[ParamSpec] = ()) -> tuple[int, 
     return min(size for size, count in counts.items() if count == most), "the size that most matrices have"
 
 
-def with_sizes(config: ZeroConfig, root: nn.Module, specs: Iterable[ParamSpec] = ()) -> ZeroConfig:
-    """The configuration with bucket sizes that were "auto" resolved for this model; ConfigError as ``hidden_size``."""
-    return resolve_sizes(config, lambda: hidden_size(root, specs))
+def with_sizes(
+    config: ZeroConfig,
+    root: nn.Module,
+    specs: Iterable[ParamSpec] = (),
+    of_ranks: OfRanks = alone,
+) -> ZeroConfig:
+    """The configuration with bucket sizes that were "auto" resolved for this model; ConfigError as ``hidden_size``.
+
+    ``of_ranks``: returns what all ranks have, if their modules are parts of one model. Collective then.
+    """
+    return resolve_sizes(config, lambda: hidden_size(of_ranks(widths_of(root, specs))))

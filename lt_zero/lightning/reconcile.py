@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, path_of
+from lt_zero.common.names import OfRanks, alone
 from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import sizes_of
 from lt_zero.common.users_code import warn
@@ -33,7 +34,7 @@ from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
 from lt_zero.config.document import Document
 from lt_zero.config.load import ConfigWarning, shown
 from lt_zero.config.uses import check_same
-from lt_zero.engine.partition import hidden_size
+from lt_zero.engine.partition import hidden_size, widths_of
 from lt_zero.optim import grouping
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.optim.registry import PLATEAU
@@ -78,8 +79,10 @@ class Reconciler:
 
     # ---- before a run ------------------------------------------------------------------------------------------
 
-    def lend_optimizers(self, module: pl.LightningModule) -> None:
+    def lend_optimizers(self, module: pl.LightningModule, of_ranks: OfRanks = alone) -> None:
         """Replace ``configure_optimizers`` of the module if the configuration names an optimizer or a scheduler.
+
+        ``of_ranks``: as for ``configured_optimizer``.
 
         Raises:
             ConfigError: the module already has one.
@@ -98,7 +101,7 @@ class Reconciler:
         original: Callable[[], Any] = getattr(module, _HOOK)
         if configured is not None or (own and self.config.scheduler is not None):
             self._patched = module, in_instance
-            setattr(module, _HOOK, _ConfigureOptimizers(original, lambda: self._optimizers(module, original)))
+            setattr(module, _HOOK, _ConfigureOptimizers(original, lambda: self._optimizers(module, original, of_ranks)))
 
     def take_back(self) -> None:
         """Restore ``configure_optimizers`` of the module."""
@@ -118,14 +121,16 @@ class Reconciler:
         Raises:
             ConfigError: on all ranks, if the values contradict each other, or an "auto" cannot be resolved.
         """
-        self.seen, config = False, self._given
+        self.seen, config, widths = False, self._given, [widths_of(module)]
+        if config.pipeline.ranks > 1:  # a rank has some of the layers
+            widths = world.host_gather(widths[0], "sizes of the model")
         with world.agree("reading the configuration", ConfigError), self._marked():
             rows, config = _apply_to_trainer(config, trainer, module, ranks)
             self._steps = steps = trainer.accumulate_grad_batches
             facts = Facts(
                 accumulation=steps if config.micro_batches == 1 else config.micro_batches,
                 clipping=float(trainer.gradient_clip_val or 0.0),
-                hidden=lambda: hidden_size(module),
+                hidden=lambda: hidden_size(widths),
                 named=lambda names: find_value(module, names),
                 steps=lambda: _steps(trainer),
             )
@@ -191,12 +196,12 @@ class Reconciler:
 
     # ---- optimizers --------------------------------------------------------------------------------------------
 
-    def _optimizers(self, module: pl.LightningModule, original: Callable[[], Any]) -> Any:
+    def _optimizers(self, module: pl.LightningModule, original: Callable[[], Any], of_ranks: OfRanks) -> Any:
         """The result of ``configure_optimizers``: the configured optimizer or the module's, and the scheduler."""
         block = self.config.optimizer
         if block is None:
             return self._scheduled(original())
-        optimizer = configured_optimizer(block, module)
+        optimizer = configured_optimizer(block, module, of_ranks=of_ranks)
         if module.trainer.is_global_zero and block.param_groups:
             show(grouping.table(optimizer))
         elif module.trainer.is_global_zero and block.type.lower() == "muon":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,8 +23,10 @@ from torch.optim import Optimizer
 from lt_zero.activation.checkpointing import installed
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.ended_ranks import call_with_short_errors
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.compat import SignalOverride
+from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
@@ -195,6 +197,26 @@ def show_model(engine: Engine, new: bool) -> None:
         dtype_table(engine)
     if (checkpointing := installed(engine)) is not None:
         Console().print(str(checkpointing))
+
+
+@contextmanager
+def naming_idle_stage(module: pl.LightningModule, peers: ShardGroup) -> Iterator[None]:
+    """Context in which a module makes its optimizers: torch's refuse a list without parameters, which a stage may have.
+
+    Raises:
+        ConfigError: in place of a ValueError, if the stage of this rank trains nothing; has the remedy.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if peers.size == peers.world.size or any(p.requires_grad for p in module.parameters()):
+            raise
+        key, name = "pipeline.stages", type(module).__name__
+        raise ConfigError.about(
+            key,
+            f"{key}: the stage of rank {peers.world.rank} trains no parameter, and {name}.configure_optimizers raised "
+            f"{error!r}. Give the optimizer a group, which may be empty: AdamW([{{'params': parameters}}]).",
+        ) from error
 
 
 def shard_optimizers(run: Run, trainer: pl.Trainer, schedules: Iterable[LRSchedulerConfig]) -> None:

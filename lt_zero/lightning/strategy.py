@@ -388,8 +388,10 @@ class ZeroStrategy(DDPStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self._reset_optimizers_and_schedulers()  # those of an earlier run refer to freed fragments
-        self._reconciler.lend_optimizers(trainer.lightning_module)
-        super().setup_optimizers(trainer)
+        of_ranks = partial(self.session.peers.ask_all, name="parameters to train")
+        self._reconciler.lend_optimizers(trainer.lightning_module, of_ranks)
+        with set_up.naming_idle_stage(self._module, self.session.peers):
+            super().setup_optimizers(trainer)
         self._reconciler.take_back()  # copies of the module made during training must not contain the replacement
         set_up.shard_optimizers(self.run, trainer, self.lr_scheduler_configs)
 

@@ -97,7 +97,7 @@ class TrainingEngine(nn.Module):
         self.session.join(config, wanted)
         self.world = self.session.world
         compare_models(self.session.peers, model)  # "auto" depends on it
-        config = with_sizes(config, model)
+        config = with_sizes(config, model, (), partial(self.session.peers.ask_all, name="sizes of the model"))
         self.global_rank, self.world_size = self.world.rank, self.world.size
         self.data_ranks = self.session.data_ranks
         self._micro, self._gas = _batch_sizes(config, self.data_ranks)
@@ -137,9 +137,10 @@ class TrainingEngine(nn.Module):
         if callable(optimizer) and not isinstance(optimizer, Optimizer):
             with without_torch_function():  # guards would intercept each access
                 trained = wanted or [p for p in self.module.parameters() if p.requires_grad]
-            optimizer = optimizer(trained)
+            optimizer = optimizer(trained or [{"params": []}])  # a stage of a pipeline may have none
         elif optimizer is None and block is not None:
-            optimizer = configured_optimizer(block, self.module, wanted)
+            of_ranks = partial(self.session.peers.ask_all, name="parameters to train")
+            optimizer = configured_optimizer(block, self.module, wanted, of_ranks)
         given, copies = [optimizer] if optimizer is not None else [], self._config.checkpoint.async_save
         self.session.add_optimizers(self.engine, given, accumulates=self._gas > 1, saves=copies)
         if optimizer is None:

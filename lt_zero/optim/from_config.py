@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.common.names import OfRanks, alone
 from lt_zero.optim import grouping
 from lt_zero.optim.muon import muon_groups
 from lt_zero.optim.param_types import convert, is_auto, shown
@@ -45,6 +46,7 @@ def build_grouped(
     params: Mapping[str, Any],
     entries: Sequence[Mapping[str, Any]],
     named: Iterable[tuple[str, Parameter]],
+    of_ranks: OfRanks = alone,
 ) -> Optimizer:
     """Build the optimizer that a configuration with ``optimizer.param_groups`` describes.
 
@@ -52,35 +54,41 @@ def build_grouped(
         kind, params: as for ``build_optimizer``.
         entries: ``optimizer.param_groups``; see ``grouping.py``.
         named: all parameters of the model, ``named_parameters(remove_duplicate=False)``.
+        of_ranks: as for ``configured_optimizer``.
 
     Raises:
         ConfigError: lists all problems of the block; or an entry matches no parameter.
     """
     known = optimizer_kind(kind)
     values = _checked("optimizer", known, params)
-    groups = grouping.grouped(known, values, entries, named)
+    groups = grouping.grouped(known, values, entries, named, of_ranks)
     return cast(Optimizer, _make("optimizer", known, lambda: groups, values))
 
 
-def configured_optimizer(block: Any, module: nn.Module, given: Sequence[Any] | None = None) -> Optimizer:
+def configured_optimizer(
+    block: Any, module: nn.Module, given: Sequence[Any] | None = None, of_ranks: OfRanks = alone
+) -> Optimizer:
     """The optimizer of the ``optimizer`` block for a module's parameters, or those (or groups) that are ``given``.
+
+    ``of_ranks``: returns what all ranks have, if their modules are parts of one model: all get the groups of the whole
+    model, of which some may be empty. Collective then.
 
     Raises:
         ConfigError: lists all problems of the block; or nothing is to be trained.
     """
     parameters: list[Any] = [p for p in module.parameters() if p.requires_grad]
-    if not parameters:
+    if not any(of_ranks(bool(parameters))):
         raise ConfigError(
             f"optimizer.type={block.type!r} has nothing to train: no parameter requires gradients. Unfreeze some."
         )
     if given is not None:
-        return build_optimizer(block.type, block.params, given)
+        return build_optimizer(block.type, block.params, given or [{"params": []}])
     if block.param_groups:
         named = module.named_parameters(remove_duplicate=False)
-        return build_grouped(block.type, block.params, block.param_groups, named)
+        return build_grouped(block.type, block.params, block.param_groups, named, of_ranks)
     if block.type.lower() == "muon":
-        parameters = muon_groups(module)
-    return build_optimizer(block.type, block.params, parameters)
+        parameters = muon_groups(module, of_ranks)
+    return build_optimizer(block.type, block.params, parameters or [{"params": []}])
 
 
 def configured_scheduler(block: Any, optimizer: Optimizer) -> LRScheduler:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.common.names import OfRanks, alone
 from lt_zero.optim.param_types import convert, flag, is_auto, shown
 from lt_zero.optim.registry import Kind
 
@@ -80,7 +81,11 @@ def param_groups(
 
 
 def grouped(
-    kind: Kind, params: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], named: Iterable[tuple[str, Parameter]]
+    kind: Kind,
+    params: Mapping[str, Any],
+    entries: Sequence[Mapping[str, Any]],
+    named: Iterable[tuple[str, Parameter]],
+    of_ranks: OfRanks = alone,
 ) -> list[dict[str, Any]]:
     """``param_groups`` of a configuration, with the options checked against the optimizer.
 
@@ -91,6 +96,7 @@ def grouped(
         kind, params: the optimizer and its checked parameters.
         entries: ``optimizer.param_groups``, without "auto".
         named: all parameters by all their names.
+        of_ranks: as for ``configured_optimizer``.
 
     Raises:
         ConfigError: lists all problems.
@@ -98,7 +104,7 @@ def grouped(
     found, problems = _read(kind, params, entries, auto=False)
     if problems:
         raise ConfigError(problems)
-    groups = _grouped(found, named)
+    groups = _grouped(found, named, of_ranks)
     groups[-1]["params"] = [p for p in groups[-1]["params"] if p.requires_grad]
     return groups
 
@@ -240,7 +246,9 @@ def _problem(key: str, value: Any, text: str) -> Problem:
 # ---- matching --------------------------------------------------------------------------------------------------------
 
 
-def _grouped(entries: Sequence[Entry], named: Iterable[tuple[str, Parameter]]) -> list[dict[str, Any]]:
+def _grouped(
+    entries: Sequence[Entry], named: Iterable[tuple[str, Parameter]], of_ranks: OfRanks = alone
+) -> list[dict[str, Any]]:
     """See Note [Groups].
 
     Raises:
@@ -255,14 +263,16 @@ def _grouped(entries: Sequence[Entry], named: Iterable[tuple[str, Parameter]]) -
         fits = {(i, p) for i, e in enumerate(entries) for p in e.patterns if any(fnmatchcase(n, p) for n in names)}
         matched |= fits
         members[min((number for number, _ in fits), default=len(entries))].append(parameter)
-    all_names = [name for _, names in parameters.values() for name in names]
+    mine = matched, [name for _, names in parameters.values() for name in names], [bool(some) for some in members]
+    matches, every, filled = zip(*of_ranks(mine), strict=True)
+    matched, all_names = set().union(*matches), list(dict.fromkeys(name for names in every for name in names))
     problems = []
     for number, entry in enumerate(entries):
         if entry.optional:
             continue
         unmatched = [pattern for pattern in entry.patterns if (number, pattern) not in matched]
         problems += [_no_match(entry, pattern, all_names) for pattern in unmatched]
-        if not unmatched and not members[number]:
+        if not unmatched and not any(has[number] for has in filled):
             text = ": earlier entries take all parameters it matches. Move it up, remove it, or write optional: true."
             problems.append(_problem(f"{entry.key}.match", "|".join(entry.patterns), text))
     if problems:

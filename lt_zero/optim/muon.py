@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lt_zero.common.names import OfRanks, alone
 from lt_zero.optim.adam import run_closure, step_adam
 
 NS_METHODS = ("gram", "standard")
@@ -221,14 +222,19 @@ def _by_gram(matrix: Tensor, steps: int) -> Tensor:
     return x.T if tall else x
 
 
-def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The trainable parameters of ``model`` as groups for ``Muon``, without empty groups."""
+def muon_groups(model: nn.Module, of_ranks: OfRanks = alone) -> list[dict[str, Any]]:
+    """The trainable parameters of ``model`` as groups for ``Muon``, without empty groups.
+
+    ``of_ranks``: returns what all ranks have, if their modules are parts of one model: a group may be empty then, if
+    another rank has parameters in it. Collective then.
+    """
     matrices, rest = divide(model)
     groups = [
         {"params": [p for _, p in matrices], "use_muon": True, "name": "muon"},
         {"params": [p for _, p in rest], "use_muon": False, "name": "adam"},
     ]
-    return [group for group in groups if group["params"]]
+    filled = zip(*of_ranks([bool(group["params"]) for group in groups]), strict=True)
+    return [group for group, has in zip(groups, filled, strict=True) if any(has)]
 
 
 def divide(model: nn.Module) -> tuple[list[tuple[str, Parameter]], list[tuple[str, Parameter]]]:

@@ -34,7 +34,7 @@ from lt_zero.session.checkpoints import Saver, Saving
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
-from lt_zero.step.step_options import compare_optimizers
+from lt_zero.step.step_options import compare_optimizers, compare_options
 from lt_zero.step.supported_optimizers import states_per_element
 from lt_zero.tuning.trial import FOLDER, Trial
 
@@ -342,7 +342,7 @@ def _step_anywhere(optimizers: Sequence[Optimizer], engine: Engine) -> list[bool
     """Whether each has parameters of the engine on any rank: all take part in a step. Collective if modules differ.
 
     Raises:
-        RuntimeError: on all ranks, if stages have other numbers of optimizers.
+        RuntimeError: on all ranks, if stages have other optimizers, or other options.
     """
     own = [_steps(optimizer, engine) for optimizer in optimizers]
     if engine.everywhere:
@@ -354,6 +354,7 @@ def _step_anywhere(optimizers: Sequence[Optimizer], engine: Engine) -> list[bool
             f"Stages of a pipeline need as many optimizers, in one order: {numbers}. Make all on each; one may have "
             "a group without parameters ({'params': []})."
         )
+    compare_options(engine, optimizers)
     return [any(of_ranks) for of_ranks in zip(*told, strict=True)]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_zero.common.compat import version_of
+from lt_zero.common.errors import differences
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.same_on_ranks import Snapshot, compare, digest_of
 from lt_zero.step.fragments import Fragments
@@ -46,7 +47,7 @@ class StepOptions:
         unfrozen = any(p.requires_grad for p in self._foreign)
         if self._last is not None and unfrozen == bool(self._last.problem) and self._has_same(groups):
             return self._last
-        values = [{k: self._plain(v) for k, v in group.items() if k not in _MEMBERS} for group in groups]
+        values = self.values()
         if self._last is None or unfrozen != bool(self._last.problem) or values != self._values:
             digest = digest_of((self._members_digest, [sorted(some.items()) for some in values]))
             names, kind = self._member_names, type(self._optimizer).__name__
@@ -55,6 +56,11 @@ class StepOptions:
         fixed = [all(_is_fixed(v) for k, v in group.items() if k not in _MEMBERS) for group in groups]
         self._raw = [tuple(group.values()) if kept else None for group, kept in zip(groups, fixed, strict=True)]
         return self._last
+
+    def values(self) -> list[dict[str, Any]]:
+        """The options of each group, in plain types."""
+        groups = self._optimizer.param_groups
+        return [{k: self._plain(v) for k, v in group.items() if k not in _MEMBERS} for group in groups]
 
     def _has_same(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the groups have the very objects of the last snapshot, none of which can change in place."""
@@ -146,3 +152,32 @@ def compare_optimizers(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
         facts |= {f"{place}{key}": value for key, value in snapshot.facts().items()}
     problem = next((snapshot.problem for snapshot in found if snapshot.problem), "")
     compare(engine.peers, Snapshot(digest_of([s.digest for s in found]), lambda: facts, problem), "optimizers")
+
+
+def compare_options(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
+    """Compare the options of groups between ranks that have other parts of a model. Collective if there are any.
+
+    A checkpoint has each group once, so that the stages of a pipeline may not differ in them.
+
+    Raises:
+        RuntimeError: on all ranks, if they differ.
+    """
+    mine: dict[str, Any] = {}
+    for number, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__
+        place = f"{kind} (optimizer {number})" if len(optimizers) > 1 else kind
+        mine[f"optimizer {number}"] = kind
+        for index, options in enumerate(StepOptions(Fragments(engine, optimizer)).values()):
+            mine |= {f"{place}, group {index}, {key}": value for key, value in options.items()}
+    told = engine.peers.ask_all(mine, "options of optimizers")
+    found: dict[str, list[Any]] = {}
+    for theirs in told:
+        for key, value in theirs.items():
+            found.setdefault(key, []).append(value)
+    wrong = [key for key, values in found.items() if any(value != values[0] for value in values)]
+    if wrong:
+        differ = {rank: {key: theirs[key] for key in wrong if key in theirs} for rank, theirs in enumerate(told)}
+        raise RuntimeError(
+            f"The stages of a pipeline differ: {differences(differ)}. They need the same parameter groups, with the "
+            "same options: make all groups on each rank; one may be without parameters ({'params': []})."
+        )

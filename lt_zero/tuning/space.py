@@ -189,7 +189,8 @@ def unrepeated(engine: Engine, config: ZeroConfig) -> str:
         find_modules(engine.root, block)
     except ConfigError as error:
         problem = str(error)
-    return next(filter(None, _of_stages(engine, problem)), "")
+    told = engine.peers.ask_all(problem, "recomputation")
+    return "" if "" in told else told[0]  # a stage without blocks has nothing to recompute
 
 
 def layers_of(engine: Engine) -> int:
@@ -205,7 +206,7 @@ def plans_of(engine: Engine, config: ZeroConfig, saves: bool, nvme: str | None) 
     ``nvme``: a folder for files; offload to files is also planned if the configuration has one.
     """
     own = {span.name: span.numel for bucket in engine.buckets for span in bucket.layout.spans}
-    stages = _of_stages(engine, own)
+    stages = engine.peers.ask_all(own, "parameters of stages")
     elsewhere = sum({name: numel for names in stages for name, numel in names.items()}.values()) - sum(own.values())
     numel = max(sum(names.values()) for names in stages)
     saving = partial(setup_of, engine, [sharded.optimizer for sharded in engine.optimizers], saves=saves)
@@ -213,17 +214,13 @@ def plans_of(engine: Engine, config: ZeroConfig, saves: bool, nvme: str | None) 
     for setting in _ladder(engine, config, nvme):
         cuts = set[tuple[Any, ...]]()
         for bucket in (None, *_buckets(config.zero_optimization, numel)):
-            known = _of_stages(engine, _plans(engine, config, Candidate(setting, bucket=bucket), setups, nvme))
+            mine = _plans(engine, config, Candidate(setting, bucket=bucket), setups, nvme)
+            known = engine.peers.ask_all(mine, "plans of stages")
             if (cut := tuple(numels for numels, _ in known)) in cuts and all(cut):
                 continue
             cuts.add(cut)
             for plans in zip(*(plans for _, plans in known), strict=True):
                 yield _worst(plans)
-
-
-def _of_stages(engine: Engine, value: Any) -> list[Any]:
-    """What all ranks give, if stages of a pipeline have other modules. Collective then."""
-    return [value] if engine.everywhere else engine.world.host_gather(value, "plans of stages")
 
 
 def _ladder(engine: Engine, config: ZeroConfig, nvme: str | None) -> Iterator[Setting]:

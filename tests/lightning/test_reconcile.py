@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import lt_zero
 from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.common.errors import ConfigError
-from lt_zero.engine.partition import hidden_size, with_sizes
+from lt_zero.engine.partition import hidden_size, widths_of, with_sizes
 from tests.support.lightning_tools import QUIET
 from tests.support.plain_module import AUTO, SGD, Own, Plain, run
 from tests.support.pool import Pool
@@ -209,15 +209,15 @@ def test_hidden_size() -> None:
         hidden_size = 12
 
     model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 8))
-    assert hidden_size(model)[0] == 8
+    assert hidden_size([widths_of(model)])[0] == 8
     model[0].config = Config()
-    assert hidden_size(model)[0] == 12
+    assert hidden_size([widths_of(model)])[0] == 12
     model[0].config = {"hidden_sizes": [3, 5, 4]}
-    assert hidden_size(model)[0] == 5
+    assert hidden_size([widths_of(model)])[0] == 5
     model[0].config = {"text_config": None, "hidden_size": None}
-    assert hidden_size(model)[0] == 8
+    assert hidden_size([widths_of(model)])[0] == 8
     with pytest.raises(ConfigError, match="neither config.hidden_size nor a matrix"):
-        hidden_size(nn.LayerNorm(4))
+        hidden_size([widths_of(nn.LayerNorm(4))])
 
 
 BATCHES = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}

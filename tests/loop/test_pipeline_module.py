@@ -220,5 +220,7 @@ def test_arguments_without_a_meaning_are_refused() -> None:
         PipelineModule(specs(), topology=object())
     with pytest.raises(ValueError, match="activation_checkpoint_func"):
         PipelineModule(specs(), num_stages=1, activation_checkpoint_func=print)
+    with pytest.raises(ConfigError, match="Write parameters"):
+        PipelineModule(specs(), num_stages=1, partition_method="time")
     with pytest.raises(ConfigError, match="init_distributed"):
         PipelineModule(specs(), num_stages=2)

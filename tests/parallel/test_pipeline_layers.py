@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.parallel import LayerSpec, Pipeline
+from lt_zero.parallel.pipeline import runner
 from lt_zero.parallel.pipeline.position import Position, at
 from tests.support.lightning_tools import quick
 from tests.support.matrix import only, only_rows
@@ -284,6 +286,24 @@ def _counted() -> list[float]:
 def test_forwards_that_find_shapes_leave_buffers_alone(pool: Pool) -> None:
     counted = pool.run(2, _counted)
     assert sum(counted, []) == [4.0] * 4
+
+
+def _forms(kept: int) -> tuple[int, dict[str, Tensor]]:
+    """How many forms of batches are remembered after some of four sizes, and the weights."""
+    run = start(Ranks(), 1, "sgd", lambda: specs(dropout=0.3))
+    torch.manual_seed(3)
+    with mock.patch.object(runner, "_FORMS", kept):
+        for step, rows in enumerate((8, 6, 8, 4, 10, 6, 8)):
+            run.step(step, rows)
+    made: Any = run.model.pipe.runner
+    return len(made._forms), all_weights(run.engine)
+
+
+def test_forms_of_batches_are_found_again(pool: Pool) -> None:
+    """Whether they are remembered or not changes no bit."""
+    (few, weights), (every, others) = (pool.run(2, _forms, kept)[0] for kept in (2, 256))
+    assert (few, every) == (2, 4)
+    assert all(torch.equal(value, others[name]) for name, value in weights.items())
 
 
 def _same() -> Iterator[Any]:

@@ -236,7 +236,7 @@ STAGED: dict[str, Any] = {"zero_optimization": {"stage": 1}, "pipeline": {"stage
 def test_what_a_pipeline_leaves_open(
     block: dict[str, Any], changes: dict[str, Any], schedules: set[str | None], counts: set[int | None]
 ) -> None:
-    """Batches of 8 samples, cut into 4 micro-batches by default. A loop has made its stages, and draws micro-batches."""
+    """Batches of 8 samples are cut into 4 by default. A loop has made its stages, and draws micro-batches."""
     script = Script(by_stage, base={**STAGED, "pipeline": {"stages": 2, **block}}, **changes)
     tuner, _ = tuned(script, trials=40)
     tried = tuner.measured

@@ -187,7 +187,7 @@ def test_plans_of_tensor_ranks(tmp_path: Path, pool: Pool) -> None:
         assert plan.running == max(nbytes for phase, nbytes in needs.items() if phase != "build")
 
 
-STAGED: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 8, "pipeline": {"stages": 2}}
+STAGED: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 12, "pipeline": {"stages": 2}}
 
 
 def _stages(folder: Path) -> None:
@@ -195,22 +195,23 @@ def _stages(folder: Path) -> None:
     with mock.patch.dict(os.environ, {"LT_ZERO_TRIAL": str(folder)}), mock.patch.object(os, "_exit", _end):
         net = PipelineModule(specs(), num_stages=2, loss_fn=mean_loss)
         engine, *_ = lt_zero.initialize(model=net, optimizer=lambda ps: torch.optim.AdamW(ps), config=STAGED)
+        engine.set_dataiterator(batch(step, 0, rows=2) for step in range(6 * STEPS))
+        for _ in range(STEPS - 1):
+            engine.train_batch()
         with pytest.raises(Ended):
-            engine.train_batch(batch(step, 0, rows=2) for step in range(4 * STEPS + 1))
-            while True:
-                engine.train_batch()
+            engine.train_batch()
         assert engine.global_steps == STEPS
         engine.destroy()
 
 
 def test_plans_of_stages(tmp_path: Path, pool: Pool) -> None:
-    """They are what ``estimate`` says of the stage that needs most; 8 samples per step are 4 micro-batches."""
+    """They are what ``estimate`` says of the stage that needs most; 12 samples per step are 6 micro-batches."""
     ORDER.write(tmp_path)
     pool.run(2, _stages, tmp_path)
     facts = Facts.read(tmp_path / "facts.json")
-    assert (facts.data_ranks, facts.micro, facts.accumulation, facts.layers) == (1, 2, 4, len(specs()))
+    assert (facts.data_ranks, facts.micro, facts.accumulation, facts.layers) == (1, 2, 6, len(specs()))
     base = examine(facts.base).usable()
-    assert base.micro_batches == 4
+    assert base.micro_batches == 6
     known = {plan.setting: plan for plan in facts.plans if plan.bucket is None and plan.accumulates}
     assert set(known) == {*map(Setting, range(4)), Setting(3, releases=True)}
     stages = stages_of_module(lambda: Pipeline(specs(), mean_loss), base)

@@ -29,6 +29,7 @@ from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, whole
 from lt_zero.engine.whole_model import sent
 from lt_zero.offload.store import Store, put_away
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.step.step_options import compare_options
 
 
 class Fragment(Tensor):
@@ -296,8 +297,12 @@ def _united(sharded: ShardedOptimizer, packed: dict[str, Any]) -> dict[str, Any]
     """The state dict of all modules on rank 0, from those of the first ranks of groups. Collective.
 
     One tensor after the other is sent.
+
+    Raises:
+        RuntimeError: on all ranks, if groups have other options there.
     """
     engine, world = sharded.engine, sharded.engine.world
+    compare_options(engine, [sharded.optimizer])
     every = names_on_all_ranks(sharded.optimizer, engine)
     own = list(chain.from_iterable(parameter_names(sharded.optimizer, engine)))
     states = {own[number]: entries for number, entries in packed["state"].items()}

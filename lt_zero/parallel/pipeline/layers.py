@@ -75,6 +75,8 @@ class Pipeline(nn.Module):
             layers of several ranks would be made on the meta device without ``seed_layers``.
     """
 
+    _lacks_example = "Pass those of a micro-batch: Pipeline(..., example=inputs), or write parameters."
+
     def __init__(
         self,
         layers: Sequence[Layer],
@@ -185,8 +187,7 @@ class Pipeline(nn.Module):
                 key = "pipeline.partition_method"
                 raise ConfigError.about(
                     key,
-                    f"{key}='time' measures the forward of each layer, and has no inputs for it. Pass those of a "
-                    "micro-batch: Pipeline(..., example=inputs), or write parameters.",
+                    f"{key}='time' measures the forward of each layer, and has no inputs for it. {self._lacks_example}",
                 )
             weights = of_first_rank(partial(_seconds, self._specs, example, self._call))
         return divide(weights_of(method, self.names, weights), self.position.stages)
@@ -367,6 +368,8 @@ class _OfModel(Pipeline):
     Args:
         parts: of the model; the rest as for ``Pipeline.of``.
     """
+
+    _lacks_example = "The layers of a model cannot be called by themselves: write parameters or uniform."
 
     def __init__(
         self,

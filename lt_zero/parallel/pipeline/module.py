@@ -75,6 +75,14 @@ class PipelineModule(Pipeline):
             raise ValueError(
                 "PipelineModule(activation_checkpoint_func=...): torch's checkpoint recomputes layers. Remove it."
             )
+        if partition_method == "time":
+            key = "pipeline.partition_method"
+            raise ConfigError.about(
+                key,
+                f"{key}='time': the ranks of a PipelineModule divide layers before there is a run in which they could "
+                "compare times. Write parameters or type:REGEX, or make a lt_zero.parallel.Pipeline(..., "
+                "example=inputs) in configure_model.",
+            )
         keys = {
             "stages": num_stages,
             "partition_method": partition_method,

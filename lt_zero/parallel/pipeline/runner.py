@@ -52,6 +52,7 @@ from lt_zero.parallel.pipeline.schedules import running
 from lt_zero.parallel.random import draw_seed, seed_of, seeded
 
 _KEPT = 4  # forms of batches whose stages, with memory for what they receive, are kept
+_FORMS = 256  # forms of batches that are remembered, in about 1 kB each: finding one again takes a forward
 _MASK = 0xFFFFFFFF
 
 Signature = tuple[Any, ...]
@@ -102,7 +103,7 @@ class Runner(ProcessLocal):
         self.pipeline, self.engine, self._row, self._group = pipeline, engine, row, group
         self._data_rank, self._data_ranks, self._wanted = data_rank, data_ranks, wanted
         self._begin, self._weight, self._position = begin, weight, pipeline.position
-        self._forms: dict[Signature, list[tuple[Form, ...]]] = {}  # what each stage returns
+        self._forms: OrderedDict[Signature, list[tuple[Form, ...]]] = OrderedDict()  # what each stage returns
         self._schedules: OrderedDict[Signature, Any] = OrderedDict()
         self.batch = _Batch([], None, 1.0, None, False)
         self._buckets = {stage: self._buckets_of(stage) for stage in self._position.own}
@@ -149,6 +150,9 @@ class Runner(ProcessLocal):
                 if self._agree(signature):
                     with self.engine.whole_passes(False, own), torch.no_grad():
                         self._forms[signature] = self._probe()
+                self._forms.move_to_end(signature)
+                if len(self._forms) > _FORMS:
+                    self._forms.popitem(last=False)
             passes = self.engine.whole_passes(trains, own)
             with self._closing(), self._running(), passes, torch.set_grad_enabled(trains):
                 self._step(signature, count)
