@@ -199,7 +199,8 @@ def _compare(
     for host, rank in world.host_gather((here, mine), "memory"):
         hosts.setdefault(host, []).append(rank)
     for ranks in hosts.values():
-        sums = [sum((Counter(rank.needs[phase]) for rank in ranks), Counter[str]()) for phase in phases]
+        named = dict.fromkeys(phase for rank in ranks for phase in rank.needs)  # a stage may train nothing
+        sums = [sum((Counter(rank.needs.get(phase, {})) for rank in ranks), Counter[str]()) for phase in named]
         need = max(sums, key=lambda kinds: sum(kinds.values()))
         free = min((rank.free for rank in ranks), key=lambda free: free.nbytes)
         # Memory that the model has already is part of the need: parameters are freed when they move into a bucket.

@@ -35,6 +35,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
+from lt_zero.engine.same_on_ranks import Snapshot, compare, described
 from lt_zero.parallel.buffers import make_plain
 from lt_zero.parallel.built_sharded import cut_sharded
 from lt_zero.parallel.first_gradients import FirstGradients
@@ -233,6 +234,23 @@ class ParallelMesh:
         pipeline.runner = Runner(pipeline, engine, self._row, group, *counts, begin, weight)
         if self.sizes.of_stage > 1 and self._world.rank == 0:
             _warn_of_traffic(engine, config)
+
+    def share_buffers(self, module: nn.Module) -> None:
+        """Give all stages the first one's buffers beside the pipeline, which each of them has. Collective.
+
+        Raises:
+            RuntimeError: on all ranks of a pipeline, if they have others.
+        """
+        pipeline = pipeline_of(module, self.sizes.pipeline)
+        if pipeline is None or self._row is None:
+            return
+        inside = {id(buffer) for buffer in pipeline.buffers()}
+        beside = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in inside}
+        compare(self._row, Snapshot.of({f"buffer {n!r}": described(b) for n, b in beside.items()}), "buffers of stages")
+        for name, buffer in beside.items():
+            sent = buffer.contiguous()
+            self._row.broadcast(sent, f"buffer {name}")
+            buffer.copy_(sent)
 
     def watch(self, engine: Engine) -> None:
         """Compare the gradients of the first backward. See first_gradients.py."""

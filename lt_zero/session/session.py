@@ -187,6 +187,8 @@ class Session:
             self.mesh.connect(engine, config, self._begin_passes, weight)
         load(engine)
         sync_buffers(engine)
+        if self.mesh is not None:
+            self.mesh.share_buffers(module)
         self._engines.append(weakref.ref(engine))
         return engine
 

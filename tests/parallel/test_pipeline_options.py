@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lt_zero import ConfigError
 from lt_zero.activation.checkpointing import Checkpointing
 from lt_zero.config.blocks import PipelineParallel
-from lt_zero.parallel import LayerSpec, Pipeline
+from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
 from lt_zero.parallel.pipeline.position import Position
 from tests.support.matrix import cover
 from tests.support.parity import OPTIMIZERS
@@ -123,6 +123,16 @@ def test_layers_with_seeds_differ_and_leave_the_stream_alone() -> None:
     made = _made(0, 1, seed_layers=True)
     assert torch.equal(torch.rand(3), wanted)
     assert not torch.equal(made["layers.1.down.bias"], made["layers.2.down.bias"])
+
+
+def test_ties_whose_order_cannot_be_told_are_refused() -> None:
+    """Stage 1 has the first tied layer, so that the second rank is the only one with it, and stage 2 the other one."""
+    block = PipelineParallel(stages=2, schedule="Interleaved1F1B", partition_method="uniform")
+    tied = {key: TiedLayerSpec(key, nn.Linear, WIDTH, WIDTH) for key in "ab"}
+    plain = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2)]
+    with pytest.raises(ConfigError, match="order of the tied layers cannot be told. Use 1F1B"):
+        Pipeline([*plain, *[tied["a"]] * 2, *[tied["b"]] * 2, *plain], position=Position(0, 2, block))
+    Pipeline([*[tied["a"]] * 2, *[tied["b"]] * 2, *plain, *plain], position=Position(0, 2, block))
 
 
 def test_meta_device_without_seeds_is_refused() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
@@ -23,9 +24,8 @@ SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_pers
 def wide_end() -> list[Any]:
     """Of the matrices of the first stage most have 6 rows or columns, of the second 20, and of all of them 20."""
     embed = ("embed", nn.Embedding, VOCABULARY, WIDTH)
-    widths = [
-        LayerSpec(nn.Linear, *sizes) for sizes in ((WIDTH, 20), (20, 20), (20, 20), (20, 20), (20, 20), (20, WIDTH))
-    ]
+    sizes = (WIDTH, 20), *[(20, 20)] * 4, (20, WIDTH)
+    widths = [LayerSpec(nn.Linear, *each) for each in sizes]
     return [TiedLayerSpec(*embed), LayerSpec(Block, 60), *widths, TiedLayerSpec(*embed, forward_fn=head)]
 
 
@@ -70,6 +70,7 @@ class Partly(Module):
 
     def configure_model(self) -> None:
         if self.pipe is None:
+            self.register_buffer("beside", torch.tensor([1.0 + dist.get_rank()]))
             torch.manual_seed(0)
             layers = [nn.Embedding(VOCABULARY, WIDTH), Block(9), Block(7), nn.Linear(WIDTH, VOCABULARY)]
             for layer in layers[2:]:
@@ -96,8 +97,9 @@ def _configured(name: str, stages: int) -> tuple[list[float], list[int]]:
     module, block = Configured(), {"pipeline": {"stages": stages, "num_microbatches": 2}}
     config = {**block, "optimizer": OPTIMIZER_BLOCKS[name]}
     with quick():
-        trainer = sharded_trainer(1, config=config, use_distributed_sampler=False, max_epochs=1)
+        trainer = sharded_trainer(1, {"shard_along": "parameter"}, config, use_distributed_sampler=False, max_epochs=1)
         trainer.fit(module)
+    assert float(module.beside) == 1.0, "all stages have the first one's buffers beside the pipeline"  # type: ignore[arg-type]
     return module.losses, [len(group["params"]) for group in trainer.optimizers[0].param_groups]
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.common.errors import ConfigError, add_note
+from lt_zero.common.names import merged
 from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.parallel.pipeline.models import ModelParts, fill, targets_of
@@ -220,6 +221,7 @@ class Pipeline(nn.Module):
         """
         own = {number for stage in self.position.own for number in self.parts[stage]}
         made, checks = set[str](), _Checks(self)
+        checks.check_order()
         for number, spec in enumerate(self._specs):
             key = spec.key if isinstance(spec, TiedLayerSpec) else ""
             here = self.position.rank in self.shared[key] if key else number in own
@@ -461,6 +463,25 @@ class _Checks:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._known = WeakIdKeyDictionary()  # parameter -> layer
+
+    def check_order(self) -> None:
+        """Check that the order of ties in the whole model follows from that on each rank.
+
+        Raises:
+            ConfigError: it does not, and checkpoints would number parameters otherwise than on one process.
+        """
+        position, shared = self._pipeline.position, self._pipeline.shared
+        of_ranks = [[f"tied.{key}" for key, has in shared.items() if rank in has] for rank in range(position.ranks)]
+        found, expected = merged(of_ranks) if shared else [], [f"tied.{key}" for key in shared]
+        first = next((one for one, other in zip(found, expected, strict=True) if one != other), None)
+        if first is not None:
+            key, method = "pipeline.schedule", position.block.partition_method
+            raise ConfigError.about(
+                key,
+                f"{key}={position.block.schedule} has {position.block.chunks} stages on each rank, and of the layers "
+                f"with TiedLayerSpec({first.partition('.')[2]!r}) some ranks have none, so that the order of the tied "
+                f"layers cannot be told. Use 1F1B, or another pipeline.partition_method than {method}.",
+            )
 
     def check(self, number: int, layer: nn.Module) -> None:
         """Check layer ``number``. No-op without pipelines.

@@ -15,7 +15,7 @@ Note [Stages of a model]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class ModelParts:
         self._filler = float("nan")  # what places of other stages return
         self._checked = set[int]()  # first modules of stages
         self._find: Callable[[str], nn.Module] = model.get_submodule
+        self._kept = list[str]()  # modules of this rank
 
     def _find_ties(self) -> dict[str, list[int]]:
         places: dict[Parameter, tuple[str, list[int]]] = {}
@@ -105,8 +106,14 @@ class ModelParts:
             parent, _, leaf = name.rpartition(".")
             setattr(self.model.get_submodule(parent), leaf, _Place(self._visit, number, module))
         found |= _others(self.model, "", _above(self.names), self.names)
-        self.modules, self._find = [], find
+        self.modules, self._find, self._kept = [], find, list(found)
+        self.model.parameters = self._parameters  # the model's code asks it for its dtype and device
         return found
+
+    def _parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+        """The parameters of this rank, in place of those of the model, which has none any more."""
+        for name in self._kept if recurse else ():
+            yield from self._find(name).parameters()
 
     # ---- running it ------------------------------------------------------------------------------------------------
 
