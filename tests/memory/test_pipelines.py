@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lt_zero.memory.meshes import Job, Plan, meshes, plans, reasons, sent, with_
 from lt_zero.memory.sizes import stages_of_sizes
 from lt_zero.memory.transformer import Transformer
 from lt_zero.parallel.mesh import ParallelSizes
+from tests.support.paths import ROOT
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -150,6 +152,31 @@ def test_fit_on_any_number_of_ranks(world: int) -> None:
     code, text = run("--params", "1B", "--world", str(world), "--fit", "--gpu-gb", "80", "--precision", "bf16-mixed")
     assert code == 0, text
     assert ("suggested: " in text) == (world > 1)
+
+
+PAGE = (ROOT / "docs/pipelines.md").read_text(encoding="utf-8")
+SUGGESTED = re.findall(r"^\| (70?B), ([\d,]+) \| (.*) \|$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "world", "cells"), SUGGESTED)
+def test_the_suggestions_of_the_page_are_those_of_the_command(model: str, world: str, cells: str) -> None:
+    ranks = int(world.replace(",", ""))
+    how = ("--fit", "--gpu-gb", "80", "--precision", "bf16-mixed")
+    code, text = run("--params", model, "--world", str(ranks), "--batch", str(8 * ranks), *how)
+    if "nothing fits" in cells:
+        assert code == 0, text
+        assert "suggested: " not in text
+        return
+    found = re.search(r"suggested: (.*), [\d,]+ micro-batches", text)
+    seconds = re.search(r"beside ([\d.]+) s", " ".join(text.split()))
+    assert found is not None
+    assert seconds is not None
+    table = (re.split(r"\s{2,}", line.strip()) for line in text.splitlines())
+    best = next(row for row in table if len(row) == 11 and row[0].isdecimal())
+    gpu, inside, between, waits, lost = best[6:]
+    lost = f"{lost.removesuffix(' s')} of {float(seconds[1]):.2g} s"
+    assert cells.split(" | ") == [found[1], gpu, f"{inside}, {between.replace('-', '0')}", waits, lost]
 
 
 def test_a_plan_says_itself() -> None:

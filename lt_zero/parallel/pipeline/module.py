@@ -75,7 +75,7 @@ class PipelineModule(Pipeline):
             raise ValueError(
                 "PipelineModule(activation_checkpoint_func=...): torch's checkpoint recomputes layers. Remove it."
             )
-        if partition_method == "time":
+        if partition_method.lower() == "time":
             key = "pipeline.partition_method"
             raise ConfigError.about(
                 key,
