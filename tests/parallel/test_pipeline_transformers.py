@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.common.errors import ConfigError
+from lt_zero.config.blocks import PipelineParallel
 from lt_zero.parallel import Pipeline
 from lt_zero.parallel.pipeline import position
 from tests.support import pipelines
@@ -211,6 +212,16 @@ def test_a_state_dict_of_the_whole_model_is_loaded_into_a_stage() -> None:
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_code_of_a_model_in_parts_knows_its_dtype_and_device(rank: int) -> None:
+    with position.at(position.Position(rank, 2, PipelineParallel(stages=2))):
+        pipe: Any = Pipeline.of(build("llama"))
+    model = pipe._parts.model
+    assert (model.dtype, model.device) == (torch.float32, torch.device("cpu"))
+    pipe.double()
+    assert model.dtype == torch.float64
 
 
 def test_models_without_a_plan_are_refused() -> None:
