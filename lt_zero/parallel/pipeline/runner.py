@@ -52,7 +52,7 @@ from lt_zero.parallel.pipeline.schedules import running
 from lt_zero.parallel.random import draw_seed, seed_of, seeded
 
 _KEPT = 4  # forms of batches whose stages, with memory for what they receive, are kept
-_FORMS = 256  # forms of batches that are remembered, in about 1 kB each: finding one again takes a forward
+_FORMS = 256  # forms of batches that are remembered, in 1 to 2 kB each: finding one again takes a forward
 _MASK = 0xFFFFFFFF
 
 Signature = tuple[Any, ...]
