@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lt_zero.config.precision import dtype_policy
-from tests.support.matrix import only
-from tests.support.parity import OPTIMIZERS, STAGES
+from tests.support.matrix import cover, only
+from tests.support.parity import OPTIMIZERS, STAGES, full_grads
 from tests.support.pipelines import Model, Ranks, Run, all_weights, batch, start
 from tests.support.pool import Pool
 
 STEPS, PARTS, SCALE = 3, 4, 2.0**8  # of micro-batches, two rows each
+TIED = "pipe.tied.embed.weight"
 MODES = {
     "bf16-true": torch.bfloat16,
     "16-true": torch.float16,
@@ -27,31 +28,48 @@ MODES = {
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1000, "hysteresis": 9}
 
 
+class Trained(NamedTuple):
+    """By parameter."""
+
+    gradients: dict[str, Tensor]  # of the first step
+    weights: dict[str, Tensor]  # after the last
+
+
 def _loss(model: Model, mode: str, step: int, rows: slice = slice(None)) -> Tensor:
     x, y = batch(step, 0)
     with torch.autocast("cpu", MODES[mode] if "mixed" in mode else torch.bfloat16, enabled="mixed" in mode):
         return model.loss(x[rows], y[rows])
 
 
-def _plain(mode: str, optimizer: str) -> dict[str, Tensor]:
-    """Plain PyTorch in one process, over micro-batches: master weights of 32 bits, or of 64 for that mode.
+def _lowered(master: Model, mode: str) -> Model:
+    """A copy with the weights of a forward: under autocast norms and vectors of users' modules stay fp32."""
+    model = copy.deepcopy(master).to(MODES[mode])
+    if "mixed" in mode:
+        kept = {f"{name}." for name, module in master.named_modules() if isinstance(module, nn.LayerNorm)}
+        values = dict(master.named_parameters())
+        for name, parameter in model.named_parameters():
+            if name == "scale" or name.startswith(tuple(kept)):
+                parameter.data = values[name].detach().clone()
+    return model
 
-    Under autocast, too, its weights are of the lower precision, as those of the engine are.
-    """
-    master = Model().double() if mode == "64-true" else Model()
+
+def _plain(mode: str, optimizer: str) -> Trained:
+    """Plain PyTorch in one process, over micro-batches: master weights of 32 bits, or of 64 for that mode."""
+    master, gradients = Model().double() if mode == "64-true" else Model(), dict[str, Tensor]()
     made = OPTIMIZERS[optimizer](master.parameters())
     for step in range(STEPS):
         made.zero_grad()
         for number in range(PARTS):
-            model = copy.deepcopy(master).to(MODES[mode])
+            model = _lowered(master, mode)
             scale = (SCALE if mode.startswith("16") else 1.0) / PARTS
             (_loss(model, mode, step, slice(2 * number, 2 * number + 2)) * scale).backward()
             for mine, theirs in zip(master.parameters(), model.parameters(), strict=True):
                 assert theirs.grad is not None
                 part = theirs.grad.to(mine.dtype) / (scale * PARTS)
                 mine.grad = part if mine.grad is None else mine.grad + part
+        gradients = gradients or {name: cast(Tensor, p.grad).clone() for name, p in master.named_parameters()}
         made.step()
-    return {name: p.detach() for name, p in master.named_parameters()}
+    return Trained(gradients, {name: p.detach() for name, p in master.named_parameters()})
 
 
 def _start(mode: str, stage: int, optimizer: str) -> Run:
@@ -59,42 +77,50 @@ def _start(mode: str, stage: int, optimizer: str) -> Run:
     return start(Ranks(), stage, optimizer, policy=partial(dtype_policy, mode=mode), **keys)
 
 
-def _step(run: Run, mode: str, number: int) -> Tensor:
+def _backward(run: Run, mode: str, number: int) -> None:
     with run.engine.forward_scope():
         loss = _loss(run.model, mode, number)
+    assert loss.isfinite()
     run.optimizer.zero_grad()
     run.begin()
     (loss * run.gate.scale).backward()
     run.gate.unscale(run.sharded)
+
+
+def _step(run: Run) -> None:
     if not run.gate.skip:
         run.optimizer.step()
     run.gate.conclude(run.sharded, 0)
-    return loss.detach()
 
 
-def _errors(mode: str, stage: int, optimizer: str) -> None:
-    exact, theirs, run = _plain("64-true", optimizer), _plain(mode, optimizer), _start(mode, stage, optimizer)
-    for step in range(STEPS):
-        assert _step(run, mode, step).isfinite()
+def _trained(mode: str, stage: int, optimizer: str) -> Trained:
+    """Those of all stages of a pipeline. Collective."""
+    run, gradients = _start(mode, stage, optimizer), dict[str, Tensor]()
+    for number in range(STEPS):
+        _backward(run, mode, number)
+        for theirs in run.engine.world.host_gather(full_grads(run.engine) if number == 0 else {}, "gradients"):
+            gradients |= theirs
+        _step(run)
     assert run.gate.skipped == 0
-    got, floor = all_weights(run.engine), 1e-12 if mode == "64-true" else 1e-7
-    errors, bounds = ({name: (of[name] - exact[name]).norm() for name in exact} for of in (got, theirs))
-    for name, error in errors.items():  # some have six elements, so that rounding may be twice as large by chance
-        assert error <= 4 * bounds[name] + floor, f"{name}: error {error:g}, plain PyTorch {bounds[name]:g}"
-    error, bound = (torch.stack(list(of.values())).norm() for of in (errors, bounds))
-    assert error <= 2 * bound + floor, f"error {error:g}, plain PyTorch {bound:g}"
+    return Trained(gradients, all_weights(run.engine))
 
 
-@pytest.mark.parametrize(("mode", "stage"), [*((mode, 1) for mode in MODES), ("16-true", 0)])
-def test_error_is_that_of_plain_pytorch(pool: Pool, mode: str, stage: int) -> None:
-    pool.run(2, _errors, mode, stage, "sgd")
+@pytest.mark.parametrize(("mode", "stage", "optimizer"), cover(list(MODES), STAGES, list(OPTIMIZERS)))
+def test_a_run_is_that_of_plain_pytorch(pool: Pool, mode: str, stage: int, optimizer: str) -> None:
+    """Gradients have its bits, except those of the tied weight: the parts of its two stages are added in fp32.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "stage"), [("16-true", 3), ("16-mixed", 2), ("64-true", 3)])
-def test_error_is_that_of_plain_pytorch_with_adamw(pool: Pool, mode: str, stage: int) -> None:
-    """Not with bf16, which rounds some gradients to the other sign: the first step of AdamW is their sign."""
-    pool.run(2, _errors, mode, stage, "adamw")
+    So weights end as far from those in fp64 as its own, within what that and the kernels of optimizers round.
+    """
+    exact, plain = _plain("64-true", optimizer), _plain(mode, optimizer)
+    ours = pool.run(2, _trained, mode, stage, optimizer)[0]
+    for name, gradient in plain.gradients.items():
+        assert name == TIED or torch.equal(ours.gradients[name].to(gradient.dtype), gradient), name
+    assert ours.weights.keys() == plain.weights.keys()
+    floor = 1e-12 if mode == "64-true" else 1e-7
+    for got, theirs, want in zip(ours, plain, exact, strict=True):
+        for name, value in want.items():
+            error, bound = ((of[name] - value).norm() for of in (got, theirs))
+            assert error <= 1.25 * bound + floor, f"{name}: error {error:g}, plain PyTorch {bound:g}"
 
 
 def _gated(stage: int, layer: str, bad: set[int], drop: bool) -> dict[str, Tensor]:
@@ -107,7 +133,8 @@ def _gated(stage: int, layer: str, bad: set[int], drop: bool) -> dict[str, Tenso
         parameter = named.get(layer)
         factor = float("inf") if step in bad else 1.0
         handle = parameter.register_hook(lambda grad, factor=factor: grad * factor) if parameter is not None else None
-        _step(run, "16-true", step)
+        _backward(run, "16-true", step)
+        _step(run)
         if handle is not None:
             handle.remove()
     assert run.gate.skipped == (0 if drop else len(bad))
