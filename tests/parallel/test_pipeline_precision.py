@@ -8,11 +8,16 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
 
+from lt_zero import ZeroPrecision
 from lt_zero.config.precision import dtype_policy
+from tests.support.lightning_tools import sharded_trainer
 from tests.support.matrix import cover, only
 from tests.support.parity import OPTIMIZERS, STAGES, full_grads
+from tests.support.pipeline_module import BATCH, Module, Texts
 from tests.support.pipelines import Model, Ranks, Run, all_weights, batch, start
 from tests.support.pool import Pool
 
@@ -146,3 +151,74 @@ def _gated(stage: int, layer: str, bad: set[int], drop: bool) -> dict[str, Tenso
 def test_all_stages_skip_a_step_that_overflows_in_one(pool: Pool, stage: int, layer: str) -> None:
     with_overflow, without = (pool.run(2, _gated, stage, layer, {1, 2}, drop)[0] for drop in (False, True))
     assert all(torch.equal(value, with_overflow[name]) for name, value in without.items())
+
+
+# ---- a Trainer -----------------------------------------------------------------------------------------------------
+
+GOOD, BAD = [list(range(16)), list(range(12, 28))], list(range(4, 20))  # rows of windows of two batches
+
+
+class Windows(Module):
+    """In the second batch of window ``BAD`` a gradient of the last layer overflows."""
+
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__("adamw")
+        self.rows, self.scales = rows, list[float]()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        last = dict(self.named_parameters()).get("pipe.layers.6.bias")  # a norm, of the last stage only
+        bad = len(self.rows) > 32 and index == 3
+        handle = last.register_hook(lambda grad: grad * torch.inf) if last is not None and bad else None
+        loss = super().training_step(batch, index)
+        if handle is not None:
+            handle.remove()
+        self.scales.append(self.trainer.precision_plugin.loss_scale)
+        return loss
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Subset(Texts(), self.rows), batch_size=BATCH)
+
+
+def _fit(mode: str, rows: list[int]) -> tuple[list[float], int, dict[str, Tensor]]:
+    """Loss scales of batches, skipped steps and weights."""
+    config = {"pipeline": {"stages": 2, "num_microbatches": 2}, "fp16": {**FP16, "hysteresis": 1}}
+    how: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    trainer = sharded_trainer(1, config=config, plugins=[ZeroPrecision(mode)], use_distributed_sampler=False, **how)
+    module = Windows(rows)
+    trainer.fit(module)
+    weights = {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}
+    return module.scales, trainer.precision_plugin.skipped_steps, weights
+
+
+@pytest.mark.parametrize("mode", only(["16-mixed"], ["16-mixed", "16-true"]))
+def test_a_window_that_overflows_on_the_last_stage_is_left_out_on_all(pool: Pool, mode: str) -> None:
+    """And the scale falls on all of them."""
+    found = pool.run(2, _fit, mode, GOOD[0] + BAD + GOOD[1])
+    for scales, skipped, _ in found:
+        assert scales == [SCALE] * 4 + [SCALE / 2] * 2
+        assert skipped == 1
+    scales, skipped, want = pool.run(2, _fit, mode, GOOD[0] + GOOD[1])[0]
+    assert (scales, skipped) == ([SCALE] * 4, 0)
+    torch.testing.assert_close(found[0][2], want, rtol=1e-3, atol=1e-4)
+
+
+def _fit_all(mode: str) -> tuple[list[float], list[float], Tensor]:
+    """Losses of training and validation, and predictions."""
+    config: dict[str, Any] = {"pipeline": {"stages": dist.get_world_size(), "num_microbatches": 2}}
+    config |= {"fp16": FP16} if mode.startswith("16") else {}
+    how: dict[str, Any] = {"max_epochs": 2, "use_distributed_sampler": False}
+    trainer, module = sharded_trainer(2, config=config, plugins=[ZeroPrecision(mode)], **how), Module()
+    trainer.fit(module)
+    assert trainer.precision_plugin.skipped_steps == 0
+    return module.losses, module.validated, torch.cat(trainer.predict(module)).float()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trainer_runs_in_each_precision(pool: Pool, mode: str) -> None:
+    losses, validated, logits = pool.run(1, _fit_all, mode)[0]
+    rounding = max(torch.finfo(MODES[mode]).eps, 1e-6)
+    for got in pool.run(2, _fit_all, mode):
+        assert got[0] == pytest.approx(losses, rel=4 * rounding)
+        assert got[1] == pytest.approx(validated, rel=4 * rounding)
+        torch.testing.assert_close(got[2], logits, rtol=16 * rounding, atol=16 * rounding)
