@@ -457,6 +457,9 @@ class Engine(ProcessLocal):
         if arrived or (explicit and not passed):
             self.reducer.finish()
             self.used_parameters.record()
+        elif explicit:  # whether the loss is finite was not known when ``whole_passes`` recorded
+            self.reducer.scope = None
+            self.used_parameters.record()
         else:
             self.reducer.scope = None
             self.used_parameters.show_held()

@@ -8,7 +8,7 @@ Note [Phases]
     Kinds that never exist together are not added: local gradients of an accumulation window give way to the
     accumulators, gathered weights are gone when the optimizer steps. A forecast therefore has phases:
       build         buckets are filled, one copy in full precision at a time
-      accumulation  micro-batches before the last one, where gradients are not sharded (stages 0 and 1)
+      accumulation  micro-batches before the last one: gradients that are not sharded (stages 0 and 1) are kept whole
       backward      reductions and gathers are under way
       step          one bucket after the other is brought from its file, or copied to fp32
       checkpoint    sharded: each rank writes its part, or (checkpoint.async) copies it first. Full: rank 0 collects
@@ -249,8 +249,8 @@ class _Sums:
         self.rows = list(self.table.values())
         self.trained = [row for row in self.rows if row.trains]
         self.stored = [row for row in self.trained if row.states == NVME]  # in files between steps
-        momenta = setup.world > 1 and one_bit(config) not in ("", "zerooneadam")
-        self.exchanged = self.trained if momenta else []  # averaged in the step, as momenta (compressed_momentum.py)
+        self.momenta = setup.world > 1 and one_bit(config) not in ("", "zerooneadam")
+        self.exchanged = self.trained if self.momenta else []  # averaged in the step (compressed_momentum.py)
         self.memory = DEVICE if setup.device == "cpu" else HOST  # the place that files are read into
 
     def _file(self, dtype: torch.dtype) -> int:
@@ -299,10 +299,15 @@ class _Sums:
         cast = [r.own * r.dtype.itemsize for r in trained if r.states != DEVICE and r.dtype != r.master]
         return [*total, (HOST, OFFLOAD, 2 * max(cast, default=0) if self.memory == HOST else 0)]
 
-    def gradients(self) -> list[Part]:
-        """The accumulators (``Accumulator.launch_reduce``); without the fused step fp16 ones are unscaled in fp32."""
+    def gradients(self, waiting: bool = False) -> list[Part]:
+        """The accumulators (``Accumulator.launch_reduce``); without the fused step fp16 ones are unscaled in fp32.
+
+        ``waiting``: those that there are in an accumulation window, beside ``local``.
+        """
         total = [(NVME, GRADS, self._file(dtype)) for dtype in {row.accum for row in self.stored}]
         for row in self.trained:
+            if waiting and not row.sharding.grads:
+                continue
             if row.states != NVME:
                 unscaled = row.accum == torch.float16 and not self.setup.fused
                 total.append((row.states, GRADS, row.own * (4 if unscaled else row.accum.itemsize)))
@@ -326,10 +331,14 @@ class _Sums:
         rows = [(row, self.zero.secondary_shards(row.group.size)) for row in self.rows if row.sharding.params]
         return [(DEVICE, WEIGHTS, row.numel * row.dtype.itemsize // shares) for row, shares in rows if shares > 1]
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait for their reduction. The same on all ranks, whose phases are compared."""
+        return self.setup.accumulates or self.momenta
+
     def local(self) -> list[Part]:
         """Gradients of an accumulation window before they are reduced (``Accumulator.local``)."""
-        waits = self.setup.accumulates or self.exchanged
-        full = [row for row in self.trained if not row.sharding.grads] if waits else []
+        full = [row for row in self.trained if not row.sharding.grads] if self.accumulates else []
         return [(DEVICE, LOCAL, row.numel * row.accum.itemsize) for row in full]
 
     def moving(self) -> list[Part]:
@@ -520,8 +529,8 @@ def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: S
     }
     if setup.saves:
         phases["checkpoint"] = [*grads, *buffers, *sums.saving()]
-    if window := sums.local():
-        phases["accumulation"] = [*states, *buffers, *moving, *window]
+    if sums.accumulates:
+        phases["accumulation"] = [*states, *buffers, *moving, *sums.gradients(waiting=True), *sums.local()]
 
     def added(parts: Iterable[Part]) -> Amounts:
         total: Counter[tuple[str, str]] = Counter()

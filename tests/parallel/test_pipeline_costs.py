@@ -13,7 +13,7 @@ from lt_zero import ZeroConfig, estimate
 from lt_zero.common.errors import ConfigError
 from lt_zero.memory.check import measured
 from lt_zero.memory.estimate import estimate_traffic
-from lt_zero.memory.forecast import GRADS, MASTER, MOMENTS, WEIGHTS
+from lt_zero.memory.forecast import GRADS, LOCAL, MASTER, MOMENTS, WEIGHTS
 from lt_zero.memory.sizes import Sizes, Stage, fullest, stages_of_module, stages_of_sizes
 from lt_zero.memory.transformer import Transformer
 from lt_zero.parallel.pipeline.schedules import bubble, in_flight, running
@@ -90,6 +90,17 @@ def _states(ranks: Ranks, stage: int) -> None:
 @pytest.mark.parametrize(("ranks", "stage"), cover([Ranks(1, 1, 2), Ranks(2, 1, 2), Ranks(1, 1, 3)], [0, 1, 2, 3]))
 def test_states_of_stages_are_as_forecast(pool: Pool, ranks: Ranks, stage: int) -> None:
     pool.run(ranks.all, _states, ranks, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_all_ranks_compare_the_same_phases(stage: int) -> None:
+    """The stage in the middle shares no layer, so that its gradients may all be sharded; those of others are not."""
+    config = config_of(3, stage)
+    casts = [estimate(mine, config, 3, device="cpu") for mine in stages_of_module(partial(Model, specs), config)]
+    assert len({tuple(cast.phases) for cast in casts}) == 1
+    for cast in casts:
+        kept = sum(nbytes for (_, kind), nbytes in cast.phases["accumulation"].items() if kind in (GRADS, LOCAL))
+        assert kept >= 4 * cast.local // 3, "gradients of a window are kept, whole or sharded"
 
 
 def config_of(ranks: int, stage: int = 1, tensor: int = 1, **block: Any) -> ZeroConfig:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing as mp
 import os
 import signal
 import time
+import warnings
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_zero.parallel import LayerSpec, Pipeline
+from lt_zero.step.loss_scale import NonFiniteError
 from tests.support.lightning_tools import quick, sharded_trainer
 from tests.support.matrix import only_rows
 from tests.support.pipeline_module import Module
@@ -48,16 +53,18 @@ HOW = {
 
 
 class Faulty(nn.Module):
-    """Passes on what it gets, until the fault."""
+    """Passes on what it gets, until the fault, on rank ``at``."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, at: int) -> None:
         super().__init__()
-        self.how, self.calls = how, 0
+        self.how, self.at, self.calls = how, at, 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += torch.is_grad_enabled()  # not that which finds the shapes
-        if self.calls != STEP * 4 + NUMBER + 1 or not torch.is_grad_enabled():
+        if self.calls != STEP * 4 + NUMBER + 1 or not torch.is_grad_enabled() or dist.get_rank() != self.at:
             return x
+        if self.how == "nan":
+            return x * torch.nan
         if self.how == "backward":
             result: Tensor = _FailsInBackward.apply(x)  # type: ignore[no-untyped-call]
             return result
@@ -68,14 +75,14 @@ class Faulty(nn.Module):
 class Faults(Module):
     """``how``: the fault, on rank ``at``."""
 
-    def __init__(self, how: str, at: int, layer: int) -> None:
-        super().__init__()
+    def __init__(self, how: str, at: int, layer: int, data: int = 1) -> None:
+        super().__init__(data=data)
         self.how, self.at, self.layer, self.losses_of_parts = how, at, layer, 0
 
     def configure_model(self) -> None:
         if self.pipe is None:
             layers = specs()
-            layers.insert(self.layer, LayerSpec(Faulty, self.how))
+            layers.insert(self.layer, LayerSpec(Faulty, self.how, self.at))
             self.pipe = Pipeline(layers, loss_fn=self.loss)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -90,13 +97,17 @@ class Faults(Module):
         return super().training_step(batch, index)
 
 
-def _fit(how: str, at: int, layer: int, pipeline: dict[str, Any]) -> tuple[str, str]:
+def _trainer(stages: int, pipeline: dict[str, Any], **keys: Any) -> pl.Trainer:
+    config = {"pipeline": {"stages": stages, "num_microbatches": 4, **pipeline}, **keys}
+    return sharded_trainer(1, config=config, use_distributed_sampler=False, max_epochs=1)
+
+
+def _fit(how: str, at: int, layer: int, pipeline: dict[str, Any], data: int = 1) -> tuple[str, str]:
     """The error of this rank: its type, and its text and notes."""
     with quick():
-        block = {"stages": dist.get_world_size(), "num_microbatches": 4, **pipeline}
-        trainer = sharded_trainer(1, config={"pipeline": block}, use_distributed_sampler=False, max_epochs=1)
+        trainer = _trainer(dist.get_world_size() // data, pipeline)
         try:
-            trainer.fit(Faults(how, at, layer))
+            trainer.fit(Faults(how, at, layer, data))
         except Exception as error:
             return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", [])])
     return "", ""
@@ -149,30 +160,74 @@ def test_a_late_rank_is_no_error(pool: Pool) -> None:
     assert pool.run(2, _fit, "sleep", 1, 6, {}) == [("", "")] * 2
 
 
-def _rank(rank: int, world: int, folder: str, layer: int, answer: Any) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "at", "layer"), [("forward", 1, 1), ("backward", 3, 6)])
+def test_an_error_of_one_stage_is_named_on_the_ranks_of_other_pipelines(
+    pool: Pool, how: str, at: int, layer: int
+) -> None:
+    """2 stages x 2 data ranks: the rank of the other stage waits in a transfer, the others may be elsewhere."""
+    found = pool.run(4, _fit, how, at, layer, {}, 2)
+    assert found[at][0] == "ValueError", found[at][1]
+    for rank, (_, text) in enumerate(found):
+        assert rank == at or f"Rank {at} ended with ValueError: " in text
+    assert " of micro-batch " in found[(at + 2) % 4][1]
+
+
+def _nonfinite(setting: str, at: int) -> tuple[list[str], str, list[float], int]:
+    """Warnings, the error, losses and skipped steps, where the layer on rank ``at`` returns NaN for a micro-batch."""
+    trainer, module, error = _trainer(2, {}, on_nonfinite=setting), Faults("nan", at, 6 if at else 1), ""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module)
+        except NonFiniteError as caught:
+            error = str(caught)
+    told = [str(warning.message) for warning in seen if "not finite" in str(warning.message)]
+    return told, error, module.losses, trainer.precision_plugin.skipped_steps
+
+
+SETTINGS = list(product(["warn", "skip", "raise"], [0, 1]))
+
+
+@pytest.mark.parametrize(("setting", "at"), only_rows([("warn", 1), ("raise", 0)], SETTINGS))
+def test_what_is_not_finite_on_one_stage_ends_or_skips_the_step_on_all(pool: Pool, setting: str, at: int) -> None:
+    for rank, (told, error, losses, skipped) in enumerate(pool.run(2, _nonfinite, setting, at)):
+        assert len(told) == (rank == 0 and setting != "raise"), told
+        assert skipped == (setting != "warn")
+        assert len(losses) == (STEP if setting == "raise" else 4)
+        assert math.isnan(losses[-1]) == (setting == "warn")
+        if setting == "raise":
+            assert f"on rank {at}: the first output that was not finite is that of " in error
+            assert "(Faulty)" in error
+
+
+def _rank(rank: int, world: int, folder: str, killed: int, layer: int, data: int, answer: Any) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    answer.send((rank, _fit("kill", 0, layer, {})))
+    answer.send((rank, _fit("kill", killed, layer, {}, data)))
     os._exit(1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("killed", "layer"), [(2, 8), (0, 1), (1, 4)])
-def test_a_killed_rank_is_named_on_all(tmp_path: Path, killed: int, layer: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "data", "killed", "layer"), [(3, 1, 2, 8), (3, 1, 0, 1), (3, 1, 1, 4), (4, 2, 1, 1), (4, 2, 2, 8)]
+)
+def test_a_killed_rank_is_named_on_all(tmp_path: Path, world: int, data: int, killed: int, layer: int) -> None:
     context = mp.get_context("forkserver")
     ours, theirs = context.Pipe()
-    processes = [context.Process(target=_rank, args=(rank, 3, str(tmp_path), layer, theirs)) for rank in range(3)]
+    given = (world, str(tmp_path), killed, layer, data, theirs)
+    processes = [context.Process(target=_rank, args=(rank, *given)) for rank in range(world)]
     for process in processes:
         process.start()
     try:
-        for _ in range(2):
+        for _ in range(world - 1):
             assert ours.poll(60)
             rank, (kind, text) = ours.recv()
             assert rank != killed
             assert kind == "RuntimeError"
             assert f"Rank {killed} ended without an error message: killed" in text
-            assert " of micro-batch " in text
+            assert " of micro-batch " in text or rank % data != killed % data
     finally:
         for process in processes:
             process.join(30)

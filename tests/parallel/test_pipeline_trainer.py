@@ -44,6 +44,29 @@ def test_a_run_is_that_of_one_process(pool: Pool, stage: int, accumulates: int) 
         torch.testing.assert_close(logits, want[2], rtol=1e-4, atol=1e-5)
 
 
+def _run_several(trainer: pl.Trainer, module: Module) -> Module:
+    """Validation, an epoch, and another epoch with new optimizers."""
+    trainer.validate(module, verbose=False)
+    trainer.fit(module)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    return module
+
+
+def _several(stage: int) -> tuple[list[float], list[float]]:
+    module = _run_several(trainer_of(stage, 2, max_epochs=1), Module("adamw"))
+    return module.losses, module.validated
+
+
+@pytest.mark.parametrize("stage", only([3], [0, 1, 2, 3]))
+def test_a_trainer_runs_several_times(pool: Pool, stage: int) -> None:
+    want = _run_several(single_trainer(use_distributed_sampler=False, max_epochs=1), Module("adamw"))
+    assert len(want.losses) == 8
+    for losses, validated in pool.run(2, _several, stage):
+        assert losses == pytest.approx(want.losses, rel=1e-5)
+        assert validated == pytest.approx(want.validated, rel=1e-5)
+
+
 class TwoOptimizers(Module):
     """One of them has parameters on the first stage only."""
 
