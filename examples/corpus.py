@@ -18,7 +18,7 @@ SMALLEST = 1_000_000  # bytes of text below which training would be pointless
 
 
 def source_files() -> list[Path]:
-    """The library's sources, relative to its folder, in an order that does not depend on the machine."""
+    """The library's sources, relative to its folder, in the same order on every machine."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
     return sorted(path for path in paths if not SKIPPED & set(path.parts))
@@ -30,7 +30,7 @@ def is_validation(path: Path) -> bool:
 
 
 def read_text(*, validation: bool) -> Tensor:
-    """One side's files, one after another, as a tensor of bytes."""
+    """The files of one side, concatenated, as a tensor of bytes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     text = b"\n".join((root / path).read_bytes() for path in source_files() if is_validation(path) == validation)
     if not validation and len(text) < SMALLEST:
@@ -39,7 +39,7 @@ def read_text(*, validation: bool) -> Tensor:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Stretches of `context` bytes, each with the bytes that follow: what goes in and what is to be predicted."""
+    """Windows of `context` bytes as inputs, each with the bytes shifted by one as targets."""
 
     def __init__(self, text: Tensor, context: int, limit: int | None = None) -> None:
         """Cut `text` end to end; with `limit`, keep that many windows, spread evenly over the text."""

@@ -1,4 +1,4 @@
-"""A training loop of your own, around an engine: what scripts for DeepSpeed are once they import lt_zero instead.
+"""A training loop of your own around an engine, as in a script for DeepSpeed that imports lt_zero instead.
 
 python examples/engine_loop.py
 torchrun --nproc-per-node 2 examples/engine_loop.py --deepspeed_config ds_config.json --folder checkpoints
@@ -35,7 +35,7 @@ def make() -> tuple[nn.Module, TensorDataset]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Tensor]:
-    """Returns the trained weights."""
+    """Train, and return the trained weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_rank", type=int, default=-1, help="some launchers give it")
     parser.add_argument("--folder", type=Path, help="where a checkpoint is written after each epoch, and looked for")

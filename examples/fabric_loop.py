@@ -2,7 +2,7 @@
 
 python examples/fabric_loop.py                                        # 2 processes on the CPU, or every GPU
 python examples/fabric_loop.py --stage 2 --precision bf16-mixed
-python examples/fabric_loop.py --folder run --steps 200               # saves at the end, and goes on from there
+python examples/fabric_loop.py --folder run --steps 200               # saves at the end; run again, it continues
 """
 
 import argparse
@@ -22,7 +22,7 @@ CONTEXT, MICRO_BATCHES = 64, 2
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """Returns the last loss."""
+    """Train, and return the last loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--precision", default="32-true")

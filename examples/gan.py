@@ -1,4 +1,4 @@
-"""A generator and a discriminator in an engine each: two backward passes before a step, and one through both.
+"""A generator and a discriminator with one engine each: two backward passes before a step, and one through both models.
 
 torchrun --nproc-per-node 2 examples/gan.py
 """
@@ -31,7 +31,7 @@ def draw(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def main(config: dict[str, Any] = CONFIG, steps: int = 100) -> dict[str, Tensor]:
-    """Returns the trained weights of both."""
+    """Train, and return the trained weights of both models."""
     generator, discriminator = make()
     engine_g, *_ = lt_zero.initialize(model=generator, config=config)
     engine_d, *_ = lt_zero.initialize(model=discriminator, config=config)

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/inference_beyond_memory.py          # each rank writes a text of another length
     python examples/inference_beyond_memory.py --weights gpt.pt --share 5    # what train_gpt.py has exported (small)
     python examples/inference_beyond_memory.py --quantize                    # weights rest in 8 bits
-    python examples/inference_beyond_memory.py --perplexity 64               # of so many windows of text
+    python examples/inference_beyond_memory.py --perplexity 64               # of that many windows of text
 
 Weights are read block by block, rest in files and pass through memory when their block runs; the next block is read
 meanwhile. No process ever holds the model.
@@ -32,7 +32,7 @@ from lt_zero.checkpoint.open import open_source
 
 
 def write_random_weights(folder: Path, vocabulary: int, depth: int, width: int, context: int) -> None:
-    """A folder as Hugging Face's tools write it, one file per block, so that no model has to be in memory for it."""
+    """Write a folder as Hugging Face's tools do, one file per block, so that the model is never in memory."""
     files: dict[str, str] = {}
     for number in range(depth):
         state = {
@@ -47,13 +47,13 @@ def write_random_weights(folder: Path, vocabulary: int, depth: int, width: int, 
 
 
 def own_memory() -> int:
-    """Bytes of this process in memory, without pages of files, which the system drops when it needs them."""
+    """Bytes of this process in memory, without file pages, which the system drops when it needs memory."""
     info = psutil.Process().memory_info()
     return int(info.rss - getattr(info, "shared", 0))
 
 
 def main(arguments: list[str] | None = None) -> str:
-    """Returns this rank's text."""
+    """Write a text, and return it; each rank has its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, help="a state dict, or a folder of Hugging Face's")
     parser.add_argument("--depth", type=int, default=24, help="blocks of the model of random numbers")
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> str:
 
 @torch.no_grad()
 def perplexity(model: GPT, windows: int) -> float:
-    """Of bytes that the demo does not train on. All ranks read the same."""
+    """The perplexity of bytes that the demo does not train on; all ranks read the same."""
     text = Windows(read_text(validation=True), model.context, windows)
     losses = [F.cross_entropy(model(tokens[None])[0].float(), targets) for tokens, targets in text]
     return float(torch.stack(losses).mean().exp())

@@ -30,7 +30,7 @@ class LongGPT(GPTModule):
 
 
 def train(args: argparse.Namespace, sparse: bool) -> tuple[float, float]:
-    """Perplexity on texts that were not trained on, and seconds per step."""
+    """Train a model; returns its perplexity on validation text, and seconds per step."""
     L.seed_everything(0)
     config: dict[str, Any] = {"zero_optimization": {"stage": args.stage}}
     if sparse:
@@ -58,7 +58,7 @@ def train(args: argparse.Namespace, sparse: bool) -> tuple[float, float]:
 
 
 def main(arguments: list[str] | None = None) -> list[tuple[float, float]]:
-    """Returns perplexity and seconds per step of the dense and of the sparse model."""
+    """Train both models; returns perplexity and seconds per step of the dense and of the sparse one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--precision", default="32-true")

@@ -24,7 +24,7 @@ CONFIG: dict[str, Any] = {
 
 
 def make() -> Any:
-    """A small Llama; with weights from a hub it would be ``from_pretrained(...)``."""
+    """Make a small Llama; for weights from a hub use ``from_pretrained(...)``."""
     shape = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
     torch.manual_seed(0)
@@ -42,7 +42,7 @@ def tokens(step: int, rank: int) -> Tensor:
 
 
 def main(config: dict[str, Any] = CONFIG, steps: int = 20, folder: str = "lora") -> dict[str, Tensor]:
-    """Returns all weights; the folder gets them in 16 bits."""
+    """Train, write all weights to the folder in 16 bits, and return them."""
     with lt_zero.Init(config=config):
         base = make()
     model = adapted(base)

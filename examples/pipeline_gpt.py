@@ -1,7 +1,7 @@
-"""Train a small GPT, of whose layers two ranks have a half each, with ZeRO over two such pipelines; go on without them.
+"""Train a small GPT in two pipelines of two stages, with ZeRO over the pipelines, and resume without them.
 
 python examples/pipeline_gpt.py                             # 4 processes: 2 stages x 2 data ranks
-python examples/pipeline_gpt.py --resume --ranks 3 --stages 1 --steps 60    # 3 data ranks go on, each with all layers
+python examples/pipeline_gpt.py --resume --ranks 3 --stages 1 --steps 60    # 3 data ranks resume, each with all layers
 python examples/pipeline_gpt.py --ranks 8 --tensor 2 --precision bf16-mixed   # 2 stages x 2 data x 2 tensor ranks
 """
 
@@ -24,7 +24,7 @@ VOCABULARY, WIDTH, HEADS, CONTEXT, DEPTH, BATCH = 256, 96, 6, 64, 4, 24
 
 
 class Positions(nn.Module):
-    """Adds a vector for each position."""
+    """Adds a learned vector for each position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def small_embedding() -> nn.Embedding:
 
 
 def head(embedding: nn.Embedding, x: Tensor) -> Tensor:
-    """Logits by the weight of the embedding, which the first and the last stage have."""
+    """Compute logits with the weight of the embedding, which the first and the last stage share."""
     return x @ embedding.weight.T
 
 

@@ -1,7 +1,7 @@
-"""Train a small Llama whose layers are cut over two ranks, with ZeRO stage 3 over the others; go on without that.
+"""Train a small Llama with each layer cut over two ranks and ZeRO stage 3 over the others; resume without tensor ranks.
 
 python examples/tensor_parallel.py                             # 4 processes: 2 tensor ranks x 2 data ranks
-python examples/tensor_parallel.py --resume --ranks 3 --tensor 1 --steps 60   # 3 data ranks go on
+python examples/tensor_parallel.py --resume --ranks 3 --tensor 1 --steps 60   # 3 data ranks resume
 """
 
 import argparse
@@ -23,7 +23,7 @@ VOCABULARY, WIDTH, HEADS, CONTEXT, BATCH = 256, 96, 6, 64, 12
 
 
 class Attention(nn.Module):
-    """Causal attention. A rank that has some rows of ``q``, ``k`` and ``v`` has as many heads fewer."""
+    """Causal attention. A rank with some rows of ``q``, ``k`` and ``v`` has correspondingly fewer heads."""
 
     def __init__(self) -> None:
         super().__init__()

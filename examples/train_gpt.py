@@ -47,7 +47,7 @@ OWN_KEYS = {"strategy", "out", "seed", "threads", "learning_rate", "data", "trai
 
 
 class GPTModule(L.LightningModule):
-    """Trains a GPT to predict the next byte. It knows nothing of how, or whether, its states are sharded."""
+    """Trains a GPT to predict the next byte. It is independent of sharding."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class GPTModule(L.LightningModule):
 
 
 class GPTWithAdamW(GPTModule):
-    """Makes its optimizer itself; without `configure_optimizers` the strategy builds what the configuration names."""
+    """Makes its optimizer itself; without `configure_optimizers` the strategy builds that of the configuration."""
 
     def __init__(self, gpt: GPT, steps: int, peak_rate: float, schedule: bool = True) -> None:
-        """`steps` is the length of the whole run: the learning rate has come down when it ends.
+        """`steps` is the length of the whole run, at the end of which the learning rate is lowest.
 
-        Without `schedule` the configuration has one.
+        Without `schedule` the configuration's is used.
         """
         super().__init__(gpt)
         self.steps = steps
@@ -119,7 +119,7 @@ def trainer_arguments(config: Config) -> Config:
 
 
 def make_strategy(config: Config) -> Strategy:
-    """Everything that is not the script's own goes to lt_zero, which refuses keys that it does not know."""
+    """Pass all keys but the script's own to lt_zero, which refuses unknown keys."""
     if config["strategy"] == "ddp":
         return DDPStrategy()
     if config["strategy"] != "zero":
@@ -134,7 +134,7 @@ def use_threads(threads: int | None, processes: int) -> None:
 
 
 def silence_warnings() -> None:
-    """Keep out what a reader of this demo can do nothing about."""
+    """Hide warnings about which a reader of this demo can do nothing."""
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # slicing a tensor needs none
     warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated.*")  # Lightning 2.6 with torch 2.13
 
@@ -164,7 +164,7 @@ def megabytes(size: int) -> str:
 
 
 def print_memory(report: dict[str, tuple[int, int]], console: Console) -> None:
-    """Show what this rank holds at rest beside what each rank of a replicated run would hold."""
+    """Print the bytes that this rank holds at rest, and those of a rank in a replicated run."""
     table = Table("model states", title="Memory of one rank")
     for heading in ("this run", "replicated", "share"):
         table.add_column(heading, justify="right")

@@ -1,4 +1,4 @@
-"""Classify images with a small network with BatchNorm, whose weights are averaged by EMA, under ZeRO.
+"""Classify images with a small network with BatchNorm under ZeRO; EMA averages its weights.
 
 python examples/vision.py                                   # 2 processes on the CPU, or every GPU
 python examples/vision.py --stage 2 --precision bf16-mixed
@@ -46,7 +46,7 @@ class Classifier(L.LightningModule):
 
 
 def make_images(count: int, seed: int) -> TensorDataset:
-    """Noise with a bright quarter, whose place is the class."""
+    """Noise with one bright quarter; its position is the class."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
     images = torch.randn(count, 1, SIZE, SIZE, generator=generator)
@@ -58,7 +58,7 @@ def make_images(count: int, seed: int) -> TensorDataset:
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """Returns the accuracy of what is in the model at the end."""
+    """Train; returns the accuracy of the final weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--precision", default="32-true")

@@ -33,8 +33,8 @@ tests/ops/test_build.py::test_the_command_refuses_a_folder_of_others
 tests/config/test_bounds.py::test_what_is_no_file_is_not_waited_for
     - A pipe, a device, or a file without a size, such as `/proc/kmsg`, is an error, and never waited for.
 tests/config/test_bounds.py::test_files
-    - A file may have 128 KiB, 10,000 values, 1,000 interpolations, and 50 mappings inside each other; more is
-      an error, also when aliases or interpolations expand to it.
+    - A file may have 128 KiB, 10,000 values, 1,000 interpolations and 50 nested mappings; more is an error, also
+      if aliases or interpolations expand to it.
 tests/config/test_bounds.py::test_thousands_of_problems
     - At most 50 problems are printed.
 tests/config/test_secrets.py::test_secrets_are_not_shown
@@ -46,12 +46,12 @@ tests/checkpoint/test_damage.py::test_nothing_in_a_checkpoint_runs
     - It can't execute code: files are read with `weights_only=True`, and of other formats with stubs in place
       of the classes that they name.
 tests/checkpoint/test_plain.py::test_every_file_of_a_checkpoint_loads_anywhere
-    - `weights_only=False` executes what `objects.pkl` or a file of torch says, so pass it for your own
+    - `weights_only=False` executes code in `objects.pkl` or in a file of torch, so pass it for your own
       checkpoints only.
 tests/checkpoint/test_plain.py::test_keys_are_kept_exactly
     - A class that is a key of a dictionary is found among the classes that are loaded, and nothing is imported.
 tests/checkpoint/test_damage.py::test_damage_is_an_error_on_every_rank
-    - A flipped bit, a cut file, or a file that is none is an error, on all ranks.
+    - A flipped bit, a truncated file, or a file of another kind is an error on all ranks.
 tests/checkpoint/test_damage.py::test_manifests_that_make_no_sense
     - A file name in a manifest that leads out of the checkpoint is refused.
 tests/io/test_private_folder.py::test_a_link_that_takes_a_folders_name_is_not_followed
@@ -127,7 +127,7 @@ def test_sources_are_in_the_package() -> None:
 
 
 @says(
-    "What you name is imported, and that executes it: a function that `lt-zero tune` or `lt-zero estimate` gets, and "
+    "Code that you name is imported and thus executed: a function that `lt-zero tune` or `lt-zero estimate` gets, and "
     "the class in `optimizer.type` if it is a path such as `my.package.MyOptimizer`."
 )
 @says("So read a stranger's configuration before you use it.")
@@ -156,7 +156,7 @@ def test_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ZeroConfig.of({"gradient_clipping": "${oc.env:STRANGE}"}).gradient_clipping == 0.25
 
 
-@says("It can have wrong values in weights, states and counters: that cannot be told from a good one.")
+@says("It can have wrong values in weights, states and counters; such a checkpoint looks like a good one.")
 def test_nothing_signs_a_manifest() -> None:
     from lt_zero.checkpoint.native.directory import Manifest
 
