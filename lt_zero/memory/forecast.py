@@ -513,15 +513,14 @@ def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: S
     weights, buffers, moving = sums.weights(), sums.reduce_buffers(), sums.moving()
     states = [*weights, *sums.states(), *sums.residuals(), *sums.second_copies()]
     grads = [*states, *sums.gradients()]
-    phases = {
+    phases = {  # the same on all ranks, which compare them, also if only some stages of a pipeline have a window
         "build": [*weights, *sums.building()],
+        "accumulation": [*states, *buffers, *moving, *sums.local()],
         "backward": [*grads, *buffers, *moving, *sums.offloading()],
         "step": [*grads, *buffers, *sums.stepping(sums.trained), *sums.exchanging()],
     }
     if setup.saves:
         phases["checkpoint"] = [*grads, *buffers, *sums.saving()]
-    if window := sums.local():
-        phases["accumulation"] = [*states, *buffers, *moving, *window]
 
     def added(parts: Iterable[Part]) -> Amounts:
         total: Counter[tuple[str, str]] = Counter()
