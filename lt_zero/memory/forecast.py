@@ -522,7 +522,7 @@ def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: S
     weights, buffers, moving = sums.weights(), sums.reduce_buffers(), sums.moving()
     states = [*weights, *sums.states(), *sums.residuals(), *sums.second_copies()]
     grads = [*states, *sums.gradients()]
-    phases = {
+    phases = {  # the same on all ranks, which compare them, also if only some stages of a pipeline have a window
         "build": [*weights, *sums.building()],
         "backward": [*grads, *buffers, *moving, *sums.offloading()],
         "step": [*grads, *buffers, *sums.stepping(sums.trained), *sums.exchanging()],

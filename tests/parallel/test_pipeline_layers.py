@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import PipelineParallel
+from lt_zero.memory.check import check_optimizers
 from lt_zero.parallel import LayerSpec, Pipeline
 from lt_zero.parallel.pipeline import runner
 from lt_zero.parallel.pipeline.position import Position, at
@@ -358,3 +360,31 @@ def _uneven(stage: int) -> str:
 def test_data_ranks_with_other_numbers_of_samples(pool: Pool, stage: int) -> None:
     for text in pool.run(4, _uneven, stage):
         assert (not text) if stage == 1 else "into 4 to 7 micro-batches" in text
+
+
+def _checked() -> None:
+    run = start(Ranks(1, 1, 3), 3, prepare=_frozen(("scale",)))
+    check_optimizers(run.engine, [run.optimizer])
+
+
+def test_memory_is_checked_where_some_stages_have_no_tied_layer(pool: Pool) -> None:
+    """Only the first and the last of three keep whole gradients until the step."""
+    pool.run(3, _checked)
+
+
+def _masks() -> tuple[int, list[Tensor]]:
+    """The stage of this rank, and the outputs of its dropout in the first block."""
+    run, found = start(Ranks(2, 1, 2), 1, layers=partial(specs, True, 5, 0.5)), list[Tensor]()
+    for layer in run.model.pipe.layers.values():
+        if isinstance(layer, Block):
+            layer.drop.register_forward_hook(lambda module, args, output: found.append(output.detach() == 0))
+    run.step(0)
+    return run.model.pipe.position.rank, found
+
+
+def test_data_ranks_have_masks_of_their_own(pool: Pool) -> None:
+    """All ranks have the same seed."""
+    first, other, *rest = pool.run(4, _masks)
+    for (stage, masks), (same, others) in ((first, other), rest):
+        assert stage == same
+        assert not any(torch.equal(a, b) for a, b in zip(masks[-4:], others[-4:], strict=True))

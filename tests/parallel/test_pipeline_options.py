@@ -96,6 +96,33 @@ def test_a_stage_without_blocks_checkpoints_nothing(pool: Pool) -> None:
     assert pool.run(2, _uneven, ["Counter"]) == ["activation_checkpointing.modules"] * 2
 
 
+def _compiled(stage: int, layers: bool) -> int:
+    """The module is compiled, and maybe layers by themselves; returns how many graphs layers have."""
+    graphs = list[Any]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    run, reference = start(Ranks(), stage, "sgd"), Model()
+    run.model.loss = torch.compile(run.model.loss, backend="eager")  # type: ignore[method-assign]
+    for layer in run.model.pipe.layers.values() if layers else ():
+        layer.compile(backend=backend)
+    optimizer = OPTIMIZERS["sgd"](reference.parameters())
+    for step in range(2):
+        run.step(step)
+        reference_step(reference, optimizer, step, 1)
+    weights = all_weights(run.engine)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-6, atol=1e-6, msg=name)
+    return len(graphs)
+
+
+@pytest.mark.parametrize(("stage", "layers"), [(1, False), pytest.param(3, True, marks=pytest.mark.slow)])
+def test_a_compiled_module_calls_its_pipeline_as_it_is(pool: Pool, stage: int, layers: bool) -> None:
+    assert all((found > 0) == layers for found in pool.run(2, _compiled, stage, layers))
+
+
 # ---- which layers, with which values -------------------------------------------------------------------------------
 
 

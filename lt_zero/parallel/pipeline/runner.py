@@ -14,8 +14,9 @@ Note [Shapes]
 
 Note [Random numbers]
     Ranks have the same generators, and different layers would draw the same masks. So a forward of a stage begins with
-    a seed made of a number that all ranks draw once per batch, the stage, and the micro-batch: masks do not depend on
-    the schedule, and ranks have the same generators afterwards.
+    a seed made of a number that all ranks draw once per batch, the stage, the micro-batch, and the data rank, which has
+    other samples, and the same number where the user seeds all ranks alike. Masks do not depend on the schedule, and
+    ranks have the same generators afterwards.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ class Runner(ProcessLocal):
 
     # ---- a batch ---------------------------------------------------------------------------------------------------
 
+    # Not traced by torch.compile, which fails at collectives. A layer that is compiled by itself still is.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, inputs: Any, targets: Any) -> Any:
         """``Pipeline.forward``. Collective. Errors are those of ``run_parts``."""
         rows = rows_in(inputs)
@@ -341,7 +344,7 @@ class Runner(ProcessLocal):
         """The forward of a stage for micro-batch ``number``."""
         batch = self.batch
         given = _first(batch.inputs[number]) if stage == 0 else tuple(map(_writable, inputs))
-        seed = None if batch.seed is None else seed_of(batch.seed, stage, number)
+        seed = None if batch.seed is None else seed_of(batch.seed, stage, number, self._data_rank)
         with self._drawing(seed), self.engine.forward_scope(trains=False):
             output = self.pipeline.run_stage(stage, *given, batch=batch.inputs[number])
         return _differentiable(output) if batch.trains else output
