@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lt_zero import EMA
 from tests.support.lightning_tools import quick, sharded_trainer, single_trainer
 from tests.support.matrix import cover, only
 from tests.support.pipeline_module import Module
@@ -39,6 +40,20 @@ def test_a_run_is_that_of_one_process(pool: Pool, stage: int, accumulates: int) 
     how = {"max_epochs": 2, "accumulate_grad_batches": accumulates, "gradient_clip_val": 0.5, "num_sanity_val_steps": 1}
     found, want = pool.run(2, _fit, stage, 2, how), expected(how)
     for losses, validated, logits in found:
+        assert losses == pytest.approx(want[0], rel=1e-5)
+        assert validated == pytest.approx(want[1], rel=1e-5)
+        torch.testing.assert_close(logits, want[2], rtol=1e-4, atol=1e-5)
+
+
+def _fit_averaged(stage: int, pipeline: int) -> tuple[list[float], list[float], Any]:
+    return _fit(stage, pipeline, {"max_epochs": 2, "callbacks": [EMA(decay=0.7)]})
+
+
+@pytest.mark.parametrize("stage", only([3], [0, 1, 2, 3]))
+def test_averages_are_those_of_one_process(pool: Pool, stage: int) -> None:
+    """Validation and prediction see them."""
+    want = pool.run(1, _fit_averaged, 0, 1)[0]
+    for losses, validated, logits in pool.run(2, _fit_averaged, stage, 2):
         assert losses == pytest.approx(want[0], rel=1e-5)
         assert validated == pytest.approx(want[1], rel=1e-5)
         torch.testing.assert_close(logits, want[2], rtol=1e-4, atol=1e-5)
