@@ -304,11 +304,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, terms: Terms) -> 
 
 def _problem(
     tensors: dict[str, Tensor], index: BlockIndex, lse: Tensor, key_bias: Tensor | None, terms: Terms
-) -> library.Attention:
+) -> library.LtAttention:
     """``lt_attention``; it does not keep the tensors alive."""
     q, k = tensors["q"], tensors["k"]
-    rows = {name: library.Rows(address(t), *t.stride()[:3]) for name, t in tensors.items()}
-    return library.Attention(
+    rows = {name: library.LtRows(address(t), *t.stride()[:3]) for name, t in tensors.items()}
+    return library.LtAttention(
         batch=q.shape[0],
         heads=q.shape[1],
         kv_heads=k.shape[1],
@@ -316,8 +316,8 @@ def _problem(
         dim=q.shape[3],
         block=index.block,
         layouts=index.layouts,
-        rows=library.Lists(address(index.row_begin), address(index.row_index)),
-        columns=library.Lists(address(index.column_begin), address(index.column_index)),
+        rows=library.LtLists(address(index.row_begin), address(index.row_index)),
+        columns=library.LtLists(address(index.column_begin), address(index.column_index)),
         lse=address(lse),
         key_bias=address(key_bias),
         scale=terms.scale_of(q),

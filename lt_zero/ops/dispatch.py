@@ -269,7 +269,7 @@ def step_tensors(
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
     **options: Any,
-) -> library.Tensors:
+) -> library.LtTensors:
     """Check the arguments of a step and return its ``lt_tensors``, which keeps its arrays alive, but not the tensors.
 
     Other ``options`` are ignored.
@@ -288,7 +288,7 @@ def step_tensors(
     out_dtype = check_list("outs", outs, params, list(DTYPES)) if outs else torch.float32
     for name, scalar in (("scale", scale), ("clip", clip), ("found_inf", found_inf)):
         check_scalar(name, scalar, device)
-    return library.Tensors(
+    return library.LtTensors(
         count=len(params),
         numel=sizes(params),
         param=pointers(params),

@@ -120,7 +120,7 @@ def _run_norm(tensors: list[Tensor]) -> Tensor:
         return norm_squared_reference(tensors)
     total = torch.empty((), dtype=torch.float64, device=device)
     dtypes = (ctypes.c_int32 * len(tensors))(*[DTYPES[t.dtype] for t in tensors])
-    mixed = library.Mixed(count=len(tensors), numel=sizes(tensors), data=pointers(tensors), dtype=dtypes)
+    mixed = library.LtMixed(count=len(tensors), numel=sizes(tensors), data=pointers(tensors), dtype=dtypes)
     workspace = scratch(lib, tensors, device)
     call(lib, "norm_squared", device, ctypes.byref(mixed), address(total), *pointer(workspace))
     return total
@@ -128,11 +128,11 @@ def _run_norm(tensors: list[Tensor]) -> Tensor:
 
 def _pairs(
     names: tuple[str, str], dst: list[Tensor], src: list[Tensor], factor: float, scale: Tensor | None
-) -> library.Pairs:
+) -> library.LtPairs:
     dst_dtype = check_list(names[0], dst, dst, list(DTYPES))
     src_dtype = check_list(names[1], src, dst, list(DTYPES))
     check_scalar("scale", scale, dst[0].device)
-    return library.Pairs(
+    return library.LtPairs(
         count=len(dst),
         numel=sizes(dst),
         dst=pointers(dst),

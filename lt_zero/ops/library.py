@@ -40,7 +40,7 @@ def _doubles(*names: str) -> list[tuple[str, Any]]:
     return [(name, c_double) for name in names]
 
 
-class Tensors(ctypes.Structure):
+class LtTensors(ctypes.Structure):
     """``lt_tensors``. Keeps the assigned arrays alive, but not the memory that their pointers refer to."""
 
     _fields_ = [
@@ -52,25 +52,25 @@ class Tensors(ctypes.Structure):
     ]
 
 
-class Adam(ctypes.Structure):
+class LtAdam(ctypes.Structure):
     """``lt_adam``."""
 
     _fields_ = [*_doubles("lr", "beta1", "beta2", "eps", "weight_decay", "step"), ("decoupled", c_int32)]
 
 
-class Lion(ctypes.Structure):
+class LtLion(ctypes.Structure):
     """``lt_lion``."""
 
     _fields_ = _doubles("lr", "beta1", "beta2", "weight_decay")
 
 
-class Adagrad(ctypes.Structure):
+class LtAdagrad(ctypes.Structure):
     """``lt_adagrad``."""
 
     _fields_ = _doubles("lr", "eps", "weight_decay")
 
 
-class Sgd(ctypes.Structure):
+class LtSgd(ctypes.Structure):
     """``lt_sgd``."""
 
     _fields_ = [
@@ -80,19 +80,19 @@ class Sgd(ctypes.Structure):
     ]
 
 
-class Lamb(ctypes.Structure):
+class LtLamb(ctypes.Structure):
     """``lt_lamb``."""
 
     _fields_ = _doubles("beta1", "beta2", "eps", "weight_decay")
 
 
-class Mixed(ctypes.Structure):
+class LtMixed(ctypes.Structure):
     """``lt_mixed``."""
 
     _fields_ = [("count", c_int64), ("numel", _SIZES), ("data", _POINTERS), ("dtype", POINTER(c_int32))]
 
 
-class Pairs(ctypes.Structure):
+class LtPairs(ctypes.Structure):
     """``lt_pairs``."""
 
     _fields_ = [
@@ -107,31 +107,31 @@ class Pairs(ctypes.Structure):
     ]
 
 
-class Blocks(ctypes.Structure):
+class LtBlocks(ctypes.Structure):
     """``lt_blocks``."""
 
     _fields_ = [("numel", c_int64), ("block", c_int64), ("bits", c_int32), ("dtype", c_int32)]
 
 
-class Rows(ctypes.Structure):
+class LtRows(ctypes.Structure):
     """``lt_rows``."""
 
     _fields_ = [("data", c_void_p), *[(name, c_int64) for name in ("batch", "head", "row")]]
 
 
-class Lists(ctypes.Structure):
+class LtLists(ctypes.Structure):
     """``lt_lists``."""
 
     _fields_ = [("begin", c_void_p), ("index", c_void_p)]
 
 
-class Attention(ctypes.Structure):
+class LtAttention(ctypes.Structure):
     """``lt_attention``."""
 
     _fields_ = [
         *[(name, c_int64) for name in ("batch", "heads", "kv_heads", "length", "dim", "block", "layouts")],
-        *[(name, Lists) for name in ("rows", "columns")],
-        *[(name, Rows) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")],
+        *[(name, LtLists) for name in ("rows", "columns")],
+        *[(name, LtRows) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")],
         *[(name, c_void_p) for name in ("lse", "key_bias")],
         *_doubles("scale", "dropout"),
         ("seed", c_uint64),
@@ -141,23 +141,23 @@ class Attention(ctypes.Structure):
 
 # Arguments of each operation; a last one follows: the number of threads on the CPU, the stream on CUDA.
 OPERATIONS: dict[str, list[Any]] = {
-    "adam_step": [POINTER(Tensors), POINTER(Adam)],
-    "lion_step": [POINTER(Tensors), POINTER(Lion)],
-    "adagrad_step": [POINTER(Tensors), POINTER(Adagrad)],
-    "sgd_step": [POINTER(Tensors), POINTER(Sgd)],
-    "lamb_update": [POINTER(Tensors), POINTER(Lamb), c_void_p],
-    "lamb_apply": [POINTER(Tensors), POINTER(Lamb), c_void_p],
-    "norm_squared": [POINTER(Mixed), c_void_p],
-    "accumulate": [POINTER(Pairs)],
-    "cast_scale": [POINTER(Pairs)],
-    "encode_blocks": [POINTER(Blocks), c_void_p, c_void_p, c_void_p],
-    "decode_blocks": [POINTER(Blocks), c_int64, _POINTERS, c_double, c_void_p],
+    "adam_step": [POINTER(LtTensors), POINTER(LtAdam)],
+    "lion_step": [POINTER(LtTensors), POINTER(LtLion)],
+    "adagrad_step": [POINTER(LtTensors), POINTER(LtAdagrad)],
+    "sgd_step": [POINTER(LtTensors), POINTER(LtSgd)],
+    "lamb_update": [POINTER(LtTensors), POINTER(LtLamb), c_void_p],
+    "lamb_apply": [POINTER(LtTensors), POINTER(LtLamb), c_void_p],
+    "norm_squared": [POINTER(LtMixed), c_void_p],
+    "accumulate": [POINTER(LtPairs)],
+    "cast_scale": [POINTER(LtPairs)],
+    "encode_blocks": [POINTER(LtBlocks), c_void_p, c_void_p, c_void_p],
+    "decode_blocks": [POINTER(LtBlocks), c_int64, _POINTERS, c_double, c_void_p],
     "select_topk": [c_void_p, c_int64, c_int64, c_void_p],
 }
 # Of the CPU only: results and arguments. What takes a number of threads has it last.
 CPU_OPERATIONS: dict[str, tuple[Any, list[Any]]] = {
-    "attention_forward": (c_int, [POINTER(Attention), c_int]),
-    "attention_backward": (c_int, [POINTER(Attention), c_int]),
+    "attention_forward": (c_int, [POINTER(LtAttention), c_int]),
+    "attention_backward": (c_int, [POINTER(LtAttention), c_int]),
     "huffman_encode": (c_int, [c_void_p, c_int64, c_void_p, POINTER(c_int64)]),
     "huffman_size": (c_int64, [c_void_p, c_int64]),
     "huffman_decode": (c_int, [c_void_p, c_int64, c_void_p, c_int64]),
@@ -220,7 +220,7 @@ def try_kernel(library: ctypes.CDLL) -> None:
     """
     values = torch.zeros(2, device=torch.device("cuda", torch.cuda.current_device()))
     one, (dst, src) = (c_int64 * 1)(1), ((c_void_p * 1)(value.data_ptr()) for value in values)
-    pairs = Pairs(count=1, numel=one, dst=dst, src=src, dst_dtype=0, src_dtype=0, factor=1.0, scale=None)
+    pairs = LtPairs(count=1, numel=one, dst=dst, src=src, dst_dtype=0, src_dtype=0, factor=1.0, scale=None)
     code = library.lt_cuda_cast_scale(ctypes.byref(pairs), torch.cuda.current_stream().cuda_stream)
     if code != 0:
         text = library.lt_cuda_error(code).decode()

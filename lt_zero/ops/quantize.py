@@ -78,7 +78,7 @@ def quantize(x: Tensor, bits: int, block: int, residual: Tensor | None = None, o
     out, lib = _prepared(x, bits, block, residual, out), native(x.device)
     if lib is None:
         return quantize_reference(x, bits, block, residual, out)
-    blocks = library.Blocks(numel=x.numel(), block=block, bits=bits, dtype=DTYPES[x.dtype])
+    blocks = library.LtBlocks(numel=x.numel(), block=block, bits=bits, dtype=DTYPES[x.dtype])
     call(lib, "encode_blocks", x.device, ctypes.byref(blocks), address(x), address(residual), address(out))
     return out
 
@@ -124,7 +124,7 @@ def dequantize_sum(buffers: Sequence[Tensor], out: Tensor, bits: int, block: int
     total = out
     if len(buffers) > CUDA_BUFFERS and out.device.type != "cpu":  # several launches carry the sum in fp32
         total = torch.empty_like(out, dtype=torch.float32)
-    blocks = library.Blocks(numel=out.numel(), block=block, bits=bits, dtype=DTYPES[total.dtype])
+    blocks = library.LtBlocks(numel=out.numel(), block=block, bits=bits, dtype=DTYPES[total.dtype])
     given = (len(buffers), pointers(buffers), scale, address(total))
     call(lib, "decode_blocks", out.device, ctypes.byref(blocks), *given)
     if total is not out:

@@ -645,17 +645,19 @@ def test_check(csrc: Path) -> None:
         library.status("tpu")
 
 
-STRUCTURES = ("Tensors", "Adam", "Lion", "Adagrad", "Sgd", "Lamb", "Mixed", "Pairs")
+STRUCTURES = {  # by their names in the header
+    f"lt_{name.removeprefix('Lt').lower()}": getattr(library, name)
+    for name in ("LtTensors", "LtAdam", "LtLion", "LtAdagrad", "LtSgd", "LtLamb", "LtMixed", "LtPairs")
+}
 
 
 def test_structures_are_those_of_the_header(tmp_path: Path) -> None:
     lines, expected = [], []
-    for name in STRUCTURES:
-        structure = getattr(library, name)
-        lines.append(f'printf("%zu\\n", sizeof(lt_{name.lower()}));')
+    for name, structure in STRUCTURES.items():
+        lines.append(f'printf("%zu\\n", sizeof({name}));')
         expected.append(ctypes.sizeof(structure))
         for field, *_ in structure._fields_:
-            member = f"lt_{name.lower()}, {field}"
+            member = f"{name}, {field}"
             lines.append(f'printf("%zu\\n%zu\\n", offsetof({member}), sizeof((({member.replace(", ", " *)0)->")}));')
             expected += [getattr(structure, field).offset, getattr(structure, field).size]
     source = "#include <stdio.h>\n#include <stddef.h>\n#include <lt_zero.h>\nint main() {\n" + "\n".join(lines) + "}\n"
@@ -670,12 +672,11 @@ def test_structures_are_those_of_the_header(tmp_path: Path) -> None:
 def test_functions_are_those_of_the_header() -> None:
     header = re.sub(r"//.*", "", (build.CSRC / "lt_zero.h").read_text())
     assert f"#define LT_ABI_VERSION {build.ABI_VERSION}\n" in header
-    fields = {name: re.search(rf"([^}}]*)}} {name};", header) for name in (f"lt_{s.lower()}" for s in STRUCTURES)}
-    for structure in STRUCTURES:
-        found = fields[f"lt_{structure.lower()}"]
+    for name, structure in STRUCTURES.items():
+        found = re.search(rf"([^}}]*)}} {name};", header)
         assert found is not None
         names = re.findall(r"(\w+)(?=[,;])", found[1].rpartition("{")[2])
-        assert names == [field for field, *_ in getattr(library, structure)._fields_]
+        assert names == [field for field, *_ in structure._fields_]
     for kind in ("cpu", "cuda"):
         functions: dict[str, Any] = {}
 
