@@ -19,7 +19,7 @@ from pathlib import Path
 from lt_zero.checkpoint.native.directory import sync_folder
 from lt_zero.checkpoint.native.torchfile import Write
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.checked_file import Blocks, FileSink, trouble
+from lt_zero.io.checked_file import FileSink, WriterPool, trouble
 from lt_zero.io.direct_file import free_bytes, in_words
 
 _THREADS = 3  # threads that write one file
@@ -62,7 +62,7 @@ def whole_file(path: Path, expected: int = 0) -> Iterator[Write]:
         CheckpointError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name[:200]}.{_stamp()}")
-    with contextlib.closing(Blocks(_THREADS)) as blocks:
+    with contextlib.closing(WriterPool(_THREADS)) as blocks:
         try:
             with naming(path):
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ class _ThreadBuffer(threading.local):
         self.buffer = aligned_buffer(STEP)
 
 
-class Blocks:
+class WriterPool:
     """The threads and buffers that the open files of one process share."""
 
     def __init__(self, threads: int = THREADS) -> None:
@@ -173,7 +173,7 @@ class FileSink(Sink):
     """
 
     def __init__(
-        self, path: Path, blocks: Blocks, expected: int = 0, name: Path | None = None, copies: bool = False
+        self, path: Path, blocks: WriterPool, expected: int = 0, name: Path | None = None, copies: bool = False
     ) -> None:
         self.path, self._blocks, self._copies = name or path, blocks, copies
         self._sums: dict[int, int] = {}
@@ -192,7 +192,7 @@ class FileSink(Sink):
         except OSError as error:
             os.close(self._fd)
             raise trouble("Cannot allocate", self.path, error) from None
-        self._file = direct_file.Blocks(self._fd, self.path, unit if direct else 1, _RETRIES, CheckpointError)
+        self._file = direct_file.BlockMover(self._fd, self.path, unit if direct else 1, _RETRIES, CheckpointError)
 
     def _take(self) -> Tensor:
         return self._blocks.free.get()

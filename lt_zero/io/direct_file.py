@@ -87,7 +87,7 @@ def write_some(fd: int, view: memoryview, offset: int) -> int:
     return os.pwritev(fd, [view], offset)
 
 
-class Blocks:
+class BlockMover:
     """Moves whole blocks of one open file; repeats requests that were short, interrupted or refused for a moment.
 
     Args:
@@ -136,7 +136,7 @@ class Blocks:
             failures += 1
 
 
-class _Record:
+class _RecordState:
     """A record of the file, and the state of its content."""
 
     def __init__(self, index: int, offset: int, nbytes: int, blocks: int) -> None:
@@ -201,7 +201,7 @@ class SwapFile:
         fd = _allocate(path, self.nbytes)
         offsets = itertools.accumulate(lengths, initial=0)
         self._records = [
-            _Record(index, offset, nbytes, -(-nbytes // self._step))
+            _RecordState(index, offset, nbytes, -(-nbytes // self._step))
             for index, (offset, nbytes) in enumerate(zip(offsets, lengths, strict=False))
         ]
         self._lock = threading.Lock()  # guards `_Record.last`
@@ -209,7 +209,7 @@ class SwapFile:
         if not self.direct and "direct" not in _told:
             _told.add("direct")
             log.warning("%s does not support O_DIRECT: NVMe offload is slower there.", path.parent)
-        self._blocks = Blocks(fd, path, unit if self.direct else 1, pool.retries)
+        self._blocks = BlockMover(fd, path, unit if self.direct else 1, pool.retries)
         self._handle = _Handle(fd, path)
         self._finalizer = weakref.finalize(self, self._handle.release)
 
@@ -244,12 +244,12 @@ class SwapFile:
                 handle.idle.wait_for(lambda: handle.running == 0)
         self._finalizer()
 
-    def _record(self, index: int) -> _Record:
+    def _record(self, index: int) -> _RecordState:
         if not 0 <= index < len(self._records):
             raise IndexError(f"{self.path} has records 0 to {len(self._records) - 1}, not {index}.")
         return self._records[index]
 
-    def _submit(self, record: _Record, tensor: Tensor, writes: bool) -> Transfer:
+    def _submit(self, record: _RecordState, tensor: Tensor, writes: bool) -> Transfer:
         what = f"Cannot {'write' if writes else 'read'} record {record.index} of {self.path}"
         check_buffer(tensor, record.nbytes, what)
         if not writes and not record.written:
@@ -270,20 +270,20 @@ class SwapFile:
             self._handle.count(-1)
             raise
 
-    def _block(self, record: _Record, tensor: Tensor, index: int) -> tuple[Tensor, int]:
+    def _block(self, record: _RecordState, tensor: Tensor, index: int) -> tuple[Tensor, int]:
         """The slice of the tensor for a block, and its offset in the file."""
         if self._handle.given_up:
             raise SwapError(f"{self.path} was closed at exit before record {record.index} was transferred.")
         first = index * self._step
         return tensor[first : first + self._step], record.offset + first
 
-    def _write_block(self, record: _Record, tensor: Tensor, index: int) -> None:
+    def _write_block(self, record: _RecordState, tensor: Tensor, index: int) -> None:
         block, offset = self._block(record, tensor, index)
         if self._pool.checksum:
             record.sums[index] = checksum(block, self._weights)
         self._blocks.move(True, view_of(block), offset)
 
-    def _read_block(self, record: _Record, tensor: Tensor, index: int) -> None:
+    def _read_block(self, record: _RecordState, tensor: Tensor, index: int) -> None:
         if record.problem:
             raise SwapError(
                 f"Cannot read record {record.index} of {self.path}: its last write failed. {record.problem}"
@@ -298,7 +298,7 @@ class SwapFile:
                 " to another disk, and restart from a checkpoint."
             )
 
-    def _end(self, record: _Record, writes: bool, error: RuntimeError | None) -> None:
+    def _end(self, record: _RecordState, writes: bool, error: RuntimeError | None) -> None:
         """Complete a transfer, in the thread that moved its last block."""
         try:
             if error is None and not self.direct and record.nbytes:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lt_zero.io import checked_file
-from lt_zero.io.checked_file import BlockReader, Blocks, FileSink, Sink, StreamSink
+from lt_zero.io.checked_file import BlockReader, FileSink, Sink, StreamSink, WriterPool
 from lt_zero.io.thread_pool import SwapError
 from tests.support.offload_tools import noise
 
@@ -18,7 +18,7 @@ def test_a_stream_gets_the_bytes_and_checksums_of_a_file(
     tmp_path: Path, copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checked_file, "STEP", 16384)
-    blocks = Blocks(2)
+    blocks = WriterPool(2)
     sinks: list[Sink] = [FileSink(tmp_path / "file", blocks, 100_000, copies=copies)]
     sinks.append(StreamSink((tmp_path / "stream").open("wb")))
     records = []
@@ -42,7 +42,7 @@ def test_a_stream_gets_the_bytes_and_checksums_of_a_file(
 def test_blocks_are_read_to_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also to a part of a tensor that begins between two words, as ranks that divide a tensor differently ask for."""
     monkeypatch.setattr(checked_file, "STEP", 4096)
-    values, blocks = noise(10 * 4096 + 5), Blocks()
+    values, blocks = noise(10 * 4096 + 5), WriterPool()
     sink = FileSink(tmp_path / "x", blocks)
     sink.write(values)
     reader = BlockReader(str(tmp_path))
@@ -60,7 +60,7 @@ def test_blocks_are_read_to_any_place(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_last_block_goes_back_if_it_cannot_be_written(tmp_path: Path) -> None:
     """Another file of the same threads would wait for its buffer without end."""
-    blocks = Blocks(1)
+    blocks = WriterPool(1)
     sink = FileSink(tmp_path / "file", blocks)
     sink.write(b"some")
     assert blocks.free.empty()

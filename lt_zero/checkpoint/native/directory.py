@@ -44,7 +44,7 @@ from fsspec.registry import known_implementations
 from lt_zero.checkpoint.source import Spec
 from lt_zero.common.boxes import Box, check_cover
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.checked_file import STEP, Blocks, FileRecord, FileSink, Sink, StreamSink, trouble
+from lt_zero.io.checked_file import STEP, FileRecord, FileSink, Sink, StreamSink, WriterPool, trouble
 from lt_zero.io.direct_file import free_bytes
 from lt_zero.io.regular_file import read_bytes
 
@@ -281,7 +281,7 @@ class Place:
     def __init__(self, name: str, folder: str) -> None:
         self.name, self.folder = name, folder
         self._fs: Any = file_system(name) if is_url(name) else None
-        self._blocks: Blocks | None = None
+        self._blocks: WriterPool | None = None
         self._published = False
         self._lock = -1  # descriptor of the locked directory; see Note [Publishing a directory]
 
@@ -341,7 +341,7 @@ class Place:
         if self._fs is not None:
             return StreamSink(self._fs.open(f"{self.folder}/{name}", "wb"))
         if self._blocks is None:
-            self._blocks = Blocks()
+            self._blocks = WriterPool()
         return FileSink(Path(self.folder, name), self._blocks, expected)
 
     def close(self) -> None:
