@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from lt_zero.activation import selective
 from lt_zero.activation.places import open_store
 from lt_zero.activation.profile import Boundary, open_boundary
-from lt_zero.activation.state import Caches, SavedState, State
+from lt_zero.activation.state import Caches, ForwardState, SavedState
 from lt_zero.activation.stores import ActivationStore
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import compiled_module
@@ -213,7 +213,7 @@ class _Checkpointed:
         self.__wrapped__: Callable[..., Any] = module.forward
         self.name, self._module, self._active = name, module, True
         self._selective, self._store, self.around, self._caches = how.selective, how.store, how.around, how.caches
-        self.state = State(module)
+        self.state = ForwardState(module)
         self._replaced = vars(module).get("forward")  # an instance attribute, as torch.compile sets one
         vars(module)["forward"] = self
 

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lt_zero.activation.stores import ActivationStore, Entry, Shown
+from lt_zero.activation.stores import ActivationStore, SavedElements, Shown
 from lt_zero.comm.part_ranks import Comparison, PartRanks
 from lt_zero.common.compat import version_of
-from lt_zero.offload.saved_activations import DeviceStorage, Storage, Stored, changed
+from lt_zero.offload.saved_activations import DeviceStorage, Storage, StoredActivation, changed
 
 log = logging.getLogger("lt_zero")
 
@@ -62,7 +62,7 @@ class Undecided:
         self.nbytes = self._numel = source.numel()
         self._version, self._changed = version_of(source), 0
         self._ranks: PartRanks | None = ranks  # None: this rank has all of it
-        self._stored: Stored | None = None
+        self._stored: StoredActivation | None = None
         self._name = name
 
     def rest(self, storage: Storage | None) -> None:
@@ -114,7 +114,7 @@ class Undecided:
 class _Use:
     """What the graph holds of a tensor: its entry; until all ranks are known to share it also the tensor itself."""
 
-    def __init__(self, entry: Entry, whole: Undecided | None) -> None:
+    def __init__(self, entry: SavedElements, whole: Undecided | None) -> None:
         self.entry, self.whole = entry, whole
 
 
@@ -157,7 +157,9 @@ class PartitionedStore(ActivationStore):
         self._shares_copies = True  # or each use would be gathered
         self._rest = None if isinstance(storage, DeviceStorage) else storage  # of whole tensors
         self._compared: deque[tuple[Comparison, list[_Input]]] = deque()
-        self._numbers = weakref.WeakKeyDictionary[Entry, int]()  # equal on ranks that have made the same entries
+        self._numbers = weakref.WeakKeyDictionary[
+            SavedElements, int
+        ]()  # equal on ranks that have made the same entries
 
     @contextmanager
     def saving(self, name: str, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -184,7 +186,7 @@ class PartitionedStore(ActivationStore):
         self._compared.clear()
         super().clear()
 
-    def _put(self, elements: Tensor) -> Stored:
+    def _put(self, elements: Tensor) -> StoredActivation:
         return Undecided(elements, self._ranks, self._name)
 
     # ---- forward ---------------------------------------------------------------------------------------------------
@@ -237,7 +239,7 @@ class PartitionedStore(ActivationStore):
             for place, each in enumerate(inputs):
                 each.decide(same_call and each.number is not None and place < _INPUTS and same[place])
 
-    def _decide(self, ref: weakref.ref[Entry], same: bool) -> None:
+    def _decide(self, ref: weakref.ref[SavedElements], same: bool) -> None:
         entry = ref()
         if entry is None or not isinstance(entry.stored, Undecided):  # freed
             return

@@ -25,13 +25,13 @@ _EVERY = 10  # optimizer steps
 
 
 @dataclass
-class Times:
+class ModuleTimes:
     """Times of one module since the last table: [forward, recomputation]."""
 
     milliseconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
     calls: list[int] = field(default_factory=lambda: [0, 0])
 
-    def add(self, other: Times) -> None:
+    def add(self, other: ModuleTimes) -> None:
         self.milliseconds = [a + b for a, b in zip(self.milliseconds, other.milliseconds, strict=True)]
         self.calls = [a + b for a, b in zip(self.calls, other.calls, strict=True)]
 
@@ -55,7 +55,7 @@ class Boundary:
         every: int = _EVERY,
         console: Console | None = None,
     ) -> None:
-        self.times: defaultdict[str, Times] = defaultdict(Times)
+        self.times: defaultdict[str, ModuleTimes] = defaultdict(ModuleTimes)
         self._device, self._gpu = device, device.type == "cuda"
         self._profile, self._synchronize = profile, synchronize
         self._every, self._console, self._steps = every, console, 0
@@ -96,7 +96,7 @@ class Boundary:
                 justify="left" if column == "module" else "right",
                 overflow="fold" if column == "module" else "ellipsis",
             )
-        total = Times()
+        total = ModuleTimes()
         for name, found in [*self.times.items(), ("all", total)]:
             pairs = zip(found.calls, found.milliseconds, strict=True)
             cells = [cell for calls, spent in pairs for cell in (f"{calls / steps:g}", f"{spent / steps:.3f}")]

@@ -19,7 +19,7 @@ from lt_zero.engine.fp32_modules import BATCH_NORMS
 _BufferName = tuple[nn.Module, str]
 
 
-class State:
+class ForwardState:
     """Buffers and random generators of a module and its submodules.
 
     Buffers (running statistics, the vectors of spectral_norm, a codebook's averages) that forward changes are copied
@@ -39,13 +39,13 @@ class State:
 class SavedState:
     """What one forward may change, as it was before it.
 
-    Beside the buffers and generators of a ``State`` these are objects among the arguments. Without them, an object that
+    Beside the buffers and generators of a ``ForwardState`` these are objects among the arguments. Without them, an object that
     forward writes to (a key-value cache, a collector of losses) would be written to twice, and a cache that has grown
     would give tensors of other shapes. A recomputation sees attributes, and the lists and dicts in them, as forward saw
     them. In-place changes of tensors are not restored.
     """
 
-    def __init__(self, state: State, arguments: Any) -> None:
+    def __init__(self, state: ForwardState, arguments: Any) -> None:
         self._state = state
         names = [(m, name) for m in state.modules if m.training for name in m._buffers]
         found = {name: buffer for name in names if (buffer := _get(name)) is not None}

@@ -34,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lt_zero.common.compat import version_of, view_base
 from lt_zero.io.thread_pool import SwapError
-from lt_zero.offload.saved_activations import DeviceStorage, Storage, Stored, changed
+from lt_zero.offload.saved_activations import DeviceStorage, Storage, StoredActivation, changed
 from lt_zero.parallel.local import local_of
 
 _MIN_BYTES = 4096  # bytes; storing a smaller tensor costs more than it saves
@@ -121,11 +121,13 @@ class Shown(NamedTuple):
         return self.rebuild(local) if self.rebuild is not None else local
 
 
-class Entry:
+class SavedElements:
     """The stored elements of a tensor; the graphs' handles of all tensors with these elements share it."""
 
-    def __init__(self, stored: Stored, before: weakref.ref[Entry] | None, gone: deque[Stored]) -> None:
-        self.stored: Stored | None = stored
+    def __init__(
+        self, stored: StoredActivation, before: weakref.ref[SavedElements] | None, gone: deque[StoredActivation]
+    ) -> None:
+        self.stored: StoredActivation | None = stored
         self.before, self.shared = before, False
         self.common: Tensor | None = None  # the copy on the device, if the entry is shared
         self._gone = gone
@@ -160,10 +162,10 @@ class ActivationStore:
         self._least = _MIN_BYTES if least is None else least
         self._shares_copies = not isinstance(storage, DeviceStorage)
         self._lock = threading.RLock()
-        self._gone: deque[Stored] = deque()
-        self._entries: weakref.WeakSet[Entry] = weakref.WeakSet()  # owned by the graphs
-        self._last: weakref.ref[Entry] | None = None  # packed last
-        self._known: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Any, Entry]]
+        self._gone: deque[StoredActivation] = deque()
+        self._entries: weakref.WeakSet[SavedElements] = weakref.WeakSet()  # owned by the graphs
+        self._last: weakref.ref[SavedElements] | None = None  # packed last
+        self._known: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Any, SavedElements]]
         self._known = weakref.WeakKeyDictionary()  # by storage object, since addresses are reused
         self._counts = dict.fromkeys(("packed", "kept", "shared", "unpacked", "stored", "bytes", "most"), 0)
 
@@ -200,7 +202,7 @@ class ActivationStore:
         """
         return packed()
 
-    def _restore(self, entry: Entry, shown: Shown) -> Tensor:
+    def _restore(self, entry: SavedElements, shown: Shown) -> Tensor:
         with self._lock, torch.no_grad():
             self._reap()
             self._counts["unpacked"] += 1
@@ -224,7 +226,7 @@ class ActivationStore:
             return None
         return local.detach(), Shown(local.dtype, geometry, version_of(tensor), rebuild)
 
-    def _entry_of(self, local: Tensor, shown: Shown) -> tuple[Entry, bool]:
+    def _entry_of(self, local: Tensor, shown: Shown) -> tuple[SavedElements, bool]:
         """The entry with the elements of ``local``, and whether there was none before."""
         known = self._known.setdefault(local.untyped_storage(), weakref.WeakValueDictionary())
         entry = known.get(key := shown.key(local))
@@ -233,9 +235,9 @@ class ActivationStore:
         known[key] = entry = self._new_entry(shown.take(local))
         return entry, True
 
-    def _new_entry(self, elements: Tensor) -> Entry:
+    def _new_entry(self, elements: Tensor) -> SavedElements:
         """An entry of bytes (1D uint8)."""
-        entry = Entry(self._put(elements), self._last, self._gone)
+        entry = SavedElements(self._put(elements), self._last, self._gone)
         self._entries.add(entry)
         self._last = weakref.ref(entry)
         self._counts["stored"] += 1
@@ -243,14 +245,14 @@ class ActivationStore:
         self._counts["most"] = max(self._counts["most"], self._counts["bytes"])
         return entry
 
-    def _put(self, elements: Tensor) -> Stored:
+    def _put(self, elements: Tensor) -> StoredActivation:
         return self.storage.put(elements)
 
-    def _share(self, entry: Entry) -> None:
+    def _share(self, entry: SavedElements) -> None:
         entry.shared = True
         self._counts["shared"] += 1
 
-    def _bring(self, entry: Entry) -> Tensor:
+    def _bring(self, entry: SavedElements) -> Tensor:
         if entry.stored is None:
             raise RuntimeError(
                 "The input of a checkpointed module was freed: ActivationStore.clear() was called after this forward. "
@@ -262,7 +264,7 @@ class ActivationStore:
             entry.common = entry.stored.bring()
         return entry.common.clone()
 
-    def _prefetch_before(self, entry: Entry | None) -> None:
+    def _prefetch_before(self, entry: SavedElements | None) -> None:
         # Backward unpacks in reverse order. What was packed before is copied while the calling module is computed.
         for _ in range(_PREFETCH):
             entry = entry.before() if entry is not None and entry.before is not None else None

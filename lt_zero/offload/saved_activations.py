@@ -44,7 +44,7 @@ _UNUSED_PASSES = 8  # passes after which an unused file is removed
 _SLACK = 4  # a record may be larger than its tensor by 1/_SLACK
 
 
-class Stored(Protocol):
+class StoredActivation(Protocol):
     """The stored bytes of one saved activation; ``nbytes``: how many."""
 
     @property
@@ -78,7 +78,7 @@ class Storage:
         self.memory = memory
         self.problem: SwapError | None = None
 
-    def put(self, source: Tensor) -> Stored:
+    def put(self, source: Tensor) -> StoredActivation:
         """Store the bytes (1D uint8, on the device). See Note [A source that changes]."""
         raise NotImplementedError
 
@@ -97,7 +97,7 @@ class Storage:
 class DeviceStorage(Storage):
     """Keeps saved activations in other memory of the device."""
 
-    def put(self, source: Tensor) -> Stored:
+    def put(self, source: Tensor) -> StoredActivation:
         return _OnDevice(self.memory, source)
 
 
@@ -135,7 +135,7 @@ class HostStorage(Storage):
         self.to_host, self.to_device = CopyStream(device, late), CopyStream(device, late)
         self._leaving: deque[InHost] = deque()
 
-    def put(self, source: Tensor) -> Stored:
+    def put(self, source: Tensor) -> StoredActivation:
         self._leaving.append(InHost(self, source, source.numel()))
         stored = self._leaving[-1]
         if len(self._leaving) > _IN_FLIGHT:
@@ -227,7 +227,7 @@ def changed(found: int, expected: int) -> RuntimeError:
 
 
 @dataclass(frozen=True, eq=False)
-class _Record:
+class _FileSlot:
     group: _Group
     index: int
 
@@ -237,7 +237,7 @@ class _Group:
 
     def __init__(self, file: SwapFile, count: int) -> None:
         self.file, self.count, self.size = file, count, file.size_of(0)
-        self.free = [_Record(self, index) for index in reversed(range(count))]
+        self.free = [_FileSlot(self, index) for index in reversed(range(count))]
         self.used = 0  # last pass that used this file
 
 
@@ -253,7 +253,7 @@ class _Records:
     def nbytes(self) -> int:
         return sum(group.file.nbytes for group in self._groups)
 
-    def take(self, nbytes: int) -> _Record:
+    def take(self, nbytes: int) -> _FileSlot:
         """A record of at least ``nbytes``.
 
         Raises:
@@ -307,7 +307,7 @@ class FileStorage(HostStorage):
         self.records = _Records(self.folder, self.pool)
         self.buffers = 0  # saved activations that have a buffer
 
-    def put(self, source: Tensor) -> Stored:
+    def put(self, source: Tensor) -> StoredActivation:
         try:
             record = self.records.take(source.numel())
         except SwapError as error:
@@ -388,7 +388,7 @@ class _Behind:
 class _InFile(InHost):
     """A saved activation in a host buffer, in a record, or in both."""
 
-    def __init__(self, storage: FileStorage, record: _Record, source: Tensor) -> None:
+    def __init__(self, storage: FileStorage, record: _FileSlot, source: Tensor) -> None:
         self._files, self._record = storage, record
         super().__init__(storage, source, record.group.size)
         self._read: _Behind | None = None
