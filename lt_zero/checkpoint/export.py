@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lt_zero.checkpoint.formats.reading import VERSION
 from lt_zero.checkpoint.native.directory import is_url
-from lt_zero.checkpoint.native.torchfile import Stored, TorchFile, Write
+from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile, Write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space, whole_file, whole_folder
 from lt_zero.checkpoint.source import SavedOptimizer, Source, Spec
@@ -425,8 +425,8 @@ def write_ckpt(write: Write, cast: Cast, training_state: bool) -> None:
         ) from error
 
 
-def _weights(file: TorchFile, cast: Cast, names: Sequence[str]) -> dict[str, Stored]:
-    stored: dict[str, Stored] = {}
+def _weights(file: TorchFile, cast: Cast, names: Sequence[str]) -> dict[str, TensorRecord]:
+    stored: dict[str, TensorRecord] = {}
     for name in names:
         if name not in cast.owner:
             spec = cast.spec(name)

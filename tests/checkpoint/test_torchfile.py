@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lt_zero.checkpoint.native.torchfile import ALIGNMENT, Stored, TorchFile
+from lt_zero.checkpoint.native.torchfile import ALIGNMENT, TensorRecord, TorchFile
 from tests.support.torchfile_tools import DTYPES, SHAPES, Sink, raw, same, some
 
 
@@ -54,7 +54,7 @@ def test_one_tensor_in_two_places_is_shared() -> None:
     sink = Sink()
     file = TorchFile(sink)
     first, other = file.add(torch.arange(4.0)), file.add(torch.arange(4.0))
-    again = Stored(first.start, first.blob, (2, 2), first.dtype, first.key)  # another view of the same values
+    again = TensorRecord(first.start, first.blob, (2, 2), first.dtype, first.key)  # another view of the same values
     file.finish({"a": first, "nest": [first, (again,)], "b": other})
     loaded = sink.load()
     loaded["a"].fill_(7)

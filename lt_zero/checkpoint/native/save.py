@@ -35,7 +35,7 @@ from lt_zero.checkpoint.native.keys import Key, Path, described, where
 from lt_zero.checkpoint.native.pieces import Fragment, parameter_numbers
 from lt_zero.checkpoint.native.plain import plain
 from lt_zero.checkpoint.native.plan import Beside, Names, Part, Plan, agree_on_names, divide, part_of, unite
-from lt_zero.checkpoint.native.torchfile import Stored, TorchFile
+from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile
 from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box, flat_index
 from lt_zero.common.compat import storage_info
@@ -417,7 +417,7 @@ class DirectoryWriter(StorageWriter):
 
     def _write(self, name: str, parts: Plan) -> WriteResult:
         """Write one file of tensors; returns its record and the tensors' places in it."""
-        content: dict[str, Stored] = {}
+        content: dict[str, TensorRecord] = {}
         places: dict[str, tuple[Part, list[_Place]]] = {}
         with self._file(name, _size_of(parts)) as sink:
             file = TorchFile(sink.write, blobs=True)
@@ -552,7 +552,7 @@ def _add_others(sink: Sink, metadata: dcp.Metadata, extra: Mapping[str, Any], op
         for name, entries in optimizer["state"].items():
             others |= {(head, "state", name, key): value for key, value in entries.items()}
     file = TorchFile(sink.write)
-    content: dict[str, Stored] = {}
+    content: dict[str, TensorRecord] = {}
     known: dict[Any, Any] = {}  # the place of each value; equal ones are stored once: thousands of equal step counters
     for path, value in others.items():
         name = ".".join(path)

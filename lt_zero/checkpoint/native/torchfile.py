@@ -8,7 +8,7 @@ Note [Order in the file]
 Note [Each tensor a file]
     ``torch.distributed.checkpoint`` reads a tensor as bytes ``[offset, offset + length)`` of a file, which must be a
     file of ``torch.save``. With ``blobs=True`` they are: the values stand between the bytes that torch.save writes
-    before and behind them (``_frame``). The directory at the end points to the header directly before the values, so
+    before and behind them (``_save_framing``). The directory at the end points to the header directly before the values, so
     the whole is a file of ``torch.save``, too.
 
 Note [Checksums of values]
@@ -58,7 +58,7 @@ _STORAGES: dict[torch.dtype, type] = {
 Write = Callable[[bytes | Tensor], object]
 
 
-class Stored(NamedTuple):
+class TensorRecord(NamedTuple):
     """A tensor in a ``TorchFile``: where its (row-major) values begin, and the number of its record.
 
     ``blob``: offset and length of the bytes that are a file of their own, (0, 0) without ``blobs``. ``first``: its
@@ -90,11 +90,11 @@ class TorchFile:
     def __init__(self, write: Write, blobs: bool = False) -> None:
         self._write, self._blobs = write, blobs
         self._records: list[zipfile.ZipInfo] = []
-        self._stored: list[Stored] = []
+        self._stored: list[TensorRecord] = []
         self._finished = False
         self.position = 0  # bytes written so far
 
-    def add(self, tensor: Tensor) -> Stored:
+    def add(self, tensor: Tensor) -> TensorRecord:
         """Write a tensor's values now: dense, contiguous and on the CPU. Parameters are saved as plain tensors.
 
         Raises:
@@ -102,7 +102,7 @@ class TorchFile:
         """
         return self._add(tuple(tensor.shape), tensor.dtype, [_bytes_of(tensor, tensor.dtype)])
 
-    def add_parts(self, shape: Sequence[int], dtype: torch.dtype, parts: Iterable[Tensor]) -> Stored:
+    def add_parts(self, shape: Sequence[int], dtype: torch.dtype, parts: Iterable[Tensor]) -> TensorRecord:
         """Write a tensor whose values come one part after the other, row-major: contiguous CPU tensors of any shape.
 
         Raises:
@@ -110,7 +110,7 @@ class TorchFile:
         """
         return self._add(tuple(shape), dtype, (_bytes_of(part, dtype) for part in parts))
 
-    def _add(self, shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[Tensor]) -> Stored:
+    def _add(self, shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[Tensor]) -> TensorRecord:
         """``add_parts`` of parts as 1D uint8."""
         if self._finished:
             raise ValueError("The file is finished: nothing can be added after its directory.")
@@ -121,7 +121,7 @@ class TorchFile:
         large = record.file_size >= _U32
         if self._blobs:
             first += -first % ALIGNMENT
-            head, tail, header = _frame(shape, dtype)
+            head, tail, header = _save_framing(shape, dtype)
             record.header_offset = first + header
             self._put(bytes(first - self.position) + head)
         else:
@@ -144,25 +144,25 @@ class TorchFile:
         self._put(tail)
         blob = (first, self.position - first) if self._blobs else (0, 0)
         self._records.append(record)
-        self._stored.append(Stored(start, blob, shape, dtype, key))
+        self._stored.append(TensorRecord(start, blob, shape, dtype, key))
         return self._stored[-1]
 
     def finish(self, value: Any) -> None:
         """Write ``value``, which ``torch.load`` returns, and the directory.
 
-        In its nested containers a ``Stored`` of this file stands for its tensor; where it occurs twice, both have one
+        In its nested containers a ``TensorRecord`` of this file stands for its tensor; where it occurs twice, both have one
         storage. Tensors are added (whole and contiguous, views do not stay views).
 
         Raises:
-            ValueError: a ``Stored`` of another file; a tensor that is not dense; the file is finished.
+            ValueError: a ``TensorRecord`` of another file; a tensor that is not dense; the file is finished.
             pickle.PicklingError, TypeError, AttributeError: something in it cannot be pickled; names it.
         """
         if self._finished:
             raise ValueError("The file is finished already.")
         buffer = io.BytesIO()
-        _Pickler(buffer, self).dump(value)
+        _TensorPickler(buffer, self).dump(value)
         self._finished = True
-        end = _Collector()
+        end = _HeaderCapture()
         end.skipped = self.position
         with zipfile.ZipFile(end, "w") as archive:  # type: ignore[call-overload]
             archive.filelist += self._records
@@ -170,9 +170,9 @@ class TorchFile:
                 archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
         self._put(bytes(end.data))
 
-    def stored(self, value: Stored | Tensor) -> Stored:
-        """Where a tensor is in this file; added now if it is not a ``Stored``."""
-        if isinstance(value, Stored):
+    def stored(self, value: TensorRecord | Tensor) -> TensorRecord:
+        """Where a tensor is in this file; added now if it is not a ``TensorRecord``."""
+        if isinstance(value, TensorRecord):
             if value.key >= len(self._stored) or self._stored[value.key].start != value.start:
                 raise ValueError(f"{value} is of another file: add the tensor to this one.")
             return value
@@ -181,7 +181,7 @@ class TorchFile:
             value = value.resolve_conj().resolve_neg().cpu().contiguous()
         return self.add(value)
 
-    def record_size(self, stored: Stored) -> int:
+    def record_size(self, stored: TensorRecord) -> int:
         """Bytes of the record that a tensor is in."""
         return self._records[stored.key].file_size
 
@@ -217,8 +217,8 @@ class _StorageId(tuple[Any, ...]):
     """Pickled as a persistent id."""
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles each ``Stored``, and each tensor once it is in the file, as torch.save pickles a tensor."""
+class _TensorPickler(pickle.Pickler):
+    """Pickles each ``TensorRecord``, and each tensor once it is in the file, as torch.save pickles a tensor."""
 
     def __init__(self, buffer: io.BytesIO, file: TorchFile) -> None:
         super().__init__(buffer, protocol=2)
@@ -228,7 +228,7 @@ class _Pickler(pickle.Pickler):
         return tuple(obj) if type(obj) is _StorageId else None
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, (Stored, Tensor)):
+        if not isinstance(obj, (TensorRecord, Tensor)):
             return NotImplemented
         stored = self._file.stored(obj)
         kind, strides, rebuild, more = _form_of(stored.shape, stored.dtype)
@@ -247,7 +247,7 @@ def _form_of(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[type, tuple[in
     return _STORAGES.get(dtype, torch.UntypedStorage), strides, rebuild, tuple(arguments[6:])
 
 
-class _Collector:
+class _HeaderCapture:
     """A file that keeps what is written to it, except the bytes at ``address``, which are not touched."""
 
     address = -1
@@ -272,14 +272,14 @@ class _Collector:
 
 
 @functools.lru_cache(4096)
-def _frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes, int]:
+def _save_framing(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes, int]:
     """What torch.save writes before and behind the values of a tensor, and where the header before them begins.
 
     Without checksums it does not depend on the values, which are not read here. The option is one for the process, so a
     torch.save of another thread may write no checksums at this moment.
     """
     template = torch.empty(shape, dtype=dtype, device="cpu")
-    recorder = _Collector()
+    recorder = _HeaderCapture()
     recorder.address = template.data_ptr()
     checksums = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
