@@ -39,10 +39,10 @@ class ForwardState:
 class SavedState:
     """What one forward may change, as it was before it.
 
-    Beside the buffers and generators of a ``ForwardState`` these are objects among the arguments. Without them, an object that
-    forward writes to (a key-value cache, a collector of losses) would be written to twice, and a cache that has grown
-    would give tensors of other shapes. A recomputation sees attributes, and the lists and dicts in them, as forward saw
-    them. In-place changes of tensors are not restored.
+    Beside the buffers and generators of a ``ForwardState`` these are objects among the arguments. Without them, an
+    object that forward writes to (a key-value cache, a collector of losses) would be written to twice, and a cache that
+    has grown would give tensors of other shapes. A recomputation sees attributes, and the lists and dicts in them, as
+    forward saw them. In-place changes of tensors are not restored.
     """
 
     def __init__(self, state: ForwardState, arguments: Any) -> None:

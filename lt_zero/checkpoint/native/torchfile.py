@@ -8,8 +8,8 @@ Note [Order in the file]
 Note [Each tensor a file]
     ``torch.distributed.checkpoint`` reads a tensor as bytes ``[offset, offset + length)`` of a file, which must be a
     file of ``torch.save``. With ``blobs=True`` they are: the values stand between the bytes that torch.save writes
-    before and behind them (``_save_framing``). The directory at the end points to the header directly before the values, so
-    the whole is a file of ``torch.save``, too.
+    before and behind them (``_save_framing``). The directory at the end points to the header directly before the
+    values, so the whole is a file of ``torch.save``, too.
 
 Note [Checksums of values]
     A zip has a CRC of each record. torch does not check it, other readers do. It costs a pass over the values, so with
@@ -150,8 +150,8 @@ class TorchFile:
     def finish(self, value: Any) -> None:
         """Write ``value``, which ``torch.load`` returns, and the directory.
 
-        In its nested containers a ``TensorRecord`` of this file stands for its tensor; where it occurs twice, both have one
-        storage. Tensors are added (whole and contiguous, views do not stay views).
+        In its nested containers a ``TensorRecord`` of this file stands for its tensor; where it occurs twice, both have
+        one storage. Tensors are added (whole and contiguous, views do not stay views).
 
         Raises:
             ValueError: a ``TensorRecord`` of another file; a tensor that is not dense; the file is finished.
