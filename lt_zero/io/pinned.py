@@ -94,7 +94,7 @@ def _unregister(address: int, pid: int, pages: mmap.mmap) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-class Buffers:
+class BufferPool:
     """Buffers of stored tensors; a freed buffer is reused without faulting in new pages. Thread-safe.
 
     Args:
@@ -104,8 +104,8 @@ class Buffers:
 
     def __init__(self, spare: int = 2, make: Callable[[int], Tensor] = aligned_buffer) -> None:
         self._make = make
-        self._few, self._spare, self._free = spare, spare, list[Tensor]()
-        self._streams = 0  # contexts of ``many`` that are open
+        self._usual, self._spare, self._free = spare, spare, list[Tensor]()
+        self._reservations = 0  # that are open
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
@@ -129,17 +129,17 @@ class Buffers:
         return sum(buffer.numel() for buffer in self._free)
 
     @contextmanager
-    def many(self, count: int) -> Iterator[None]:
+    def reserve(self, count: int) -> Iterator[None]:
         """Keep ``count`` free buffers while buckets are streamed through memory."""
         with self._lock:
-            self._streams, self._spare = self._streams + 1, max(self._spare, count)
+            self._reservations, self._spare = self._reservations + 1, max(self._spare, count)
         try:
             yield
         finally:
             with self._lock:
-                self._streams -= 1
-                if not self._streams:
-                    self._spare, self._free = self._few, self._free[-self._few :]
+                self._reservations -= 1
+                if not self._reservations:
+                    self._spare, self._free = self._usual, self._free[-self._usual :]
 
 
 def view_of(tensor: Tensor) -> memoryview:

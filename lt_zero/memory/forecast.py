@@ -291,7 +291,7 @@ class _Sums:
         states, trained = self.setup.states, self.trained
         total = [(r.states, MOMENTS, int(r.held * r.step.itemsize * states)) for r in trained if r.states != NVME]
         total += [(NVME, MOMENTS, int(self._file(dtype) * states)) for dtype in {row.step for row in self.stored}]
-        # Free buffers that are kept for the next stored tensor (io.pinned.Buffers).
+        # Free buffers that are kept for the next stored tensor (io.pinned.BufferPool).
         sizes = [row.own * row.master.itemsize for row in self.rows if NVME in (row.states, row.weights)]
         pools = 1 if all(row.states == NVME for row in self.rows if row.weights == NVME) else 2
         total.append((self.memory, OFFLOAD, 2 * pools * rounded(max(sizes, default=0))))

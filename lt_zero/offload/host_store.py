@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.common.flat_storage import flat_empty
-from lt_zero.io.pinned import Buffers, host_buffer
+from lt_zero.io.pinned import BufferPool, host_buffer
 from lt_zero.offload.copy_streams import CopyEvent, CopyStream, StagingBuffer, StagingBuffers
 from lt_zero.offload.store import Gap, Gather, Place, Reduce, Store, Waits
 
@@ -52,7 +52,7 @@ class HostLink:
         self.device, self.pin = device, pin
         self.to_host, self.to_device = CopyStream(device, late, limit=_ARRIVING), CopyStream(device, late)
         self.slots = StagingBuffers(lambda count: host_empty(count, torch.uint8, pin), nbytes)
-        self.landing = Buffers(spare=_ARRIVING + 1, make=lambda count: host_buffer(count, pin))
+        self.landing = BufferPool(spare=_ARRIVING + 1, make=lambda count: host_buffer(count, pin))
         self.arriving: deque[HostStore] = deque()  # stores to which reduced gradients are being copied
 
 

@@ -35,7 +35,7 @@ from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.timing import phase
 from lt_zero.config.blocks import Aio
 from lt_zero.io.direct_file import Nowhere, SwapFile, in_words
-from lt_zero.io.pinned import Buffers, aligned_buffer, host_buffer, rounded
+from lt_zero.io.pinned import BufferPool, aligned_buffer, host_buffer, rounded
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
 from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
@@ -70,7 +70,7 @@ class NvmeStore(StreamedStore):
         dtype: torch.dtype,
         file: SwapFile | Nowhere,
         record: int,
-        buffers: Buffers,
+        buffers: BufferPool,
         report: Callable[[SwapError], None],
         link: HostLink | None = None,
         scratch: bool = False,
@@ -201,7 +201,7 @@ class NvmeFiles:
         self._numels, self.room, self.where = list(numels), room, str(self.folder.path.parent)
         self._files: dict[str, SwapFile | Nowhere] = {}
         self.problem: SwapError | None = None
-        self._buffers = Buffers(spare=room + 1, make=partial(host_buffer, pin=True)) if pin else Buffers()
+        self._buffers = BufferPool(spare=room + 1, make=partial(host_buffer, pin=True)) if pin else BufferPool()
         self._lock = threading.Lock()  # any thread may create stored tensors
 
     def place(self, record: int, link: HostLink | None) -> Place:
@@ -244,7 +244,7 @@ class NvmeFiles:
 
     def streaming(self) -> AbstractContextManager[None]:
         """A context in which freed buffers are kept for the next bucket."""
-        return self._buffers.many(16)
+        return self._buffers.reserve(16)
 
     def speed(self, nbytes: int) -> Speed:
         """Measured bytes per second of reads and of writes, with about ``nbytes``."""
