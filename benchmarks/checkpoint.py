@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import Place
+from lt_zero.checkpoint.native.directory import PendingDirectory
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.save import Bundle, stage, write
 from lt_zero.comm.world import World
@@ -73,7 +73,7 @@ def bundle_of(state: State) -> Bundle:
 
 
 def zero_save(state: State, path: Path) -> None:
-    write(bundle_of(state), Place.make(str(path)), World(None, torch.device("cpu")), None)
+    write(bundle_of(state), PendingDirectory.make(str(path)), World(None, torch.device("cpu")), None)
 
 
 def raw_write(state: State, path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lt_zero.checkpoint.formats.foreign import ForeignSource, damage
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import Place, file_system, is_url
+from lt_zero.checkpoint.native.directory import PendingDirectory, file_system, is_url
 from lt_zero.checkpoint.native.keys import put_back
 from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, loss_scale, number_states
 from lt_zero.checkpoint.native.pieces import Fragment
@@ -92,7 +92,7 @@ def import_checkpoint(
     with progress_bar(f"Importing {os.path.basename(target)}", rank=0, in_bytes=True, shown=progress) as work:
         work.total = sum(spec.nbytes for spec in specs)
         content = _content(opened, target, path if is_url(path) else os.path.abspath(path), world, add_prefix)
-        place = Place.make(target)
+        place = PendingDirectory.make(target)
         try:
             write(content, place, world, None, tick=work.advance)
         except BaseException:

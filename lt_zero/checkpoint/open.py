@@ -60,7 +60,7 @@ _REMEDY = (
     '(last_checkpoint, ckpt_path="last" and a file `latest` tell what is on the disk of the node that reads them.)'
 )
 Found = TypeVar("Found")
-Part = tuple[Path, int, "int | None"]  # a file, and where the part of it that counts begins and ends
+FileRange = tuple[Path, int, "int | None"]  # a file, and where the part of it that counts begins and ends
 
 
 def is_directory(path: str | os.PathLike[str]) -> bool:
@@ -351,7 +351,7 @@ def _ranges(numbers: list[int]) -> str:
 # ---- digests ---------------------------------------------------------------------------------------------------------
 
 
-def digest_of_parts(parts: Iterable[Part]) -> str:
+def digest_of_parts(parts: Iterable[FileRange]) -> str:
     """A digest of files, or of parts of files. See Note [Digests].
 
     Raises:

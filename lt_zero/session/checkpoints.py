@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_zero.checkpoint.live_weights import export_engine
-from lt_zero.checkpoint.native.directory import Place
+from lt_zero.checkpoint.native.directory import PendingDirectory
 from lt_zero.checkpoint.native.load import NEW, OnAllRanks, loss_scale, restore_optimizer, restore_training, stepped
 from lt_zero.checkpoint.native.pieces import weight_fragments
 from lt_zero.checkpoint.native.rank_state import (
@@ -278,7 +278,7 @@ class Saver:
         self._thread = self._buffer = None
 
 
-def _write_alone(made: Bundle, place: Place, world: World, group: Any, then: Callable[[], object]) -> None:
+def _write_alone(made: Bundle, place: PendingDirectory, world: World, group: Any, then: Callable[[], object]) -> None:
     """``write`` in a thread: an error is logged, too, as the process may end before anybody waits."""
     try:
         write(made, place, world, group, then)

@@ -20,7 +20,7 @@ from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native import archive as archive_file
 from lt_zero.checkpoint.native import directory
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import Manifest, Place
+from lt_zero.checkpoint.native.directory import Manifest, PendingDirectory
 from lt_zero.checkpoint.native.save import DirectoryWriter
 from lt_zero.checkpoint.open import checked_file, is_directory, open_source, verify
 from lt_zero.common.errors import CheckpointError
@@ -60,7 +60,7 @@ def _failed_save(trainer: Any, folder: str, how: str) -> str:
     patch = pytest.MonkeyPatch()
     target = f"{folder}/one"
     if how == "space":
-        patch.setattr(directory.Place, "free_bytes", lambda self: 1000)
+        patch.setattr(directory.PendingDirectory, "free_bytes", lambda self: 1000)
     elif how == "unseen" and rank == 1:
         patch.setattr(directory.Path, "is_dir", lambda path: False)
     elif how == "write" and rank == 1:
@@ -68,7 +68,7 @@ def _failed_save(trainer: Any, folder: str, how: str) -> str:
     elif how == "unforeseen" and rank == 1:
         patch.setattr(DirectoryWriter, "_write", _unforeseen)
     elif how == "manifest" and rank == 0:
-        patch.setattr(directory.Place, "seal", _full)
+        patch.setattr(directory.PendingDirectory, "seal", _full)
     elif how == "rename" and rank == 0:
         patch.setattr(directory, "_replace", _full)
     elif how == "folder":
@@ -119,7 +119,7 @@ def test_saves_that_fail(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["complete", "x[1]*.ckpt", "a-b-c.tmp-d", "ä b"])
 def test_a_kill_between_two_renames(tmp_path: Path, name: str) -> None:
-    made = directory.Place.make(str(tmp_path / name))
+    made = directory.PendingDirectory.make(str(tmp_path / name))
     Path(made.folder, "manifest.json").write_text(Manifest({}, {}).dump())
     assert directory.find(tmp_path / name) == made.folder
     os.close(made._lock)
@@ -129,8 +129,8 @@ def test_a_kill_between_two_renames(tmp_path: Path, name: str) -> None:
 
 
 def test_leftovers_of_processes_that_are_gone(tmp_path: Path) -> None:
-    mine = directory.Place.make(str(tmp_path / "running"))
-    gone = directory.Place.make(str(tmp_path / "gone"))
+    mine = directory.PendingDirectory.make(str(tmp_path / "running"))
+    gone = directory.PendingDirectory.make(str(tmp_path / "gone"))
     Path(gone.folder, "weights-00000.pt").touch()
     os.close(gone._lock)  # as the kernel does when a process ends
     foreign = tmp_path / ".x.tmp-another-host-77-0123abcd"
@@ -139,7 +139,7 @@ def test_leftovers_of_processes_that_are_gone(tmp_path: Path) -> None:
         path.mkdir()
     os.utime(foreign, (0, 0))
     os.utime(tmp_path / ".hidden-a-b", (0, 0))
-    complete = directory.Place.make(str(tmp_path / "complete"))
+    complete = directory.PendingDirectory.make(str(tmp_path / "complete"))
     Path(complete.folder, "manifest.json").write_text("{}")
     assert directory.find(tmp_path / "complete") == complete.folder, "a kill between two renames"
     os.close(complete._lock)
@@ -178,7 +178,7 @@ def test_what_a_save_replaced_never_comes_back(tmp_path: Path, monkeypatch: pyte
     for folder in (old, path):
         folder.mkdir()
         (folder / "manifest.json").write_text(folder.name)
-    made = directory.Place(str(old), str(directory._temporary(old)))
+    made = directory.PendingDirectory(str(old), str(directory._temporary(old)))
     os.rename(path, made.folder)
     monkeypatch.setattr(directory.shutil, "rmtree", lambda *args, **kwargs: None)  # killed here
     made.commit()
@@ -195,7 +195,7 @@ def test_a_manifest_of_somebody_else(tmp_path: Path) -> None:
     (tmp_path / "model.ckpt").write_text("x")
     assert directory.find(tmp_path / "model.ckpt") == str(tmp_path / "model.ckpt")
     with pytest.raises(CheckpointError, match="model.ckpt, which saving a checkpoint there would remove"):
-        directory.Place.make(str(tmp_path))
+        directory.PendingDirectory.make(str(tmp_path))
     assert (tmp_path / "model.ckpt").read_text() == "x"
 
 
@@ -203,10 +203,10 @@ def test_a_url_with_something_else_is_not_replaced() -> None:
     files = fsspec.filesystem("memory")
     files.pipe("/review/thesis.tex", b"important")
     with pytest.raises(CheckpointError, match="would remove"):
-        Place.make("memory://review")
+        PendingDirectory.make("memory://review")
     assert files.cat_file("/review/thesis.tex") == b"important"
     files.pipe("/broken/weights-00000.pt", b"of a save that was broken off")
-    Place.make("memory://broken")
+    PendingDirectory.make("memory://broken")
     assert not files.exists("/broken/weights-00000.pt")
 
 
@@ -241,7 +241,7 @@ def test_a_url_without_its_package_says_what_to_install(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(directory.fsspec.core, "url_to_fs", missing)
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
-    for use in (is_directory, open_source, verify, Place.make, Archive):
+    for use in (is_directory, open_source, verify, PendingDirectory.make, Archive):
         with pytest.raises(CheckpointError, match=r"s3://b/x\.ckpt.* pip install s3fs"):
             use("s3://b/x.ckpt")
     with pytest.raises(CheckpointError, match=r"s3://b/out.* pip install s3fs"):
@@ -263,7 +263,7 @@ def _whole(path: Path) -> None:
 
 
 def test_a_disk_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place.make(str(tmp_path / "two"))
+    place = PendingDirectory.make(str(tmp_path / "two"))
     monkeypatch.setattr(os, "fsync", _eio)
     with pytest.raises(CheckpointError, match=r"one\.ckpt.*EIO"):
         _whole(tmp_path / "one.ckpt")
@@ -286,7 +286,7 @@ def test_a_disk_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.Mo
 def test_files_have_the_rights_that_the_user_wants(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
-        place = Place.make(str(tmp_path / "one"))
+        place = PendingDirectory.make(str(tmp_path / "one"))
         place.sink("a").close()
     finally:
         os.umask(before)
@@ -300,5 +300,5 @@ def test_a_folder_that_cannot_be_opened_is_removed(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(directory, "_open_folder", fails)
     with pytest.raises(CheckpointError, match=f"Cannot make {tmp_path}/.one.*read-only"):
-        Place.make(str(tmp_path / "one"))
+        PendingDirectory.make(str(tmp_path / "one"))
     assert not _names(tmp_path)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from lt_zero.checkpoint.native import archive, directory, plan
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import Place
+from lt_zero.checkpoint.native.directory import PendingDirectory
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.save import Bundle, DirectoryWriter
 from lt_zero.common.boxes import Box, cut_range, flat_index
@@ -104,7 +104,7 @@ def cut(value: Tensor, cuts: list[int], asked: list[int] | None = None) -> list[
 
 def save_as_ranks(folder: Path, states: list[dict[str, Any]], meta: dict[str, Any]) -> None:
     """What torch's ``save`` does on each rank, one rank after the other."""
-    place = Place.make(str(folder))
+    place = PendingDirectory.make(str(folder))
     writers = [DirectoryWriter(place, Bundle(state, meta, {"order": ()}), rank) for rank, state in enumerate(states)]
     plans = writers[0].prepare_global_plan([writer.prepare_local_plan(SavePlan([])) for writer in writers])
     planner = DefaultSavePlanner()

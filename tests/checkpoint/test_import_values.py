@@ -13,7 +13,7 @@ from torch import nn
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import Place
+from lt_zero.checkpoint.native.directory import PendingDirectory
 from lt_zero.checkpoint.native.load import (
     as_lightning,
     check_schedule,
@@ -76,7 +76,7 @@ def test_sharded_tensors_in_an_ordered_dict(tmp_path: Path) -> None:
     values, world = torch.arange(6.0), World(None, torch.device("cpu"))
     averaged = OrderedDict(w=Fragment(lambda: values, (2, 3), 0, 6, torch.float32))
     made = bundle({"state_dict": {}, "averaging_state": averaged}, [], world, {}, {})
-    write(made, Place.make(str(tmp_path / "saved")), world, None)
+    write(made, PendingDirectory.make(str(tmp_path / "saved")), world, None)
     again = open_source(import_checkpoint(tmp_path / "saved", tmp_path / "again"))
     assert torch.equal(as_lightning(again)["averaging_state"]["w"] + 0, values.view(2, 3))
 

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 import lt_zero
 from lt_zero.checkpoint.last import tell_of_newer
 from lt_zero.checkpoint.native import directory
-from lt_zero.checkpoint.native.directory import Place, whole_file
+from lt_zero.checkpoint.native.directory import PendingDirectory, whole_file
 from lt_zero.checkpoint.open import open_source
 from lt_zero.common.errors import CheckpointError
 from tests.support.checkpoint_tools import SHARDED
@@ -103,7 +103,7 @@ def test_a_kill_in_a_requeues_save_leaves_the_one_before(folder: Path, tmp_path:
     """Lightning takes all digits in names with ``hpc_ckpt_`` for the number of a checkpoint."""
     saved = folder / "a/version_0/checkpoints/last.ckpt"
     os.symlink(saved, tmp_path / "hpc_ckpt_1.ckpt")
-    place = Place.make(str(tmp_path / "hpc_ckpt_2.ckpt"))
+    place = PendingDirectory.make(str(tmp_path / "hpc_ckpt_2.ckpt"))
     for path in saved.iterdir() if sealed else []:
         os.link(path, Path(place.folder, path.name))
     os.utime(saved / "manifest.json")

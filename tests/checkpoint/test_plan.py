@@ -21,8 +21,8 @@ from torch.distributed.checkpoint import FileSystemReader
 import lt_zero
 from lt_zero.checkpoint.native import plan
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import Place
-from lt_zero.checkpoint.native.plan import Part, Plan, divide, part_of
+from lt_zero.checkpoint.native.directory import PendingDirectory
+from lt_zero.checkpoint.native.plan import SavePlan, TensorBoxes, divide, part_of
 from lt_zero.checkpoint.native.save import bundle, write
 from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box
@@ -34,12 +34,12 @@ SHAPES: list[tuple[int, ...]] = [(), (0, 3), (7,), (4, 5), (2, 3, 4)]
 F32 = torch.float32
 
 
-def flat(shape: tuple[int, ...], lo: int, hi: int, dtype: torch.dtype = F32) -> Part:
+def flat(shape: tuple[int, ...], lo: int, hi: int, dtype: torch.dtype = F32) -> TensorBoxes:
     """A range of a whole tensor."""
     return part_of(shape, dtype, Box.whole(shape), lo, hi)
 
 
-def written(parts: list[Part]) -> list[int]:
+def written(parts: list[TensorBoxes]) -> list[int]:
     """The row-major numbers of the elements, in order."""
     found = []
     for part in parts:
@@ -52,7 +52,7 @@ def written(parts: list[Part]) -> list[int]:
 @given(st.lists(st.sampled_from(SHAPES), max_size=6), st.integers(1, 4), st.data())
 @settings(max_examples=60, deadline=None)
 def test_every_element_is_written_once(shapes: list[tuple[int, ...]], world: int, data: st.DataObject) -> None:
-    plans: list[dict[str, Part]] = [{} for _ in range(world)]
+    plans: list[dict[str, TensorBoxes]] = [{} for _ in range(world)]
     for number, shape in enumerate(shapes):
         numel = math.prod(shape)
         cuts = sorted(data.draw(st.lists(st.integers(0, numel), min_size=world - 1, max_size=world - 1)))
@@ -87,7 +87,7 @@ def test_boxes_of_a_mesh_are_written_once(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from(SHAPES[2:]))
     axis = data.draw(st.integers(0, len(shape) - 1))
     cuts = sorted(data.draw(st.lists(st.integers(0, shape[axis]), max_size=2)))
-    plans: list[Plan] = []
+    plans: list[SavePlan] = []
     for low, high in pairwise([0, *cuts, shape[axis]]):
         offsets = tuple(low if i == axis else 0 for i in range(len(shape)))
         box = Box(offsets, (*shape[:axis], high - low, *shape[axis + 1 :]))
@@ -115,7 +115,7 @@ COLUMNS = [Box((0, low), (4, 1)) for low in range(5)]
 )
 def test_what_is_not_the_tensor_is_refused(parts: list[list[Box]], problem: str) -> None:
     with pytest.raises(CheckpointError, match=rf"w of \(4, 5\) cannot be saved: .*{problem}"):
-        divide([{"w": Part((4, 5), F32, tuple(boxes))} for boxes in parts])
+        divide([{"w": TensorBoxes((4, 5), F32, tuple(boxes))} for boxes in parts])
 
 
 def test_groups_with_the_same_elements_may_cut_them_in_other_places() -> None:
@@ -197,7 +197,7 @@ def test_states_of_another_shape_are_whole_for_torch(tmp_path: Path, monkeypatch
     world, factor = World(None, torch.device("cpu")), torch.arange(40.0).view(8, 5)
     optimizer = {"state": {0: {"factor": factor}}, "param_groups": [{"params": [0]}]}
     content = {"state_dict": {"w": torch.ones(4)}, "optimizer_states": [optimizer]}
-    write(bundle(content, [[["w"]]], world, {}, {}), Place.make(str(tmp_path / "saved")), world, None)
+    write(bundle(content, [[["w"]]], world, {}, {}), PendingDirectory.make(str(tmp_path / "saved")), world, None)
     found = {"optimizer_0.state.w.factor": torch.zeros(8, 5)}
     dcp.load(found, storage_reader=FileSystemReader(tmp_path / "saved"), no_dist=True)
     assert torch.equal(found["optimizer_0.state.w.factor"], factor)

@@ -18,7 +18,7 @@ from torch import Tensor
 import lt_zero
 from lt_zero.checkpoint.native import directory as places
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import Place, find
+from lt_zero.checkpoint.native.directory import PendingDirectory, find
 from lt_zero.checkpoint.native.load import as_lightning, load_module, number_states
 from lt_zero.checkpoint.native.pieces import (
     load_full_optimizer_state,
@@ -71,9 +71,9 @@ class Run:
             "global_step": self.step,
         }
         made = bundle(content, [parameter_names(self.sharded.optimizer, self.engine)], self.engine.world, {}, {})
-        place = Place.make(self.path) if world.rank == 0 else None
+        place = PendingDirectory.make(self.path) if world.rank == 0 else None
         name, where = world.host_broadcast((place.name, place.folder) if place else None, "place")
-        write(made, place or Place(name, where), world, world.saving_group(background=False))
+        write(made, place or PendingDirectory(name, where), world, world.saving_group(background=False))
 
 
 def _live(rank: int, folder: str, store: str, stage: int, steps: int | None, exchange: bool) -> None:

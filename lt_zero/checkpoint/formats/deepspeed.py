@@ -45,7 +45,7 @@ _OWN_KEYS = {  # of a model file; the rest is what the caller of save_checkpoint
 }
 
 
-class _Place(NamedTuple):
+class _ParamLocation(NamedTuple):
     """The location of a parameter: the number of its row, and its elements on each rank."""
 
     group: int
@@ -91,7 +91,7 @@ class DeepSpeedSource(ForeignSource):
         self._inner: dict[Path, dict[str, Any]] = {}  # the optimizer's state, by the file of a rank
         self._rows: list[list[Tensor]] = []  # by group: the fp32 weights of each rank, 1D
         self._cut_off: list[list[int]] = []  # by group: the number of elements left out at the end of each row
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _ParamLocation] = {}
         self._stage3 = False
         shapes = [_shapes(group, file) for group in model.get("param_shapes") or []]
         if shapes:
@@ -248,7 +248,7 @@ class DeepSpeedSource(ForeignSource):
                 state[name] = {**entries, **counted}
         self._add_optimizer(groups, state)
 
-    def _entries(self, name: str, place: _Place, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _entries(self, name: str, place: _ParamLocation, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The states of a parameter. ``states``: those of its group, per rank."""
         length = self._rows[place.group][place.rank].numel()
         sizes = {length, length + self._cut_off[place.group][place.rank]}
@@ -265,7 +265,7 @@ class DeepSpeedSource(ForeignSource):
                 self.notes += [note] if note not in self.notes else []
         return entries
 
-    def _assembled(self, what: str, place: _Place, rows: Sequence[Any]) -> Saved:
+    def _assembled(self, what: str, place: _ParamLocation, rows: Sequence[Any]) -> Saved:
         """A tensor whose elements are in the rows of ranks."""
         dtype = rows[place.rank].dtype
 
@@ -317,7 +317,7 @@ def _cut(
     file: Path,
     gaps: Sequence[int] | None,
     cut_off: Sequence[int],
-) -> dict[str, _Place]:
+) -> dict[str, _ParamLocation]:
     """Places of the parameters of a group; raises if the rows have another length than the shapes need.
 
     Args:
@@ -341,7 +341,7 @@ def _cut(
             for rank in range(world)
             if max(start, rank * part) < min(stop, (rank + 1) * part)
         )
-        places[name] = _Place(group, shape, spans)
+        places[name] = _ParamLocation(group, shape, spans)
     needed, found = (offset * world, sum(lengths)) if gaps is None else (offset, min(offset, sum(lengths)))
     equal = all(length + missing == row for length, missing in zip(lengths, cut_off, strict=True))
     if not equal or found != needed or min(*cut_off, *(gaps or ()), 0) < 0:

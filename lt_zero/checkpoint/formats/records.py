@@ -83,14 +83,14 @@ def is_values(record: Record) -> bool:
     return record.name.startswith("data/")
 
 
-class _Buffer(threading.local):
+class _ReadBuffer(threading.local):
     """Memory to read into, of a thread: small enough to stay in the processor's cache for the checksum."""
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(PIECE))
 
 
-_buffer = _Buffer()
+_buffer = _ReadBuffer()
 
 
 def _crc(file: IO[bytes], record: Record) -> int:

@@ -94,7 +94,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry(Spec):
+class ManifestEntry(Spec):
     """A tensor that is saved in chunks."""
 
     chunks: tuple[Chunk, ...]
@@ -110,7 +110,7 @@ class Manifest:
     read from, which has the checksums of all files.
     """
 
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, ManifestEntry]
     files: Mapping[str, FileRecord]
     order: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -210,7 +210,7 @@ def _files_of(listed: Any) -> dict[str, FileRecord]:
     return files
 
 
-def _entry_of(name: str, entry: Any, names: Sequence[str], files: Mapping[str, FileRecord]) -> Entry:
+def _entry_of(name: str, entry: Any, names: Sequence[str], files: Mapping[str, FileRecord]) -> ManifestEntry:
     """A tensor with its chunks, which are inside of their files and all of it."""
     shape = counts(table(entry, name)["shape"], f"shape of {name}")
     dtype, listed, chunks = dtype_of(entry["dtype"], f"dtype of {name}"), entry["chunks"], []
@@ -223,7 +223,7 @@ def _entry_of(name: str, entry: Any, names: Sequence[str], files: Mapping[str, F
             raise ValueError(f"{name} of {shape} has a chunk {chunk}, beyond the end of {file}")
         chunks.append(Chunk(box, file, start))
     check_cover(name, shape, [chunk.box for chunk in chunks])
-    return Entry(shape, dtype, tuple(chunks))
+    return ManifestEntry(shape, dtype, tuple(chunks))
 
 
 def count(value: Any, what: str) -> int:
@@ -270,7 +270,7 @@ def _is_ours(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-class Place:
+class PendingDirectory:
     """The directory of one checkpoint while it is written. Rank 0 creates it with ``make``.
 
     Args:
@@ -286,7 +286,7 @@ class Place:
         self._lock = -1  # descriptor of the locked directory; see Note [Publishing a directory]
 
     @classmethod
-    def make(cls, name: str) -> Place:
+    def make(cls, name: str) -> PendingDirectory:
         """Create the directory.
 
         Raises:

@@ -183,7 +183,7 @@ def _unite_optimizer(mine: dict[str, Any], theirs: Mapping[str, Any], where: str
 # ---- which rank writes which boxes: each element once, and all of them -----------------------------------------------
 
 
-class Part(NamedTuple):
+class TensorBoxes(NamedTuple):
     """Boxes of a tensor that a rank has, or is to write; each is contiguous in the rank's elements.
 
     ``within``: the box of the tensor that ``ranks`` have together; None, or (): as for ``Fragment``.
@@ -204,10 +204,10 @@ class Part(NamedTuple):
         return len(self.boxes) == 1 and self.boxes[0].sizes == self.shape
 
 
-Plan = Mapping[str, Part]  # of one rank, by the tensor's name
+SavePlan = Mapping[str, TensorBoxes]  # of one rank, by the tensor's name
 
 
-def part_of(shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int, ranks: tuple[int, ...] = ()) -> Part:
+def part_of(shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int, ranks: tuple[int, ...] = ()) -> TensorBoxes:
     """Elements [lo, hi) in row-major order of a box of a tensor, which ``ranks`` have together."""
     return _part_of(shape, dtype, box, lo, hi, ranks, max(1, LARGEST // dtype.itemsize))
 
@@ -215,14 +215,14 @@ def part_of(shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int, ranks:
 @functools.lru_cache(4096)
 def _part_of(
     shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int, ranks: tuple[int, ...], largest: int
-) -> Part:
+) -> TensorBoxes:
     found = cut_range(box.sizes, lo, hi, largest)
     if box.sizes != shape:
         found = [inner.shifted(box.offsets) for inner in found if box.numel or not math.prod(shape)]
-    return Part(shape, dtype, tuple(found), box, ranks)
+    return TensorBoxes(shape, dtype, tuple(found), box, ranks)
 
 
-def divide(plans: Sequence[Plan]) -> list[dict[str, Part]]:
+def divide(plans: Sequence[SavePlan]) -> list[dict[str, TensorBoxes]]:
     """What each rank is to write of what it has. A box that several ranks have is written by the one with least to do.
 
     Raises:
@@ -232,7 +232,7 @@ def divide(plans: Sequence[Plan]) -> list[dict[str, Part]]:
     for rank, plan in enumerate(plans):
         for name in plan:
             owners.setdefault(name, []).append(rank)
-    chosen: list[dict[str, Part]] = [{} for _ in plans]
+    chosen: list[dict[str, TensorBoxes]] = [{} for _ in plans]
     loads = [0] * len(plans)  # bytes
     for name, ranks in owners.items():
         part = plans[ranks[0]][name]
@@ -247,7 +247,7 @@ def divide(plans: Sequence[Plan]) -> list[dict[str, Part]]:
     return [{name: own[name] for name in plan if name in own} for plan, own in zip(plans, chosen, strict=True)]
 
 
-def _divide(name: str, parts: Mapping[int, Part], loads: list[int]) -> dict[int, Part]:
+def _divide(name: str, parts: Mapping[int, TensorBoxes], loads: list[int]) -> dict[int, TensorBoxes]:
     """Divide the boxes of one tensor among the ranks that have them; adds to ``loads``."""
     shape, dtype = next(iter(parts.values()))[:2]
     for rank, part in parts.items():
@@ -279,11 +279,12 @@ def _divide(name: str, parts: Mapping[int, Part], loads: list[int]) -> dict[int,
         loads[rank] += box.numel * dtype.itemsize
         found.setdefault(rank, []).append(box)
     return {
-        r: parts[r] if len(own) == len(parts[r].boxes) else Part(shape, dtype, tuple(own)) for r, own in found.items()
+        r: parts[r] if len(own) == len(parts[r].boxes) else TensorBoxes(shape, dtype, tuple(own))
+        for r, own in found.items()
     }
 
 
-def _owners(parts: Mapping[int, Part]) -> dict[Box, list[int]]:
+def _owners(parts: Mapping[int, TensorBoxes]) -> dict[Box, list[int]]:
     """The ranks that have each box."""
     owners: dict[Box, list[int]] = {}
     for rank, part in parts.items():
@@ -292,7 +293,7 @@ def _owners(parts: Mapping[int, Part]) -> dict[Box, list[int]]:
     return owners
 
 
-def _of_first_groups(parts: Mapping[int, Part]) -> dict[int, Part]:
+def _of_first_groups(parts: Mapping[int, TensorBoxes]) -> dict[int, TensorBoxes]:
     """The parts of one group of ranks for each box that groups have together."""
     first: dict[Box | None, tuple[int, ...]] = {}
     return {rank: part for rank, part in parts.items() if first.setdefault(part.within, part.ranks) == part.ranks}

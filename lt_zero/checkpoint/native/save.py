@@ -30,11 +30,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from lt_zero.checkpoint.native.directory import Chunk, Entry, Manifest, Place
+from lt_zero.checkpoint.native.directory import Chunk, Manifest, ManifestEntry, PendingDirectory
 from lt_zero.checkpoint.native.keys import Key, Path, described, where
 from lt_zero.checkpoint.native.pieces import Fragment, parameter_numbers
 from lt_zero.checkpoint.native.plain import plain
-from lt_zero.checkpoint.native.plan import Beside, Names, Part, Plan, agree_on_names, divide, part_of, unite
+from lt_zero.checkpoint.native.plan import Beside, Names, SavePlan, TensorBoxes, agree_on_names, divide, part_of, unite
 from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile
 from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box, flat_index
@@ -52,8 +52,8 @@ HERE = "fabric"  # key of what is neither weights nor states of optimizers in a 
 LOOP = "loop"  # key of what only the engine of a loop restores
 REFERENCE = "lt_zero.tensor"  # key of a reference to a sharded tensor
 _OVERHEAD = 4096  # maximum bytes per tensor beside its values: in its file, in ``.metadata`` and in the manifest
-_Place = tuple[int, int, int]  # in a file: where a box's values begin; offset and length of what torch reads
-_Written = tuple[str, Part, list[_Place]]  # file, boxes, and the place of each
+_ValuesAt = tuple[int, int, int]  # in a file: where a box's values begin; offset and length of what torch reads
+_Written = tuple[str, TensorBoxes, list[_ValuesAt]]  # file, boxes, and the place of each
 _T = TypeVar("_T")
 
 
@@ -287,18 +287,18 @@ def _releasing(items: Iterable[tuple[_T, Any]], before: Callable[[], object] = _
         done()
 
 
-def make_place(world: World, path: str) -> Place:
+def make_place(world: World, path: str) -> PendingDirectory:
     """The directory to write to, visible to all ranks. Collective."""
     place, problem, facts = None, None, None
     try:
         if world.rank == 0:
-            place = Place.make(path)
+            place = PendingDirectory.make(path)
             facts = (place.name, place.folder)
     except Exception as error:  # any error of the path or file system: the other ranks are waiting
         problem = str(error) if isinstance(error, CheckpointError) else f"Cannot save to {path!r}: {error!r}."
     facts = world.host_broadcast(facts, "checkpoint directory")
     if facts is not None and place is None:
-        place = Place(*facts)
+        place = PendingDirectory(*facts)
         try:
             place.check_visible()
         except CheckpointError as error:
@@ -313,7 +313,7 @@ def make_place(world: World, path: str) -> Place:
 
 def write(
     made: Bundle,
-    place: Place,
+    place: PendingDirectory,
     world: World,
     group: Any,
     then: Callable[[], object] = _ignore,
@@ -361,7 +361,7 @@ class DirectoryWriter(StorageWriter):
     many save together.
     """
 
-    place: Place
+    place: PendingDirectory
     made: Bundle
     rank: int
     then: Callable[[], object] = _ignore
@@ -380,7 +380,7 @@ class DirectoryWriter(StorageWriter):
         return False  # torch must not select this class by itself
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        own: dict[str, Part] = {}
+        own: dict[str, TensorBoxes] = {}
         for name, value in self.made.tensors.items():
             ranks = value.ranks if isinstance(value, Fragment) else ()
             part = part_of(tuple(value.shape), value.dtype, *_range_of(value), ranks)
@@ -404,7 +404,7 @@ class DirectoryWriter(StorageWriter):
         return [replace(plan, storage_data=parts) for plan, parts in zip(plans, divided, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        files: dict[str, dict[str, Part]] = {}
+        files: dict[str, dict[str, TensorBoxes]] = {}
         for name, part in plan.storage_data.items():
             kind = "moments" if name.startswith("optimizer_") else "weights"
             files.setdefault(f"{kind}-{self.rank:05d}.pt", {})[name] = part
@@ -415,14 +415,14 @@ class DirectoryWriter(StorageWriter):
             self.place.close()
         return future
 
-    def _write(self, name: str, parts: Plan) -> WriteResult:
+    def _write(self, name: str, parts: SavePlan) -> WriteResult:
         """Write one file of tensors; returns its record and the tensors' places in it."""
         content: dict[str, TensorRecord] = {}
-        places: dict[str, tuple[Part, list[_Place]]] = {}
+        places: dict[str, tuple[TensorBoxes, list[_ValuesAt]]] = {}
         with self._file(name, _size_of(parts)) as sink:
             file = TorchFile(sink.write, blobs=True)
             for key, value in _releasing(((key, self.made.tensors[key]) for key in parts), sink.wait_written):
-                part, found = parts[key], list[_Place]()
+                part, found = parts[key], list[_ValuesAt]()
                 places[key] = part, found
                 flat = value.local() if isinstance(value, Fragment) else value.detach().reshape(-1)
                 for box in part.boxes:
@@ -479,7 +479,7 @@ class DirectoryWriter(StorageWriter):
             self.place.close()
 
 
-def _size_of(parts: Plan) -> int:
+def _size_of(parts: SavePlan) -> int:
     """Maximum bytes of tensors on the disk."""
     return sum(part.nbytes + _OVERHEAD for part in parts.values())
 
@@ -497,10 +497,10 @@ def _local_bytes(value: Any) -> int:
 
 def _describe(
     metadata: dcp.Metadata, written: Mapping[str, Sequence[_Written]], aliases: Mapping[str, str]
-) -> dict[str, Entry]:
+) -> dict[str, ManifestEntry]:
     """The tensors for the manifest. Adds to ``metadata`` what torch's FileSystemReader needs: shapes and chunks, their
     locations, nesting of names, and tied names."""
-    known, tensors, metadata.storage_data = metadata.state_dict_metadata, dict[str, Entry](), {}
+    known, tensors, metadata.storage_data = metadata.state_dict_metadata, dict[str, ManifestEntry](), {}
     for name, parts in written.items():
         shape, dtype, *_ = parts[0][1]
         chunks: list[Chunk] = []
@@ -508,8 +508,8 @@ def _describe(
             for box, (start, *blob) in zip(part.boxes, places, strict=True):
                 chunks.append(Chunk(box, file, start))
                 metadata.storage_data[dcp.MetadataIndex(name, box.offsets)] = storage_info(file, *blob)
-        tensors[name] = Entry(shape, dtype, tuple(chunks))
-        part = parts[0][1] if len(parts) == 1 else Part(shape, dtype, tuple(chunk.box for chunk in chunks))
+        tensors[name] = ManifestEntry(shape, dtype, tuple(chunks))
+        part = parts[0][1] if len(parts) == 1 else TensorBoxes(shape, dtype, tuple(chunk.box for chunk in chunks))
         known[name] = _form_of(part)
     for tied, name in ((f"model.{alias}", f"model.{name}") for alias, name in aliases.items()):
         if name in tensors:
@@ -522,7 +522,7 @@ def _describe(
 
 
 @functools.lru_cache(4096)
-def _form_of(part: Part) -> dcp.TensorStorageMetadata:
+def _form_of(part: TensorBoxes) -> dcp.TensorStorageMetadata:
     """The boxes of a tensor for torch; one object for equal tensors, which a pickle holds once."""
     chunks = [dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in part.boxes]
     return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=part.dtype), torch.Size(part.shape), chunks)
@@ -569,7 +569,7 @@ def _add_others(sink: Sink, metadata: dcp.Metadata, extra: Mapping[str, Any], op
         if isinstance(value, Tensor):
             whole = Box.whole(tuple(value.shape))  # of any size: it is one record
             index = dcp.MetadataIndex(name, whole.offsets)
-            metadata.state_dict_metadata[name] = _form_of(Part(whole.sizes, value.dtype, (whole,)))
+            metadata.state_dict_metadata[name] = _form_of(TensorBoxes(whole.sizes, value.dtype, (whole,)))
         metadata.storage_data[index] = known[key]
     file.finish(content)
 
