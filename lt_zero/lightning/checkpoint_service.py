@@ -64,7 +64,7 @@ from lt_zero.lightning.checkpoint_plugin import local_file, write_file
 from lt_zero.lightning.data_position.position import KEY as POSITION
 from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.precision import sharded_of
-from lt_zero.lightning.setup import Run
+from lt_zero.lightning.setup import RunSnapshot
 from lt_zero.parallel.local import is_distributed
 from lt_zero.session.checkpoints import (
     Progress,
@@ -94,7 +94,7 @@ class CheckpointService:
 
     # ---- collecting ----------------------------------------------------------------------------------------------
 
-    def model_state(self, run: Run) -> dict[str, Any]:
+    def model_state(self, run: RunSnapshot) -> dict[str, Any]:
         """The module's state dict: fragments on all ranks, or full tensors on rank 0 and {} elsewhere. Collective."""
         engine = run.engine
         run.loss_scale.read_skip_flag()  # schedules are saved next
@@ -103,11 +103,11 @@ class CheckpointService:
         self._frozen = frozen_names(engine, leave_out=not run.config.checkpoint.save_frozen)
         return weights_to_save(engine, self._frozen, sharded=run.directories)
 
-    def add_trained(self, run: Run, checkpoint: dict[str, Any]) -> None:
+    def add_trained(self, run: RunSnapshot, checkpoint: dict[str, Any]) -> None:
         """Add the trained weights to a checkpoint whose state dict has averages. Collective."""
         checkpoint |= trained_beside(run.engine, self._frozen, sharded=run.directories)
 
-    def optimizer_state(self, run: Run, optimizer: Optimizer) -> dict[str, Any] | None:
+    def optimizer_state(self, run: RunSnapshot, optimizer: Optimizer) -> dict[str, Any] | None:
         """An optimizer's state: fragments on all ranks, or full tensors on rank 0; None if nothing is sharded."""
         sharded = sharded_of(optimizer)
         if sharded is None:
@@ -118,7 +118,7 @@ class CheckpointService:
     # ---- saving --------------------------------------------------------------------------------------------------
 
     @without_gc
-    def save(self, run: Run, checkpoint: Mapping[str, Any], path: str, storage_options: Any = None) -> None:
+    def save(self, run: RunSnapshot, checkpoint: Mapping[str, Any], path: str, storage_options: Any = None) -> None:
         """Write what Lightning has dumped to a directory or a file. Collective.
 
         Raises:
@@ -139,7 +139,7 @@ class CheckpointService:
         saving = Saving(content, names, *about, then, run.session.peers.ranks)
         run.session.saver.save(saving, path, engine.world, background)
 
-    def _collect(self, run: Run, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
+    def _collect(self, run: RunSnapshot, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
         """A copy (callbacks may have kept theirs) with random states and data positions of all ranks. Collective."""
         content = dict(checkpoint)
         content.pop(_HPARAMS_TYPE, None)
@@ -154,7 +154,7 @@ class CheckpointService:
         _file_beside(run, path)  # refuses a URL before anything is written
         return content
 
-    def _save_file(self, run: Run, checkpoint: Mapping[str, Any], path: str, storage_options: Any) -> None:
+    def _save_file(self, run: RunSnapshot, checkpoint: Mapping[str, Any], path: str, storage_options: Any) -> None:
         """Rank 0 writes one file, in plain containers where possible. Collective."""
         content = self._collect(run, checkpoint, path)
         is_folder = run.rank == 0 and os.path.isdir(path)
@@ -184,11 +184,11 @@ class CheckpointService:
         finally:
             self._synchronous = False
 
-    def wait(self, run: Run) -> None:
+    def wait(self, run: RunSnapshot) -> None:
         """``Saver.wait``."""
         run.session.saver.wait(run.world)
 
-    def close(self, run: Run, clean: bool) -> None:
+    def close(self, run: RunSnapshot, clean: bool) -> None:
         """End a run: release threads and memory, and drop weights that it did not load.
 
         After an error (not ``clean``) other ranks may be gone.
@@ -201,7 +201,7 @@ class CheckpointService:
             run.session.saver.abandon(run.world)
         self._deferred, self._early = None, {}
 
-    def remove(self, run: Run, path: str) -> None:
+    def remove(self, run: RunSnapshot, path: str) -> None:
         """Remove a checkpoint, after the pending save if any: it may be the last good one."""
         run.session.saver.after_pending(partial(_remove, run, path if is_url(path) else os.path.abspath(path)))
 
@@ -213,7 +213,7 @@ class CheckpointService:
 
     def open(
         self,
-        run: Run,
+        run: RunSnapshot,
         path: str | os.PathLike[str],
         weights_only: bool | None,
         plugin: Callable[[], Mapping[str, Any]],
@@ -250,7 +250,7 @@ class CheckpointService:
             tell_of_newer(path, opened.get("global_step"))
         return opened
 
-    def open_none(self, run: Run) -> None:
+    def open_none(self, run: RunSnapshot) -> None:
         """Take part in ``open`` on a rank that has found no checkpoint, if one is to be opened here. Collective.
 
         Raises:
@@ -260,7 +260,7 @@ class CheckpointService:
             self.wait(run)
             load_same(run.world, None, lambda: (None, lambda: Identity(None, "")))
 
-    def select(self, run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def select(self, run: RunSnapshot, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Remove what the ``checkpoint`` block says not to restore."""
         how, trainer = run.config.checkpoint, run.trainer
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
@@ -275,7 +275,7 @@ class CheckpointService:
             checkpoint["lr_schedulers"] = []
         return checkpoint
 
-    def load_model(self, run: Run, checkpoint: Mapping[str, Any], strict: bool) -> None:
+    def load_model(self, run: RunSnapshot, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the module's weights, now or at sharding. See Note [Life of a restore]."""
         module = run.module
         assert module is not None
@@ -304,7 +304,7 @@ class CheckpointService:
             held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
             self._early = {name: (value, held[name]) for name, value in state.items() if name in held}
 
-    def load_deferred(self, run: Run) -> None:
+    def load_deferred(self, run: RunSnapshot) -> None:
         """Load deferred weights into the sharded module, if there are any. Collective."""
         if self._deferred is None:
             return
@@ -318,7 +318,7 @@ class CheckpointService:
         with agreed, progress_bar("Loading weights", len(state), rank=run.rank) as work:
             restore_weights(run.module, engine, run.config, state, strict, left_out, work.reach)
 
-    def load_optimizers(self, run: Run, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizers(self, run: RunSnapshot, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states and the position in the data. Collective."""
         states, world, how = checkpoint["optimizer_states"], run.engine.world, run.config.checkpoint
         running = run.trainer.lr_scheduler_configs if run.trainer is not None else []
@@ -342,14 +342,14 @@ class CheckpointService:
             restore_optimizers(run.engine, pairs, tick=work.advance)
 
 
-def _remove(run: Run, path: str) -> None:
+def _remove(run: RunSnapshot, path: str) -> None:
     if run.rank == 0:
         remove(path) if os.path.isdir(path) else run.checkpoint_io.remove_checkpoint(path)
         if not is_url(path) and (found := _file_beside(run, path)) is not None:
             found[0].unlink(missing_ok=True)
 
 
-def _export_beside(run: Run, kept: Sequence[str], path: str) -> None:
+def _export_beside(run: RunSnapshot, kept: Sequence[str], path: str) -> None:
     """Write the weights of the saved directory to one file, without gathering, if that is configured. In any thread.
 
     ``kept``: names of those that stay in fp32.
@@ -358,7 +358,7 @@ def _export_beside(run: Run, kept: Sequence[str], path: str) -> None:
         export(Archive(path), *beside, keep_fp32=kept, strip_prefix="")
 
 
-def _file_beside(run: Run, path: str) -> tuple[Path, torch.dtype] | None:
+def _file_beside(run: RunSnapshot, path: str) -> tuple[Path, torch.dtype] | None:
     """The file of ``stage3_gather_16bit_weights_on_model_save`` with all weights next to a checkpoint, or None.
 
     There is none next to those of SLURM's requeue.

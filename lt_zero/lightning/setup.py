@@ -59,7 +59,7 @@ def _launch(launcher: Any, function: Callable[..., Any], *args: Any, **kwargs: A
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSnapshot:
     """A snapshot of what the parts of a strategy share."""
 
     config: ZeroConfig  # as far as it is resolved
@@ -219,7 +219,7 @@ def naming_idle_stage(module: pl.LightningModule, peers: ShardGroup) -> Iterator
         ) from error
 
 
-def shard_optimizers(run: Run, trainer: pl.Trainer, schedules: Iterable[LRSchedulerConfig]) -> None:
+def shard_optimizers(run: RunSnapshot, trainer: pl.Trainer, schedules: Iterable[LRSchedulerConfig]) -> None:
     """``Session.add_optimizers`` with those of a Trainer, and hold their schedules. Collective."""
     accumulates, saves = trainer.accumulate_grad_batches > 1, bool(trainer.checkpoint_callbacks)
     run.session.add_optimizers(run.engine, run.optimizers, accumulates, saves, leave_others=True)

@@ -49,7 +49,7 @@ from lt_zero.lightning.monitor.run_monitor import RunMonitor
 from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler
-from lt_zero.lightning.setup import Run, Signals
+from lt_zero.lightning.setup import RunSnapshot, Signals
 from lt_zero.parallel.mesh import DeviceMesh
 from lt_zero.parallel.plan import keeping_ties
 from lt_zero.session.checkpoints import export_weights, whole_weights
@@ -156,9 +156,9 @@ class ZeroStrategy(DDPStrategy):
         self._begin()
 
     @property
-    def run(self) -> Run:
+    def run(self) -> RunSnapshot:
         """A snapshot for the parts of the strategy, which do not see the strategy."""
-        return Run(
+        return RunSnapshot(
             config=self.config,
             shown=self._reconciler.shown,
             checkpoint_io=self.checkpoint_io,

@@ -28,7 +28,7 @@ class _Batches(IterableDataset[Any]):
             yield self._make_batch()
 
 
-class _Module(pl.LightningModule):
+class _LossModule(pl.LightningModule):
     """A module with a loss and batches, stepped by AdamW unless the configuration names an optimizer."""
 
     def __init__(self, module: nn.Module, loss: Callable[[nn.Module, Any], Tensor], make_batch: Callable[[], Any]):
@@ -42,7 +42,7 @@ class _Module(pl.LightningModule):
         return DataLoader(_Batches(self._make_batch), batch_size=None)
 
 
-class _WithAdamW(_Module):
+class _WithAdamW(_LossModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
@@ -59,7 +59,7 @@ def made_by(place: str, batch_size: int | None, optimizer: bool) -> pl.Lightning
     if isinstance(made, pl.LightningModule):
         return made
     if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
-        return (_Module if optimizer else _WithAdamW)(*made)
+        return (_LossModule if optimizer else _WithAdamW)(*made)
     raise TypeError(f"{place} returned {type(made).__name__}, which is not {_FORMS}.")
 
 

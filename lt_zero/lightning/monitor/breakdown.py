@@ -16,7 +16,7 @@ from lt_zero.common.tables import show
 from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, Span, Times, phase
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.step_metrics import RunObserver, is_due
-from lt_zero.lightning.setup import Run
+from lt_zero.lightning.setup import RunSnapshot
 from lt_zero.memory.limits import peak_rss
 
 EVERY = 10  # optimizer steps between lines without steps_per_print
@@ -54,7 +54,7 @@ class StepClock(RunObserver):
         self._clock: Clock | None = None
         self._pause: Span = NOTHING
 
-    def start(self, run: Run) -> None:
+    def start(self, run: RunSnapshot) -> None:
         self._world, self._tolerance = run.engine.world, run.engine.groups[0].tolerance
         if self._world.size == 1 and not self._shows_times:
             return
@@ -164,7 +164,7 @@ class MemoryPhases(RunObserver):
     def __init__(self, every: int) -> None:
         self.every = every
 
-    def start(self, run: Run) -> None:
+    def start(self, run: RunSnapshot) -> None:
         self._run = run
         self._rows: dict[str, dict[str, int]] = {}
         self._shown = False

@@ -30,7 +30,7 @@ _WIDTH = 160  # columns of files and pipes
 _WHAT_IS_COUNTED = "a multiply-add is two operations; only matrix products, convolutions and attention are counted"
 
 
-class _Module(NamedTuple):
+class _ProfiledModule(NamedTuple):
     name: str
     kind: str  # its class
     parameters: int  # full ones, sharded or not; a shared parameter counts once in a common parent
@@ -51,7 +51,7 @@ class Profiler:
             OSError: rank 0 cannot write to ``output_file``.
         """
         self._shown, self._requested, self._steps = False, False, 0
-        self._modules: list[_Module] = []  # of the counted micro-batch, after ``_steps_before`` optimizer steps
+        self._modules: list[_ProfiledModule] = []  # of the counted micro-batch, after ``_steps_before`` optimizer steps
         self._steps_before = 0
         self._times: _Stopwatch | None = None
         self._rank = world.rank
@@ -80,7 +80,9 @@ class Profiler:
         elif self._count.requested:  # counts this micro-batch, or the next one
             self._steps_before = step
             self._modules = [
-                _Module(name, type(m).__name__, sum(p.numel() for p in m.parameters()), name.count(".") + bool(name))
+                _ProfiledModule(
+                    name, type(m).__name__, sum(p.numel() for p in m.parameters()), name.count(".") + bool(name)
+                )
                 for name, m in root.named_modules()
             ]
             yield
@@ -170,12 +172,14 @@ class Profiler:
             if counted is not None and seconds > 0:
                 yield f"  {counted.total.model / seconds / 1e12:.4g} TFLOP/s without recomputation"
 
-    def _aggregate(self, modules: list[_Module], flops: defaultdict[str, Flops], times: dict[str, float]) -> Table:
+    def _aggregate(
+        self, modules: list[_ProfiledModule], flops: defaultdict[str, Flops], times: dict[str, float]
+    ) -> Table:
         """The heaviest module classes of each level by parameters, operations and time."""
         table = Table(title=f"Top {self._block.top_modules} classes of modules per level", title_justify="left")
         for title in ("level", "parameters", "FLOP, forward and backward", "forward time"):
             table.add_column(title, overflow="fold")
-        columns: tuple[tuple[Callable[[_Module], float], Callable[[float], str]], ...] = (
+        columns: tuple[tuple[Callable[[_ProfiledModule], float], Callable[[float], str]], ...] = (
             (lambda module: module.parameters, "{:,}".format),
             (lambda module: flops[module.name].model, si),
             (lambda module: times.get(f".{module.name}", 0.0), _ms),
@@ -194,7 +198,7 @@ class Profiler:
         return table
 
     def _details(
-        self, modules: list[_Module], by_module: defaultdict[str, Flops], times: dict[str, float] | None
+        self, modules: list[_ProfiledModule], by_module: defaultdict[str, Flops], times: dict[str, float] | None
     ) -> Table:
         table = Table(title="Modules", title_justify="left")
         total = by_module[ROOT]

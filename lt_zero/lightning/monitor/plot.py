@@ -25,7 +25,7 @@ class PlotError(ValueError):
     """There is nothing to plot, or it cannot be plotted. Names the file and the remedy."""
 
 
-class Run(NamedTuple):
+class LoggedRun(NamedTuple):
     """One file of metrics."""
 
     name: str  # as the user wrote the path
@@ -50,7 +50,7 @@ class _Panel(NamedTuple):
         """The pattern that the column matches, if any."""
         return next((kind for kind in ("ours", "others", "points") if re.fullmatch(getattr(self, kind), name)), None)
 
-    def drawn(self, run: Run) -> dict[str, bool]:
+    def drawn(self, run: LoggedRun) -> dict[str, bool]:
         """The columns of a run that are drawn, and whether as points."""
         kinds = {name: self.kind(name) for name in sorted(run.columns)}
         lines = "ours" if "ours" in kinds.values() else "others"
@@ -98,7 +98,7 @@ def find_metrics(path: str | os.PathLike[str]) -> Path:
     return max((file for file in found if file.parent.parent == newest.parent.parent), key=version)
 
 
-def read_run(run: str | os.PathLike[str]) -> Run:
+def read_run(run: str | os.PathLike[str]) -> LoggedRun:
     """The metrics of a run, a folder or a file. An incomplete last line (of a running training) is left out.
 
     Raises:
@@ -126,7 +126,7 @@ def read_run(run: str | os.PathLike[str]) -> Run:
             rows += 1
     except csv.Error as error:
         raise PlotError(f"{path}, line {reader.line_num}: {error}.") from error
-    return Run(str(run), path, rows, columns)
+    return LoggedRun(str(run), path, rows, columns)
 
 
 def _add(columns: Columns, header: list[str], row: list[str], where: str) -> None:
@@ -149,7 +149,7 @@ def _add(columns: Columns, header: list[str], row: list[str], where: str) -> Non
 # ---- drawing -------------------------------------------------------------------------------------------------------
 
 
-def draw(runs: Sequence[Run]) -> Figure:
+def draw(runs: Sequence[LoggedRun]) -> Figure:
     """Stacked plots over the same steps, with a color for each run and a line style for each column.
 
     Raises:
@@ -183,7 +183,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _fill(axes: Any, panel: _Panel, runs: Sequence[Run], run_labels: Sequence[str]) -> None:
+def _fill(axes: Any, panel: _Panel, runs: Sequence[LoggedRun], run_labels: Sequence[str]) -> None:
     drawn = [panel.drawn(run) for run in runs]
     names = {name for columns in drawn for name in columns}
     lines = sorted({name for columns in drawn for name, points in columns.items() if not points})

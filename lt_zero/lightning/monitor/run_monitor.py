@@ -41,7 +41,7 @@ from lt_zero.lightning.monitor.flops import FlopCount
 from lt_zero.lightning.monitor.flops_profiler import Profiler
 from lt_zero.lightning.monitor.loggers import attach_loggers
 from lt_zero.lightning.monitor.step_metrics import RunObserver, StepPrinter
-from lt_zero.lightning.setup import Run
+from lt_zero.lightning.setup import RunSnapshot
 from lt_zero.tuning.trial import Trial
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class RunMonitor:
         if isinstance(world.log, CommLog):
             world.log.configure(self._config.comms_logger) if new else world.log.clear()
 
-    def start(self, run: Run, new: bool) -> None:
+    def start(self, run: RunSnapshot, new: bool) -> None:
         """Start the monitors of a fit; ``new``: its engine was just built. Collective."""
         config, world = run.config, run.engine.world
         if self.flops is not None and new:
@@ -179,7 +179,7 @@ class TrialObserver(RunObserver):
         self._trial = trial
         self._first: Optimizer | None = None  # with manual optimization a step is that of the first optimizer
 
-    def start(self, run: Run) -> None:
+    def start(self, run: RunSnapshot) -> None:
         trainer = run.trainer
         assert trainer is not None
         steps, micro = trainer.accumulate_grad_batches, run.config.train_micro_batch_size_per_gpu
@@ -201,7 +201,7 @@ class TrialObserver(RunObserver):
 # ---- dump_state, log_level, disable_python_gc ----------------------------------------------------------------------
 
 
-def dump_state(run: Run) -> None:
+def dump_state(run: RunSnapshot) -> None:
     """``dump_state``: rank 0 prints the resolved configuration with masked secrets, and the bytes of model states.
 
     Units and dtypes are left out, as their tables are printed whenever an engine is built.
