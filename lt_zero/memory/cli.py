@@ -21,7 +21,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.memory.estimate import Fit, Machine, cheapest, estimate, kinds_table, settings_table
 from lt_zero.memory.forecast import DEVICE, HOST, NVME, Forecast
 from lt_zero.memory.limits import GB, amount
-from lt_zero.memory.meshes import Job, Rates, meshes_table, plans, reasons
+from lt_zero.memory.meshes import Rates, TrainingJob, meshes_table, plans, reasons
 from lt_zero.memory.pipelines import activations_line, reductions, schedules_table, stages_table
 from lt_zero.memory.sizes import Model, Sizes, Stage, fullest, stages_of_module, stages_of_sizes
 from lt_zero.memory.tensor_sizes import fits_by_size, sizes_table
@@ -250,7 +250,7 @@ def _job(
     options: dict[str, Any],
     gpu_gb: float | None,
     mbit: float | None,
-) -> Job:
+) -> TrainingJob:
     """What a mesh is looked for."""
     per_node = options["ranks_per_node"] or min(world, 8)
     more = {key: value for key, value in options.items() if key not in ("ranks_per_node", "accumulate_grad_batches")}
@@ -259,10 +259,10 @@ def _job(
         each, rest = divmod(sizes.total, shape.layers)
         sizes = Sizes(sizes.total, layers=tuple(each + (number < rest) for number in range(shape.layers)))
     of_step = batch or 2 * world * shape.micro_batch
-    return Job(shape, sizes, of_step, world, per_node, int((gpu_gb or 0) * GB), config, more, rates)
+    return TrainingJob(shape, sizes, of_step, world, per_node, int((gpu_gb or 0) * GB), config, more, rates)
 
 
-def _suggest(job: Job, assumed: bool, console: Console) -> None:
+def _suggest(job: TrainingJob, assumed: bool, console: Console) -> None:
     """Print the meshes that fit, the suggested one, and why."""
     found = plans(job)
     if assumed:

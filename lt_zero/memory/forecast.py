@@ -58,7 +58,7 @@ Amounts = Mapping[tuple[str, str], int]  # (place, kind) -> bytes
 
 
 @dataclass(frozen=True)
-class Row:
+class BucketRow:
     """One bucket in numbers."""
 
     group: GroupFacts  # over which it is sharded
@@ -106,7 +106,7 @@ class Row:
         return sum(rounded(self.own * dtype.itemsize) for dtype in dtypes) + rounded(partial)
 
 
-def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> list[Row]:
+def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> list[BucketRow]:
     """The buckets as rows, in the plan's order."""
     zero, buckets, on_cpu, everyone = config.zero_optimization, plan.buckets, setup.device == "cpu", setup.group
     layouts = [bucket.layout_in(everyone.mesh.shards, everyone.size) for bucket in buckets]
@@ -130,7 +130,7 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
             weights = HOST
         wire, shared = policy.wire_of(dtype), sharding.optim and group.sums_wide
         direct = group.alone and wire is None and (config.prescale_gradients or config.gradient_predivide_factor == 1)
-        row = Row(
+        row = BucketRow(
             group=group,
             elements=layout.elements,
             whole=sum(math.prod(spec.global_shape) for spec in bucket.specs),
@@ -258,7 +258,7 @@ class _Sums:
         coded = dtype == torch.uint8
         return sum(rounded(INT8.nbytes(row.own) if coded else row.own * dtype.itemsize) for row in self.rows)
 
-    def _is_coded(self, row: Row) -> bool:
+    def _is_coded(self, row: BucketRow) -> bool:
         """Whether the weights of a bucket rest in 8 bits (engine/quantized.py)."""
         return self.config.quantize is not None and row.sharding.params and row.dtype != torch.float64
 
@@ -412,7 +412,7 @@ class _Sums:
             return total
         return total + self.stepping([row for row in self.stored if how is True or row.sharding.params])
 
-    def stepping(self, trained: Sequence[Row]) -> list[Part]:
+    def stepping(self, trained: Sequence[BucketRow]) -> list[Part]:
         """Buckets in memory for a step: read from files, or fp32 copies (step/, Note [Staged buckets])."""
         optim, sizes = self.zero.offload_optimizer, list[int]()
         for row in trained:

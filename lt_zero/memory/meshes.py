@@ -51,7 +51,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What is trained, and on which machine.
 
     Attributes:
@@ -86,7 +86,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeshPlan:
     """A mesh with a stage.
 
     Attributes:
@@ -116,7 +116,7 @@ class Plan:
         return f"{named}, stage {self.stage}{', recomputing blocks' if self.recomputes else ''}"
 
 
-def meshes(job: Job) -> Iterator[ParallelSizes]:
+def meshes(job: TrainingJob) -> Iterator[ParallelSizes]:
     """Those that can run: tensor ranks on one node that divide heads, stages with a layer, whole micro-batches."""
     for tensor in _divisors(math.gcd(job.world, job.per_node)):
         for stages in _divisors(job.world // tensor):
@@ -130,13 +130,13 @@ def _divisors(number: int) -> Iterator[int]:
     yield from (each for each in range(1, number + 1) if number % each == 0)
 
 
-def plans(job: Job) -> list[Plan]:
+def plans(job: TrainingJob) -> list[MeshPlan]:
     """The meshes that fit, each with the lowest stage that does, with and without recomputing; the best first.
 
     Raises:
         ValueError: no mesh can run the batch.
     """
-    found, tried = list[Plan](), False
+    found, tried = list[MeshPlan](), False
     for sizes in meshes(job):
         tried = True
         found += _plans_on(job, sizes)
@@ -148,7 +148,7 @@ def plans(job: Job) -> list[Plan]:
     return sorted(found, key=lambda plan: (plan.lost, plan.sizes.pipeline, plan.sizes.tensor))
 
 
-def _plans_on(job: Job, sizes: ParallelSizes) -> Iterator[Plan]:
+def _plans_on(job: TrainingJob, sizes: ParallelSizes) -> Iterator[MeshPlan]:
     config = with_mesh(job.config, sizes)
     count = job.batch // (sizes.data * job.model.micro_batch)
     has = fullest(stages_of_sizes(job.sizes, config)) if sizes.pipeline > 1 else _whole(job.sizes)
@@ -175,7 +175,7 @@ def with_mesh(config: ZeroConfig, sizes: ParallelSizes) -> ZeroConfig:
     return ZeroConfig.of(config, overrides=[f"{key}={size}" for key, size in asked.items()])
 
 
-def _states(job: Job, config: ZeroConfig, has: Stage, stage: int, count: int) -> int:
+def _states(job: TrainingJob, config: ZeroConfig, has: Stage, stage: int, count: int) -> int:
     """Bytes of a rank without activations."""
     plain = count if config.pipeline.ranks == 1 else 1
     options = {"ranks_per_node": job.per_node, **job.options, "accumulate_grad_batches": plain}
@@ -183,14 +183,14 @@ def _states(job: Job, config: ZeroConfig, has: Stage, stage: int, count: int) ->
     return estimate(model, Setting(stage).of(config), job.world, **options).rank(DEVICE)
 
 
-def _blocks(job: Job, has: Stage) -> float:
+def _blocks(job: TrainingJob, has: Stage) -> float:
     """The blocks of a stage: its share of the model's, where layers are not those of the transformer."""
     assert isinstance(has.model, Sizes)
     known = has.model.units().count(job.model.block)
     return known or job.model.layers * has.parameters / job.sizes.total
 
 
-def _activations(job: Job, sizes: ParallelSizes, has: Stage, count: int, recomputes: bool) -> int:
+def _activations(job: TrainingJob, sizes: ParallelSizes, has: Stage, count: int, recomputes: bool) -> int:
     """Bytes of activations on the first stage, with fused attention."""
     of_block = job.model.activations(sizes.tensor)
     waiting = in_flight("1F1B", sizes.pipeline, count, 1, 0) if sizes.pipeline > 1 else 1
@@ -198,15 +198,17 @@ def _activations(job: Job, sizes: ParallelSizes, has: Stage, count: int, recompu
     return int(each * of_block.recomputed + of_block.fused if recomputes else each * of_block.fused)
 
 
-def _plan(job: Job, sizes: ParallelSizes, has: Stage, stage: int, count: int, recomputes: bool, nbytes: int) -> Plan:
+def _plan(
+    job: TrainingJob, sizes: ParallelSizes, has: Stage, stage: int, count: int, recomputes: bool, nbytes: int
+) -> MeshPlan:
     inside, between = sent(job, sizes, has, stage, count)
     waits = bubble(sizes.pipeline, count)
     lost = inside / job.rates.inside + between / job.rates.between
     lost += job.seconds * (waits / (1 - waits) + recomputes / 3)  # a forward is a third of a step
-    return Plan(sizes, stage, count, recomputes, nbytes, inside, between, waits, lost)
+    return MeshPlan(sizes, stage, count, recomputes, nbytes, inside, between, waits, lost)
 
 
-def sent(job: Job, sizes: ParallelSizes, has: Stage, stage: int, count: int) -> tuple[float, float]:
+def sent(job: TrainingJob, sizes: ParallelSizes, has: Stage, stage: int, count: int) -> tuple[float, float]:
     """Bytes that a rank sends in a step: to its node, and to others. See Note [Time that is lost]."""
     policy, data, tensor = job.policy, sizes.data, sizes.tensor
     dtype = policy.compute or torch.float32
@@ -227,7 +229,7 @@ def sent(job: Job, sizes: ParallelSizes, has: Stage, stage: int, count: int) -> 
     return inside, between
 
 
-def meshes_table(found: Sequence[Plan], job: Job, console: Console) -> Table:
+def meshes_table(found: Sequence[MeshPlan], job: TrainingJob, console: Console) -> Table:
     """Print, and return, the meshes that lose least."""
     rates = job.rates
     table = Table(
@@ -251,7 +253,7 @@ def meshes_table(found: Sequence[Plan], job: Job, console: Console) -> Table:
     return show(table, console)
 
 
-def reasons(found: Sequence[Plan], job: Job) -> Iterator[str]:
+def reasons(found: Sequence[MeshPlan], job: TrainingJob) -> Iterator[str]:
     """Lines that say why the first is suggested."""
     best, sizes = found[0], found[0].sizes
     yield f"suggested: {best}, {best.count} micro-batches of {job.model.micro_batch}"
@@ -272,7 +274,7 @@ def reasons(found: Sequence[Plan], job: Job) -> Iterator[str]:
         yield f"    A lower stage than {best.stage} does not fit this mesh, or what else does loses more."
 
 
-def _strategy(plan: Plan) -> str:
+def _strategy(plan: MeshPlan) -> str:
     """The constructor of the strategy."""
     sizes, parts = plan.sizes, [f"stage={plan.stage}"]
     parts += [f"tensor_parallel_size={sizes.tensor}"] if sizes.tensor > 1 else []

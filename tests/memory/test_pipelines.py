@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lt_zero import Sizes, ZeroConfig
 from lt_zero.cli import app
-from lt_zero.memory.meshes import Job, Plan, meshes, plans, reasons, sent, with_mesh
+from lt_zero.memory.meshes import MeshPlan, TrainingJob, meshes, plans, reasons, sent, with_mesh
 from lt_zero.memory.sizes import stages_of_sizes
 from lt_zero.memory.transformer import Transformer
 from lt_zero.parallel.mesh import ParallelSizes
@@ -81,13 +81,13 @@ def test_wrong_options_are_errors(arguments: tuple[str, ...], text: str) -> None
     assert text in " ".join(found.replace("│", " ").split())
 
 
-def job(world: int = 64, gpu: float = 80e9, batch: int = 256, parameters: str = "70B", **options: str) -> Job:
+def job(world: int = 64, gpu: float = 80e9, batch: int = 256, parameters: str = "70B", **options: str) -> TrainingJob:
     sizes = Sizes(parameters)  # type: ignore[arg-type]
     shape = Transformer.like(sizes.total)
     each, rest = divmod(sizes.total, shape.layers)
     sizes = Sizes(sizes.total, layers=tuple(each + (number < rest) for number in range(shape.layers)))
     options = {"precision": "bf16-mixed", **options}
-    return Job(shape, sizes, batch, world, min(8, world), int(gpu), ZeroConfig.of(None), options)
+    return TrainingJob(shape, sizes, batch, world, min(8, world), int(gpu), ZeroConfig.of(None), options)
 
 
 def test_meshes_can_run() -> None:
@@ -180,5 +180,5 @@ def test_the_suggestions_of_the_page_are_those_of_the_command(model: str, world:
 
 
 def test_a_plan_says_itself() -> None:
-    plan = Plan(ParallelSizes(4, 2, 2), 1, 8, True, 0, 0, 0, 0, 0)
+    plan = MeshPlan(ParallelSizes(4, 2, 2), 1, 8, True, 0, 0, 0, 0, 0)
     assert str(plan) == "2 tensor x 2 pipeline x 4 data, stage 1, recomputing blocks"
