@@ -286,7 +286,7 @@ def _holder(path: Path) -> str:
     return "another process"
 
 
-def _commands(recipe: Recipe, compiler: Compiler, folder: Path) -> list[list[Job]]:
+def _commands(recipe: Recipe, compiler: Compiler, folder: Path) -> list[list[CompileJob]]:
     """The jobs of both steps: compile all sources, then link ``folder``/linked."""
     codes = [f"-gencode=arch={code.replace('sm_', 'compute_')},code={code}" for code in recipe.codes]
     flags, link = (CPU_FLAGS, CPU_LINK) if recipe.kind == "cpu" else ((*CUDA_FLAGS, *codes), (*CUDA_LINK, *codes))
@@ -294,9 +294,9 @@ def _commands(recipe: Recipe, compiler: Compiler, folder: Path) -> list[list[Job
     for source in recipe.sources():
         output = folder / f"{source.name}.o"
         own = (*CPU_FILE_FLAGS.get(source.name, ()), f"-I{recipe.csrc}", "-c", str(source), "-o", str(output))
-        jobs.append(Job((*compiler.command, *flags, *own), output))
+        jobs.append(CompileJob((*compiler.command, *flags, *own), output))
     objects, linked = [str(job.target) for job in jobs], folder / "linked"
-    return [jobs, [Job((*compiler.command, *objects, *link, "-o", str(linked)), linked)]]
+    return [jobs, [CompileJob((*compiler.command, *objects, *link, "-o", str(linked)), linked)]]
 
 
 def _compile(recipe: Recipe, compiler: Compiler, cache: OwnFolder, key: str) -> str:
@@ -341,7 +341,7 @@ def _stamp(path: Path) -> int | None:
 
 
 @dataclass
-class Job:
+class CompileJob:
     """A command, the file that it must write, its output, and its exit code (None: it was stopped)."""
 
     command: tuple[str, ...]
@@ -361,7 +361,7 @@ class Job:
         return f"ended with code {self.code}: " + "\n    ".join(lines)
 
 
-def run(jobs: Sequence[Job], limit: float, tick: Callable[[], object] = lambda: None) -> None:
+def run(jobs: Sequence[CompileJob], limit: float, tick: Callable[[], object] = lambda: None) -> None:
     """Run commands in parallel until all ended, one failed, or ``limit`` seconds have passed; then kill the rest.
 
     ``tick`` is called for each command that ended.
@@ -370,7 +370,7 @@ def run(jobs: Sequence[Job], limit: float, tick: Callable[[], object] = lambda: 
     with contextlib.ExitStack() as stack:
         # Files, not pipes: a process that outlives the compiler would keep a pipe open.
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in jobs]
-        waiting, running = list(zip(jobs, outputs, strict=True)), list[tuple[Job, subprocess.Popen[bytes]]]()
+        waiting, running = list(zip(jobs, outputs, strict=True)), list[tuple[CompileJob, subprocess.Popen[bytes]]]()
         try:
             while (waiting or running) and time.monotonic() < deadline and not any(job.code for job in jobs):
                 while waiting and len(running) < max(4, os.cpu_count() or 1):
@@ -395,7 +395,7 @@ def run(jobs: Sequence[Job], limit: float, tick: Callable[[], object] = lambda: 
                 job.output = output.read().decode(errors="replace")
 
 
-def _start(job: Job, output: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(job: CompileJob, output: IO[bytes]) -> subprocess.Popen[bytes]:
     env, nothing = {**os.environ, "LC_ALL": "C"}, subprocess.DEVNULL
     # A session of its own, so that it can be killed with its child processes.
     return subprocess.Popen(job.command, env=env, stdin=nothing, stdout=output, stderr=output, start_new_session=True)
@@ -403,7 +403,7 @@ def _start(job: Job, output: IO[bytes]) -> subprocess.Popen[bytes]:
 
 def _output(*command: str) -> str:
     """The output of a short command; BuildError if it fails."""
-    run([job := Job(command)], 30.0)
+    run([job := CompileJob(command)], 30.0)
     if job.code != 0:
         raise BuildError(f"{shlex.join(command)} {job.failure(30.0)}.")
     return job.output

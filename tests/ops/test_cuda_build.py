@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.ops import library
-from lt_zero.ops.compiler import CSRC, CUDA_FLAGS, Job, build, load, recipe_of, run
+from lt_zero.ops.compiler import CSRC, CUDA_FLAGS, CompileJob, build, load, recipe_of, run
 from tests.support.matrix import only
 from tests.support.paths import SUPPORT
 
@@ -146,9 +146,9 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     jobs = []
     for source in sorted((CSRC / "cuda").glob("*.cu")):
         made = folder / f"{source.stem}.o"
-        jobs.append(Job((compiler, *flags, *checks, "-x", "c++", "-c", str(source), "-o", str(made)), made))
+        jobs.append(CompileJob((compiler, *flags, *checks, "-x", "c++", "-c", str(source), "-o", str(made)), made))
     linked = folder / "emulated.so"
-    link = Job((compiler, "-shared", *checks, *[str(job.target) for job in jobs], "-o", str(linked)), linked)
+    link = CompileJob((compiler, "-shared", *checks, *[str(job.target) for job in jobs], "-o", str(linked)), linked)
     for step in (jobs, [link]):
         run(step, 100.0)
         assert all(job.code == 0 for job in step), "\n".join(job.output for job in step)
