@@ -22,7 +22,7 @@ import lt_zero
 from lt_zero.checkpoint.native import plan
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import PendingDirectory
-from lt_zero.checkpoint.native.plan import SavePlan, TensorBoxes, divide, part_of
+from lt_zero.checkpoint.native.plan import BoxesByName, TensorBoxes, divide, part_of
 from lt_zero.checkpoint.native.save import bundle, write
 from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box
@@ -87,7 +87,7 @@ def test_boxes_of_a_mesh_are_written_once(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from(SHAPES[2:]))
     axis = data.draw(st.integers(0, len(shape) - 1))
     cuts = sorted(data.draw(st.lists(st.integers(0, shape[axis]), max_size=2)))
-    plans: list[SavePlan] = []
+    plans: list[BoxesByName] = []
     for low, high in pairwise([0, *cuts, shape[axis]]):
         offsets = tuple(low if i == axis else 0 for i in range(len(shape)))
         box = Box(offsets, (*shape[:axis], high - low, *shape[axis + 1 :]))

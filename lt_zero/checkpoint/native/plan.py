@@ -204,7 +204,7 @@ class TensorBoxes(NamedTuple):
         return len(self.boxes) == 1 and self.boxes[0].sizes == self.shape
 
 
-SavePlan = Mapping[str, TensorBoxes]  # of one rank, by the tensor's name
+BoxesByName = Mapping[str, TensorBoxes]  # of one rank, by the tensor's name
 
 
 def part_of(shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int, ranks: tuple[int, ...] = ()) -> TensorBoxes:
@@ -222,7 +222,7 @@ def _part_of(
     return TensorBoxes(shape, dtype, tuple(found), box, ranks)
 
 
-def divide(plans: Sequence[SavePlan]) -> list[dict[str, TensorBoxes]]:
+def divide(plans: Sequence[BoxesByName]) -> list[dict[str, TensorBoxes]]:
     """What each rank is to write of what it has. A box that several ranks have is written by the one with least to do.
 
     Raises:

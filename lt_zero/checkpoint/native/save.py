@@ -34,7 +34,16 @@ from lt_zero.checkpoint.native.directory import Chunk, Manifest, ManifestEntry, 
 from lt_zero.checkpoint.native.keys import Key, Path, described, where
 from lt_zero.checkpoint.native.pieces import Fragment, parameter_numbers
 from lt_zero.checkpoint.native.plain import plain
-from lt_zero.checkpoint.native.plan import Beside, Names, SavePlan, TensorBoxes, agree_on_names, divide, part_of, unite
+from lt_zero.checkpoint.native.plan import (
+    Beside,
+    BoxesByName,
+    Names,
+    TensorBoxes,
+    agree_on_names,
+    divide,
+    part_of,
+    unite,
+)
 from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile
 from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box, flat_index
@@ -415,7 +424,7 @@ class DirectoryWriter(StorageWriter):
             self.place.close()
         return future
 
-    def _write(self, name: str, parts: SavePlan) -> WriteResult:
+    def _write(self, name: str, parts: BoxesByName) -> WriteResult:
         """Write one file of tensors; returns its record and the tensors' places in it."""
         content: dict[str, TensorRecord] = {}
         places: dict[str, tuple[TensorBoxes, list[_ValuesAt]]] = {}
@@ -479,7 +488,7 @@ class DirectoryWriter(StorageWriter):
             self.place.close()
 
 
-def _size_of(parts: SavePlan) -> int:
+def _size_of(parts: BoxesByName) -> int:
     """Maximum bytes of tensors on the disk."""
     return sum(part.nbytes + _OVERHEAD for part in parts.values())
 
