@@ -14,7 +14,7 @@ from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.config.blocks import ActivationCheckpointing, Aio
 from lt_zero.io.pinned import host_buffer
 from lt_zero.offload.host_store import is_apart
-from lt_zero.offload.reuse import Arena, BufferPool
+from lt_zero.offload.reuse import Arena, LoanPool
 from lt_zero.offload.saved_activations import DeviceStorage, FileStorage, HostStorage, Storage
 
 _SPARE = 2  # slots for prefetched tensors, in addition to the stored ones
@@ -40,7 +40,7 @@ def open_store(
     splits = block.partition_activations and ranks is not None
     storage = _storage(block, device, count, aio or Aio(), rank)
     if storage is None and splits:
-        storage = DeviceStorage(BufferPool(_memory(device)))
+        storage = DeviceStorage(LoanPool(_memory(device)))
     if storage is None:
         return None
     if splits and ranks is not None:
@@ -58,7 +58,7 @@ def _storage(block: ActivationCheckpointing, device: torch.device, count: int, a
     in_one_block = block.contiguous_memory_optimization
     if block.cpu_checkpointing and is_apart(device):
         pinned = partial(host_buffer, pin=device.type == "cuda")
-        return HostStorage(arena(pinned) if in_one_block else BufferPool(pinned), device)
+        return HostStorage(arena(pinned) if in_one_block else LoanPool(pinned), device)
     return DeviceStorage(arena(_memory(device), _SPARE)) if in_one_block else None
 
 

@@ -69,7 +69,7 @@ def reap(returned: deque[Loan]) -> None:
         returned.popleft().give_back()
 
 
-class BufferPool:
+class LoanPool:
     """Buffers for one tensor each; a returned buffer is reused for the next tensor that fits.
 
     There are at most as many buffers as were in use at the same time. If no free buffer is large enough, the smallest
@@ -200,4 +200,4 @@ class _Slots:
         )
 
 
-Memory = BufferPool | Arena
+Memory = LoanPool | Arena

@@ -36,7 +36,7 @@ from lt_zero.io.pinned import host_buffer
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
 from lt_zero.offload.copy_streams import DONE, CopyEvent, CopyStream
-from lt_zero.offload.reuse import BufferPool, Loan, Memory
+from lt_zero.offload.reuse import Loan, LoanPool, Memory
 
 _IN_FLIGHT = 4  # copies to the host in flight; each keeps its source alive
 _BUFFERS = 4  # host buffers for writes to files and reads
@@ -302,7 +302,7 @@ class FileStorage(HostStorage):
 
     def __init__(self, path: Path, rank: int, aio: Aio, device: torch.device, apart: bool) -> None:
         self.folder = SwapFolder(path, rank)
-        super().__init__(BufferPool(partial(host_buffer, pin=device.type == "cuda")), device, apart)
+        super().__init__(LoanPool(partial(host_buffer, pin=device.type == "cuda")), device, apart)
         self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
         self.records = _Records(self.folder, self.pool)
         self.buffers = 0  # saved activations that have a buffer
