@@ -19,10 +19,10 @@ from torch import Tensor
 from lt_zero.checkpoint.formats.foreign import ForeignSource, damage
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import PendingDirectory, file_system, is_url
-from lt_zero.checkpoint.native.keys import put_back
+from lt_zero.checkpoint.native.keys import restore
 from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, loss_scale, number_states
 from lt_zero.checkpoint.native.pieces import Fragment
-from lt_zero.checkpoint.native.plain import plain
+from lt_zero.checkpoint.native.plain import to_plain
 from lt_zero.checkpoint.native.rank_state import RESIDUALS
 from lt_zero.checkpoint.native.save import HERE, KEY, TRAINED, Bundle, bundle, write
 from lt_zero.checkpoint.open import found_at, open_source
@@ -134,8 +134,8 @@ def _content(source: Source, target: str, path: str, world: World, prefix: str) 
             made[id(value)] = _fragment(value)
         return made.get(id(value), value)
 
-    checkpoint, rest = plain(checkpoint, fragment)  # of all mappings: averaged weights are in an OrderedDict
-    put_back(checkpoint, rest)
+    checkpoint, rest = to_plain(checkpoint, fragment)  # of all mappings: averaged weights are in an OrderedDict
+    restore(checkpoint, rest)
     checkpoint[KEY] = {"hparams": own["hparams"], "foreign": any(state.get("foreign") for state in states)}
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     run = {"imported_from": path, "ranks": 1, "created": created, "torch": str(torch.__version__)}

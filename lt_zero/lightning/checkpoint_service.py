@@ -36,7 +36,7 @@ from lt_zero.checkpoint.last import tell_of_newer
 from lt_zero.checkpoint.live_weights import export_engine, kept_names
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import is_url, remove
-from lt_zero.checkpoint.native.keys import put_back
+from lt_zero.checkpoint.native.keys import restore
 from lt_zero.checkpoint.native.load import (
     as_lightning,
     check_schedule,
@@ -51,7 +51,7 @@ from lt_zero.checkpoint.native.pieces import (
     optimizer_fragments,
     parameter_names,
 )
-from lt_zero.checkpoint.native.plain import plain
+from lt_zero.checkpoint.native.plain import to_plain
 from lt_zero.checkpoint.native.save import KEY
 from lt_zero.checkpoint.open import Identity, checked_file, is_directory, load_same, of_content, opened_source, reading
 from lt_zero.common.errors import CheckpointError
@@ -162,8 +162,8 @@ class CheckpointService:
             raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
         agreed = run.agree(f"saving {path}", CheckpointError)
         with agreed, progress_bar(f"Saving {path}", rank=run.rank):
-            found, rest = plain(content)
-            put_back(found, rest)
+            found, rest = to_plain(content)
+            restore(found, rest)
             assert isinstance(found, dict)
             found.setdefault(KEY, {})["config"] = run.shown
             if self._frozen:

@@ -25,8 +25,8 @@ from torch import nn
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.keys import Key, described, put_back, restored, unknown
-from lt_zero.checkpoint.native.plain import MISSING, plain
+from lt_zero.checkpoint.native.keys import Key, described, described_keys, restore, unknown
+from lt_zero.checkpoint.native.plain import MISSING, to_plain
 from tests.support.checkpoint_tools import error_of
 from tests.support.lightning_tools import GPT, HAS_WEIGHTS_ONLY, sharded_trainer, trust
 from tests.support.pool import Pool
@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", list(CASES))
 def test_plain_forms(name: str) -> None:
     value, expected = CASES[name]
-    got, rest = plain(value)
+    got, rest = to_plain(value)
     assert all(isinstance(path[-1], Key) for path in rest)
     assert got == expected
     types = {type(item) for item in _walk(got)}
@@ -151,22 +151,22 @@ def _walk(value: Any) -> Any:
 
 def test_order_arrays_and_tensors() -> None:
     ordered = collections.OrderedDict([("b", 1), ("a", np.arange(6, dtype=np.int16).reshape(2, 3).T)])
-    got, rest = plain({"o": ordered, "t": (torch.ones(2), nn.Parameter(torch.ones(1)))})
+    got, rest = to_plain({"o": ordered, "t": (torch.ones(2), nn.Parameter(torch.ones(1)))})
     assert not rest
     assert type(got["o"]) is collections.OrderedDict
     assert list(got["o"]) == ["b", "a"]
     assert torch.equal(got["o"]["a"], torch.arange(6, dtype=torch.int16).view(2, 3).T)
     assert through_torch(got)["o"]["b"] == 1
     seen: list[Any] = []
-    odd, rest = plain([np.array([1.5, 2.5], dtype=">f8"), np.empty((0, 2)), np.array(3)])
+    odd, rest = to_plain([np.array([1.5, 2.5], dtype=">f8"), np.empty((0, 2)), np.array(3)])
     assert not rest
     assert [item.tolist() for item in odd] == [[1.5, 2.5], [], 3]
-    assert plain({"x": np.longdouble(1)})[1].keys() == {("x",)}
-    assert plain({"x": np.zeros(2, dtype=np.longdouble), "y": {Path("a"): 1, "a": 2}})[1].keys() == {
+    assert to_plain({"x": np.longdouble(1)})[1].keys() == {("x",)}
+    assert to_plain({"x": np.zeros(2, dtype=np.longdouble), "y": {Path("a"): 1, "a": 2}})[1].keys() == {
         ("x",),
         ("y", Key("a'")),
     }
-    swapped, _ = plain({"a": [torch.ones(2)]}, lambda path, tensor: seen.append(path))
+    swapped, _ = to_plain({"a": [torch.ones(2)]}, lambda path, tensor: seen.append(path))
     assert swapped == {"a": [None]}
     assert seen == [("a", 0)]
 
@@ -175,10 +175,10 @@ def test_what_readers_would_refuse_as_too_deep_is_put_aside() -> None:
     deep: Any = [torch.ones(1)]
     for _ in range(300):
         deep = {"a": [deep]}
-    made, rest = plain({"x": [deep]})
+    made, rest = to_plain({"x": [deep]})
     (path,) = rest
     assert len(path) == 150
-    put_back(made, rest)
+    restore(made, rest)
     while isinstance(made, dict | list):
         made = made[next(iter(made))] if isinstance(made, dict) else made[0]
     assert torch.equal(made, torch.ones(1))
@@ -196,11 +196,11 @@ def test_what_is_not_plain_is_put_aside_and_back() -> None:
         "o": OmegaConf.create({"x": Custom(5), "y": 1}, flags={"allow_objects": True}),
         ("k", 1): Custom(6),
     }
-    got, rest = plain(value)
+    got, rest = to_plain(value)
     assert got["a"] == got["b"][1]["c"] == got["t"][1][1] == got["call"] == got["o"]["x"] == MISSING
     through_torch(got)
     assert got["s"] == MISSING
-    put_back(got, rest)
+    restore(got, rest)
     assert (got["a"], got["b"], got["class"], got["call"]) == (Custom(1), [1, {"c": Custom(2)}], Custom, len)
     assert got["t"] == [1, [2, Custom(3)]], "tuples become lists"
     assert got["s"] == {1, Custom(4)}
@@ -228,17 +228,17 @@ KEYS: list[Any] = [
 def test_keys_are_kept_exactly() -> None:
     """Also beside one that looks alike, and in what has such a key itself; without the modules that are not loaded."""
     value = {key: {"inner": {key: number}, "red": 0} for number, key in enumerate(KEYS)} | {"red": 1, "a'": 2}
-    got, rest = plain([value])
+    got, rest = to_plain([value])
     assert all(isinstance(path[-1], Key) for path in rest)
     records = [described(path, key) for path, key in rest.items()]
     got, records = through_torch((got, records))
     assert not unknown(records)
-    put_back(got, restored(records))
+    restore(got, described_keys(records))
     assert got == [value]
     assert [*got[0]] == [*value]
     records[0][2][1] = "tests.not_imported"
     assert unknown(records) == ["0.Color.RED"]
-    assert not restored(records[:1])
+    assert not described_keys(records[:1])
     assert described((Key("x"),), Custom(1)) is None
     assert described((Key("x"),), type("Local", (), {})) is None
 
@@ -246,7 +246,7 @@ def test_keys_are_kept_exactly() -> None:
 def test_containers_that_contain_themselves() -> None:
     loop: dict[str, Any] = {"a": 1}
     loop["self"] = [loop]
-    got, rest = plain({"x": loop})
+    got, rest = to_plain({"x": loop})
     assert got["x"]["a"] == 1
     assert rest
     through_torch(got)

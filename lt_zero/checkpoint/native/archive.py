@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lt_zero.checkpoint.formats.reading import load_plain
 from lt_zero.checkpoint.native.directory import MANIFEST, Chunk, Manifest, file_system, is_url, table, texts
-from lt_zero.checkpoint.native.keys import put_back, restored
+from lt_zero.checkpoint.native.keys import described_keys, restore
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.boxes import Box, cut_range, flat_index
 from lt_zero.common.errors import CheckpointError
@@ -89,7 +89,7 @@ class Archive:
         try:
             own = table(table(found, "its content").get("lt_zero", {}), "lt_zero")
             self._check_own(own)
-            put_back(found, restored(own.get("keys", [])))
+            restore(found, described_keys(own.get("keys", [])))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{self.path}/meta.pt is malformed ({error}), although its checksum is correct: lt_zero did not write "

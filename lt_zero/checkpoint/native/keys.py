@@ -1,12 +1,12 @@
 """Keys of dictionaries that have no plain form, such as a class or a member of an enumeration; paths to what has none.
 
 Note [Keys]
-    A key is looked up by those who put it there: its text would not be found. ``plain`` puts a plain name in its place
-    and tells the key. A directory has its description: the name of a class or member, a path's text, a tuple or frozen
-    set of such. Read again, the name is looked up among the classes that are loaded, so nothing of the file is imported
-    or executed; if it is not among them, no code can ask for the key, and the plain name stays. Other objects are
-    pickled, like values without a plain form, and their keys come back with them. A single file has the keys as they
-    are.
+    A key is looked up by those who put it there: its text would not be found. ``to_plain`` puts a plain name in its
+    place and tells the key. A directory has its description: the name of a class or member, a path's text, a tuple or
+    frozen set of such. Read again, the name is looked up among the classes that are loaded, so nothing of the file is
+    imported or executed; if it is not among them, no code can ask for the key, and the plain name stays. Other objects
+    are pickled, like values without a plain form, and their keys come back with them. A single file has the keys as
+    they are.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Key(NamedTuple):
     name: Any
 
 
-def where(path: Path) -> str:
+def dotted_path(path: Path) -> str:
     """The path of a value as text."""
     return ".".join(str(part.name if isinstance(part, Key) else part) for part in path)
 
 
-def put_back(value: Any, rest: Mapping[Path, Any]) -> None:
+def restore(value: Any, rest: Mapping[Path, Any]) -> None:
     """Put keys and values without a plain form back into the containers; tuples around values become lists."""
     for path, item in rest.items():  # a key before what lies below it
         inner = value
@@ -65,15 +65,15 @@ def described(path: Path, key: Any) -> list[Any] | None:
     None: it has none. ``path``: with ``Key(name)`` at its end.
     """
     parts = [_describe(part) for part in (*path[:-1], key)]
-    return [parts[:-1], path[-1].name, parts[-1], where((*path[:-1], key))] if None not in parts else None
+    return [parts[:-1], path[-1].name, parts[-1], dotted_path((*path[:-1], key))] if None not in parts else None
 
 
 def unknown(records: Iterable[Any]) -> list[str]:
     """The paths of described keys whose classes are not loaded."""
-    return [record[-1] for record in records if not restored([record])]
+    return [record[-1] for record in records if not described_keys([record])]
 
 
-def restored(records: Iterable[Any], trusted: bool = False) -> dict[Path, Any]:
+def described_keys(records: Iterable[Any], trusted: bool = False) -> dict[Path, Any]:
     """The keys of descriptions, by their paths; those of classes that are not loaded are left out.
 
     ``trusted``: import the modules of these.

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lt_zero.checkpoint.formats.reading import VERSION
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.keys import put_back, restored, unknown, where
+from lt_zero.checkpoint.native.keys import described_keys, dotted_path, restore, unknown
 from lt_zero.checkpoint.native.pieces import (
     load_full_optimizer_state,
     names_on_all_ranks,
@@ -197,11 +197,11 @@ def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
 
     meta = dict(archive.meta)
     own = meta.get(KEY, {})
-    keys, left = own.get("keys", []), [where(path) for path in own.get("left_out", [])]
+    keys, left = own.get("keys", []), [dotted_path(path) for path in own.get("left_out", [])]
     left += unknown(keys)
     if weights_only is False:
-        put_back(meta, restored(keys, trusted=True))
-        put_back(meta, archive.objects())
+        restore(meta, described_keys(keys, trusted=True))
+        restore(meta, archive.objects())
     elif left:
         places = ", ".join(map(repr, left[:5]))
         warn(

@@ -32,7 +32,7 @@ MISSING = "<left out: not a plain value>"
 _DEEPEST = 150  # levels of containers; readers refuse 200, as strangers could use up their stack
 
 
-def plain(value: Any, swap: Callable[[Path, Tensor], Any] = lambda _, tensor: tensor) -> tuple[Any, dict[Path, Any]]:
+def to_plain(value: Any, swap: Callable[[Path, Tensor], Any] = lambda _, tensor: tensor) -> tuple[Any, dict[Path, Any]]:
     """``value`` in plain containers, and the values without a plain form by their path.
 
     A key without a plain form is one of these, at the path that ends with ``Key(name)``; ``name`` has its place. Parts
@@ -42,7 +42,7 @@ def plain(value: Any, swap: Callable[[Path, Tensor], Any] = lambda _, tensor: te
         value: any nesting of containers.
         swap: returns the replacement of a tensor, given its path.
 
-    >>> plain({"a": (1, {"b": object})})[0]
+    >>> to_plain({"a": (1, {"b": object})})[0]
     {'a': (1, {'b': '<left out: not a plain value>'})}
     """
     rest: dict[Path, Any] = {}
@@ -125,9 +125,9 @@ class _Converter:
         if isinstance(value, tuple | list):
             items = [self.convert(v, (*path, i)) for i, v in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
-        members, rest = plain(sorted(value, key=repr))
+        members, rest = to_plain(sorted(value, key=repr))
         if rest:
-            return self._aside(value, path)  # ``put_back`` does not support sets
+            return self._aside(value, path)  # ``restore`` does not support sets
         return set(members) if all(map(_is_hashable, members)) else members
 
 
@@ -142,7 +142,7 @@ def _is_dense(value: Tensor) -> bool:
 
 
 def _key(key: Any) -> Any:
-    made, rest = plain(key)
+    made, rest = to_plain(key)
     return made if not rest and not isinstance(made, Tensor) and _is_hashable(made) else str(key)
 
 

@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from lt_zero.checkpoint.native.directory import Chunk, Manifest, ManifestEntry, PendingDirectory
-from lt_zero.checkpoint.native.keys import Key, Path, described, where
+from lt_zero.checkpoint.native.keys import Key, Path, described, dotted_path
 from lt_zero.checkpoint.native.pieces import Fragment, parameter_numbers
-from lt_zero.checkpoint.native.plain import plain
+from lt_zero.checkpoint.native.plain import to_plain
 from lt_zero.checkpoint.native.plan import (
     Beside,
     BoxesByName,
@@ -129,9 +129,9 @@ def bundle(
         made.tensors = {f"model.{name}": weights[name] for name in agreed.written(weights, world.rank)}
         keeps = world.rank == 0 or agreed.tells
         packed = [_take_optimizer(made, i, state, names[i], keeps, left) for i, state in enumerate(optimizers)]
-        made.meta, of_rest = plain(rest, swap)
+        made.meta, of_rest = to_plain(rest, swap)
         if keeps:
-            mine.extra, of_state = plain(agreed.others(weights, world.rank))
+            mine.extra, of_state = to_plain(agreed.others(weights, world.rank))
             left |= of_rest | {(KEY, "extra_state", *path): value for path, value in of_state.items()}
             mine.optimizers, mine.meta = packed, {key: made.meta[key] for key in made.meta.keys() & shares}
     if agreed.some:
@@ -142,7 +142,7 @@ def bundle(
                 unite(mine, theirs)
             _complete(made, mine, agreed, left, run, config, "optimizer_states" in checkpoint)
         elif agreed.tells and left:
-            places = ", ".join(repr(where(path)) for path in list(left)[:5])
+            places = ", ".join(repr(dotted_path(path)) for path in list(left)[:5])
             warn(f"Rank {world.rank} has entries without a plain form, which only rank 0 can save: {places}.")
     return made
 
@@ -164,9 +164,9 @@ def _complete(
         "optimizers": mine.optimizers,
         "extra_state": mine.extra,
         "keys": keys,
-        "left_out": [[where((part,)) for part in path] for path in left],
+        "left_out": [[dotted_path((part,)) for part in path] for path in left],
         "frozen_left_out": mine.left_out,
-        "config": plain(config)[0],
+        "config": to_plain(config)[0],
         **({"has_optimizers": True} if has_optimizers else {}),
     }
     made.objects = _pickled(left)
@@ -208,7 +208,7 @@ def _take_optimizer(
     named = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
     if not keeps:
         return {}
-    packed, rest = plain({"param_groups": named, "state": kept})
+    packed, rest = to_plain({"param_groups": named, "state": kept})
     left |= {(KEY, "optimizers", number, *path): value for path, value in rest.items()}
     return packed
 
@@ -229,11 +229,11 @@ def _pickled(left: Mapping[Path, Any]) -> bytes | None:
         except Exception as error:  # any class may fail in any way here
             if isinstance(path[-1], Key):
                 raise CheckpointError(
-                    f"{where(path)!r} in the checkpoint is a key of {type(value).__qualname__} that cannot be saved "
-                    f"({error}). Use a str, a number or a tuple of them, or a class or enumeration of a module."
+                    f"{dotted_path(path)!r} in the checkpoint is a key of {type(value).__qualname__} that cannot be
+                    saved " f"({error}). Use a str, a number or a tuple of them, or a class or enumeration of a module."
                 ) from error
-            failed.append(f"{where(path)!r} ({error})")
-    places = ", ".join(repr(where(path)) for path in list(left)[:5])
+            failed.append(f"{dotted_path(path)!r} ({error})")
+    places = ", ".join(repr(dotted_path(path)) for path in list(left)[:5])
     text = f"The checkpoint has entries without a plain form: {places}. They are in objects.pkl, which is only read "
     warn(text + "with weights_only=False.")
     if failed:
@@ -270,7 +270,7 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
     def copied(_: Path, value: Tensor) -> Tensor:
         return value if isinstance(value, LazyTensor) else value.detach().to("cpu", copy=True)
 
-    made.meta = plain(made.meta, copied)[0]
+    made.meta = to_plain(made.meta, copied)[0]
     if on_gpu:
         torch.cuda.synchronize()  # training changes the tensors next
     return buffer
