@@ -23,7 +23,7 @@ from lt_zero.config.blocks import Schema
 
 log = logging.getLogger("lt_zero")
 NAME = "lt_zero_sparse"
-KEY = "sparse_attention"
+BLOCK = "sparse_attention"
 
 
 @functools.cache
@@ -61,8 +61,10 @@ def install(module: nn.Module, config: Schema, rank: int) -> None:
     for model in outermost:
         switch(model, pattern)
     if not modules and not outermost:
-        text = f"{KEY} is configured, but {type(module).__name__} has no lt_zero.attention.SparseSelfAttention and no "
-        raise ConfigError.about(KEY, f"{text}model of transformers. Use the module in it, or remove the block.")
+        text = (
+            f"sparse_attention: {type(module).__name__} has no lt_zero.attention.SparseSelfAttention and no model of "
+        )
+        raise ConfigError.about(BLOCK, f"{text}transformers. Use the module in it, or remove the block.")
     if rank == 0:
         names = [*dict.fromkeys(type(m).__name__ for m in outermost), *(["SparseSelfAttention"] if modules else [])]
         log.info("sparse_attention: %s computes %s.", ", ".join(names), pattern)
@@ -83,26 +85,26 @@ def switch(model: Any, pattern: Pattern) -> None:
     register()
     name = type(model).__name__
     if _crosses(model):
-        raise ConfigError.about(KEY, f"{KEY}: {name} has cross-attention, which has no pattern. Remove the block.")
+        raise ConfigError.about(
+            BLOCK, f"sparse_attention: {name} has cross-attention, which has no pattern. Remove the block."
+        )
     causal = [m for m in model.modules() if getattr(m, "is_causal", None) is True]
     both = [type(m).__name__ for m in model.modules() if getattr(m, "is_causal", None) is False]
     if causal and both:
         text = (
-            f"{KEY}: {type(causal[0]).__name__} of {name} is causal, but {both[0]} is not, and one pattern cannot be "
+            f"sparse_attention: {type(causal[0]).__name__} of {name} is causal, but {both[0]} is not, and one pattern "
         )
-        remedy = (
-            f'for both. Remove the block, set {KEY} in one part\'s own config, and set_attn_implementation("{NAME}")'
-        )
-        raise ConfigError.about(KEY, f"{text}{remedy} of that part.")
+        remedy = "Remove the block, set sparse_attention in one part's own config, and set_attn_implementation"
+        raise ConfigError.about(BLOCK, f'{text}cannot be for both. {remedy}("{NAME}") of that part.')
     if causal and not pattern.causal:
-        key = f"{KEY}.attention"
+        key = "sparse_attention.attention"
         raise ConfigError.about(key, f'{key}="bidirectional", but {name} is causal. Write "unidirectional".')
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
-        text = f"{KEY}: transformers cannot switch the attention of {name}"
-        raise ConfigError.about(KEY, f"{text}, which does not use its AttentionInterface. Remove the block.")
+        text = f"sparse_attention: transformers cannot switch the attention of {name}"
+        raise ConfigError.about(BLOCK, f"{text}, which does not use its AttentionInterface. Remove the block.")
     for part in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
-        setattr(part, KEY, settings_of(pattern))
+        setattr(part, BLOCK, settings_of(pattern))
 
 
 def _crosses(module: Any) -> bool:
@@ -125,11 +127,12 @@ def attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention in the form of transformers' ``AttentionInterface``: the output is [batch, length, heads, dim]."""
-    settings: Any = getattr(getattr(module, "config", None), KEY, None)
+    settings: Any = getattr(getattr(module, "config", None), BLOCK, None)
     if settings is None:
         raise ValueError(
             f'{type(module).__name__} was built with attn_implementation="{NAME}", but has no pattern. Write the block '
-            f'{KEY} into the configuration of lt_zero, or set model.config.{KEY} = {{"mode": "fixed", ...}}.'
+            "sparse_attention into the configuration of lt_zero, or set model.config.sparse_attention = "
+            '{"mode": "fixed", ...}.'
         )
     _refuse(module, attention_mask, scaling, options)
     padding = None if attention_mask is None else attention_mask == 0
@@ -160,7 +163,7 @@ def _refuse(module: Any, mask: Tensor | None, scaling: float | None, options: di
 
 def _check_direction(pattern: Pattern, causal: bool) -> None:
     if causal and not pattern.causal:
-        key = f"{KEY}.attention"
+        key = "sparse_attention.attention"
         raise ValueError(f'{key}="bidirectional", but the model is causal. Write "unidirectional".')
 
 
@@ -179,7 +182,7 @@ def padding_mask(
     """
     known: Any = importlib.import_module("transformers.masking_utils")
     causal, full = (getattr(known, f"{kind}_mask_function", None) for kind in ("causal", "bidirectional"))
-    settings = getattr(config, KEY, None)
+    settings = getattr(config, BLOCK, None)
     if settings is not None and mask_function is causal:
         _check_direction(pattern_from(settings), True)
     there = _tokens(place, kv_length)

@@ -24,7 +24,7 @@ from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, los
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.plain import to_plain
 from lt_zero.checkpoint.native.rank_state import RESIDUALS
-from lt_zero.checkpoint.native.save import HERE, KEY, TRAINED, Bundle, bundle, write
+from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, TRAINED_WEIGHTS, Bundle, bundle, write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space
 from lt_zero.checkpoint.source import Source, Spec
@@ -37,7 +37,7 @@ from lt_zero.engine.lazy_tensor import LazyTensor
 _PER_TENSOR = 4096  # maximum bytes that a directory adds to a tensor
 _SHOWN = 3  # files in a warning
 # What else of a checkpoint is kept by the names of parameters: averaged runs' trained weights, what ranks owe.
-_BY_NAME = {TRAINED: ("weights",), RESIDUALS: ("units", "worker", "server", "counts")}
+_BY_NAME = {TRAINED_WEIGHTS: ("weights",), RESIDUALS: ("units", "worker", "server", "counts")}
 
 
 def import_checkpoint(
@@ -118,8 +118,8 @@ def _target(source: str | os.PathLike[str], out: str) -> str:
 def _content(source: Source, target: str, path: str, world: World, prefix: str) -> Bundle:
     """The content of the directory ``target``, with tensors that are read from the source at ``path``."""
     checkpoint = _prefixed(as_lightning(source), prefix)
-    own = checkpoint.pop(KEY)
-    saved = source.meta.get(KEY, {}) if isinstance(source, Archive) else {}
+    own = checkpoint.pop(LT_ZERO)
+    saved = source.meta.get(LT_ZERO, {}) if isinstance(source, Archive) else {}
     resumable = bool(source.optimizers) or hasattr(source, "steps")
     if "loops" not in checkpoint and resumable:
         _begin_epoch(source, checkpoint, target)
@@ -136,7 +136,7 @@ def _content(source: Source, target: str, path: str, world: World, prefix: str) 
 
     checkpoint, rest = to_plain(checkpoint, fragment)  # of all mappings: averaged weights are in an OrderedDict
     restore(checkpoint, rest)
-    checkpoint[KEY] = {"hparams": own["hparams"], "foreign": any(state.get("foreign") for state in states)}
+    checkpoint[LT_ZERO] = {"hparams": own["hparams"], "foreign": any(state.get("foreign") for state in states)}
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     run = {"imported_from": path, "ranks": 1, "created": created, "torch": str(torch.__version__)}
     return bundle(checkpoint, names, world, run, saved.get("config", {}), own["frozen_left_out"])
@@ -148,8 +148,8 @@ def _prefixed(checkpoint: dict[str, Any], prefix: str) -> dict[str, Any]:
     def named(values: Mapping[str, Any]) -> dict[str, Any]:
         return {prefix + name: value for name, value in values.items()}
 
-    made = {**checkpoint, "state_dict": named(checkpoint["state_dict"]), KEY: dict(checkpoint[KEY])}
-    made[KEY]["frozen_left_out"] = [prefix + name for name in made[KEY]["frozen_left_out"]]
+    made = {**checkpoint, "state_dict": named(checkpoint["state_dict"]), LT_ZERO: dict(checkpoint[LT_ZERO])}
+    made[LT_ZERO]["frozen_left_out"] = [prefix + name for name in made[LT_ZERO]["frozen_left_out"]]
     for number, saved in enumerate(checkpoint.get("optimizer_states", ())):
         groups = [{**group, "params": [prefix + name for name in group["params"]]} for group in saved["param_groups"]]
         made["optimizer_states"] = [*made["optimizer_states"]]
@@ -157,9 +157,9 @@ def _prefixed(checkpoint: dict[str, Any], prefix: str) -> dict[str, Any]:
     for key, kinds in _BY_NAME.items():
         if isinstance(made.get(key), Mapping):
             made[key] = {**made[key], **{kind: named(made[key][kind]) for kind in kinds if kind in made[key]}}
-    if HERE in made:  # Fabric removes the prefix of a module
-        parts = {kind: {k: prefix + own for k, own in made[HERE][kind].items()} for kind in ("modules", "optimizers")}
-        made[HERE] = {**made[HERE], **parts}
+    if FABRIC in made:  # Fabric removes the prefix of a module
+        parts = {kind: {k: prefix + own for k, own in made[FABRIC][kind].items()} for kind in ("modules", "optimizers")}
+        made[FABRIC] = {**made[FABRIC], **parts}
     return made
 
 

@@ -52,7 +52,7 @@ from lt_zero.checkpoint.native.pieces import (
     parameter_names,
 )
 from lt_zero.checkpoint.native.plain import to_plain
-from lt_zero.checkpoint.native.save import KEY
+from lt_zero.checkpoint.native.save import LT_ZERO
 from lt_zero.checkpoint.open import Identity, checked_file, is_directory, load_same, of_content, opened_source, reading
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
@@ -61,8 +61,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.lazy_tensor import LazyTensor, read_now
 from lt_zero.lightning.checkpoint_plugin import local_file, write_file
-from lt_zero.lightning.data_position.position import KEY as POSITION
-from lt_zero.lightning.data_position.position import DataPosition
+from lt_zero.lightning.data_position.position import POSITION, DataPosition
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.lightning.setup import RunSnapshot
 from lt_zero.parallel.local import is_distributed
@@ -144,7 +143,7 @@ class CheckpointService:
         content = dict(checkpoint)
         content.pop(_HPARAMS_TYPE, None)
         if isinstance(content.get(_HPARAMS), Container):  # it is written as plain containers
-            content[KEY] = {**content.get(KEY, {}), "hparams": "omegaconf"}
+            content[LT_ZERO] = {**content.get(LT_ZERO, {}), "hparams": "omegaconf"}
         if run.world is not None and "optimizer_states" in checkpoint:
             states = run.world.host_gather(self._data.state_dict(), "random states")
             content[POSITION] = run.session.of_data_ranks(states)
@@ -165,9 +164,9 @@ class CheckpointService:
             found, rest = to_plain(content)
             restore(found, rest)
             assert isinstance(found, dict)
-            found.setdefault(KEY, {})["config"] = run.shown
+            found.setdefault(LT_ZERO, {})["config"] = run.shown
             if self._frozen:
-                found[KEY]["frozen_left_out"] = list(self._frozen)
+                found[LT_ZERO]["frozen_left_out"] = list(self._frozen)
             if run.rank == 0:
                 write_file(run.checkpoint_io, found, path, storage_options)
         if run.built is not None and (beside := _file_beside(run, path)) is not None:
@@ -266,12 +265,12 @@ class CheckpointService:
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         if how.load_module_only:
-            kept = {k: v for k, v in checkpoint.items() if k in ("state_dict", "pytorch-lightning_version", KEY)}
+            kept = {k: v for k, v in checkpoint.items() if k in ("state_dict", "pytorch-lightning_version", LT_ZERO)}
             return {**kept, "optimizer_states": [], "lr_schedulers": []}
         require_training_state(checkpoint, how.load_optimizer_states)
         if not how.load_optimizer_states:
             checkpoint["optimizer_states"] = []
-        if not how.load_lr_scheduler_states or (KEY in checkpoint and "lr_schedulers" not in checkpoint):
+        if not how.load_lr_scheduler_states or (LT_ZERO in checkpoint and "lr_schedulers" not in checkpoint):
             checkpoint["lr_schedulers"] = []
         return checkpoint
 
@@ -283,7 +282,7 @@ class CheckpointService:
             read_now(module)
         fits = run.trainer is not None and run.trainer.state.fn == TrainerFn.FITTING
         state: Mapping[str, Any] = trained_weights(checkpoint) if fits else checkpoint["state_dict"]
-        left_out = list(checkpoint.get(KEY, {}).get("frozen_left_out", []))
+        left_out = list(checkpoint.get(LT_ZERO, {}).get("frozen_left_out", []))
         owners = {id(owner): owner for owner in map(owner_of, module.parameters()) if owner is not None}
         for owner in owners.values():
             if isinstance(owner, Engine) and owner.attached and owner.average is not None:
@@ -323,7 +322,7 @@ class CheckpointService:
         states, world, how = checkpoint["optimizer_states"], run.engine.world, run.config.checkpoint
         running = run.trainer.lr_scheduler_configs if run.trainer is not None else []
         for state, config in zip(checkpoint.get("lr_schedulers", ()), running, strict=False):
-            check_schedule(state, config.scheduler, checkpoint.get(KEY, {}).get("path") or "The checkpoint")
+            check_schedule(state, config.scheduler, checkpoint.get(LT_ZERO, {}).get("path") or "The checkpoint")
         if POSITION in checkpoint:
             with run.agree("restoring random states and the position in the data", CheckpointError):
                 self._data.load(checkpoint[POSITION], run.session.data_rank)

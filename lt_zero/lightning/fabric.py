@@ -26,7 +26,7 @@ from lt_zero.checkpoint.native.pieces import (
     parameter_names,
 )
 from lt_zero.checkpoint.native.rank_state import RANK_BUFFERS, load_rank_buffers
-from lt_zero.checkpoint.native.save import HERE
+from lt_zero.checkpoint.native.save import FABRIC
 from lt_zero.checkpoint.open import Identity, checked_file, is_directory, load_same, of_content, opened_source, reading
 from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted, check_launch, joining
@@ -426,7 +426,7 @@ class FabricZeroStrategy(DDPStrategy):
         if storage_options is not None:
             raise TypeError("Sharded checkpoints do not support storage_options: set checkpoint.format='full'.")
         content, names = self._collect(state, filter or {})
-        prefixes = content[HERE]["modules"]
+        prefixes = content[FABRIC]["modules"]
         frozen = [prefixes[key] + name for key in prefixes for name in sorted(self._frozen(state[key]))]
         about = self.config, self._shown, self.precision.precision, frozen
         self.session.save(Saving(content, names, *about, peers=self.session.peers.ranks), path)
@@ -501,7 +501,7 @@ class FabricZeroStrategy(DDPStrategy):
         here: dict[str, Any] = {"modules": prefixes, "rest": parts}
         here["optimizers"] = {key: of_engine.get(id(found.engine), "") for key, found in sharded.items()}
         here |= self._progress(state)
-        content = {"state_dict": weights, "optimizer_states": states, "global_step": 0, "epoch": 0, HERE: here}
+        content = {"state_dict": weights, "optimizer_states": states, "global_step": 0, "epoch": 0, FABRIC: here}
         return {**content, **beside(self._prefixes(state))}, names
 
     def _prefixes(self, state: Mapping[str, Any]) -> dict[str, Engine]:

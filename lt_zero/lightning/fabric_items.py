@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lt_zero.checkpoint.native.load import as_lightning, entries_of, loss_scale
 from lt_zero.checkpoint.native.load import stepped as has_stepped
 from lt_zero.checkpoint.native.rank_state import RANK_BUFFERS, RESIDUALS
-from lt_zero.checkpoint.native.save import HERE, KEY, TRAINED
+from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, TRAINED_WEIGHTS
 from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
 from lt_zero.session.checkpoints import Progress
@@ -62,9 +62,9 @@ class Opened:
 def open_directory(source: Source, weights_only: bool | None) -> Opened:
     """What a directory has; of one that Fabric did not write, the module is ``model``."""
     found = as_lightning(source, weights_only)
-    states, frozen = found.get("optimizer_states", []), found.get(KEY, {}).get("frozen_left_out", [])
+    states, frozen = found.get("optimizer_states", []), found.get(LT_ZERO, {}).get("frozen_left_out", [])
     names = ["optimizer"] if len(states) == 1 else [f"optimizer_{number}" for number in range(len(states))]
-    here = dict(entries_of(found, HERE))
+    here = dict(entries_of(found, FABRIC))
     foreign = not here
     if foreign:
         here = {"modules": {"model": ""}, "optimizers": dict.fromkeys(names, ""), "rest": {}}
@@ -78,8 +78,8 @@ def open_directory(source: Source, weights_only: bool | None) -> Opened:
         saved[key] = _without_prefix(state, prefix)
     modules, optimizers = list(here["modules"]), list(here["optimizers"])
     trained: dict[str | None, Mapping[str, Any]] = {}
-    if TRAINED in found and foreign:
-        trained["model"] = found[TRAINED]["weights"]
+    if TRAINED_WEIGHTS in found and foreign:
+        trained["model"] = found[TRAINED_WEIGHTS]["weights"]
     return Opened(
         saved,
         modules,

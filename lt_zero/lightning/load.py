@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lt_zero.checkpoint.native.load import as_lightning
-from lt_zero.checkpoint.native.save import KEY
+from lt_zero.checkpoint.native.save import LT_ZERO
 from lt_zero.checkpoint.open import open_source
 from lt_zero.common.arguments import expect, expect_path
 from lt_zero.common.compat import module_from_checkpoint
@@ -47,7 +47,7 @@ def load_from_checkpoint(
     expect_path(path, "lt_zero.load_from_checkpoint(path=...)")
     source = open_source(path)
     checkpoint = as_lightning(source, weights_only)
-    own = checkpoint.get(KEY, {})
+    own = checkpoint.get(LT_ZERO, {})
     hparams = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     if own.get("hparams") == "omegaconf":
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = hparams = OmegaConf.create(dict(hparams))

@@ -36,7 +36,7 @@ from lt_zero.checkpoint.native.rank_state import (
     rank_buffers,
     residual_state,
 )
-from lt_zero.checkpoint.native.save import TRAINED, Bundle, bundle, make_place, stage, write
+from lt_zero.checkpoint.native.save import TRAINED_WEIGHTS, Bundle, bundle, make_place, stage, write
 from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
@@ -130,7 +130,7 @@ def trained_beside(engine: Engine, left_out: Iterable[str] = (), sharded: bool =
     names = set(on_all_ranks(engine, sorted(names), "names of averages"))
     state = weights_to_save(engine, left_out, averaged=False, sharded=sharded)
     weights = {name: value for name, value in state.items() if name in names}
-    return {TRAINED: {"weights": weights, "updates": average.updates}}
+    return {TRAINED_WEIGHTS: {"weights": weights, "updates": average.updates}}
 
 
 def beside(engines: Mapping[str, Engine], sharded: bool = True) -> dict[str, Any]:
@@ -312,8 +312,8 @@ class Progress:
     def of(cls, checkpoint: Mapping[str, Any]) -> Progress:
         """Read it from a checkpoint dictionary, whichever face saved it."""
         averages = None
-        if TRAINED in checkpoint:
-            averages = checkpoint["state_dict"], checkpoint[TRAINED]["updates"]
+        if TRAINED_WEIGHTS in checkpoint:
+            averages = checkpoint["state_dict"], checkpoint[TRAINED_WEIGHTS]["updates"]
         kept = checkpoint.get(RESIDUALS), checkpoint.get(RANK_BUFFERS)
         return cls(stepped(checkpoint), *kept, loss_scale(checkpoint), averages)
 

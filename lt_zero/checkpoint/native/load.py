@@ -37,7 +37,7 @@ from lt_zero.checkpoint.native.pieces import (
 )
 from lt_zero.checkpoint.native.plain import MISSING
 from lt_zero.checkpoint.native.rank_state import load_residuals
-from lt_zero.checkpoint.native.save import HERE, KEY, LOOP, REFERENCE, TRAINED
+from lt_zero.checkpoint.native.save import FABRIC, LOOP, LT_ZERO, REFERENCE, TRAINED_WEIGHTS
 from lt_zero.checkpoint.source import Source, Spec
 from lt_zero.common.boxes import Box
 from lt_zero.common.errors import CheckpointError
@@ -58,9 +58,11 @@ _SCALERS = ("FSDPPrecision", "FSDPMixedPrecision")  # Lightning's plugins, which
 def lightning_meta(source: Source) -> dict[str, Any]:
     """The ``meta`` of another format, without entries that Lightning would mistake for its own."""
     meta = {k: v for k, v in source.meta.items() if k not in ("state_dict", "optimizer_states")}
-    meta = {k: v for k, v in meta.items() if not str(k).startswith(f"{KEY}_")}  # they depend on the ranks of the run
-    if not isinstance(meta.get(KEY, {}), dict):
-        del meta[KEY]
+    meta = {
+        k: v for k, v in meta.items() if not str(k).startswith(f"{LT_ZERO}_")
+    }  # they depend on the ranks of the run
+    if not isinstance(meta.get(LT_ZERO, {}), dict):
+        del meta[LT_ZERO]
     if VERSION not in meta:  # a client_state that a user of DeepSpeed passed to save_checkpoint
         for key in ("loops", "callbacks"):
             meta.pop(key, None)
@@ -99,7 +101,7 @@ def require_training_state(checkpoint: Mapping[str, Any], optimizers: bool) -> N
     Raises:
         CheckpointError: something is missing; names the remedy.
     """
-    path = checkpoint.get(KEY, {}).get("path")
+    path = checkpoint.get(LT_ZERO, {}).get("path")
     if path is None:
         return  # a file, which Lightning checks
     if optimizers and "optimizer_states" not in checkpoint:
@@ -147,8 +149,8 @@ def as_lightning(source: Source, weights_only: bool | None = None) -> dict[str, 
     """
     archive = source if isinstance(source, Archive) else None
     meta = _whole_meta(archive, weights_only) if archive is not None else lightning_meta(source)
-    own = meta.pop(KEY, {})
-    meta[KEY] = {
+    own = meta.pop(LT_ZERO, {})
+    meta[LT_ZERO] = {
         "frozen_left_out": own.get("frozen_left_out", getattr(source, "left_out", [])),
         "hparams": own.get("hparams", ""),
         "path": str(getattr(source, "folder", getattr(source, "path", ""))),
@@ -196,7 +198,7 @@ def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
         return made[id(value)]
 
     meta = dict(archive.meta)
-    own = meta.get(KEY, {})
+    own = meta.get(LT_ZERO, {})
     keys, left = own.get("keys", []), [dotted_path(path) for path in own.get("left_out", [])]
     left += unknown(keys)
     if weights_only is False:
@@ -414,24 +416,24 @@ def _load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, left
 def trained_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     """The weights that training goes on with. See Note [Weights of a checkpoint]."""
     state: Mapping[str, Any] = checkpoint["state_dict"]  # callbacks may still change it
-    return {**state, **checkpoint[TRAINED]["weights"]} if TRAINED in checkpoint else state
+    return {**state, **checkpoint[TRAINED_WEIGHTS]["weights"]} if TRAINED_WEIGHTS in checkpoint else state
 
 
 def stepped(checkpoint: Mapping[str, Any]) -> bool:
     """Whether the weights are those of a step, whichever of the three saved them."""
-    return bool(checkpoint.get("global_step") or entries_of(checkpoint, HERE).get("stepped"))
+    return bool(checkpoint.get("global_step") or entries_of(checkpoint, FABRIC).get("stepped"))
 
 
 def loss_scale(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """The state of the loss scale, whichever of the three saved it; {} if there is none."""
-    own = entries_of(checkpoint, LOOP) or entries_of(checkpoint, HERE)
+    own = entries_of(checkpoint, LOOP) or entries_of(checkpoint, FABRIC)
     return dict(own.get("loss_scale") or checkpoint.get("ZeroPrecision") or {})
 
 
 def entries_of(checkpoint: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """What Fabric (``HERE``) or the engine of a loop (``LOOP``) wrote; {} if users of others have such a key."""
+    """What Fabric (``FABRIC``) or the engine of a loop (``LOOP``) wrote; {} if users of others have such a key."""
     found = checkpoint.get(key)
-    mark = {HERE: "modules", LOOP: "client_state"}[key]
+    mark = {FABRIC: "modules", LOOP: "client_state"}[key]
     return found if isinstance(found, Mapping) and mark in found else {}
 
 

@@ -55,9 +55,9 @@ from lt_zero.io.checked_file import FileRecord, Sink
 from lt_zero.io.direct_file import in_words
 from lt_zero.io.pinned import host_buffer
 
-KEY = "lt_zero"  # key of this package's entries in a Lightning checkpoint
-TRAINED = "lt_zero_trained"  # key of trained weights beside averages
-HERE = "fabric"  # key of what is neither weights nor states of optimizers in a checkpoint of Fabric
+LT_ZERO = "lt_zero"  # key of this package's entries in a Lightning checkpoint
+TRAINED_WEIGHTS = "lt_zero_trained"  # key of trained weights beside averages
+FABRIC = "fabric"  # key of what is neither weights nor states of optimizers in a checkpoint of Fabric
 LOOP = "loop"  # key of what only the engine of a loop restores
 REFERENCE = "lt_zero.tensor"  # key of a reference to a sharded tensor
 _OVERHEAD = 4096  # maximum bytes per tensor beside its values: in its file, in ``.metadata`` and in the manifest
@@ -116,7 +116,7 @@ def bundle(
     def swap(path: Path, value: Tensor) -> Any:
         if not isinstance(value, Fragment):
             return value.detach()
-        name = f"extra.{where(path)}"
+        name = f"extra.{dotted_path(path)}"
         while name in made.tensors:  # of the keys 1 and "1"
             name += "'"
         made.tensors[name] = value
@@ -132,7 +132,7 @@ def bundle(
         made.meta, of_rest = to_plain(rest, swap)
         if keeps:
             mine.extra, of_state = to_plain(agreed.others(weights, world.rank))
-            left |= of_rest | {(KEY, "extra_state", *path): value for path, value in of_state.items()}
+            left |= of_rest | {(LT_ZERO, "extra_state", *path): value for path, value in of_state.items()}
             mine.optimizers, mine.meta = packed, {key: made.meta[key] for key in made.meta.keys() & shares}
     if agreed.some:
         theirs = world.host_gather(mine if agreed.tells else None, "what ranks save beside tensors")
@@ -159,8 +159,8 @@ def _complete(
     """Add to rank 0's bundle what is saved beside tensors. ``left``: what has no plain form."""
     keys, left = _keys_of(left)
     made.meta |= mine.meta
-    made.meta[KEY] = {
-        **made.meta.get(KEY, {}),
+    made.meta[LT_ZERO] = {
+        **made.meta.get(LT_ZERO, {}),
         "optimizers": mine.optimizers,
         "extra_state": mine.extra,
         "keys": keys,
@@ -209,7 +209,7 @@ def _take_optimizer(
     if not keeps:
         return {}
     packed, rest = to_plain({"param_groups": named, "state": kept})
-    left |= {(KEY, "optimizers", number, *path): value for path, value in rest.items()}
+    left |= {(LT_ZERO, "optimizers", number, *path): value for path, value in rest.items()}
     return packed
 
 
@@ -229,8 +229,8 @@ def _pickled(left: Mapping[Path, Any]) -> bytes | None:
         except Exception as error:  # any class may fail in any way here
             if isinstance(path[-1], Key):
                 raise CheckpointError(
-                    f"{dotted_path(path)!r} in the checkpoint is a key of {type(value).__qualname__} that cannot be
-                    saved " f"({error}). Use a str, a number or a tuple of them, or a class or enumeration of a module."
+                    f"{dotted_path(path)!r} in the checkpoint is a key of {type(value).__qualname__} that cannot be "
+                    f"saved ({error}). Use a str, a number or a tuple of them, or a class or enumeration of a module."
                 ) from error
             failed.append(f"{dotted_path(path)!r} ({error})")
     places = ", ".join(repr(dotted_path(path)) for path in list(left)[:5])
@@ -468,14 +468,14 @@ class DirectoryWriter(StorageWriter):
                 written.setdefault(name, []).append((result.index.fqn, part, found))
         try:
             tensors = _describe(metadata, written, made.manifest.get("aliases", {}))
-            own = made.meta.get(KEY, {})
+            own = made.meta.get(LT_ZERO, {})
             if own.get("extra_state") or own.get("optimizers"):
                 with self._file("extras.pt") as sink:
                     _add_others(sink, metadata, own["extra_state"], own["optimizers"])
             with self._file("meta.pt") as sink:
                 file = TorchFile(sink.write)
                 packed = {**own, "optimizers": [_packed(saved, file) for saved in own.get("optimizers", [])]}
-                file.finish({**made.meta, KEY: packed} if own else made.meta)
+                file.finish({**made.meta, LT_ZERO: packed} if own else made.meta)
             if made.objects is not None:
                 with self._file("objects.pkl") as sink:
                     sink.write(made.objects)

@@ -58,7 +58,7 @@ from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import warn
 from lt_zero.lightning.data_position.random_state import RandomStates, own_or_derived
 
-KEY = "lt_zero_progress"
+POSITION = "lt_zero_progress"
 _VERSION = 1
 Make = Callable[[], Iterator[Any]]
 
@@ -196,11 +196,13 @@ class DataPosition:
             CheckpointError: the states cannot be read.
         """
         if not isinstance(states, Sequence) or not states:
-            raise CheckpointError(f"{KEY}: the states of the saved ranks were expected, not {type(states).__name__}.")
+            raise CheckpointError(
+                f"{POSITION}: the states of the saved ranks were expected, not {type(states).__name__}."
+            )
         for number, state in enumerate(states):
-            _check(state, f"{KEY}[{number}]")
+            _check(state, f"{POSITION}[{number}]")
         number = rank if rank < len(states) else 0
-        own, where = states[number], f"{KEY}[{number}]"
+        own, where = states[number], f"{POSITION}[{number}]"
         upcoming = [
             own_or_derived([RandomStates.of(s["states"][i], where) for s in states if i < len(s["states"])], rank)
             for i in range(len(own["states"]))
@@ -279,7 +281,7 @@ def _check(state: Any, where: str) -> None:
         found = state.get("version") if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(
             f"{where}: version {_VERSION} of the position in the data was expected, not {found!r}. Remove the key "
-            f"{KEY!r} from the checkpoint to resume without it."
+            f"{POSITION!r} from the checkpoint to resume without it."
         )
     wrong = [name for kind, names in kinds.items() for name in names if not isinstance(state.get(name), kind)]
     lists = {"generators", "generators_now"}
@@ -294,7 +296,7 @@ def _check(state: Any, where: str) -> None:
     if wrong or state["back"] < 0 or state["consumed"] < 0:
         raise CheckpointError(
             f"{where}: {', '.join(dict.fromkeys(wrong)) or 'the count of batches'} cannot be read. The checkpoint is "
-            f"damaged. Remove the key {KEY!r} from it to resume without the position in the data."
+            f"damaged. Remove the key {POSITION!r} from it to resume without the position in the data."
         )
 
 
