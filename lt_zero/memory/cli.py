@@ -18,6 +18,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.numbers import count_of
 from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
+from lt_zero.memory.comm_options import comm_options_table, fitting, recommended
 from lt_zero.memory.estimate import Fit, Machine, cheapest, estimate, kinds_table, settings_table
 from lt_zero.memory.forecast import DEVICE, HOST, NVME, Forecast
 from lt_zero.memory.limits import GB, amount
@@ -26,7 +27,6 @@ from lt_zero.memory.pipelines import activations_line, reductions, schedules_tab
 from lt_zero.memory.sizes import Model, Sizes, Stage, fullest, stages_of_module, stages_of_sizes
 from lt_zero.memory.tensor_sizes import fits_by_size, sizes_table
 from lt_zero.memory.transformer import Transformer
-from lt_zero.memory.ways import fitting, least, ways_table
 from lt_zero.parallel.drawing import rank_table, shares
 from lt_zero.parallel.mesh import ParallelSizes
 
@@ -108,8 +108,8 @@ def estimate_command(
         }
         sent = {key: options[key] for key in ("ranks_per_node", "precision", "device", "accumulate_grad_batches")}
         if mbit is not None:
-            found = ways_table(model, parsed, world, mbit, stage, console, step_seconds=step_seconds, **sent)
-            for line in least(found, mbit):
+            found = comm_options_table(model, parsed, world, mbit, stage, console, step_seconds=step_seconds, **sent)
+            for line in recommended(found, mbit):
                 console.print(line, markup=False, soft_wrap=True)
         if parsed.pipeline.ranks > 1:
             schedules_table(parsed, console)

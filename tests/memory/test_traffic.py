@@ -12,8 +12,8 @@ from torch import nn
 
 import lt_zero
 from lt_zero.config import ZeroConfig
+from lt_zero.memory.comm_options import comm_options_table, fitting, recommended, valid
 from lt_zero.memory.estimate import Machine, estimate_traffic
-from lt_zero.memory.ways import fitting, least, possible, ways_table
 from lt_zero.optim import build_optimizer
 from tests.support.matrix import only_rows
 from tests.support.nodes import NodePool, Traffic
@@ -102,9 +102,9 @@ def test_a_ring_of_gpus() -> None:
 def test_the_way_that_sends_least_is_recommended() -> None:
     console = Console(record=True, width=120)
     options: dict[str, Any] = {"ranks_per_node": 2, "device": "cpu"}
-    found = ways_table(29.5e6, ZeroConfig.of(None), 4, 200, 3, console, step_seconds=3.0, **options)
-    assert least(found, 200)[0].startswith("least traffic: stage 3 (2 ranks of a node, then 2 nodes")
-    assert least(found, 200)[1].startswith("~ less, with other results: stage 3, ZeRO++ (")
+    found = comm_options_table(29.5e6, ZeroConfig.of(None), 4, 200, 3, console, step_seconds=3.0, **options)
+    assert recommended(found, 200)[0].startswith("least traffic: stage 3 (2 ranks of a node, then 2 nodes")
+    assert recommended(found, 200)[1].startswith("~ less, with other results: stage 3, ZeRO++ (")
     text = console.export_text()
     for way, traffic in found.items():
         line = next(line for line in text.splitlines() if f"{way.name}  " in line and ("~" in line) != way.exact)
@@ -116,7 +116,7 @@ def test_the_way_that_sends_least_is_recommended() -> None:
 
 def test_ways_do_not_contradict_the_configuration() -> None:
     config = ZeroConfig.of({"zero_optimization": {"stage": 2, "mics_shard_size": 2}, "optimizer": {"type": "SGD"}})
-    assert not [way.name for way in possible(config, 8, 4, "cuda") if "1bit" in way.name and way.stage > 0]
+    assert not [way.name for way in valid(config, 8, 4, "cuda") if "1bit" in way.name and way.stage > 0]
 
 
 def test_what_fits_is_recommended_by_its_traffic() -> None:

@@ -1,4 +1,4 @@
-"""The ways in which a step can be sent between nodes: what each sends, its time, and which fits into the memory."""
+"""Options for the traffic between nodes: the bytes and seconds of each, and those that fit into memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lt_zero.memory.traffic import Traffic
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class CommOption:
     """A stage, and what is configured beside it.
 
     Attributes:
         zero: keys of ``zero_optimization``.
         blocks: other blocks -> their keys.
-        exact: results differ from those of other exact ways by the rounding of sums at most.
+        exact: results differ from those of other exact options by the rounding of sums at most.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Way:
     exact: bool = True
 
     def of(self, config: ZeroConfig) -> ZeroConfig:
-        """``config``, sent in this way; not validated."""
+        """``config`` with this option; not validated."""
         block = config.zero_optimization.model_copy(update={"stage": self.stage, **self.zero})
         update: dict[str, Any] = {"zero_optimization": block}
         for name, keys in self.blocks.items():
@@ -46,35 +46,35 @@ class Way:
         return config.model_copy(update=update)
 
 
-def ways(stage: int, world: int, per_node: int, device: str) -> Iterator[Way]:
-    """What can be tried at ``stage``, exact ways first; ``world``, ``per_node``: data ranks."""
+def candidates(stage: int, world: int, per_node: int, device: str) -> Iterator[CommOption]:
+    """Options of ``stage``, exact ones first; ``world``, ``per_node``: data ranks."""
     groups = world % per_node == 0 and 1 < per_node < world
-    yield Way(f"stage {stage}", stage)
+    yield CommOption(f"stage {stage}", stage)
     if device == "cpu":
-        yield Way(f"stage {stage}, topology 1", stage, {}, {"communication": {"topology": 1}})
+        yield CommOption(f"stage {stage}, topology 1", stage, {}, {"communication": {"topology": 1}})
     if stage > 0:
         if groups:
-            yield Way(f"stage {stage}, mics_shard_size {per_node}", stage, {"mics_shard_size": per_node})
+            yield CommOption(f"stage {stage}, mics_shard_size {per_node}", stage, {"mics_shard_size": per_node})
         codes: dict[str, Any] = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
         codes |= {"zero_hpz_partition_size": per_node} if stage == 3 and groups else {}
-        yield Way(f"stage {stage}, ZeRO++", stage, codes, exact=False)
+        yield CommOption(f"stage {stage}, ZeRO++", stage, codes, exact=False)
     for algorithm in ("2bit", "1bit"):
         block = {"gradient_compression": {"algorithm": algorithm}}
-        yield Way(f"stage {stage}, gradient_compression {algorithm}", stage, {}, block, exact=False)
+        yield CommOption(f"stage {stage}, gradient_compression {algorithm}", stage, {}, block, exact=False)
     if stage < 2:
-        yield Way(f"stage {stage}, OneBitAdam", stage, {}, {"optimizer": {"type": "OneBitAdam"}}, exact=False)
+        yield CommOption(f"stage {stage}, OneBitAdam", stage, {}, {"optimizer": {"type": "OneBitAdam"}}, exact=False)
 
 
-def possible(config: ZeroConfig, world: int, per_node: int, device: str, stage: int | None = None) -> list[Way]:
-    """The ways that do not contradict ``config``; ``stage``: only of this one."""
+def valid(config: ZeroConfig, world: int, per_node: int, device: str, stage: int | None = None) -> list[CommOption]:
+    """Options that do not contradict ``config``; ``stage``: only of this one."""
     stages, tensor = range(4) if stage is None else [stage], config.tensor_parallel.autotp_size
     of_stage = world // config.pipeline.ranks
     data = of_stage // tensor, max(1, min(of_stage, per_node) // tensor)
-    found = [way for number in stages for way in ways(number, *data, device)]
-    return [way for way in found if next(contradictions(way.of(config)), None) is None]
+    found = [option for number in stages for option in candidates(number, *data, device)]
+    return [option for option in found if next(contradictions(option.of(config)), None) is None]
 
 
-def ways_table(
+def comm_options_table(
     model: Model,
     config: ZeroConfig,
     world: int,
@@ -84,8 +84,8 @@ def ways_table(
     *,
     step_seconds: float | None = None,
     **options: Any,
-) -> dict[Way, Traffic]:
-    """Print what each node sends per step in every way, and how long it takes; returns it.
+) -> dict[CommOption, Traffic]:
+    """Print the bytes that each node sends per step under every option, and their time; returns the bytes.
 
     Args:
         model, config, world, options: as in ``estimate_traffic``.
@@ -100,25 +100,25 @@ def ways_table(
     columns = ["way", "gradients", "weights", "link", *(["step"] if step_seconds is not None else [])]
     for column in columns:
         table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
-    found: dict[Way, Traffic] = {}
-    for way in possible(config, world, per_node, options.get("device", "cuda"), stage):
-        found[way] = traffic = estimate_traffic(model, way.of(config), world, **options)
+    found: dict[CommOption, Traffic] = {}
+    for option in valid(config, world, per_node, options.get("device", "cuda"), stage):
+        found[option] = traffic = estimate_traffic(model, option.of(config), world, **options)
         seconds = traffic.seconds(mbit)
         cells = [amount(int(traffic.gradients)), amount(int(traffic.weights)), f"{seconds:.2f}"]
         cells += [f"{step_seconds + seconds:.2f}"] if step_seconds is not None else []
-        table.add_row(f"{'' if way.exact else '~ '}{way.name}", *cells)
+        table.add_row(f"{'' if option.exact else '~ '}{option.name}", *cells)
     show(table, console or Console(highlight=False))
     return found
 
 
-def least(found: Mapping[Way, Traffic], mbit: float) -> list[str]:
-    """Lines that recommend the exact way that sends least, and one that changes results if it sends less still."""
-    exact = min((way for way in found if way.exact), key=lambda way: found[way].total)
+def recommended(found: Mapping[CommOption, Traffic], mbit: float) -> list[str]:
+    """Lines that recommend the exact option with least traffic, and an inexact one if that sends less still."""
+    exact = min((option for option in found if option.exact), key=lambda option: found[option].total)
     lines = [f"least traffic: {exact.name} ({found[exact].topology})"]
-    any_way = min(found, key=lambda way: found[way].total)
-    if found[any_way].total < found[exact].total:
-        seconds = found[any_way].seconds(mbit), found[exact].seconds(mbit)
-        lines.append(f"~ less, with other results: {any_way.name} ({seconds[0]:.2f} instead of {seconds[1]:.2f} s)")
+    cheapest = min(found, key=lambda option: found[option].total)
+    if found[cheapest].total < found[exact].total:
+        seconds = found[cheapest].seconds(mbit), found[exact].seconds(mbit)
+        lines.append(f"~ less, with other results: {cheapest.name} ({seconds[0]:.2f} instead of {seconds[1]:.2f} s)")
     return lines
 
 
@@ -131,23 +131,23 @@ def fitting(
     *,
     device: str = "cuda",
     **options: Any,
-) -> dict[Way, tuple[Setting, Traffic]]:
-    """The exact ways that fit into a machine's memory, in the first setting of the ladder in which they do.
+) -> dict[CommOption, tuple[Setting, Traffic]]:
+    """Exact options that fit into a machine's memory, each in the first setting of the ladder in which it does.
 
     Args:
         places: device of ``offload_optimizer`` and of ``offload_param``, as ``cheapest`` found them: what is kept
-            elsewhere costs more time than any way between nodes saves, so only these are tried.
+            elsewhere costs more time than any option saves, so only these are tried.
         model, machine, config, world, device, options: as in ``cheapest``.
     """
     sent = {key: value for key, value in options.items() if key in ("precision", "accumulate_grad_batches")}
-    found: dict[Way, tuple[Setting, Traffic]] = {}
+    found: dict[CommOption, tuple[Setting, Traffic]] = {}
     for setting in settings(device):
-        for way in possible(config, world, machine.ranks, device, setting.stage) if setting.places == places else ():
-            if not way.exact or any(way.name == other.name for other in found):
+        for option in valid(config, world, machine.ranks, device, setting.stage) if setting.places == places else ():
+            if not option.exact or any(option.name == other.name for other in found):
                 continue
-            chosen = way.of(setting.of(config))
+            chosen = option.of(setting.of(config))
             cast = estimate(model, chosen, world, ranks_per_node=machine.ranks, device=device, **options)
             if not misfit(cast, machine):
                 traffic = estimate_traffic(model, chosen, world, ranks_per_node=machine.ranks, device=device, **sent)
-                found[way] = setting, traffic
+                found[option] = setting, traffic
     return found
