@@ -138,7 +138,7 @@ def of_all_ranks(root: nn.Module, block: ActivationCheckpointing, peers: ShardGr
 
 
 def _in_lists(root: nn.Module) -> Counter[str]:
-    """How many modules with children there are of each class in the lists of ``root``."""
+    """Count the modules with children in the lists of ``root``, by class."""
     lists = [m for m in root.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))]
     return Counter(_class_name(c) for m in lists for c in m.children() if any(True for _ in c.children()))
 

@@ -112,7 +112,7 @@ class Undecided:
 
 
 class _Use:
-    """What the graph holds of a tensor: its entry; until all ranks are known to share it also the tensor itself."""
+    """The graph's handle of a tensor: its entry, and the tensor itself until all ranks are known to share it."""
 
     def __init__(self, entry: SavedElements, whole: Undecided | None) -> None:
         self.entry, self.whole = entry, whole

@@ -1,4 +1,4 @@
-"""Where inputs of checkpointed modules rest: opens the store that a configuration asks for."""
+"""Stores for the inputs of checkpointed modules, opened as a configuration asks."""
 
 from __future__ import annotations
 

@@ -38,14 +38,14 @@ KEPT = (
 
 @functools.cache
 def _is_kept(op: Any) -> tuple[bool, int | None]:
-    """Whether an operator's outputs are kept, and the index of its dropout probability among its arguments, if any."""
+    """True if an operator's outputs are kept; and the index of the dropout probability among its arguments, if any."""
     names = [argument.name for argument in op._schema.arguments] if hasattr(op, "_schema") else []
     name = op.name().rsplit(".", 1)[0] if "::" in op.name() else op.name()
     return name in KEPT, names.index("dropout_p") if "dropout_p" in names else None
 
 
 def keeps(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the output of this call is kept."""
+    """True if the output of this call is kept."""
     kept, index = _is_kept(op)
     if not kept or index is None:
         return kept

@@ -37,7 +37,7 @@ class ForwardState:
 
 
 class SavedState:
-    """What one forward may change, as it was before it.
+    """The values that one forward may change, as they were before it.
 
     Beside the buffers and generators of a ``ForwardState`` these are objects among the arguments. Without them, an
     object that forward writes to (a key-value cache, a collector of losses) would be written to twice, and a cache that

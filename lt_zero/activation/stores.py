@@ -92,7 +92,7 @@ def geometry_of(tensor: Tensor) -> Geometry | None:
 
 
 class Shown(NamedTuple):
-    """How the tensor that was saved shows stored elements.
+    """The view of stored elements that gives the saved tensor back.
 
     Attributes:
         dtype: of the elements.
@@ -107,7 +107,7 @@ class Shown(NamedTuple):
     rebuild: Callable[[Tensor], Tensor] | None
 
     def key(self, local: Tensor) -> tuple[Any, ...]:
-        """Which elements of its storage ``local`` shows, and when."""
+        """The elements of its storage that ``local`` shows, and their version."""
         return local.storage_offset(), local.dtype, self.version, self.geometry.sides, self.geometry.steps
 
     def take(self, local: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ class ActivationStore:
             return shown.give(found)
 
     def _stored_elements(self, tensor: Tensor) -> tuple[Tensor, Shown] | None:
-        """What is stored of ``tensor``, and how it is shown; None: nothing. See Note [What is stored]."""
+        """The elements of ``tensor`` to store, and their view; None: it is not stored. See Note [What is stored]."""
         if tensor.is_inference():
             return None
         local, rebuild = local_of(tensor)

@@ -77,6 +77,6 @@ def _block_mask(
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tiles of each row are set, and their columns, the set ones first: [1, heads, rows(, columns)]."""
+    """The number of set tiles of each row, and the columns, set ones first: [1, heads, rows(, columns)]."""
     columns = tiles.int().argsort(dim=-1, descending=True, stable=True).int()
     return tiles.sum(-1, dtype=torch.int32)[None], columns[None].contiguous()

@@ -108,7 +108,7 @@ def switch(model: Any, pattern: Pattern) -> None:
 
 
 def _crosses(module: Any) -> bool:
-    """Whether a model, or a part of it, has keys of another sequence."""
+    """True if a model, or a part of it, attends to keys of another sequence."""
     config = getattr(module, "config", None)
     return any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention"))
 
@@ -205,7 +205,7 @@ def padding_mask(
 
 
 def _tokens(place: dict[str, Any], length: int) -> int:
-    """How many of the ``length`` keys there are, those of the queries included."""
+    """The number of keys among ``length`` that exist, with those of the queries."""
     at: Tensor | None = place.get("cache_position")  # up to version 4
     if at is not None:
         end = int(at[-1]) + 1 if len(at) != length else length  # the number is on the device
@@ -217,7 +217,7 @@ def _tokens(place: dict[str, Any], length: int) -> int:
 
 
 def _is_one_sequence(function: Any, length: int, attention_mask: Tensor | None, place: dict[str, Any]) -> bool:
-    """Whether a mask that may separate sequences in one row is a causal one, since there is one in each row.
+    """True if a mask that could separate several sequences in a row is causal, so that each row has one sequence.
 
     transformers 4 gives such a mask to each model without an ``attention_mask`` and a cache.
     """

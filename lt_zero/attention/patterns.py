@@ -47,7 +47,7 @@ class _ByName(ABCMeta):
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern(metaclass=_ByName):
-    """What all patterns have. Values are checked, numbers may be text, and lists become tuples.
+    """Base class of patterns. Values are checked, numbers may be text, and lists become tuples.
 
     Attributes:
         block: tokens of a block; a sequence is cut into blocks of so many.
@@ -74,7 +74,7 @@ class Pattern(metaclass=_ByName):
 
     @property
     def causal(self) -> bool:
-        """Whether elements above the diagonal are masked, also inside the blocks of the layout."""
+        """True if elements above the diagonal are masked, also inside the blocks of the layout."""
         return self.attention == "unidirectional"
 
     def layout(self, heads: int, blocks: int) -> Tensor:
@@ -336,12 +336,12 @@ def _layout(pattern: Pattern, heads: int, blocks: int, below: bool = False) -> T
 
 
 def _same(groups: Tensor) -> Tensor:
-    """Which pairs of blocks are of the same group, of shape [blocks, blocks]."""
+    """True for pairs of blocks of the same group: [blocks, blocks]."""
     return groups[:, None] == groups[None, :]
 
 
 def _window(blocks: int, width: int) -> Tensor:
-    """Which pairs of blocks are at most half a window apart, of shape [blocks, blocks]."""
+    """True for pairs of blocks at most half a window apart: [blocks, blocks]."""
     places = torch.arange(blocks, device="cpu")
     return (places[:, None] - places[None, :]).abs() <= width // 2
 

@@ -202,7 +202,7 @@ def allowed_elements(
     pattern: Pattern, heads: int, queries: int, keys: int, device: torch.device | None = None, first: int = 0,
     here: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Which keys the last ``queries`` of ``keys`` tokens attend to: bool, [heads or 1, queries, keys].
+    """The mask of the last ``queries`` of ``keys`` tokens, True where one attends: [heads or 1, queries, keys].
 
     ``first``, ``here``: only heads ``first`` to ``first + here``.
     """
@@ -366,7 +366,7 @@ def _check_types(query: Any, key: Any, value: Any, pattern: Any, mask: Any, drop
 
 
 def _for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype of a running autocast, in which torch's own attention computes, too."""
+    """Cast to the dtype of a running autocast, as torch's own attention does."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
         return tensors
@@ -374,7 +374,7 @@ def _for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """What is added to the scores of each key: fp32, [batch, length]."""
+    """The bias of the scores of each key: fp32, [batch, length]."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:

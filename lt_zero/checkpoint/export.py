@@ -49,7 +49,7 @@ _OWN = "lt_zero"  # the key that only this package reads
 
 
 class _Target(NamedTuple):
-    """What an export writes."""
+    """The files that an export writes, and their tensors."""
 
     path: Path
     format: str

@@ -85,7 +85,7 @@ def _step_of(path: str) -> int | None:
 
 
 def _candidates(folder: Path, below: bool = True) -> Iterator[tuple[str, int]]:
-    """What may be a checkpoint, with the time in ns when it was written; ``below``: in all folders, too."""
+    """Paths that may be checkpoints, with the time of writing in ns; ``below``: in all folders below, too."""
     for place, folders, files in os.walk(folder):
         for name in list(folders):
             manifest = Path(place, name, MANIFEST)

@@ -64,7 +64,7 @@ FileRange = tuple[Path, int, "int | None"]  # a file, and where the part of it t
 
 
 def is_directory(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a checkpoint directory, or lies inside one."""
+    """True if ``path`` is a checkpoint directory, or lies inside one."""
     if is_url(path):
         return Archive.is_at(find(path))
     return Path(found_at(path)).is_dir()
@@ -205,7 +205,7 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 class Identity(NamedTuple):
-    """What tells checkpoints apart: equal digests mean equal content."""
+    """Digests of a checkpoint: equal ones mean equal content."""
 
     step: int | None
     digest: str
@@ -231,7 +231,7 @@ def of_content(content: Mapping[str, Any], file: str | os.PathLike[str] | None =
 
 
 def checked_file(path: str | os.PathLike[str] | None, world: World | None) -> bool:
-    """Whether ``path`` is a local file of ``torch.save``, whose checksums are right; each rank of a node does a share.
+    """Verify the checksums of a local file of ``torch.save``, each rank of a node a share; False for other files.
 
     ``path``: None if it is no local file, or if something else reads it. A file of another kind is left to its reader.
 
@@ -270,7 +270,7 @@ def _number(step: Any) -> int | None:
 def open_same(
     world: World | None, path: str | os.PathLike[str], use: Callable[[Source], Found], tell: bool = True
 ) -> Found:
-    """What ``use`` makes of the open checkpoint, if all ranks have the same. Collective.
+    """Open a checkpoint, and return ``use`` of it if all ranks have the same one. Collective.
 
     ``tell``: see ``open_source``. Errors are those of ``load_same``.
     """
@@ -280,7 +280,7 @@ def open_same(
 def opened_source(
     path: str | os.PathLike[str], use: Callable[[Source], Found], tell: bool
 ) -> tuple[Found, Callable[[], Identity]]:
-    """What ``use`` makes of the open checkpoint, and what tells its identity."""
+    """Open a checkpoint; returns ``use`` of it, and the function that computes its identity."""
     source = open_source(path, tell=tell)
     return use(source), partial(of_source, source)
 
@@ -290,7 +290,7 @@ def load_same(
     path: str | os.PathLike[str] | None,
     read: Callable[[], tuple[Found, Callable[[], Identity]]],
 ) -> Found:
-    """What ``read`` returns, if all ranks have opened the same checkpoint. See Note [One checkpoint]. Collective.
+    """Return the result of ``read`` if all ranks read the same checkpoint. See Note [One checkpoint]. Collective.
 
     Args:
         world: the collectives; None: this process is on its own.
@@ -319,7 +319,7 @@ def load_same(
 
 
 def _listed(every: Iterable[tuple[str | None, str | Identity | None]]) -> str:
-    """What each rank has, ranks with the same together."""
+    """List the value of each rank, ranks with equal ones together."""
     groups: dict[str, list[int]] = {}
     for rank, (place, told) in enumerate(every):
         if place is None:

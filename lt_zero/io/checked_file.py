@@ -228,7 +228,7 @@ class FileSink(Sink):
         self._pending.append(self._blocks.pool.submit(1, work))
 
     def _write_block(self, number: int, block: Tensor) -> None:
-        """In a thread: write a block and keep its checksum."""
+        """Write a block, in a thread, and keep its checksum."""
         if self._abandoned:
             return
         with torch.inference_mode(False):

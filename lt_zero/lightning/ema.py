@@ -80,7 +80,7 @@ class EMA(pl.Callback):
         self._last = step
 
     def _due(self, step: int) -> int:
-        """How many updates are due up to a step. A batch has several steps if it has several optimizers."""
+        """The number of updates due up to a step. A batch of several optimizers has several steps."""
         return max(0, step - self.start_step - 1 + self.every_n_steps) // self.every_n_steps
 
     @override

@@ -22,7 +22,7 @@ BESIDE = "lt_zero_fabric"  # key, in a single file, of what is in no item
 
 @dataclass
 class Opened:
-    """What a checkpoint has, by the keys of ``fabric.save``; tensors of a directory are read on demand.
+    """Content of a checkpoint by the keys of ``fabric.save``; tensors of a directory are read on demand.
 
     ``modules``, ``optimizers``: keys; ``left_out``: names of frozen weights that were not saved, by module;
     ``trained``: weights that training goes on with, by module, where they are not those in ``saved``; ``stepped``: keys
@@ -60,7 +60,7 @@ class Opened:
 
 
 def open_directory(source: Source, weights_only: bool | None) -> Opened:
-    """What a directory has; of one that Fabric did not write, the module is ``model``."""
+    """Content of a directory; if Fabric did not write it, the module is ``model``."""
     found = as_lightning(source, weights_only)
     states, frozen = found.get("optimizer_states", []), found.get(LT_ZERO, {}).get("frozen_left_out", [])
     names = ["optimizer"] if len(states) == 1 else [f"optimizer_{number}" for number in range(len(states))]
@@ -95,7 +95,7 @@ def open_directory(source: Source, weights_only: bool | None) -> Opened:
 
 
 def opened_file(saved: dict[str, Any]) -> Opened:
-    """What a single file has, of this strategy or of another of Fabric's."""
+    """Content of a single file of this strategy or of another one of Fabric's."""
     own = saved.pop(BESIDE, {})
     return Opened(
         saved,
@@ -107,7 +107,7 @@ def opened_file(saved: dict[str, Any]) -> Opened:
 
 
 def prefixes_of(keys: Sequence[str]) -> dict[str, str]:
-    """What names of parameters begin with, by the key of their module: the key, if there are several modules."""
+    """Prefixes of parameter names, by the key of their module: the key, if there are several modules."""
     if len(keys) < 2:
         return dict.fromkeys(keys, "")
     made = {key: f"{key}." for key in keys}

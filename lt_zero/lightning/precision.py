@@ -251,7 +251,7 @@ class ZeroPrecision(HalfPrecision):
         return output
 
     def _looked_at(self, model: LightningModule) -> bool:
-        """Whether user code reads, changes or keeps gradients between backward and step."""
+        """True if user code reads, changes or keeps gradients between backward and step."""
         clips = bool(model.trainer.gradient_clip_val) or self.loss_scale_controller.checks
         own = any(is_overridden(hook, model) for hook in ("backward", "optimizer_zero_grad"))
         return clips or own or _looks_at_gradients(model, "on_after_backward")
@@ -347,7 +347,7 @@ def _rules_of(scaler: GradScaler | None) -> ScalerRules | None:
 
 
 def _looks_at_gradients(model: LightningModule, *others: str) -> bool:
-    """Whether user code runs between backward and step; ``others``: further hooks to check."""
+    """True if user code runs between backward and step; ``others``: further hooks to check."""
     hooks = ("on_before_optimizer_step", *others)
     if any(is_overridden(hook, model) for hook in (*hooks, "configure_gradient_clipping")):
         return True

@@ -1,4 +1,4 @@
-"""What ``ZeroStrategy`` sets up for a run: module, callbacks, optimizers, schedules and signal handlers."""
+"""Set-up of a run under ``ZeroStrategy``: module, callbacks, optimizers, schedules and signal handlers."""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ class _WithAdamW(_LossModule):
 
 
 def made_by(place: str, batch_size: int | None, optimizer: bool) -> pl.LightningModule:
-    """What the function ``pkg.mod:function`` makes; ``optimizer``: the configuration has one.
+    """Call the function ``pkg.mod:function``, and return a module of its result.
+
+    ``optimizer``: the configuration has one.
 
     Raises:
         TypeError: it is nothing that can be trained.

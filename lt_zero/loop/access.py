@@ -254,7 +254,7 @@ def _checked(bucket: Bucket, index: int, piece: Piece, value: Tensor | None) -> 
 
 
 def _is_elementwise(bucket: Bucket, piece: Piece, value: Any) -> bool:
-    """Whether a state has an element for each of the piece; a step counter (0D) has not, though both may count one."""
+    """True if a state has one element for each of the piece. A step counter (0D) is none, even for a piece of one."""
     known = isinstance(value, Tensor) and value.numel() == piece.numel
     return known and (value.dim() > 0 or not bucket.shapes[piece.index])
 
@@ -327,7 +327,7 @@ def _whole_of(engine: Engine, bucket: Bucket, index: int, flat: Tensor) -> Tenso
 
 
 def _part_of(engine: Engine, bucket: Bucket, index: int, value: Tensor) -> Tensor:
-    """What this rank's group has of a ``value`` for all of the tensor, on its device."""
+    """The part of a ``value`` for all of a tensor that this rank's group has, on its device."""
     return engine.parts.cut(bucket.params[index], value).to(bucket.group.device)
 
 

@@ -248,7 +248,7 @@ class TrainingEngine(nn.Module):
         self.session.end_step(sharded)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the running micro-batch is the last one of a step."""
+        """True if the running micro-batch is the last one of a step."""
         return self._boundary if self._boundary is not None else self._pending + 1 >= self._gas
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -285,7 +285,7 @@ class TrainingEngine(nn.Module):
         return self.loss_scale_controller.scale
 
     def was_step_applied(self) -> bool:
-        """Whether the last ``step`` changed the weights."""
+        """True if the last ``step`` changed the weights."""
         return self._applied and not self.loss_scale_controller.read_skip_flag()
 
     def get_global_grad_norm(self) -> float | None:

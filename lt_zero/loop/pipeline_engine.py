@@ -42,11 +42,11 @@ class PipelineEngine(TrainingEngine):
         return self._gas
 
     def is_first_stage(self) -> bool:
-        """Whether this rank has the first layers."""
+        """True if this rank has the first layers."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this rank has the last layers."""
+        """True if this rank has the last layers."""
         return self.stage_id == self.num_stages - 1
 
     # ---- data --------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class PipelineEngine(TrainingEngine):
         return torch.stack([self.module(*pair).float() for pair in zip(inputs, labels, strict=True)]).mean()
 
     def _outputs(self, inputs: list[Any]) -> list[Any]:
-        """Of the last layer, for each micro-batch, on all ranks."""
+        """Outputs of the last layer for each micro-batch, on all ranks."""
         runner, inputs = self.module.runner, self._cast_all(inputs)
         if runner is None:
             return [self.module(value) for value in inputs]

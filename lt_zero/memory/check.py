@@ -153,7 +153,7 @@ def check_optimizers(
 def setup_of(
     engine: Engine, optimizers: Iterable[Optimizer], accumulates: bool = False, saves: bool = True, averages: int = 0
 ) -> Setup:
-    """What a forecast needs of a run beside the configuration; arguments as for ``check_optimizers``."""
+    """Facts of a run for its forecast; arguments as for ``check_optimizers``."""
     known = [states_of(optimizer) for optimizer in optimizers]
     states = max((count for count, _ in known), default=0.0) + averages
     fused = engine.config.fused_step and all(fused for _, fused in known)

@@ -153,7 +153,7 @@ def _draw_mesh(sizes: ParallelSizes, per_node: int, console: Console) -> None:
 
 
 def _parts(cast: Forecast, config: ZeroConfig, assumed: bool) -> str:
-    """How much of the model a rank has."""
+    """Print the share of the model that a rank has."""
     who = " and ".join(
         name
         for name, size in (("tensor", config.tensor_parallel.autotp_size), ("pipeline", config.pipeline.ranks))
@@ -200,7 +200,7 @@ def _shape(
 def _stages(
     params: str | None, largest: str | None, module: str | None, shape: Transformer | None, config: ZeroConfig
 ) -> list[Stage]:
-    """What each rank of a pipeline has of the model; of a single one it is the model."""
+    """The stage of each rank of a pipeline; without one, the model."""
     if (params is not None) + (module is not None) + (shape is not None) != 1:
         raise ValueError("Give --params (with --largest), --layers with --hidden, or --module pkg.mod:function.")
     if module is None:
@@ -213,7 +213,7 @@ def _stages(
 
 
 def _module(module: str) -> nn.Module:
-    """What the function ``module`` returns, without values."""
+    """Call the function ``module`` on the meta device: its result has no values."""
     path, _, name = module.partition(":")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     try:
@@ -251,7 +251,7 @@ def _job(
     gpu_gb: float | None,
     mbit: float | None,
 ) -> TrainingJob:
-    """What a mesh is looked for."""
+    """The training job of the given options."""
     per_node = options["ranks_per_node"] or min(world, 8)
     more = {key: value for key, value in options.items() if key not in ("ranks_per_node", "accumulate_grad_batches")}
     rates = Rates() if mbit is None else Rates(between=mbit * 1e6 / 8 / per_node)

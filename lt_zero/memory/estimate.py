@@ -162,7 +162,7 @@ def _planned(
 
 
 def _stage_of(model: Model, config: ZeroConfig) -> Stage:
-    """What the rank with most of a model has of it; a module is that already."""
+    """The stage with most parameters of a model; a module is that already."""
     if isinstance(model, Stage):
         return model
     if not isinstance(model, nn.Module):

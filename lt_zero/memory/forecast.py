@@ -89,7 +89,7 @@ class BucketRow:
 
     @property
     def copies_weights(self) -> bool:
-        """Whether gathers read a copy instead of the master or wide frozen weights (``Weights.keep``)."""
+        """True if gathers read a copy instead of the master or wide frozen weights (``Weights.keep``)."""
         both = self.weights == self.states == NVME and self.master == self.dtype
         copied = self.states != DEVICE and not both if self.trains else self.wide and self.weights != DEVICE
         return self.sharding.params and copied
@@ -259,7 +259,7 @@ class _Sums:
         return sum(rounded(INT8.nbytes(row.own) if coded else row.own * dtype.itemsize) for row in self.rows)
 
     def _is_coded(self, row: BucketRow) -> bool:
-        """Whether the weights of a bucket rest in 8 bits (engine/quantized.py)."""
+        """True if the weights of a bucket rest in 8 bits (engine/quantized.py)."""
         return self.config.quantize is not None and row.sharding.params and row.dtype != torch.float64
 
     def weights(self) -> list[Part]:
@@ -314,7 +314,7 @@ class _Sums:
         return total
 
     def residuals(self) -> list[Part]:
-        """What compressed reductions have not sent (``ErrorFeedback``), and full momenta (``MomentumFeedback``)."""
+        """Residuals of compressed reductions (``ErrorFeedback``), and full momenta (``MomentumFeedback``)."""
         full = [row.numel for row in self.exchanged if row.sharding.optim]
         kept = sum(row.residual for row in self.rows) * torch.float32.itemsize
         return [(DEVICE, RESIDUALS, kept + sum(full) * (torch.float32.itemsize + torch.bool.itemsize))]
@@ -327,7 +327,7 @@ class _Sums:
         return [(DEVICE, STEP, (sum(full) + buffers * (self.setup.world > 1)) * torch.float32.itemsize)]
 
     def second_copies(self) -> list[Part]:
-        """What ranks of a node keep of all parameters (``zero_hpz_partition_size``)."""
+        """Copies of all parameters on the ranks of a node (``zero_hpz_partition_size``)."""
         rows = [(row, self.zero.secondary_shards(row.group.size)) for row in self.rows if row.sharding.params]
         return [(DEVICE, WEIGHTS, row.numel * row.dtype.itemsize // shares) for row, shares in rows if shares > 1]
 

@@ -181,5 +181,5 @@ def amount(nbytes: int, digits: int = 2) -> str:
 
 
 def checks_wanted() -> bool:
-    """Whether memory is checked before it is allocated; ``LT_ZERO_MEMORY_CHECK=0`` turns it off."""
+    """True if memory is checked before it is allocated; ``LT_ZERO_MEMORY_CHECK=0`` turns it off."""
     return switched("LT_ZERO_MEMORY_CHECK", True)

@@ -37,7 +37,7 @@ _SHOWN = 8  # meshes
 
 @dataclass(frozen=True)
 class Rates:
-    """What a rank can do in a second. The defaults are those of an H100 with NVLink, and a link of 400 Gbit/s each.
+    """Rates of a rank, per second. The defaults are those of an H100 with NVLink, and a link of 400 Gbit/s each.
 
     Attributes:
         inside: bytes that it sends to its node.
@@ -52,7 +52,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What is trained, and on which machine.
+    """A model to train, and the machine for it.
 
     Attributes:
         model: a transformer.
@@ -81,7 +81,7 @@ class TrainingJob:
 
     @property
     def seconds(self) -> float:
-        """Of a step in which nothing is lost."""
+        """Seconds of a step in which nothing is lost."""
         return 6 * self.sizes.total * self.batch * self.model.sequence / self.world / self.rates.flops
 
 

@@ -1,4 +1,4 @@
-"""What a forecast needs to know of a run beside its configuration: its ranks, its device, its optimizer."""
+"""Facts of a run that a forecast needs beside the configuration: ranks, device, optimizer."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank of a pipeline has of a model.
+    """The part of a model on one rank of a pipeline.
 
     Attributes:
         model: its layers, as a module or by their sizes.
@@ -79,7 +79,7 @@ Model = nn.Module | Sizes | Stage | float | str
 
 
 def stages_of_sizes(sizes: Sizes, config: ZeroConfig) -> list[Stage]:
-    """What each rank of the configured pipeline has of a model, whose units are its layers.
+    """The stages of a model for the configured pipeline. Its units are its layers.
 
     Raises:
         ConfigError: there are more stages than layers.
@@ -96,7 +96,7 @@ def stages_of_sizes(sizes: Sizes, config: ZeroConfig) -> list[Stage]:
 
 
 def stages_of_module(build: Callable[[], nn.Module], config: ZeroConfig) -> list[Stage]:
-    """What each rank of the configured pipeline has of the module that ``build`` returns.
+    """The stages of the module that ``build`` returns, for the configured pipeline.
 
     Raises:
         ConfigError: it has no pipeline, or one for other ranks; or there are more stages than layers.
@@ -146,7 +146,7 @@ def skeleton(sizes: Sizes, limit: int) -> nn.Module:
 
 
 def parts_of_all(model: nn.Module, ranks: int) -> Iterator[ParamSpec]:
-    """What a rank has of each parameter of a ``skeleton``, which are taken to be cut over ``ranks``."""
+    """This rank's part of each parameter of a ``skeleton``; all are taken to be cut over ``ranks``."""
     for name, parameter in model.named_parameters() if ranks > 1 else ():
         rows, columns = parameter.shape
         yield ParamSpec(name, (rows, columns), Box((0, 0), (-(-rows // ranks), columns)))

@@ -27,7 +27,7 @@ def with_tensor_ranks(config: ZeroConfig, size: int) -> ZeroConfig:
 def fits_by_size(
     model: Model, machine: Machine, config: ZeroConfig, world: int, **options: Any
 ) -> dict[int, Fit | str]:
-    """What ``cheapest`` finds for each number of tensor ranks of a node; or why the model cannot be cut into so many.
+    """The result of ``cheapest`` for each number of tensor ranks in a node, or the reason why the model cannot be cut.
 
     Arguments are those of ``cheapest``. Numbers that leave a node's last tensor ranks on another one are left out.
     """

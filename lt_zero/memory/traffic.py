@@ -81,7 +81,7 @@ def forecast_traffic(
 
 
 class _GroupLinks:
-    """What a bucket of ``group`` sends between nodes, per node. Groups with other parts of its tensors send as much.
+    """Traffic of a bucket of ``group`` between nodes, per node. Groups with other parts of its tensors send as much.
 
     Their ranks are on nodes alike: tensor ranks are neighbours, as many on each node.
 
@@ -143,7 +143,7 @@ def _compressed(row: BucketRow, config: ZeroConfig, nodes: list[list[int]], worl
 
 
 class _Links:
-    """What crosses between nodes, per node, in one collective of a bucket."""
+    """Bytes between nodes, per node, in one collective of a bucket."""
 
     def __init__(self, mesh: Mesh, nodes: list[list[int]], backend: str, sizes: Sequence[int]) -> None:
         self._mesh, self._count, self._gloo = mesh, len(nodes), backend == "gloo"
@@ -208,7 +208,7 @@ class _Links:
 
 @cache
 def _broadcast(nodes: tuple[int, ...], root: int) -> int:
-    """How often gloo's broadcast from rank ``root`` crosses between ``nodes`` (of each rank): a binomial tree."""
+    """Count how often gloo's broadcast from ``root``, a binomial tree, crosses between ``nodes`` (of each rank)."""
     count, crossed, bit = len(nodes), 0, 1
     while bit < count:  # ranks that have the data, counted from the root, double in each round
         for source in range(min(bit, count - bit)):

@@ -1,1 +1,1 @@
-"""Where tensors are kept between uses: on the device, in host memory, in files on a fast local disk (NVMe)."""
+"""Storage of tensors between uses: on the device, in host memory, in files on a fast local disk (NVMe)."""

@@ -27,7 +27,7 @@ _ARRIVING = 2  # reduced gradients that may be on their way to host memory
 
 
 def is_apart(device: torch.device) -> bool:
-    """Whether ``device`` has memory of its own."""
+    """True if ``device`` has memory of its own."""
     return device.type != "cpu" or _apart
 
 

@@ -1,4 +1,4 @@
-"""Where one flat tensor of a bucket is kept between uses.
+"""Stores: each keeps one flat tensor of a bucket between uses.
 
 A bucket owns its tensors as stores (engine/bucket.py): master weights, what gathers read, the accumulator, optimizer
 states. A ``Place`` makes the stores of one bucket. What differs between device memory, host memory and files is in
@@ -98,7 +98,7 @@ class Store:
         return kind(view) if kind is not None else view
 
     def owns(self, value: Tensor) -> bool:
-        """Whether ``value`` is a view that ``lend`` returned."""
+        """True if ``value`` is a view that ``lend`` returned."""
         return self._tensor is not None and value.data_ptr() == self._tensor.data_ptr()
 
     def discard(self) -> None:
@@ -145,7 +145,8 @@ class Store:
     # ---- as the compute copy of master weights that are kept elsewhere -------------------------------------------
 
     def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
-        """Where the kernel can write the copy while it updates master weights; None: ``refresh`` copies them.
+        """The target to which the kernel writes the copy while it updates master weights; None: ``refresh`` copies
+        them.
 
         Args:
             master: dtype of the master weights.

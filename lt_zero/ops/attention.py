@@ -82,7 +82,7 @@ def _lists(there: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """What the weights of attention depend on, besides queries, keys and the layout.
+    """Parameters of the weights of attention besides queries, keys and the layout.
 
     Attributes:
         causal: keys after a row are not seen, also within a block.
@@ -241,7 +241,7 @@ def attention_backward_reference(
 
 
 def dropout_mask(seed: int, number: int, rows: int, columns: int, dropout: float) -> Tensor:
-    """Which elements of the softmax of head ``number`` (``batch * heads + head``) are kept, [rows, columns] bool.
+    """The mask of the softmax elements of head ``number`` (``batch * heads + head``) that are kept: [rows, columns].
 
     Rows and columns are hashed with a key each, then the hashes of both together; an element is dropped if the result
     is below ``dropout * 2^32``. Hashes are lowbias32 (C. Wellons, Hash Prospector, 2018), keys come from SplitMix64

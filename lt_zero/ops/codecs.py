@@ -22,7 +22,7 @@ class Codec(Protocol):
 
     @property
     def fixed_size(self) -> bool:
-        """Whether the bytes depend on the number of elements only."""
+        """True if the bytes depend on the number of elements only."""
 
     def nbytes(self, numel: int) -> int:
         """The bytes for ``numel`` elements; without ``fixed_size``, at most."""
@@ -49,7 +49,7 @@ class Codec(Protocol):
         """
 
     def decoded(self, x: Tensor) -> Tensor:
-        """What is decoded of an encoded ``x`` (1D), in its dtype."""
+        """``x`` (1D), encoded and decoded again, in its dtype."""
         out = torch.empty_like(x)
         self.decode_sum([self.encode(x)], out)
         return out
@@ -107,7 +107,7 @@ class TopK(Codec):
             raise ValueError(f"values is {self.values}; torch.float32 or torch.bfloat16 is needed.")
 
     def count(self, numel: int) -> int:
-        """How many of ``numel`` elements are sent."""
+        """The number of elements sent, of ``numel``."""
         return min(numel, math.ceil(self.share * numel))
 
     def nbytes(self, numel: int) -> int:

@@ -1,4 +1,4 @@
-"""How every operation takes its tensors: lists that are checked once, then a native kernel or its torch reference.
+"""Dispatch of operations: lists of tensors are checked once, then a native kernel or its torch reference runs.
 
 A reference is the definition of an operation: its name, signature, documentation and arithmetic. ``operator`` makes
 an operation out of it, ``step_operator`` that of an optimizer step in one pass.
@@ -105,12 +105,12 @@ def native(device: torch.device) -> ctypes.CDLL | None:
 
 
 def available(device: torch.device) -> bool:
-    """Whether native kernels run for tensors on ``device``; compiles them on first use."""
+    """True if native kernels run for tensors on ``device``; compiles them on first use."""
     return native(device) is not None
 
 
 def fits(out: Tensor, value: Tensor, add: bool = False) -> bool:
-    """Whether ``cast_scale`` (with ``add``: ``accumulate``) accepts these tensors."""
+    """True if ``cast_scale`` (with ``add``: ``accumulate``) accepts these tensors."""
     contiguous = value.layout is torch.strided and value.is_contiguous() and out.is_contiguous()
     dtypes = out.dtype is torch.float32 if add else out.dtype in DTYPES
     return dtypes and value.dtype in DTYPES and contiguous and value.device == out.device
@@ -310,7 +310,7 @@ def step_tensors(
 
 
 def skipped(found_inf: Tensor | None) -> bool:
-    """Whether a step is skipped. Waits for the device."""
+    """True if a step is skipped. Waits for the device."""
     return found_inf is not None and bool(found_inf)
 
 

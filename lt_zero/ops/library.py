@@ -322,7 +322,7 @@ def _private(cache: Path | None = None) -> Path:
 
 
 def _try_to_write(path: Path) -> bool:
-    """Whether the folder is held open, so that its name does not matter any more, while it is used."""
+    """Try to write to a folder. True if it stays open while it is used, so that its name does not matter any more."""
     with OwnFolder(path, create=True) as folder, tempfile.TemporaryFile(dir=folder.inside):
         return folder.inside != folder.path
 
@@ -332,7 +332,7 @@ def _level() -> int:
 
 
 def _unwanted(kind: str, force: bool) -> str:
-    """Why native kernels are disabled; empty if they are not."""
+    """The reason why native kernels are disabled; empty if they are not."""
     if not switched("LT_ZERO_NATIVE", True):
         return f"LT_ZERO_NATIVE={os.environ['LT_ZERO_NATIVE'].strip()}"
     if kind == "cuda" and not force:

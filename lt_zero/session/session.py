@@ -85,16 +85,16 @@ class Session:
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks, or sets of ranks that have parts of one model, see different data."""
+        """The number of data ranks: ranks, or sets of ranks with parts of one model, that see different data."""
         return self.mesh.sizes.data if self.mesh is not None else self.world.size
 
     @property
     def data_rank(self) -> int:
-        """Which of these this rank is, or is in."""
+        """The index of the data rank that this rank belongs to."""
         return self.mesh.data_rank if self.mesh is not None else self.world.rank
 
     def of_data_ranks(self, of_ranks: Sequence[Any]) -> list[Any]:
-        """Of what all ranks have, that of the first rank of each data rank."""
+        """Select the entries of the first rank of each data rank from a list over all ranks."""
         firsts = self.mesh.sizes.firsts() if self.mesh is not None else range(self.world.size)
         return [of_ranks[rank] for rank in firsts]
 
@@ -341,7 +341,8 @@ class Session:
 
 
 def _step_anywhere(optimizers: Sequence[Optimizer], engine: Engine) -> list[bool]:
-    """Whether each has parameters of the engine on any rank: all take part in a step. Collective if modules differ.
+    """True for optimizers with parameters of the engine on any rank: all ranks step these. Collective if modules
+    differ.
 
     Raises:
         RuntimeError: on all ranks, if stages have other optimizers, or other options.

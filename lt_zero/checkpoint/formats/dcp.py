@@ -39,7 +39,7 @@ class DcpSource(ForeignSource):
 
     @classmethod
     def looks_like(cls, path: str | os.PathLike[str]) -> bool:
-        """Whether ``path`` is a folder of DCP; says nothing about whether it is complete."""
+        """True if ``path`` is a folder of DCP; says nothing about whether it is complete."""
         return Path(path, ".metadata").is_file()
 
     def _open(self) -> None:

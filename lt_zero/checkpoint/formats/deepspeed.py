@@ -81,7 +81,7 @@ class DeepSpeedSource(ForeignSource):
 
     @classmethod
     def looks_like(cls, path: str | os.PathLike[str]) -> bool:
-        """Whether ``path`` is a folder that this class reads; says nothing about whether it is complete."""
+        """True if ``path`` is a folder that this class reads; says nothing about whether it is complete."""
         folder = Path(path)
         return _has_models(folder) or (folder.is_dir() and any(map(_has_models, folder.iterdir())))
 

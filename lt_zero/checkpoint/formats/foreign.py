@@ -1,4 +1,4 @@
-"""What readers of other formats share: names and ties of weights, and the conversion of what the files hold."""
+"""Base class of readers of other formats: names and ties of weights, and the conversion of their content."""
 
 from __future__ import annotations
 

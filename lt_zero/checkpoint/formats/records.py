@@ -79,7 +79,7 @@ def records_of(file: IO[bytes]) -> list[Record]:
 
 
 def is_values(record: Record) -> bool:
-    """Whether a record has the values of a tensor; the others are small."""
+    """True if a record has the values of a tensor; the others are small."""
     return record.name.startswith("data/")
 
 
@@ -116,7 +116,7 @@ def _times(a: int, b: int) -> int:
 
 @functools.lru_cache(64)
 def _shift(nbytes: int) -> int:
-    """What a CRC is multiplied with if so many bytes follow: x to the power of their bits."""
+    """The factor of a CRC if ``nbytes`` more bytes follow: x to the power of their bits."""
     power, square, exponent = 1 << 31, 1 << 30, nbytes * 8
     while exponent:
         power = _times(power, square) if exponent & 1 else power
@@ -233,7 +233,7 @@ def _crc_in_memory(base: int, record: Record) -> int:
 
 
 def identity_of(file: IO[bytes]) -> tuple[int, ...]:
-    """What tells an open file from another, and from itself after a change."""
+    """The identity of an open file, which a change of its content changes."""
     found = os.fstat(file.fileno())
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 

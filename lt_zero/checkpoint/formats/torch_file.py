@@ -35,7 +35,7 @@ class FileSource(ForeignSource):
 
     @classmethod
     def looks_like(cls, path: str | os.PathLike[str]) -> bool:
-        """Whether ``path`` is a file with such a name or beginning, or such a folder, which may be incomplete."""
+        """True if ``path`` is a file with such a name or beginning, or such a folder, which may be incomplete."""
         file = Path(path)
         if not file.is_file():
             return any((file / name).is_file() for name in _NAMES)

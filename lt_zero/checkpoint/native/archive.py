@@ -77,7 +77,7 @@ class Archive:
 
     @staticmethod
     def is_at(path: str) -> bool:
-        """Whether there is a complete checkpoint at a path or URL."""
+        """True if there is a complete checkpoint at a path or URL."""
         if not is_url(path):
             return os.path.isfile(os.path.join(path, MANIFEST))
         return bool(file_system(path).exists(f"{path}/{MANIFEST}"))

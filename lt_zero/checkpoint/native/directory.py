@@ -60,7 +60,7 @@ _MOST = 1 << 62  # elements or bytes: more do not exist
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is on a remote file system (``s3://...``, ``memory://...``)."""
+    """True if a path is on a remote file system (``s3://...``, ``memory://...``)."""
     return "://" in str(path) and not str(path).startswith("file://")
 
 
@@ -263,7 +263,7 @@ def dtype_of(value: Any, what: str) -> torch.dtype:
 
 
 def _is_ours(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins like a manifest of lt_zero."""
+    """True if a file begins like a manifest of lt_zero."""
     try:
         return b'"format": "lt_zero"' in read_bytes(path, 200)
     except OSError:
@@ -461,7 +461,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _may_be_in_use(folder: Path, host: str) -> bool:
-    """Whether a process of this host holds a directory's lock, or the directory is too young to tell."""
+    """True if a process of this host holds a directory's lock, or the directory is too young to tell."""
     age = time.time() - folder.stat().st_mtime
     if host == socket.gethostname() and (age > _LOCKED_AGE or any(folder.iterdir())):
         with contextlib.suppress(OSError):

@@ -339,7 +339,7 @@ def check_schedule(saved: Any, running: Any, path: str) -> None:
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a value had no plain form, and was not unpickled."""
+    """True if a value had no plain form, and was not unpickled."""
     return isinstance(value, str) and value == MISSING
 
 
@@ -420,7 +420,7 @@ def trained_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def stepped(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether the weights are those of a step, whichever of the three saved them."""
+    """True if a step has been taken, whichever of Trainer, Fabric and loop saved the weights."""
     return bool(checkpoint.get("global_step") or entries_of(checkpoint, FABRIC).get("stepped"))
 
 
@@ -431,7 +431,7 @@ def loss_scale(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def entries_of(checkpoint: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """What Fabric (``FABRIC``) or the engine of a loop (``LOOP``) wrote; {} if users of others have such a key."""
+    """Entries of Fabric (``FABRIC``) or of the engine of a loop (``LOOP``); {} if the key is of users."""
     found = checkpoint.get(key)
     mark = {FABRIC: "modules", LOOP: "client_state"}[key]
     return found if isinstance(found, Mapping) and mark in found else {}

@@ -132,7 +132,7 @@ class _Converter:
 
 
 def _is_dense(value: Tensor) -> bool:
-    """Whether any process can load ``value``: a tensor of a standard class and layout."""
+    """True if any process can load ``value``: a tensor of a standard class and layout."""
     if isinstance(value, AbsentTensor):
         value.whole()  # raises now instead of during the write
     if isinstance(value, Fragment | LazyTensor):
@@ -147,7 +147,7 @@ def _key(key: Any) -> Any:
 
 
 def _is_equal(name: Any, key: Any) -> bool:
-    """Whether a plain form of a key finds the same entries."""
+    """True if a plain form of a key finds the same entries."""
     return name is key or (hash(name) == hash(key) and bool(name == key))
 
 

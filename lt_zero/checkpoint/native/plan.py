@@ -223,7 +223,7 @@ def _part_of(
 
 
 def divide(plans: Sequence[BoxesByName]) -> list[dict[str, TensorBoxes]]:
-    """What each rank is to write of what it has. A box that several ranks have is written by the one with least to do.
+    """Choose the boxes that each rank writes; of several ranks with a box, the one with least to write takes it.
 
     Raises:
         CheckpointError: ranks disagree on a tensor, or do not have all of it, or have overlapping boxes of it.

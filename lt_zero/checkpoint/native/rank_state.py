@@ -1,4 +1,4 @@
-"""What each rank has for itself, in checkpoints: what it owes to the weights, and buffers that differ.
+"""State of each rank in checkpoints: gradients that it owes to the weights, and buffers that differ.
 
 Note [Residuals]
     Residuals of ``gradient_compression`` are kept by parameter: ``worker`` [ranks, *shape] has a row for each rank,
@@ -40,7 +40,7 @@ log = logging.getLogger("lt_zero")
 
 
 def residual_state(engine: Engine, sharded: bool) -> dict[str, Any] | None:
-    """What a checkpoint has to keep of residuals; None if nothing is owed. See Note [Residuals]. Collective.
+    """The residuals to save; None if nothing is owed. See Note [Residuals]. Collective.
 
     ``sharded``: with a ``Fragment`` for each tensor; else with full tensors on the CPU of rank 0, and none elsewhere.
     """
@@ -171,7 +171,7 @@ def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
 
 
 def _owed_in(engine: Engine, tolerance: TolerantSum, state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
-    """What this rank owes after loading ``state``: sums and counts of its part of each bucket. One member owes all."""
+    """This rank's debt after loading ``state``: sums and counts of its part of each bucket. One member owes all."""
     owed = dict[str, tuple[Tensor, Tensor]]()
     for bucket in engine.buckets if tolerance.is_first else ():
         rows, weights = torch.zeros(bucket.layout.numel), torch.zeros(bucket.layout.numel)
@@ -221,7 +221,7 @@ def _load(
 
 
 def rank_buffers(engine: Engine, prefix: str = "") -> dict[str, Any] | None:
-    """What a checkpoint has to keep of buffers; None if all ranks have rank 0's. Collective.
+    """The buffers of all ranks to save; None if all have rank 0's. Collective.
 
     See Note [Buffers of each rank]. ``prefix``: of names in the checkpoint.
     """

@@ -171,7 +171,7 @@ class TorchFile:
         self._put(bytes(end.data))
 
     def stored(self, value: TensorRecord | Tensor) -> TensorRecord:
-        """Where a tensor is in this file; added now if it is not a ``TensorRecord``."""
+        """The record of a tensor in this file; the tensor is added now if it is not a ``TensorRecord``."""
         if isinstance(value, TensorRecord):
             if value.key >= len(self._stored) or self._stored[value.key].start != value.start:
                 raise ValueError(f"{value} is of another file: add the tensor to this one.")
@@ -241,7 +241,7 @@ class _TensorPickler(pickle.Pickler):
 
 @functools.lru_cache(4096)
 def _form_of(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[type, tuple[int, ...], Any, tuple[Any, ...]]:
-    """How torch.save pickles a tensor: class of its storage, strides, function, arguments at the end."""
+    """The pickle of a tensor by torch.save: class of its storage, strides, function, last arguments."""
     rebuild, arguments = torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(2)
     strides = torch.empty(shape, device="meta").stride()
     return _STORAGES.get(dtype, torch.UntypedStorage), strides, rebuild, tuple(arguments[6:])
@@ -273,7 +273,7 @@ class _HeaderCapture:
 
 @functools.lru_cache(4096)
 def _save_framing(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes, int]:
-    """What torch.save writes before and behind the values of a tensor, and where the header before them begins.
+    """The bytes of torch.save before and behind a tensor's values, and the offset of the header before these.
 
     Without checksums it does not depend on the values, which are not read here. The option is one for the process, so a
     torch.save of another thread may write no checksums at this moment.

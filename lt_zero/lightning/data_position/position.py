@@ -269,7 +269,7 @@ class DataPosition:
 
 
 def _reads_itself(trainer: pl.Trainer) -> bool:
-    """Whether the module's training step reads the iterator itself; batches that it reads ahead are not tracked."""
+    """True if the module's training step reads the iterator itself; batches that it reads ahead are not tracked."""
     return "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
 
 

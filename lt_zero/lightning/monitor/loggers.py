@@ -112,7 +112,7 @@ def attach_loggers(trainer: pl.Trainer, config_blocks: Iterable[MonitorBlock]) -
 
 
 def _writes_there(logger: Logger, block: MonitorBlock, root: str) -> bool:
-    """Whether a logger of the Trainer writes where the block says."""
+    """True if a logger of the Trainer writes where the block says."""
     if isinstance(block, TensorBoard | CsvMonitor):
         return (logger.save_dir, logger.name) == (_folder(block, root), block.job_name)
     return logger.name == block.project

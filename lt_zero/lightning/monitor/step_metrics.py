@@ -28,7 +28,7 @@ from lt_zero.lightning.setup import Run
 
 
 class RunObserver:
-    """What is called during a fit, on every rank; no-ops by default. See Note [Printing without a Callback]."""
+    """Hooks of a fit, called on every rank; no-ops by default. See Note [Printing without a Callback]."""
 
     def start(self, run: Run) -> None:
         """A fit begins."""
@@ -239,7 +239,7 @@ class StepPrinter(RunObserver):
 
 
 def is_due(trainer: pl.Trainer, number: int, every: int | None) -> bool:
-    """Whether metrics of optimizer step ``number`` are due: every ``every`` steps; None: when Lightning logs."""
+    """True if metrics of optimizer step ``number`` are due: every ``every`` steps; None: when Lightning logs."""
     if every is not None:
         return number % every == 0
     logged: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
