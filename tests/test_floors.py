@@ -1,4 +1,7 @@
-"""The folders of the package are floors: a file imports from its own folder, from ``common``, and from lower floors."""
+"""The folders of the package are floors: a file imports from its own folder, from ``common``, and from lower floors.
+
+A class has a name of its own in the package.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,9 @@ SAVES = "torch.distributed.checkpoint"  # plans over a process group that comm/ 
 CUT = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed.pipelining")
 # Imports that stand in a function, or that only a type checker sees, and close a circle. None may be added.
 CIRCLES = set[tuple[str, str]]()
+# Names of classes that stand in several files: none may be added.
+DOUBLES = {"Entry", "Facts", "GradientCompression", "Kind", "LayerSpec", "Member", "Order", "Plan", "Source", "Span"}
+DOUBLES |= {"Transfer", "_Exchange"}
 
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
@@ -125,6 +131,15 @@ def test_collectives_are_in_one_place() -> None:
             if room(file) == "parallel":
                 found = [name for name in found if not name.startswith(CUT)]
             assert not found, file
+
+
+def test_one_class_has_a_name() -> None:
+    files: dict[str, set[str]] = {}
+    for file, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, set()).add(file)
+    assert not {name: found for name, found in files.items() if len(found) > 1 and name not in DOUBLES}
 
 
 def test_no_test_imports_a_test() -> None:
