@@ -81,8 +81,7 @@ def export(
             ``load_from_checkpoint``, ``safetensors``; ``auto`` decides by the suffix of ``out``. A folder gets
             safetensors.
         shard_size: maximum bytes of a file, such as 5GB or 500MiB: writes Hugging Face's layout with an index into the
-            folder ``out`` and keeps files there that are not weights (config.json). A larger tensor gets a file of its
-            own.
+            folder ``out``, and keeps files there that are not weights. A larger tensor gets its own file.
         training_state: include what a plain ``Trainer`` resumes from: optimizers, schedulers, loops. For ``ckpt`` in
             fp32.
         keep_fp32: patterns for names of tensors that are exported in fp32.
@@ -105,35 +104,49 @@ def export(
         remedy = "pass a checkpoint's path. Weights that train are exported by strategy.export"
         expect(checkpoint, (str, os.PathLike), "lt_zero.export(checkpoint=...)", remedy)
     expect_path(out, "lt_zero.export(out=...)")
-    kind = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    if kind is None or kind not in _DTYPES.values():
-        raise ValueError(f"dtype must be fp16, bf16, fp32 or fp64, not {dtype}.")
-    target = _target(checkpoint, out, format, shard_size, overwrite)
-    if training_state and (target.format != "ckpt" or kind != torch.float32):
-        raise ValueError(f"training_state requires format ckpt and dtype fp32, not {target.format} and {dtype}.")
-    if training_state and strip_prefix:
-        raise ValueError("strip_prefix cannot be combined with training_state: runs resume under the saved names.")
+    kind, target = _dtype(dtype), _target(checkpoint, out, format, shard_size, overwrite)
+    if training_state:
+        _check_resumable(target, kind, strip_prefix)
     source = open_source(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
     if strip_prefix is None and (target.format == "safetensors" or target.shard_size is not None):
         _warn_of_prefix(source.weights)
     with progress_bar(f"Exporting {target.path.name}", rank=0, in_bytes=True, shown=progress) as work:
         cast = Cast(source, kind, keep_fp32, work.advance, strip_prefix or "")
         specs = [cast.spec(name) for name in cast.names] + (_training_state(source) if training_state else [])
-        needs = sum(spec.nbytes for spec in specs)
-        work.total = needs
-        folder = target.path if target.shard_size else target.path.parent
-        check_space(folder, needs + _PER_TENSOR * (len(cast.weights) + len(specs) + 16))
-        if target.shard_size is not None:
-            files = _write_folder(cast, target, target.shard_size)
-        else:
-            files = [target.path]
-            with whole_file(target.path, needs) as write:
-                if target.format == "ckpt":
-                    write_ckpt(write, cast, training_state)
-                else:
-                    _WRITERS[target.format](write, cast, list(cast.weights))
+        work.total = sum(spec.nbytes for spec in specs)
+        files = _write(cast, target, specs, training_state)
     cast.warn()
     return files
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    kind = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if kind is None or kind not in _DTYPES.values():
+        raise ValueError(f"dtype must be fp16, bf16, fp32 or fp64, not {dtype}.")
+    return kind
+
+
+def _check_resumable(target: _Target, dtype: torch.dtype, strip_prefix: str | None) -> None:
+    """Raise ValueError if a run could not resume from the file."""
+    if target.format != "ckpt" or dtype != torch.float32:
+        raise ValueError(f"training_state requires format ckpt and dtype fp32, not {target.format} and {dtype}.")
+    if strip_prefix:
+        raise ValueError("strip_prefix cannot be combined with training_state: runs resume under the saved names.")
+
+
+def _write(cast: Cast, target: _Target, specs: Sequence[Spec], training_state: bool) -> list[Path]:
+    """Write tensors of these ``specs``, after a check of the free space; returns the files."""
+    needs = sum(spec.nbytes for spec in specs)
+    folder = target.path if target.shard_size else target.path.parent
+    check_space(folder, needs + _PER_TENSOR * (len(cast.weights) + len(specs) + 16))
+    if target.shard_size is not None:
+        return _write_folder(cast, target, target.shard_size)
+    with whole_file(target.path, needs) as write:
+        if target.format == "ckpt":
+            write_ckpt(write, cast, training_state)
+        else:
+            _WRITERS[target.format](write, cast, list(cast.weights))
+    return [target.path]
 
 
 def _training_state(source: Source) -> list[Spec]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,38 +32,57 @@ from lt_zero.parallel.drawing import rank_table, shares
 from lt_zero.parallel.mesh import ParallelSizes
 
 Option = typer.Option
+_DIMENSIONS = (
+    "tensor_parallel.autotp_size",
+    "pipeline.stages",
+    "pipeline.num_microbatches",
+    "pipeline.schedule",
+)
+
+ModuleOption = Annotated[
+    str | None, Option(help="Instead of --params: pkg.mod:function that returns the model; nothing is allocated.")
+]
+TensorOption = Annotated[
+    int | None,
+    Option(min=1, help="Ranks that share the tensors of each layer. Default: tensor_parallel.autotp_size."),
+]
+PipelineOption = Annotated[
+    int | None, Option(min=1, help="Ranks with layers one after the other. Default: pipeline.stages.")
+]
+MicroBatchesOption = Annotated[
+    int | None, Option(min=1, help="Of a pipeline; default: pipeline.num_microbatches, or twice the ranks.")
+]
+LayersOption = Annotated[
+    int | None, Option(min=1, help="Instead of --params: transformer blocks of --hidden, with --heads.")
+]
+BatchOption = Annotated[
+    int | None, Option(min=1, help="With --fit: sequences of a step on all ranks; default: 2 micro-batches a rank.")
+]
+MbitOption = Annotated[
+    float | None, Option(min=0.001, help="Rate of a node's link in Mbit/s: shows the traffic of a step.")
+]
+StepSecondsOption = Annotated[
+    float | None, Option(min=0, help="With --mbit: seconds of a step in one node: shows those of the whole step.")
+]
 
 
 def estimate_command(
     params: Annotated[str | None, Option(help="Number of parameters of the model, such as 7.5e9, 7B or 350M.")] = None,
     largest: Annotated[str | None, Option(help="Parameters of its largest layer; default: 1/32 of all.")] = None,
-    module: Annotated[
-        str | None, Option(help="Instead of --params: pkg.mod:function that returns the model; nothing is allocated.")
-    ] = None,
+    module: ModuleOption = None,
     world: Annotated[int, Option(help="Number of ranks.")] = 1,
     per_node: Annotated[int | None, Option(help="Ranks per node; default: at most 8.")] = None,
-    tensor: Annotated[
-        int | None,
-        Option(min=1, help="Ranks that share the tensors of each layer. Default: tensor_parallel.autotp_size."),
-    ] = None,
-    pipeline: Annotated[
-        int | None, Option(min=1, help="Ranks with layers one after the other. Default: pipeline.stages.")
-    ] = None,
-    micro_batches: Annotated[
-        int | None, Option(min=1, help="Of a pipeline; default: pipeline.num_microbatches, or twice the ranks.")
-    ] = None,
+    tensor: TensorOption = None,
+    pipeline: PipelineOption = None,
+    micro_batches: MicroBatchesOption = None,
     schedule: Annotated[str | None, Option(help="1F1B, GPipe, Interleaved1F1B or LoopedBFS.")] = None,
-    layers: Annotated[
-        int | None, Option(min=1, help="Instead of --params: transformer blocks of --hidden, with --heads.")
-    ] = None,
+    layers: LayersOption = None,
     hidden: Annotated[int | None, Option(min=1, help="Width of a block.")] = None,
     heads: Annotated[int | None, Option(min=1, help="Of attention; default: one for each 128 of --hidden.")] = None,
     vocabulary: Annotated[int, Option(min=0, help="With --layers: rows of the embedding, and of the head.")] = 0,
     sequence: Annotated[int, Option(min=1, help="Tokens of a sequence, for activations.")] = 4096,
     micro_batch: Annotated[int, Option(min=1, help="Sequences of a micro-batch, for activations.")] = 1,
-    batch: Annotated[
-        int | None, Option(min=1, help="With --fit: sequences of a step on all ranks; default: 2 micro-batches a rank.")
-    ] = None,
+    batch: BatchOption = None,
     stage: Annotated[int | None, Option(min=0, max=3, help="Show only this stage.")] = None,
     precision: Annotated[str | None, Option(help="As for the Trainer: bf16-mixed, 32-true, ...")] = None,
     config: Annotated[Path | None, Option(help="A JSON or YAML file, whose memory is itemized.")] = None,
@@ -74,68 +94,79 @@ def estimate_command(
     cpu_gb: Annotated[float | None, Option(help="With --fit: host memory of a node; default: not limited.")] = None,
     nvme_gb: Annotated[float, Option(help="With --fit: disk space of a node.")] = 0.0,
     nodes: Annotated[int | None, Option(min=1, help="Number of nodes, of --per-node ranks each.")] = None,
-    mbit: Annotated[
-        float | None, Option(min=0.001, help="Rate of a node's link in Mbit/s: shows the traffic of a step.")
-    ] = None,
-    step_seconds: Annotated[
-        float | None, Option(min=0, help="With --mbit: seconds of a step in one node: shows those of the whole step.")
-    ] = None,
+    mbit: MbitOption = None,
+    step_seconds: StepSecondsOption = None,
     fit: Annotated[bool, Option("--fit", help="Find the fastest setting that fits the machine.")] = False,
 ) -> None:
     """Estimate the memory of a run per rank and node, by stage and offload. 1 GB is 1e9 bytes."""
     console = Console(highlight=False)
     try:
         shape = _shape(layers, hidden, heads, sequence, micro_batch, vocabulary)
-        keys = {
-            "tensor_parallel.autotp_size": tensor,
-            "pipeline.stages": pipeline,
-            "pipeline.num_microbatches": micro_batches,
-            "pipeline.schedule": schedule,
-        }
-        parsed = _config(config, stage, keys, module)
+        parsed = _config(config, stage, (tensor, pipeline, micro_batches, schedule), module)
         stages = _stages(params, largest, module, shape, parsed)
         model = stages[0].model if len(stages) == 1 else fullest(stages)
-        if nodes is not None:
-            world, per_node = _ranks(world, nodes, per_node)
+        world, per_node = _ranks(world, nodes, per_node)
         _draw(parsed, world, per_node, device, console)
-        options: dict[str, Any] = {
-            "ranks_per_node": per_node,
-            "optimizer": float(optimizer) if optimizer.replace(".", "", 1).isdigit() else optimizer,
-            "precision": precision,
-            "device": device,
-            "accumulate_grad_batches": accumulate,
-            "saves": checkpoints,
-        }
-        sent = {key: options[key] for key in ("ranks_per_node", "precision", "device", "accumulate_grad_batches")}
+        options = _options(per_node, optimizer, precision, device, accumulate, checkpoints)
         if mbit is not None:
-            found = comm_options_table(model, parsed, world, mbit, stage, console, step_seconds=step_seconds, **sent)
-            for line in recommended(found, mbit):
-                console.print(line, markup=False, soft_wrap=True)
-        if parsed.pipeline.ranks > 1:
-            schedules_table(parsed, console)
-            stages_table(stages, parsed, shape, console)
-            for line in reductions(parsed):
-                console.print(line, markup=False, soft_wrap=True)
-        elif shape is not None:
-            console.print(activations_line(shape, parsed.tensor_parallel.autotp_size), markup=False, soft_wrap=True)
+            _print_traffic(model, parsed, world, mbit, stage, step_seconds, options, console)
+        _print_dimensions(stages, parsed, shape, console)
         if fit:
             fits = _fit(model, parsed, world, options, (gpu_gb, cpu_gb, nvme_gb), mbit, console)
             if isinstance(model, Sizes) and ParallelSizes.of(parsed, world).is_plain and device == "cuda" and world > 1:
                 known = shape or Transformer.like(model.total, sequence, micro_batch)
-                job = _job(model, known, batch, parsed, world, options, gpu_gb, mbit)
-                _suggest(job, shape is None, console)
-            if not fits:
-                raise typer.Exit(1)
-            return
+                _suggest(_job(model, known, batch, parsed, world, options, gpu_gb, mbit), shape is None, console)
+            raise typer.Exit(0 if fits else 1)
         settings_table(model, parsed, world, stage=stage, console=console, **options)
         cast = estimate(model, parsed, world, **options)
-        if cast.local < cast.parameters:
-            console.print(_parts(cast, parsed, module is None), markup=False, soft_wrap=True)
+        _print_parts(cast, parsed, module is None, console)
         if config is not None or stage is not None:
             kinds_table(cast, f"Stage {parsed.zero_optimization.stage} as configured", console)
         _note_resident(cast, console)
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _print_traffic(
+    model: Model,
+    config: ZeroConfig,
+    world: int,
+    mbit: float,
+    stage: int | None,
+    step_seconds: float | None,
+    options: Mapping[str, Any],
+    console: Console,
+) -> None:
+    """Print the traffic between nodes under each option, and the recommended ones."""
+    sent = {key: options[key] for key in ("ranks_per_node", "precision", "device", "accumulate_grad_batches")}
+    found = comm_options_table(model, config, world, mbit, stage, console, step_seconds=step_seconds, **sent)
+    for line in recommended(found, mbit):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _print_dimensions(stages: Sequence[Stage], config: ZeroConfig, shape: Transformer | None, console: Console) -> None:
+    """Print schedules, stages and reductions of a pipeline; without one, the activations of a transformer."""
+    if config.pipeline.ranks > 1:
+        schedules_table(config, console)
+        stages_table(stages, config, shape, console)
+        for line in reductions(config):
+            console.print(line, markup=False, soft_wrap=True)
+    elif shape is not None:
+        console.print(activations_line(shape, config.tensor_parallel.autotp_size), markup=False, soft_wrap=True)
+
+
+def _options(
+    per_node: int | None, optimizer: str, precision: str | None, device: str, accumulate: int, checkpoints: bool
+) -> dict[str, Any]:
+    """Further arguments of ``estimate``."""
+    return {
+        "ranks_per_node": per_node,
+        "optimizer": float(optimizer) if optimizer.replace(".", "", 1).isdigit() else optimizer,
+        "precision": precision,
+        "device": device,
+        "accumulate_grad_batches": accumulate,
+        "saves": checkpoints,
+    }
 
 
 def _draw(config: ZeroConfig, world: int, per_node: int | None, device: str, console: Console) -> None:
@@ -152,18 +183,20 @@ def _draw_mesh(sizes: ParallelSizes, per_node: int, console: Console) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _parts(cast: Forecast, config: ZeroConfig, assumed: bool) -> str:
-    """Print the share of the model that a rank has."""
-    who = " and ".join(
-        name
-        for name, size in (("tensor", config.tensor_parallel.autotp_size), ("pipeline", config.pipeline.ranks))
-        if size > 1
-    )
-    text = f"Of {cast.parameters:,} parameters a {who} rank has {cast.local:,}"
+def _print_parts(cast: Forecast, config: ZeroConfig, assumed: bool, console: Console) -> None:
+    """Print the share of the model that a rank has, unless it has all of it."""
+    if cast.local >= cast.parameters:
+        return
+    sizes = (("tensor", config.tensor_parallel.autotp_size), ("pipeline", config.pipeline.ranks))
+    kinds = " and ".join(name for name, size in sizes if size > 1)
+    text = f"Of {cast.parameters:,} parameters a {kinds} rank has {cast.local:,}"
     if config.pipeline.ranks > 1:
-        return f"{text}, at most. ZeRO shards these."
-    whose = "all are taken to be cut; --module counts the model's plan" if assumed else "its parts, and what is not cut"
-    return f"{text}: {whose}. ZeRO shards these."
+        text = f"{text}, at most"
+    elif assumed:
+        text = f"{text}: all are taken to be cut; --module counts the model's plan"
+    else:
+        text = f"{text}: its parts, and what is not cut"
+    console.print(f"{text}. ZeRO shards these.", markup=False, soft_wrap=True)
 
 
 def _note_resident(cast: Forecast, console: Console) -> None:
@@ -178,8 +211,10 @@ def _note_resident(cast: Forecast, console: Console) -> None:
     )
 
 
-def _ranks(world: int, nodes: int, per_node: int | None) -> tuple[int, int]:
-    """The number of ranks, and those per node."""
+def _ranks(world: int, nodes: int | None, per_node: int | None) -> tuple[int, int | None]:
+    """The number of ranks, and those per node (None: not given)."""
+    if nodes is None:
+        return world, per_node
     if world > 1 and (world % nodes or per_node not in (None, world // nodes)):
         raise ValueError(f"--world {world} --nodes {nodes} --per-node {per_node}: world = nodes * ranks per node.")
     per_node = per_node or (world // nodes if world > 1 else 8)
@@ -233,8 +268,10 @@ def _module(module: str) -> nn.Module:
     return model
 
 
-def _config(path: Path | None, stage: int | None, keys: dict[str, Any], module: str | None) -> ZeroConfig:
-    config = ZeroConfig.of(path, stage, [f"{key}={value}" for key, value in keys.items() if value is not None])
+def _config(path: Path | None, stage: int | None, dimensions: Sequence[Any], module: str | None) -> ZeroConfig:
+    """The configuration in a file, overridden by ``stage`` and by values for ``_DIMENSIONS`` (None: as in the file)."""
+    given = [f"{key}={value}" for key, value in zip(_DIMENSIONS, dimensions, strict=True) if value is not None]
+    config = ZeroConfig.of(path, stage, given)
     sizes = [".".join(map(str, key)) for key in config.autos if key[0] == "zero_optimization"]
     if sizes and module is None:
         raise ValueError(f'--config {path}: "auto" in {", ".join(sorted(sizes))} requires the model: give --module.')

@@ -24,13 +24,13 @@ from lt_zero.common.compat import logged_step
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.lightning.monitor.flops import FlopCount
 from lt_zero.lightning.precision import ZeroPrecision
-from lt_zero.lightning.setup import Run
+from lt_zero.lightning.setup import RunSnapshot
 
 
 class RunObserver:
     """Hooks of a fit, called on every rank; no-ops by default. See Note [Printing without a Callback]."""
 
-    def start(self, run: Run) -> None:
+    def start(self, run: RunSnapshot) -> None:
         """A fit begins."""
 
     def stop(self) -> None:
@@ -132,7 +132,7 @@ class StepPrinter(RunObserver):
         self._split_rates: set[int] = set()  # optimizers whose groups had different rates
         self.start()
 
-    def start(self, run: Run | None = None) -> None:
+    def start(self, run: RunSnapshot | None = None) -> None:
         self._due: list[tuple[StepMetrics, int, Tensor | None, int]] = []  # optimizer, norm, Lightning's step
         self._stepped = False
         self._since: float | None = None  # seconds; start of the interval that samples/s covers
