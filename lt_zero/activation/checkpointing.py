@@ -182,7 +182,8 @@ class Checkpointing:
         self.boundary: Boundary | None = None
         self.where = ""  # saved inputs are stored
         self.undo = ExitStack()  # what ``install`` did to the engine
-        if self.selective:  # trace compiled modules, so that the policy applies inside their graphs
+        # Trace compiled modules, so that the policy applies inside their graphs.
+        if self.selective:
             modules = tuple((name, compiled_module(module)) for name, module in self.found.modules)
             self.found = Found(modules, block.every)
         for _, module in self.found.chosen:
@@ -320,7 +321,8 @@ def install(engine: Engine) -> Checkpointing | None:
         return None
     count, device = len(find_modules(engine.root, block).chosen), engine.buckets[0].flat.device
     opening = world.agree("opening the folder for saved inputs", SwapError) if block.nvme_path else nullcontext()
-    with ExitStack() as undo:  # if another rank failed, this rank's folder would stay until the process ends
+    # Undo the set-up on an error: if another rank failed, this rank's folder would stay until the process ends.
+    with ExitStack() as undo:
         with opening:
             store = open_store(block, device, count, config.aio, world.rank, engine.parts.ranks)
             if store is not None:

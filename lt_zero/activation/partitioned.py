@@ -154,12 +154,12 @@ class PartitionedStore(ActivationStore):
         self.split = self.whole = 0
         self._ranks, self._tells, self._digests = ranks, tells, _Digests()
         self._calls, self._name = 0, ""  # of modules, and of the last one
-        self._shares_copies = True  # or each use would be gathered
+        # Uses share a copy; otherwise each would be gathered.
+        self._shares_copies = True
         self._rest = None if isinstance(storage, DeviceStorage) else storage  # of whole tensors
         self._compared: deque[tuple[Comparison, list[_Input]]] = deque()
-        self._numbers = weakref.WeakKeyDictionary[
-            SavedElements, int
-        ]()  # equal on ranks that have made the same entries
+        # Equal on ranks that have made the same entries.
+        self._numbers = weakref.WeakKeyDictionary[SavedElements, int]()
 
     @contextmanager
     def saving(self, name: str, tensors: Sequence[Tensor]) -> Iterator[None]:

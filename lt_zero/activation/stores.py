@@ -166,7 +166,8 @@ class ActivationStore:
         self._entries: weakref.WeakSet[SavedElements] = weakref.WeakSet()  # owned by the graphs
         self._last: weakref.ref[SavedElements] | None = None  # packed last
         self._known: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Any, SavedElements]]
-        self._known = weakref.WeakKeyDictionary()  # by storage object, since addresses are reused
+        # Keyed by the storage object, since addresses are reused.
+        self._known = weakref.WeakKeyDictionary()
         self._counts = dict.fromkeys(("packed", "kept", "shared", "unpacked", "stored", "bytes", "most"), 0)
 
     @property

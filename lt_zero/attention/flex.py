@@ -64,7 +64,8 @@ def _block_mask(
     tiles = -(-length // TILE)
     at = torch.arange(tiles * TILE, device=device).clamp_(max=length - 1)
     count = torch.zeros(layout.shape[0], tiles, tiles, dtype=torch.int32, device=device)
-    for tile in range(tiles):  # a row of tiles at a time: full matrices would be quadratic
+    # One row of tiles at a time: full matrices would take quadratic memory.
+    for tile in range(tiles):
         rows = at[tile * TILE : (tile + 1) * TILE]
         elements = layout[:, rows // block][:, :, at // block]
         if causal:

@@ -92,7 +92,8 @@ def _candidates(folder: Path, below: bool = True) -> Iterator[tuple[str, int]]:
             if manifest.is_file():
                 folders.remove(name)
                 final = Path(place, published_name(name) or name)
-                if final.name == name or not final.exists():  # killed before its rename: ``find`` takes the final name
+                # A process killed before the rename leaves a complete directory; ``find`` takes its final name.
+                if final.name == name or not final.exists():
                     yield str(final), manifest.stat().st_mtime_ns
         for name in files:
             if name.endswith(".ckpt"):

@@ -257,7 +257,8 @@ class FileSink(Sink):
     def abandon(self) -> None:
         self._abandoned = True
         for transfer in self._pending:
-            with contextlib.suppress(RuntimeError):  # only wait: it still reads the tensor's memory
+            # Only wait, without its error: the write still reads the tensor's memory.
+            with contextlib.suppress(RuntimeError):
                 transfer.wait()
         self._pending.clear()
         if self._filling is not None:

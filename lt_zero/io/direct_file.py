@@ -171,7 +171,8 @@ class _Handle:
         with self.idle:
             self.closed = self.given_up = True
             quiet = self.idle.wait_for(lambda: self.running == 0, EXIT_PATIENCE)
-        if quiet:  # otherwise a thread might write to another file that reuses the descriptor
+        # Close only then: a thread might write to another file that reuses the descriptor.
+        if quiet:
             os.close(self.fd)
         self.path.unlink(missing_ok=True)
 
@@ -351,7 +352,8 @@ def _allocate(path: Path, nbytes: int) -> int:
     except OSError as error:
         raise trouble(what, path.parent, error) from error
     try:
-        if nbytes > free_bytes(path.parent):  # checked first: a failing fallocate would fill the disk
+        # Check before allocating: a failing fallocate would fill the disk.
+        if nbytes > free_bytes(path.parent):
             raise OSError(errno.ENOSPC, "no space")
         if nbytes:
             reserve(fd, nbytes)

@@ -81,7 +81,8 @@ def host_buffer(nbytes: int, pin: bool) -> Tensor:
         weakref.finalize(buffer.untyped_storage(), _unregister, address, os.getpid(), pages).atexit = False
     else:
         _pin_failed.append(True)
-        with suppress(RuntimeError):  # the runtime keeps the error, and torch would raise it at its next kernel
+        # The runtime keeps the error, and torch would raise it at its next kernel: fetch it here.
+        with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         text = "Cannot pin %d bytes (CUDA error %d): using pageable memory, so copies block the host. See ulimit -l."
         log.warning(text, nbytes, code)

@@ -82,7 +82,8 @@ class ZeroPrecision(HalfPrecision):
         self._module_dtypes: list[tuple[torch.nn.Module, torch.dtype]] = []  # ``dtype`` of modules before the run
         self._rules = _rules_of(scaler)
         self._norms: dict[str, Tensor] = {}
-        self._steps_next: ShardedOptimizer | None = None  # this optimizer steps after the running closure
+        # The optimizer that steps after the running closure.
+        self._steps_next: ShardedOptimizer | None = None
         self.configure(ZeroConfig(), precision)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -51,7 +51,8 @@ _NEEDS_WHOLE: dict[type[callbacks.Callback], str] = {
 
 def shorten_errors(launcher: Any) -> None:
     """Let the processes that a launcher of multiprocessing starts hand on errors without the frames of packages."""
-    launcher.launch = partial(_launch, launcher)  # not a closure: it is pickled with the strategy
+    # A partial, not a closure, since it is pickled with the strategy.
+    launcher.launch = partial(_launch, launcher)
 
 
 def _launch(launcher: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

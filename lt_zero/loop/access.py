@@ -284,7 +284,8 @@ def _check_mean(engine: Engine) -> None:
 
 
 def _unscaled(value: Tensor, scale: float) -> Tensor:
-    return value.to(wide(value.dtype)) / scale  # small ones would vanish in fp16
+    # Divide in a wide dtype: small values would vanish in fp16.
+    return value.to(wide(value.dtype)) / scale
 
 
 def _rows(values: Tensor, piece: Piece) -> Tensor:

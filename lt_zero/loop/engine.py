@@ -135,7 +135,8 @@ class TrainingEngine(nn.Module):
             remedy = "pass a schedule, or a function that makes one"
             raise wrong("lt_zero.initialize(lr_scheduler=...)", schedule, remedy)
         if callable(optimizer) and not isinstance(optimizer, Optimizer):
-            with without_torch_function():  # guards would intercept each access
+            # Guards would intercept each access.
+            with without_torch_function():
                 trained = wanted or [p for p in self.module.parameters() if p.requires_grad]
             optimizer = optimizer(trained or [{"params": []}])  # a stage of a pipeline may have none
         elif optimizer is None and block is not None:

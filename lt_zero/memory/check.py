@@ -141,7 +141,8 @@ def check_optimizers(
     """
     if not limits.checks_wanted():
         return
-    with without_torch_function():  # guards would intercept each access
+    # Guards would intercept each access.
+    with without_torch_function():
         setup = setup_of(engine, optimizers, accumulates, saves, averages)
         cast = forecast(engine.plan, engine.config, engine.policy, setup)
     phases = [phase for phase in cast.phases if phase != "build"]
@@ -173,7 +174,8 @@ def _check(
     with suppress(NotEnoughMemory):
         _compare(cast, phases, taken, max_cpu_gb, world, advice)
         return
-    gc.collect()  # a model of before may wait in the reference cycles of its Trainer
+    # A model of an earlier run may still be alive in the reference cycles of its Trainer.
+    gc.collect()
     return_freed_memory()
     _compare(cast, phases, taken, max_cpu_gb, world, advice)
 

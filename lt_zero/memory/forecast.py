@@ -212,7 +212,8 @@ def _peak_gathered(units: Sequence[Gathered], limits: Residency, most_buckets: f
     backward = [i for i in reversed(forward) if units[i].needs_weights]
     for order, kept in ((forward, keep), (backward, set[int]())):
         flying = buckets = 0  # of ``early``
-        ahead = 0  # in ``order``: those before it were gathered, and stay so until they are visited
+        # Index in ``order``: units before it were gathered, and stay so until they are visited.
+        ahead = 0
         for position, index in enumerate(order):
             if index in early:
                 early.remove(index)

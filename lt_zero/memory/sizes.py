@@ -127,7 +127,8 @@ class _Layer(nn.Module):
     def __init__(self, numel: int, limit: int) -> None:
         super().__init__()
         for number, lo in enumerate(range(0, numel, limit)):
-            shape = (min(limit, numel - lo), 1)  # 2D: vectors would be taken for norms, which stay fp32
+            # Two dimensions: vectors would be taken for norms, which stay in fp32.
+            shape = (min(limit, numel - lo), 1)
             self.register_parameter(f"weight_{number}", Parameter(torch.empty(shape, device="meta")))
 
     def forward(self) -> None:

@@ -96,7 +96,8 @@ class HostStore(Store):
 
     def discard(self) -> None:
         self.wait_arrived()
-        if self._link is None or not self._link.pin:  # pinning memory again would take longer than to fill it
+        # Pinned memory is kept: pinning it again would take longer than filling it.
+        if self._link is None or not self._link.pin:
             self._tensor = None
 
     def widened(self) -> Store:
@@ -138,7 +139,8 @@ class HostStore(Store):
         if incoming is None:
             return
         event, buffer = incoming
-        event.synchronize()  # without the lock, so that a thread can never wait for more than its copy
+        # Wait without the lock, so that a thread waits for no copy but its own.
+        event.synchronize()
         with self._lock:
             if self._incoming is not incoming:
                 return
@@ -175,7 +177,8 @@ class StreamedStore(HostStore):
         return self._tensor
 
     def lend(self, offset: int, shape: torch.Size, kind: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        view = torch.empty(0, dtype=self.dtype)  # an ordinary view would keep its memory alive
+        # Set the storage of an empty tensor: an ordinary view would keep the memory alive.
+        view = torch.empty(0, dtype=self.dtype)
         view = kind(view) if kind is not None else view
         view.data = self._part(offset, shape)
         self._lent = [(ref, lo) for ref, lo in self._lent if ref() is not None]

@@ -169,7 +169,8 @@ class NvmeStore(StreamedStore):
                     self._transfer.wait()
         except SwapError as error:
             self._fail(error)
-        self._transfer = None  # only now: a KeyboardInterrupt may have ended the wait early
+        # Forget the transfer only after the wait: a KeyboardInterrupt may end the wait early.
+        self._transfer = None
 
     def _fail(self, error: SwapError) -> None:
         self._report(error)

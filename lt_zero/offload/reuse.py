@@ -170,7 +170,8 @@ class _Slots:
     def _renew(self) -> None:
         for loan in self._free:
             loan.after.synchronize()
-        self._free, self._memory = [], torch.empty(0)  # free the old block before allocating the new one
+        # Free the old block before allocating the new one.
+        self._free, self._memory = [], torch.empty(0)
         self.size, self.count, self._most = self._larger, self._wanted(), 0
         self._arena.made += 1
         self._memory = self._arena.make(self.size * self.count)
@@ -187,7 +188,8 @@ class _Slots:
 
     def _warn(self, nbytes: int) -> None:
         arena = self._arena
-        if arena.warned or (arena.grows and nbytes <= self.size):  # the block grows before the next step
+        # A block that grows does so before the next step, without a warning.
+        if arena.warned or (arena.grows and nbytes <= self.size):
             return
         arena.warned = True
         why = f"all {self.count} slots are in use" if nbytes <= self.size else f"slots have {self.size} bytes"

@@ -210,7 +210,8 @@ class InHost:
 
     def free(self) -> None:
         self.wait_copied()
-        self._coming.wait()  # or the copy would write into memory that the allocator has reused
+        # Wait for the copy, which could write into memory that the allocator has reused.
+        self._coming.wait()
         self._target = None
         self._drop(self._coming)
 
@@ -427,7 +428,8 @@ class _InFile(InHost):
                 self._stored = True
                 self._drop(self._coming)  # a prefetch may still copy the buffer to the device
         except SwapError as error:
-            self._files.note(error)  # the buffer is kept: it has the only copy of the values
+            # Keep the buffer: it has the only copy of the values.
+            self._files.note(error)
         self._write = None
 
     def prefetch(self) -> bool:
@@ -464,7 +466,8 @@ class _InFile(InHost):
     def _send(self) -> None:
         self._finish_read()
         super()._send()
-        if self._stored:  # otherwise the buffer is still being written, and serves further calls
+        # Release it only once it is stored: until then it is being written, and serves further calls.
+        if self._stored:
             self._drop(self._coming)
 
     def bring(self) -> Tensor:

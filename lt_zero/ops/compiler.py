@@ -302,7 +302,8 @@ def _commands(recipe: Recipe, compiler: Compiler, folder: Path) -> list[list[Com
 def _compile(recipe: Recipe, compiler: Compiler, cache: OwnFolder, key: str) -> str:
     """Compile and link, load the library as a test, and publish it; returns its name."""
     limit, record = TIME_LIMIT[recipe.kind], cache.path / f"{key}.log"
-    temporary = f"{key}.{secrets.token_hex(4)}.tmp"  # a name that was loaded before would stand for what it was
+    # A fresh name: the loader takes a name that was loaded before for the old library.
+    temporary = f"{key}.{secrets.token_hex(4)}.tmp"
     with tempfile.TemporaryDirectory(prefix="lt_zero-") as folder:
         steps = _commands(recipe, compiler, Path(folder))
         deadline, reason = time.monotonic() + limit, ""
@@ -316,7 +317,8 @@ def _compile(recipe: Recipe, compiler: Compiler, cache: OwnFolder, key: str) -> 
                         raise BuildError(f"{shlex.quote(first.command[0])} {first.failure(limit)}", record)
             made = cache.inside / temporary
             shutil.copyfile(str(steps[-1][0].target), made)
-            made.chmod(0o644)  # whatever the umask: a file that others can write to would not be loaded
+            # Set the mode whatever the umask: a file that others can write to is not loaded.
+            made.chmod(0o644)
             _load(cache, temporary, recipe.kind)
             name = f"{key}-{_content(cache, temporary)}.so"
             made.replace(cache.inside / name)

@@ -35,7 +35,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def store(out: Tensor, value: Tensor, add: bool, factor: float) -> None:
     """``out = value * factor`` or ``out += value * factor``; ``value`` may be overwritten."""
     value = value.to(wide(value.dtype))
-    if add:  # with ``alpha`` some elements would be rounded once, and others twice
+    # Multiply first: with ``alpha`` some elements would be rounded once, and others twice.
+    if add:
         out.add_(value if factor == 1.0 else value.mul_(factor))
     elif factor == 1.0:
         out.copy_(value)

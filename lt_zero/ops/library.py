@@ -371,7 +371,8 @@ class Loader:
                 if known is None or (force and known[0] is None):
                     known, problem = self._load(kind, force)
                     self._known[kind] = known
-            if problem:  # outside the lock: a filter may turn the warning into an error
+            # Warn outside the lock: a filter may turn the warning into an error.
+            if problem:
                 _warn(problem)
         return known[0]
 

@@ -69,7 +69,8 @@ class OwnFolder:
             UntrustedError: others can write to it, it belongs to another user, or it is no file.
             OSError: it cannot be opened.
         """
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would wait for its writer
+        # O_NONBLOCK, as opening a pipe would wait for its writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         file = os.open(name, flags, dir_fd=self._fd)
         try:
             state = os.fstat(file)

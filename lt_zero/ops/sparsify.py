@@ -50,7 +50,8 @@ def select_topk(c: Tensor, k: int) -> Tensor:
     if lib is None:
         return select_topk_reference(c, k)
     indices, room = torch.empty(k, dtype=torch.int32, device=c.device), None
-    if c.device.type != "cpu":  # needed until the kernels are launched
+    # Keep the scratch memory until the kernels are launched.
+    if c.device.type != "cpu":
         room = torch.empty(lib.lt_cuda_topk_scratch(c.numel()), dtype=torch.uint8, device=c.device)
     call(lib, "select_topk", c.device, address(c), c.numel(), k, address(indices), *pointer(room))
     return indices

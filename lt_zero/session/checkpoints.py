@@ -218,7 +218,8 @@ class Saver:
             with world.agree("copying the state for an asynchronous save", CheckpointError):
                 self._buffer = stage(made, self._buffer)
         group = world.saving_group(background)
-        place = make_place(world, path)  # from here on ``write`` removes it after an error
+        # From here on ``write`` removes the directory after an error.
+        place = make_place(world, path)
         then = partial(saving.then, place.name)
         if background:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")

@@ -61,7 +61,8 @@ def records_of(file: IO[bytes]) -> list[Record]:
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-                raise ValueError(f"its record {info.filename} is compressed")  # torch would take it for values
+                # torch would take compressed bytes for values.
+                raise ValueError(f"its record {info.filename} is compressed")
             file.seek(info.header_offset)
             header = file.read(_HEADER)
             if len(header) < _HEADER or header[:4] != b"PK\x03\x04":

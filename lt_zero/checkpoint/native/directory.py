@@ -455,7 +455,8 @@ def remove_leftovers(folder: Path) -> None:
                 continue
             name = published_name(path.name)
             if name is not None and (path / MANIFEST).is_file() and not (folder / name).exists():
-                os.rename(path, folder / name)  # complete: the process was killed before publishing it
+                # The directory is complete: its process was killed before publishing it.
+                os.rename(path, folder / name)
             else:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -485,7 +486,8 @@ def _replace(new: Path, path: Path) -> None:
         return
     old = _temporary(path, "old")
     if path.is_dir() and not path.is_symlink() and _exchange(new, path):
-        os.rename(new, old)  # not to be mistaken for a new checkpoint after a kill
+        # After a kill here, the new directory must not be mistaken for a new checkpoint.
+        os.rename(new, old)
     else:
         os.rename(path, old)
         os.rename(new, path)

@@ -353,7 +353,8 @@ def rounded_weights(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
         return LazyTensor(tuple(value.shape), exact, lambda *part: value.elements(*part).to(dtype).to(exact))
 
     made = dict(state)
-    for name, p in engine.root.named_parameters(remove_duplicate=False):  # a tied name would restore the exact values
+    # Include tied names: one that is left out would restore the exact values.
+    for name, p in engine.root.named_parameters(remove_duplicate=False):
         if name in made and id(p) in engine.owner:
             made[name] = rounded(made[name], engine.owner[id(p)][0].dtype)
     return made

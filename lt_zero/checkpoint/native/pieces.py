@@ -363,7 +363,8 @@ def _gather(engine: Engine, bucket: Bucket, states: Mapping[int, dict[str, Any]]
                 value = value.to("cpu", copy=True) if engine.peers.rank == 0 else None
             if engine.peers.rank == 0:
                 states[index][key] = value
-        del rows, flat  # before the next one is gathered
+        # Free this bucket before the next one is gathered.
+        del rows, flat
 
 
 def load_full_optimizer_state(

@@ -166,7 +166,8 @@ def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
         for index, name in found:
             factor = state["units"][name] / unit
             _load(bucket, feedback, index, worker[name], state["server"].get(name), factor)
-        if found:  # in the units in which they were saved: converted to others and back they would be rounded
+        # Keep the units in which they were saved: converted to others and back, they would be rounded.
+        if found:
             feedback.scale = _late_unit(bucket) / unit
 
 

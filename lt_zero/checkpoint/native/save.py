@@ -398,7 +398,8 @@ class DirectoryWriter(StorageWriter):
         return replace(plan, storage_data=own)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if len(plans) < self.ranks:  # torch takes a process without a group for the only one, and each would publish
+        # torch takes a process without a group for the only one, and each would publish the directory.
+        if len(plans) < self.ranks:
             raise CheckpointError(
                 f"{self.place.name} is not saved: the process group was destroyed before it was written. Call "
                 "wait_for_save() before dist.destroy_process_group()."

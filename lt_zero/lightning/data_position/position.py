@@ -439,7 +439,8 @@ class LoaderPosition:
         workers = bool(getattr(self.loader, "persistent_workers", False))
         if workers and int(state["openings"]) > min(count, 1):
             self._warn("keeps its workers (persistent_workers=True), whose random numbers start over")
-            self.make()  # starts the workers, so that the pass draws no seed for them
+            # Start the workers now, so that the pass draws no seed for them.
+            self.make()
         if back is None and self.stateful and state["fetched"]:
             self.make()  # consumes the state of the pass that has ended
         if back is not None and state["cycled"]:
@@ -477,7 +478,8 @@ class LoaderPosition:
             loader = copy.copy(self.loader)
             name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
             items = iter(getattr(loader, name))
-            vars(loader)[name] = items  # the iterator of an iterator is itself: it goes on where it is
+            # An iterator of an iterator is the same object, so it goes on where it is.
+            vars(loader)[name] = items
             batches: Iterator[Any] = iter(loader)
         else:
             batches = items = self.make()

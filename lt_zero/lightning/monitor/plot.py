@@ -203,7 +203,8 @@ def _fill(axes: Any, panel: _Panel, runs: Sequence[LoggedRun], run_labels: Seque
     axes.grid(True, alpha=0.3)
     if panel.log:
         axes.set_yscale("log", base=2)
-    labels = [handle.get_label() for handle in handles]  # given, as matplotlib leaves out those that start with "_"
+    # Pass the labels: matplotlib leaves out those that start with "_".
+    labels = [handle.get_label() for handle in handles]
     for text in axes.legend(handles=handles, labels=labels, fontsize="x-small", loc="best").get_texts():
         text.set_parse_math(False)  # names may contain dollar signs
 

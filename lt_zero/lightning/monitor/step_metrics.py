@@ -232,7 +232,8 @@ class StepPrinter(RunObserver):
         if self.every is not None:
             module.print(metrics.line())
         if len(set(metrics.rates)) > 1:
-            self._split_rates.add(optimizer)  # for good, so that columns stay the same
+            # Never removed, so that columns stay the same.
+            self._split_rates.add(optimizer)
         for logger in module.trainer.loggers:
             logger.log_metrics(metrics.metrics(optimizer in self._split_rates), step=step)
             logger.save()  # as Lightning does after each row
