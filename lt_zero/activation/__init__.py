@@ -1,1 +1,1 @@
-"""Recomputing activations in backward (arXiv:1604.06174): what is checkpointed, and how."""
+"""Recomputing activations in backward (arXiv:1604.06174): the choice of modules, and their recomputation."""

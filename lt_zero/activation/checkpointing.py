@@ -109,7 +109,7 @@ def find_modules(root: nn.Module, block: ActivationCheckpointing) -> Found:
 
 
 def of_all_ranks(root: nn.Module, block: ActivationCheckpointing, peers: ShardGroup) -> ActivationCheckpointing:
-    """The configuration for a rank whose module is a part of a model that other ranks have the rest of. Collective.
+    """The configuration for a rank with a part of a model; other ranks have the rest. Collective.
 
     Classes that are blocks on any rank are blocks on all; a rank without any checkpoints nothing.
 
@@ -195,7 +195,7 @@ class Checkpointing:
         return f"activation checkpointing: {self.mode}, {self.found}{self.where}"
 
     def remove(self) -> None:
-        """Restore the original forward of all modules, and free what is stored for an engine. Idempotent."""
+        """Restore the original forward of all modules, and free the stored inputs of an engine. Idempotent."""
         for forward in self._forwards:
             forward.remove()
         self._forwards = []

@@ -192,7 +192,7 @@ class PartitionedStore(ActivationStore):
     # ---- forward ---------------------------------------------------------------------------------------------------
 
     def _compare(self, name: str, tensors: Sequence[Tensor]) -> dict[Any, deque[tuple[_Use, Shown]]]:
-        """Start to compare what a call saves; returns what ``_pack_use`` will be asked for."""
+        """Start to compare the tensors that a call saves; returns the inputs that ``_pack_use`` will get."""
         self._calls, self._name = self._calls + 1, name
         uses, inputs = dict[Any, deque[tuple[_Use, Shown]]](), list[_Input]()
         for place, tensor in enumerate(tensors):
@@ -232,7 +232,7 @@ class PartitionedStore(ActivationStore):
     # ---- what the ranks have alike ---------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Read the numbers of earlier calls, and split what is equal."""
+        """Read the numbers of earlier calls, and split tensors with equal ones."""
         while self._compared:
             comparison, inputs = self._compared.popleft()
             same_call, *same = comparison.equal()
@@ -309,7 +309,7 @@ def _number(told: object) -> int:
 
 
 def _row(numbers: Sequence[Tensor | int], device: torch.device) -> Tensor:
-    """The numbers as one tensor (1D int64) on ``device``, for which the host does not wait."""
+    """The numbers as one tensor (1D int64) on ``device``; the host does not wait for it."""
     row = torch.tensor([0 if isinstance(number, Tensor) else number for number in numbers])
     if device.type == "cuda":
         row = row.pin_memory().to(device, non_blocking=True)

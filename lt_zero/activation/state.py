@@ -58,7 +58,7 @@ class SavedState:
         self._dtype = torch.get_default_dtype()  # precision plugins and fp32 modules set it around forward only
 
     def after_forward(self) -> None:
-        """Keep only what has changed: the rest would hold the entries of all layers until the recomputation."""
+        """Keep only changed values: the others would hold the entries of all layers until the recomputation."""
         changed = {p for p, (b, v) in self._versions.items() if _get(p) is not b or version_of(b) != v}
         self._versions = {}
         if self._buffers or changed:
@@ -149,7 +149,7 @@ class Caches:
     def without(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call of ``forward``, with None for caches whose parameter is optional."""
+        """The arguments of a call of ``forward``, with None for caches of optional parameters."""
         if not any(_is_cache(value) for value in (*args, *kwargs.values())):
             return args, kwargs
         known = inspect.signature(forward).parameters

@@ -96,9 +96,9 @@ class Shown(NamedTuple):
 
     Attributes:
         dtype: of the elements.
-        geometry: of what this rank has of the tensor.
+        geometry: of this rank's part of the tensor.
         version: of the tensor.
-        rebuild: makes a DTensor of what this rank has; None: that is the tensor.
+        rebuild: makes a DTensor of this rank's part; None: the part is the tensor.
     """
 
     dtype: torch.dtype
@@ -280,14 +280,14 @@ class ActivationStore:
             stored.free()
 
     def end_backward(self) -> None:
-        """Free what no graph holds, after a backward that has ended or failed. See Note [Lifetime]."""
+        """Free tensors that no graph holds, after a backward has ended or failed. See Note [Lifetime]."""
         with self._lock:
             self._reap()
             if not self._counts["stored"]:
                 self.storage.end_pass()
 
     def clear(self) -> None:
-        """Free everything, also what live graphs hold."""
+        """Free everything, also tensors that live graphs hold."""
         with self._lock:
             for entry in list(self._entries):
                 if entry.stored is not None:

@@ -143,7 +143,7 @@ def attention(
 
 
 def _refuse(module: Any, mask: Tensor | None, scaling: float | None, options: dict[str, Any]) -> None:
-    """Raise ValueError for what would be left out."""
+    """Raise ValueError for arguments that would be ignored."""
     name = type(module).__name__
     given = [
         key

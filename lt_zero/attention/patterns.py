@@ -106,7 +106,7 @@ class Pattern(metaclass=_ByName):
         return _layout(self, heads, blocks, below=True) if self.causal else layout
 
     def density(self, heads: int, blocks: int) -> float:
-        """The share of the attention matrix whose blocks are computed, over all heads."""
+        """The computed share of the attention matrix, over all heads."""
         computed = self.computed(heads, blocks)
         return computed.sum().item() / computed.numel()
 

@@ -1,4 +1,4 @@
-"""Block-sparse attention: softmax(QK^T) V, of which only the blocks of a pattern are computed.
+"""Block-sparse attention: softmax(QK^T) V on the blocks of a pattern only.
 
 On a CPU a kernel of our own computes it, forward and backward (ops/attention.py); on a GPU torch's FlexAttention does
 (flex.py). ``dense`` computes the same with full matrices: it is the reference, and serves what the kernels do not:

@@ -82,8 +82,8 @@ def export(
             safetensors.
         shard_size: maximum bytes of a file, such as 5GB or 500MiB: writes Hugging Face's layout with an index into the
             folder ``out``, and keeps files there that are not weights. A larger tensor gets its own file.
-        training_state: include what a plain ``Trainer`` resumes from: optimizers, schedulers, loops. For ``ckpt`` in
-            fp32.
+        training_state: include the state that a plain ``Trainer`` resumes from: optimizers, schedulers, loops. For
+            ``ckpt`` in fp32.
         keep_fp32: patterns for names of tensors that are exported in fp32.
         progress: show the progress on stderr.
         strip_prefix: prefix to remove from names, such as ``net.``; a warning lists names without it, which are kept.
@@ -106,7 +106,7 @@ def export(
     expect_path(out, "lt_zero.export(out=...)")
     kind, target = _dtype(dtype), _target(checkpoint, out, format, shard_size, overwrite)
     if training_state:
-        _check_resumable(target, kind, strip_prefix)
+        _check_resumable(target, dtype, strip_prefix)
     source = open_source(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
     if strip_prefix is None and (target.format == "safetensors" or target.shard_size is not None):
         _warn_of_prefix(source.weights)
@@ -126,9 +126,9 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     return kind
 
 
-def _check_resumable(target: _Target, dtype: torch.dtype, strip_prefix: str | None) -> None:
+def _check_resumable(target: _Target, dtype: torch.dtype | str, strip_prefix: str | None) -> None:
     """Raise ValueError if a run could not resume from the file."""
-    if target.format != "ckpt" or dtype != torch.float32:
+    if target.format != "ckpt" or _dtype(dtype) != torch.float32:
         raise ValueError(f"training_state requires format ckpt and dtype fp32, not {target.format} and {dtype}.")
     if strip_prefix:
         raise ValueError("strip_prefix cannot be combined with training_state: runs resume under the saved names.")
@@ -150,7 +150,7 @@ def _write(cast: Cast, target: _Target, specs: Sequence[Spec], training_state: b
 
 
 def _training_state(source: Source) -> list[Spec]:
-    """The element-wise optimizer states; raises if the source lacks what training resumes from."""
+    """The element-wise optimizer states; raises if the source lacks a state that training resumes from."""
     missing = [] if source.optimizers else ["optimizer states"]
     missing += [] if "loops" in source.meta else ["loops"]
     if missing:
@@ -201,7 +201,7 @@ def _target(
     shard_size: int | str | None,
     overwrite: bool,
 ) -> _Target:
-    """Decide what to write, and check that it replaces nothing that was not asked for."""
+    """Choose the files to write, and check that they replace no others, unless asked to."""
     if format not in get_args(Format):
         raise ValueError(f"format must be one of {', '.join(get_args(Format))}, not {format!r}.")
     if is_url(place):

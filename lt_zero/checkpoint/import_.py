@@ -50,7 +50,7 @@ def import_checkpoint(
 ) -> str:
     """Convert a checkpoint to a checkpoint directory that any world size, stage and offload resumes from.
 
-    Warnings name what cannot be converted, and files without checksums.
+    Warnings name content that cannot be converted, and files without checksums.
 
     Args:
         source: a checkpoint directory or file of any supported format; see ``open_source``.
@@ -58,7 +58,7 @@ def import_checkpoint(
         tag: of a DeepSpeed directory; default: the one in its file ``latest``.
         progress: show the progress on stderr.
         inert: as for ``open_source``.
-        add_prefix: what all names of parameters and buffers get before them, such as ``model.``: the attribute of a
+        add_prefix: prefix that all names of parameters and buffers get, such as ``model.``: the attribute of a
             LightningModule that holds the model which was saved by itself.
 
     Returns:
@@ -143,7 +143,7 @@ def _content(source: Source, target: str, path: str, world: World, prefix: str) 
 
 
 def _prefixed(checkpoint: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """A checkpoint dictionary in which all names of parameters and buffers begin with ``prefix``."""
+    """A copy of a checkpoint dictionary with ``prefix`` before all names of parameters and buffers."""
 
     def named(values: Mapping[str, Any]) -> dict[str, Any]:
         return {prefix + name: value for name, value in values.items()}

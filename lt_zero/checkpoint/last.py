@@ -1,4 +1,4 @@
-"""Finds the checkpoint from which a run that was ended goes on."""
+"""Finds the checkpoint to resume a run from after it was ended."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def last_checkpoint(*folders: str | os.PathLike[str]) -> str | None:
 def tell_of_newer(path: str | os.PathLike[str], step: Any) -> None:
     """Warn if the folder of ``path``, which is at ``step``, has a complete checkpoint of a later step.
 
-    Lightning's ``ckpt_path="last"`` takes what has that name, which a run that was ended may have left behind.
+    Lightning's ``ckpt_path="last"`` takes the path of that name, which may be a leftover of an earlier run.
     """
     try:
         found = dict(_candidates(Path(path).absolute().parent, below=False))

@@ -119,7 +119,7 @@ def open_source(
         path: a checkpoint of lt_zero, DeepSpeed, Lightning's sharded strategies, ``torch.save``, safetensors or Hugging
             Face's tools.
         tag: of a folder of DeepSpeed's, or of a loop's, checkpoints; default: the one in its file ``latest``.
-        tell: warn of what cannot be converted.
+        tell: warn of content that cannot be converted.
         inert: names of further classes whose objects are left out instead of refused, in files of other formats.
 
     Raises:
@@ -250,7 +250,7 @@ def checked_file(path: str | os.PathLike[str] | None, world: World | None) -> bo
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Context in which an error of the disk becomes one that names ``path``; None: it has no name.
+    """Context that turns an error of the disk into one that names ``path``; None: it has no name.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -294,8 +294,8 @@ def load_same(
 
     Args:
         world: the collectives; None: this process is on its own.
-        path: of this rank's checkpoint; None: it has none, and ``read`` returns what stands for that.
-        read: opens the checkpoint; also returns what tells its identity, which is not asked of a single rank.
+        path: of this rank's checkpoint; None: it has none, and ``read`` returns a stand-in.
+        read: opens the checkpoint; also returns a function for its identity, which is not called on a single rank.
 
     Raises:
         CheckpointError: on all ranks: they differ, or some cannot open theirs; names each. If none can, each rank

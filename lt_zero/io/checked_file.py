@@ -45,13 +45,13 @@ class FileRecord:
 
 
 def trouble(what: str, path: Path | str, error: OSError) -> RuntimeError:
-    """A ``CheckpointError`` that says what failed (in ``path``, if ``what`` does not name it), why, and what to do."""
+    """A ``CheckpointError`` with the failure (in ``path``, if ``what`` does not name it), its cause and the remedy."""
     named = what if str(path) in what else f"{what} {path}"
     return direct_file.trouble(named, Path(path).parent, error, CheckpointError)
 
 
 def unreadable(path: Path | str, error: OSError) -> CheckpointError:
-    """A ``CheckpointError`` that says which file cannot be read, why, and what to do."""
+    """A ``CheckpointError`` with the file that cannot be read, the cause and the remedy."""
     code = error.errno or 0
     reason = f"{os.strerror(code)} ({errno.errorcode.get(code, code)})" if code else str(error)
     remedy = {
@@ -139,7 +139,7 @@ class Sink:
         raise NotImplementedError
 
     def _put(self, buffer: Tensor, nbytes: int) -> None:
-        """Write block ``_number``: the first ``nbytes`` of the buffer, whose ownership passes."""
+        """Write block ``_number``: the first ``nbytes`` of the buffer, which the file owns from here on."""
         raise NotImplementedError
 
     def _copy_later(self, address: int, keep: object) -> bool:

@@ -59,7 +59,7 @@ def in_words(nbytes: int) -> str:
 
 
 def trouble(what: str, folder: Path, error: OSError, kind: type[RuntimeError] = SwapError) -> RuntimeError:
-    """An error of type ``kind`` that says what failed, why, and what to do.
+    """An error of type ``kind`` with the failure, its cause and the remedy.
 
     Args:
         what: the operation with its path.

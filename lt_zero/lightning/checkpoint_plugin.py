@@ -30,7 +30,7 @@ def writes_directories(config: ZeroConfig, plugin: CheckpointIO) -> bool:
 
 
 def local_file(plugin: CheckpointIO, path: Path) -> Path | None:
-    """The path if it is a local file of torch.save; None if only the plugin knows what it is."""
+    """The path if it is a local file of torch.save; None if only the plugin can tell its kind."""
     return path if type(plugin) is TorchCheckpointIO and not is_url(path) else None
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer: what Lightning's hooks collect, save, load and remove.
+"""Checkpoints of a Trainer, as Lightning's hooks collect, save, load and remove them.
 
 ``dump_checkpoint`` collects the module's and the optimizers' states; ``save`` adds what else training needs to go on.
 See session/checkpoints.py, Note [Life of a save].
@@ -103,7 +103,7 @@ class CheckpointService:
         return weights_to_save(engine, self._frozen, sharded=run.directories)
 
     def add_trained(self, run: RunSnapshot, checkpoint: dict[str, Any]) -> None:
-        """Add the trained weights to a checkpoint whose state dict has averages. Collective."""
+        """Add the trained weights to a checkpoint with averages in its state dict. Collective."""
         checkpoint |= trained_beside(run.engine, self._frozen, sharded=run.directories)
 
     def optimizer_state(self, run: RunSnapshot, optimizer: Optimizer) -> dict[str, Any] | None:
@@ -118,7 +118,7 @@ class CheckpointService:
 
     @without_gc
     def save(self, run: RunSnapshot, checkpoint: Mapping[str, Any], path: str, storage_options: Any = None) -> None:
-        """Write what Lightning has dumped to a directory or a file. Collective.
+        """Write the checkpoint that Lightning has dumped to a directory or a file. Collective.
 
         Raises:
             CheckpointError: on all ranks; an earlier checkpoint at ``path`` is kept.
@@ -176,7 +176,7 @@ class CheckpointService:
 
     @contextmanager
     def foreground(self) -> Iterator[None]:
-        """Context in which saves are synchronous."""
+        """Context that makes saves synchronous."""
         self._synchronous = True
         try:
             yield
@@ -217,7 +217,7 @@ class CheckpointService:
         weights_only: bool | None,
         plugin: Callable[[], Mapping[str, Any]],
     ) -> dict[str, Any]:
-        """The checkpoint for Lightning to restore from; ``plugin`` reads what neither we nor torch can. Collective.
+        """The checkpoint for Lightning to restore from; ``plugin`` reads paths that we cannot. Collective.
 
         A single file is mapped into memory: ranks of a host share its pages, and unused parts are never read.
 

@@ -79,7 +79,7 @@ def _dtypes(bucket: Bucket, engine: Engine) -> tuple[str, ...]:
 
 
 def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[str, tuple[int, int]]:
-    """Bytes per kind: (on this rank now, what a replicated run holds).
+    """Bytes per kind: (on this rank now, of a replicated run).
 
     Weights include fp32 master weights; gradients are the accumulators, without the two transient reduce buffers.
     """

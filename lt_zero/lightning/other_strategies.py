@@ -103,7 +103,7 @@ def explained(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def _advice(name: str, value: Any, known: list[str]) -> str:
-    """Advise on what to write instead of the argument ``name``."""
+    """Advice for a replacement of the argument ``name``."""
     if name in _ELSEWHERE:
         return f"{_ELSEWHERE[name]}."
     keys = list(dotted_keys(ZeroConfig))
@@ -122,7 +122,7 @@ def _advice(name: str, value: Any, known: list[str]) -> str:
 def _as_overrides(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that change if those that are keys are stronger than the configuration.
 
-    The given overrides come after them, and the arguments stay: what contradicts them there is an error.
+    The given overrides come after them, and the arguments stay: an override that contradicts them is an error.
     """
     values = {key: given.get(key.rpartition(".")[2]) for key in (f"{_Z}stage", "broadcast_buffers")}
     written = [f"{key}={str(value).lower()}" for key, value in values.items() if value is not None]

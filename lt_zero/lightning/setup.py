@@ -61,7 +61,7 @@ def _launch(launcher: Any, function: Callable[..., Any], *args: Any, **kwargs: A
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A snapshot of what the parts of a strategy share."""
+    """A snapshot of the state that the parts of a strategy share."""
 
     config: ZeroConfig  # as far as it is resolved
     shown: Mapping[str, Any]  # what checkpoints tell of it
@@ -88,7 +88,7 @@ class RunSnapshot:
         return self.built
 
     def refuse_parent(self, what: str) -> None:
-        """Raise RuntimeError in the process whose launcher starts the ranks, as in a notebook: it is none of them."""
+        """Raise RuntimeError in a process that is no rank but starts the ranks, as in a notebook."""
         if self.start_method != "popen" and self.world is None:
             raise RuntimeError(
                 f"This process is no rank: with start_method={self.start_method!r} the ranks are processes that "
@@ -117,7 +117,7 @@ class RunSnapshot:
 
 
 def check_callbacks(trainer: pl.Trainer, stage: int, in_parts: bool) -> None:
-    """Refuse callbacks that do not work with what ranks have of parameters, before they run.
+    """Refuse callbacks that do not work with sharded parameters, before they run.
 
     ``in_parts``: tensor ranks have parts of them.
 

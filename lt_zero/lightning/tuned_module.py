@@ -1,4 +1,4 @@
-"""Trains what a function returns, for ``lt-zero tune pkg.mod:function``; the trial ends the process."""
+"""Trains the module that a function returns, for ``lt-zero tune pkg.mod:function``; the trial ends the process."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ def _is_elementwise(bucket: Bucket, piece: Piece, value: Any) -> bool:
 
 
 def _check_reduced(engine: Engine, bucket: Bucket, index: int) -> None:
-    """Raise RuntimeError if this rank's part of a gradient lacks what is in no sum over the ranks yet."""
+    """Raise RuntimeError if this rank's part of a gradient lacks gradients that are in no sum over the ranks yet."""
     _check_mean(engine)
     engine.used_parameters.take_assigned()  # None, by zero_grad, or a tensor
     unreduced = engine.used_parameters.unreduced([(bucket, index, bucket.params[index])])

@@ -76,7 +76,7 @@ class TrainingEngine(nn.Module):
     Attributes:
         module: the model.
         optimizer: of torch; its groups hold the module's parameters, its state this rank's part.
-        engine: what runs the model.
+        engine: runs the model.
         data_ranks: how many ranks, or sets of tensor-parallel ranks, see different data.
         micro_steps, global_steps, global_samples: micro-batches, steps and samples so far.
     """
@@ -258,7 +258,7 @@ class TrainingEngine(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which each rank adds up its gradients, unless they are sharded. ``step`` is an error inside."""
+        """Context that lets each rank add up its gradients, unless they are sharded. ``step`` is an error inside."""
         before, self._quiet = self._quiet, True
         try:
             with self.engine.no_sync():
@@ -326,7 +326,7 @@ class TrainingEngine(nn.Module):
     def deepspeed_io(
         self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[[Any], Any] | None = None
     ) -> DataLoader[Any]:
-        """A data loader whose ranks have different samples, shuffled in the same way in each epoch.
+        """A data loader with other samples on each rank, shuffled in the same way in each epoch.
 
         Raises:
             ConfigError: no batch size is configured.
@@ -382,7 +382,7 @@ class TrainingEngine(nn.Module):
 
         Args:
             tag: default ``global_step<n>``.
-            client_state: what ``load_checkpoint`` returns; plain values and tensors.
+            client_state: returned by ``load_checkpoint``; plain values and tensors.
             save_latest: whether ``latest`` names it.
             exclude_frozen_parameters: leave out weights that are not trained.
 
@@ -427,7 +427,7 @@ class TrainingEngine(nn.Module):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load ``load_dir/tag`` (default: what ``load_dir/latest`` names). Collective.
+        """Load ``load_dir/tag`` (default: the tag in ``load_dir/latest``). Collective.
 
         Gradients are cleared: the next micro-batch is the first one of a step.
 

@@ -1,6 +1,6 @@
 """``lt_zero.initialize``: a model, its optimizer and schedule behind the interface of DeepSpeed's engine (0.19).
 
-Names and meanings are DeepSpeed's, so that a training script only changes its import; what is behind them is ours.
+Names and meanings are DeepSpeed's, so that a training script only changes its import; the implementation is ours.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def initialize(
     Args:
         args: a namespace of which ``deepspeed_config`` is used if there is no ``config``, and ``local_rank``.
         model: it is sharded in place. A ``PipelineModule`` gets a ``PipelineEngine``.
-        optimizer: of its parameters, or what makes one of ``model_parameters``; default: the configured one.
+        optimizer: of its parameters, or a function of ``model_parameters`` that makes one; default: the configured one.
         model_parameters: of a configured optimizer; default: all that require gradients.
         training_data: makes a data loader, with a ``DistributedSampler`` and the configured micro-batch.
-        lr_scheduler: or what makes one of the optimizer; default: the configured one. Stepped by ``engine.step``.
+        lr_scheduler: a schedule, or a function of the optimizer that makes one; default: the configured one. Stepped by
+            ``engine.step``.
         collate_fn: of the data loader.
         config: as for ``shard``; ``config_params`` is its old name.
         dist_init_required: False: the process group exists already.

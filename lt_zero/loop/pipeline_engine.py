@@ -62,7 +62,7 @@ class PipelineEngine(TrainingEngine):
         self._iterator = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Call ``fn`` with each batch that is drawn, and use what it returns."""
+        """Replace each batch that is drawn by the result of ``fn``."""
         self._batch_fn = fn
 
     def _draw(self, iterator: Iterator[Any] | None, count: int) -> _Parts:

@@ -1,4 +1,4 @@
-"""Memory planning: how many bytes a run needs per rank and node, what a machine has, and which setting fits."""
+"""Memory planning: the bytes that a run needs per rank and node, those of a machine, and settings that fit."""
 
 from lt_zero.memory.estimate import Fit, Machine, cheapest, estimate, settings_table
 from lt_zero.memory.forecast import Forecast

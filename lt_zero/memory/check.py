@@ -127,7 +127,7 @@ def check_optimizers(
     saves: bool = True,
     averages: int = 0,
 ) -> None:
-    """Check what training needs beyond the weights, before the first step. Collective.
+    """Check the memory that training needs beyond the weights, before the first step. Collective.
 
     Args:
         engine: of the model.

@@ -200,7 +200,7 @@ def _print_parts(cast: Forecast, config: ZeroConfig, assumed: bool, console: Con
 
 
 def _note_resident(cast: Forecast, console: Console) -> None:
-    """On a CPU, say what a process takes beside what is forecast."""
+    """Print the memory of a process that a forecast leaves out, on a CPU."""
     if cast.setup.device != "cpu":
         return
     libraries, gaps = psutil.Process().memory_info().rss, cast.parameters * torch.float32.itemsize

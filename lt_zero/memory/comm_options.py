@@ -22,7 +22,7 @@ from lt_zero.memory.traffic import Traffic
 
 @dataclass(frozen=True, eq=False)
 class CommOption:
-    """A stage, and what is configured beside it.
+    """A stage, and further configuration.
 
     Attributes:
         zero: keys of ``zero_optimization``.
@@ -91,7 +91,7 @@ def comm_options_table(
         model, config, world, options: as in ``estimate_traffic``.
         mbit: rate of a node's link, in Mbit/s.
         stage: only this one.
-        step_seconds: of a step whose links cost nothing (in one node): shows the whole step.
+        step_seconds: of a step inside one node: shows the time of the whole step.
     """
     per_node = options.get("ranks_per_node") or world
     title = f"{world} ranks, {per_node} per node, {mbit:g} Mbit/s: sent by a node per step"

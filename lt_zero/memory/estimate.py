@@ -66,7 +66,7 @@ def estimate(
         ranks_per_node: ranks on one node; default: all on CPUs, at most 8 on GPUs.
         optimizer: a class of ``torch.optim`` ("adam", "sgd", ...; "momentum" is SGD with momentum), an optimizer, or
             the bytes of its states per parameter (8 for Adam).
-        precision: as for ``Trainer``; default: what the config says, or "32-true".
+        precision: as for ``Trainer``; default: that of the config, or "32-true".
         device: "cuda" or "cpu", where the ranks will compute.
         accumulate_grad_batches: as for ``Trainer``; stages 0 and 1 keep whole gradients if it is above 1.
         saves: whether checkpoints will be saved; for full ones rank 0 collects a full copy in host memory.
@@ -210,7 +210,7 @@ class _Groups:
 def _cut_module(
     model: nn.Module | Sizes, config: ZeroConfig, tensor: int
 ) -> tuple[nn.Module, ZeroConfig, list[ParamSpec]]:
-    """The module that is planned, its configuration, and what a rank has of each parameter that is cut."""
+    """The module that is planned, its configuration, and the part of a rank of each cut parameter."""
     if isinstance(model, nn.Module):
         config = with_sizes(config, model)
         return model, config, planned_parts(model, tensor, config)
@@ -369,7 +369,7 @@ def cheapest(
 
 
 def misfit(cast: Forecast, machine: Machine) -> str:
-    """A sentence that says what is too small; "" if everything fits."""
+    """A sentence on the memory that is too small; "" if everything fits."""
     lacking = []
     for place, word, limit in (
         (DEVICE, "GPU", machine.device),
@@ -396,7 +396,7 @@ def settings_table(
     console: Console | None = None,
     **options: Any,
 ) -> Table:
-    """Print, and return, what each rung of the ladder needs at most, per rank and per node.
+    """Print, and return, the peak memory of each rung of the ladder, per rank and per node.
 
     Args:
         model, config, world, device, options: as in ``estimate``.

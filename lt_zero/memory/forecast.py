@@ -96,7 +96,7 @@ class BucketRow:
 
     @property
     def exact(self) -> torch.dtype:
-        """The dtype in a checkpoint, and in which a frozen bucket is kept."""
+        """The dtype in a checkpoint, and of a frozen bucket."""
         return self.master if self.trains or self.wide else self.dtype
 
     def read_nbytes(self, states: float) -> int:
@@ -321,7 +321,7 @@ class _Sums:
         return [(DEVICE, RESIDUALS, kept + sum(full) * (torch.float32.itemsize + torch.bool.itemsize))]
 
     def exchanging(self) -> list[Part]:
-        """Beside them in a step of a 1-bit optimizer: the next full momenta, and what is sent and received."""
+        """Buffers of a step of a 1-bit optimizer: the next full momenta, bytes to send and bytes received."""
         full = [row.numel for row in self.exchanged if row.sharding.optim]
         most = sorted((row.numel for row in self.trained), reverse=True)[:2] if one_bit(self.config) else []
         buffers = 2 * sum(most) if self.exchanged else 3 * max(most, default=0)

@@ -147,7 +147,7 @@ def check_host_memory(
         need: bytes by kind, of all ``ranks`` together.
         have: available memory; default: ``host_memory()``.
         ranks: ranks of the node, for the message.
-        remedy: a sentence that says what to do.
+        remedy: a sentence.
 
     Raises:
         NotEnoughMemory: the need is larger; with a table of the kinds.
@@ -160,7 +160,7 @@ def check_host_memory(
 
 
 def shortage(need: Mapping[str, int], have: Available, what: str, remedy: str) -> str:
-    """The error message: what is too small, a table of needs, the available memory, and the remedy."""
+    """The error message: the memory that is too small, a table of needs, the available memory, the remedy."""
     total = sum(need.values())
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_column()

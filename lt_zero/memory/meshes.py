@@ -1,4 +1,4 @@
-"""The mesh of tensor, pipeline and data ranks, and the stage, in which a transformer loses least time and fits.
+"""The mesh of tensor, pipeline and data ranks, and the stage, that fit and lose least time for a transformer.
 
 Note [Time that is lost]
     A step takes the time that its multiplications need on all ranks, and what is lost beside it: sending, as if nothing

@@ -1,4 +1,4 @@
-"""A pipeline on paper: what each of its ranks has, how long they wait, and which activations they keep."""
+"""A pipeline on paper: layers of its ranks, the time that they wait, the activations that they keep."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lt_zero.parallel.pipeline.schedules import Schedule, bubble, in_flight, run
 
 
 def schedules_table(config: ZeroConfig, console: Console) -> Table:
-    """Print, and return, what each schedule costs with the configured micro-batches."""
+    """Print, and return, the costs of each schedule with the configured micro-batches."""
     ranks, count, block = config.pipeline.ranks, config.micro_batches, config.pipeline
     table = Table(
         title=f"{ranks} pipeline ranks, {count} micro-batches",

@@ -1,4 +1,4 @@
-"""A model that is given by its size, as a module to plan, and what a rank of a pipeline has of a model."""
+"""Models that are given by their size, as modules to plan; and the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def stages_of_module(build: Callable[[], nn.Module], config: ZeroConfig) -> list
 
 
 def fullest(stages: list[Stage]) -> Stage:
-    """The one with most parameters."""
+    """The stage with most parameters."""
     return max(stages, key=lambda stage: stage.parameters)
 
 

@@ -1,4 +1,4 @@
-"""Numbers of tensor ranks that fit a machine, each with the fastest setting in which it does."""
+"""Numbers of tensor ranks that fit a machine, each with its fastest setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that a node sends to others in a step: what collectives cost on a link that is slower than memory.
+"""Bytes that a node sends to others in a step, over a link that is slower than memory.
 
 Counted as gloo's and NCCL's algorithms send them, without the headers of packets (about 3 %) and without the small
 collectives of a step (norms, flags). Of a 1-bit optimizer it is a step after the freeze.

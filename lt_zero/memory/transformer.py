@@ -1,4 +1,4 @@
-"""A transformer by its dimensions: parameters, activations, and what a rank sends of them.
+"""A transformer by its dimensions: parameters, activations, and the bytes that a rank sends.
 
 Activations are those of arXiv:2205.05198 in 16 bits, with dropout; each formula is of one block and one micro-batch.
 """
@@ -32,7 +32,7 @@ class Activations(NamedTuple):
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder of equal blocks, whose feed-forward layers are four times as wide as it.
+    """A decoder of equal blocks; feed-forward layers are four times as wide.
 
     Attributes:
         layers: blocks.
@@ -81,7 +81,7 @@ class Transformer:
         return _BITS16 * self.sequence * self.micro_batch * self.hidden
 
     def activations(self, tensor: int = 1) -> Activations:
-        """Those of a block on one of ``tensor`` ranks, all of which keep what norms and residual connections need."""
+        """Activations of a block on one of ``tensor`` ranks; each keeps those of norms and residual connections."""
         elements = self.sequence * self.micro_batch * self.hidden
         fused = elements * (10 + 24 / tensor)
         whole = fused + elements * 5 * self.heads * self.sequence / self.hidden / tensor

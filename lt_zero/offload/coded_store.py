@@ -14,7 +14,7 @@ from lt_zero.ops.codecs import Codec
 
 
 class CodedStore(Store):
-    """Keeps a tensor encoded in another store. What is written is encoded at the end of its use.
+    """Keeps a tensor encoded in another store. Writes are encoded at the end of a use.
 
     Args:
         codes: keeps the bytes.

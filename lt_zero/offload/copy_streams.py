@@ -32,7 +32,7 @@ class CopyEvent(Protocol):
     """The end of a copy."""
 
     def wait(self) -> None:
-        """Make the current stream wait; what it runs afterwards may read the target and change the source."""
+        """Make the current stream wait; its later work may read the target and change the source."""
 
     def synchronize(self) -> None:
         """Block the host until the copy is done."""
@@ -102,7 +102,7 @@ class CopyStream:
 
     @contextmanager
     def in_line(self) -> Iterator[None]:
-        """A context whose device work runs on this stream, after the copies so far."""
+        """Context that runs device work on this stream, after the copies so far."""
         self.flush()
         if self._stream is None:
             yield

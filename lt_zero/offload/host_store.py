@@ -57,7 +57,7 @@ class HostLink:
 
 
 class _Then:
-    """A launched work, and what follows it."""
+    """A launched work, and a function to call after it."""
 
     def __init__(self, works: Sequence[Waits], finish: Callable[[], object] = lambda: None) -> None:
         self._works, self._finish = works, finish

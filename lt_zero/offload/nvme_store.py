@@ -244,7 +244,7 @@ class NvmeFiles:
         self.folder.require(bytes_per_element * sum(self._numels))
 
     def streaming(self) -> AbstractContextManager[None]:
-        """A context in which freed buffers are kept for the next bucket."""
+        """Context that keeps freed buffers for the next bucket."""
         return self._buffers.reserve(16)
 
     def speed(self, nbytes: int) -> Speed:

@@ -65,7 +65,7 @@ class StoredActivation(Protocol):
 
 
 class Storage:
-    """Base class of what keeps saved activations.
+    """Base class of stores of saved activations.
 
     Args:
         memory: allocator of the memory for them.

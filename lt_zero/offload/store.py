@@ -133,7 +133,7 @@ class Store:
         return gather(self.tensor)
 
     def launch_reduce(self, reduce: Reduce, add: bool) -> Waits:
-        """Start a reduction whose result becomes the values, or is added to them."""
+        """Start a reduction into the values; its result replaces them, or is added."""
         return reduce(self.write() if add else self.overwrite(), add=add)
 
     def wait_sent(self) -> None:
@@ -169,7 +169,7 @@ class Store:
         """Make the current stream wait until the copy is up to date."""
 
     def publishing(self) -> AbstractContextManager[object]:
-        """Context in which the background thread gathers the copies of all ranks."""
+        """Context for the background thread to gather the copies of all ranks."""
         return nullcontext()
 
 

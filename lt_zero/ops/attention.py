@@ -52,7 +52,7 @@ class BlockIndex:
         """List the blocks of a layout.
 
         Args:
-            layout: [heads or 1, blocks, blocks], rows before columns; what is not 0 is computed.
+            layout: [heads or 1, blocks, blocks], rows before columns; blocks other than 0 are computed.
             block: rows and columns of a block.
 
         Raises:
@@ -120,7 +120,7 @@ def attention_forward(
             neighbouring ones of q.
         v: as k.
         index: of a layout with ``heads`` layouts or one, of ``ceil(length / block)`` blocks.
-        terms: what else the weights depend on.
+        terms: further parameters of the weights.
 
     Returns:
         The result, of q's shape, dtype and order of dimensions in memory, and [batch, heads, length] fp32, the
@@ -202,7 +202,7 @@ def _wide(t: Tensor) -> Tensor:
 
 
 def _weights(q: Tensor, k: Tensor, index: BlockIndex, terms: Terms) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Softmax of the scores; what dropout multiplies it with, or None; and the logarithms of the sums."""
+    """Softmax of the scores; the factors of dropout, or None; and the logarithms of the sums."""
     batch, heads, length, _ = q.shape
     scores = terms.scale_of(q) * (q @ k.transpose(2, 3))
     if terms.key_bias is not None:

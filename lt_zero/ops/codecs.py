@@ -1,4 +1,4 @@
-"""Codecs: how a collective turns a flat tensor into bytes, and what it received into a sum."""
+"""Codecs of collectives: a flat tensor to bytes, and received bytes to a sum."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Codec(Protocol):
         """The bytes for ``numel`` elements; without ``fixed_size``, at most."""
 
     def encode(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Encode ``x + residual``, and leave in ``residual`` what the bytes do not represent.
+        """Encode ``x + residual``, and leave the rounding error in ``residual``.
 
         Args:
             x: 1D, contiguous, in fp32, bf16 or fp16.

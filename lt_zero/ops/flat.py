@@ -28,7 +28,7 @@ from lt_zero.ops.dispatch import (
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums for a result in ``dtype`` are computed, to be rounded once."""
+    """The dtype of sums for a result in ``dtype``, which is rounded once."""
     return torch.promote_types(dtype, torch.float32)
 
 

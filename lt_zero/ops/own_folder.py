@@ -1,4 +1,4 @@
-"""A folder from which code may be loaded: no other user can change it or what lies in it.
+"""A folder to load code from: no other user can change it or its files.
 
 Note [What is loaded]
     A library runs with the rights of who loads it. So folder and file have to belong to this user, or to root, who
@@ -19,7 +19,7 @@ _OPENED = Path("/proc/self/fd")  # Linux
 
 
 class UntrustedError(OSError):
-    """Another user can change a file or folder whose content would be executed, or has put it there."""
+    """Another user can change, or has made, a file or folder with code to execute."""
 
 
 class OwnFolder:
@@ -59,7 +59,7 @@ class OwnFolder:
         return _OPENED / str(self._fd) if _OPENED.is_dir() else self.path
 
     def names(self) -> list[str]:
-        """The names of what lies in the folder, sorted."""
+        """The names in the folder, sorted."""
         return sorted(os.listdir(self._fd))
 
     def open(self, name: str) -> int:

@@ -60,7 +60,7 @@ def quantized_nbytes(numel: int, bits: int, block: int) -> int:
 
 
 def quantize(x: Tensor, bits: int, block: int, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Encode ``x + residual`` in blocks, and leave in ``residual`` what the codes do not represent.
+    """Encode ``x + residual`` in blocks, and leave the rounding error in ``residual``.
 
     Args:
         x: 1D, contiguous, in fp32, bf16 or fp16.
@@ -230,7 +230,7 @@ def _rows(flat: Tensor, block: int) -> Tensor:
 
 
 def _encoded(c: Tensor, bits: int, numel: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (uint8) and values of [blocks, block], of which ``numel`` elements are real; and the scales."""
+    """Codes (uint8) and values of [blocks, block], the first ``numel`` elements of them real; and the scales."""
     largest = c.abs().amax(1)
     bad = ~largest.isfinite()
     if bits >= 4:

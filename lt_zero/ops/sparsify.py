@@ -86,7 +86,7 @@ def encode_topk(
     Args:
         x: 1D, contiguous, in fp32, bf16 or fp16.
         k: from 0 to ``x.numel()``.
-        residual: fp32, of x's size, updated; None: what is not encoded is lost.
+        residual: fp32, of x's size, updated; None: the rest is lost.
         values: fp32 or bf16, which holds values in half the bytes.
         huffman: see ``pack_sparse``.
 

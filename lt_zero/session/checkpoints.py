@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what they contain, how they are written (perhaps in the background), how they are restored.
+"""Checkpoints of a run: their content, their writing (perhaps in the background), and their restoration.
 
 Note [Life of a save]
     A face collects weights and optimizers' states as fragments, without copies, and ``beside`` what else training needs
@@ -96,14 +96,15 @@ def weights_to_save(
 
 
 def averages_shown(engine: Engine, averaged: bool = True) -> AbstractContextManager[None]:
-    """Context in which the model has the averages of ``EMA``, if there are some, or its trained weights. Collective."""
+    """Context that gives the model the averages of ``EMA``, if there are some, or its trained weights. Collective."""
     return engine.average.showing(averaged) if engine.average is not None else nullcontext()
 
 
 def whole_weights(engine: Engine, call: str, left_out: Iterable[str] = ()) -> dict[str, Any]:
     """The state dict with full tensors on the CPU of rank 0, {} elsewhere. Collective.
 
-    With ``EMA`` it has the averages, as exports have. ``call``: what users call. ``left_out``: names that it has not.
+    With ``EMA`` it has the averages, as exports have. ``call``: name of the public function. ``left_out``: names to
+    leave out.
     """
     engine.world.roll_call(call)
     return weights_to_save(engine, left_out, sharded=False)
@@ -179,7 +180,7 @@ class Saving:
     peers: Sequence[int] = ()
 
     def bundle(self, world: World) -> Bundle:
-        """Divide the checkpoint into what each rank writes. Collective."""
+        """Divide the checkpoint among the ranks that write it. Collective."""
         facts = {
             "stage": self.config.zero_optimization.stage,
             "ranks": world.size,
@@ -191,7 +192,7 @@ class Saving:
 
 
 class Saver:
-    """The saves of one run, of which at most one is pending. See Note [Life of a save].
+    """The saves of one run, one pending at most. See Note [Life of a save].
 
     Attributes:
         pending: the save in the background that nobody has waited for.
@@ -297,7 +298,7 @@ class Progress:
 
     Attributes:
         stepped: whether its weights are those of a step.
-        residuals: what ranks owe to the weights.
+        residuals: gradients that ranks owe to the weights.
         rank_buffers: buffers of each rank, where they differ.
         loss_scale: its state; {} if there is none.
         averages: those of ``EMA``, and the number of their updates.

@@ -100,7 +100,7 @@ class Session:
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The mesh with Lightning's names, of which modules are parallelized over ``["tensor_parallel"]``."""
+        """The mesh with Lightning's names; modules are parallelized over ``["tensor_parallel"]``."""
         return self.mesh.device_mesh if self.mesh is not None else None
 
     @property
@@ -110,12 +110,12 @@ class Session:
 
     @property
     def engines(self) -> list[Engine]:
-        """One for each module, in the order in which they were set up."""
+        """One for each module, in the order of their set-up."""
         return [engine for ref in self._engines if (engine := ref()) is not None and engine.attached]
 
     @property
     def optimizers(self) -> list[ShardedOptimizer]:
-        """Optimizers in the order in which they were set up."""
+        """Optimizers in the order of their set-up."""
         return [sharded for ref in self._optimizers if (sharded := ref()) is not None]
 
     def number(self, sharded: ShardedOptimizer) -> int:
@@ -269,7 +269,7 @@ class Session:
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def _begin_passes(self) -> float:
-        """Before forwards and backwards that a pipeline runs; returns the loss scale."""
+        """Prepare the forwards and backwards of a pipeline; returns the loss scale."""
         self.loss_scale.before_backward(self.optimizers)
         return self.loss_scale.scale
 
@@ -279,9 +279,7 @@ class Session:
         return self.loss_scale.scaled(engine or next(iter(self.engines), None), loss)
 
     def before_step(self) -> None:
-        """A step begins, of which nothing is done or counted yet: a caller who catches the error can begin it again.
-
-        Collective.
+        """Begin a step. Nothing of it is done or counted at an error, so a caller can begin it again. Collective.
 
         Raises:
             CheckpointError: on all ranks: the save in the background has failed.
@@ -294,12 +292,12 @@ class Session:
         return self.loss_scale.step(sharded, self.number(sharded), limit, call)
 
     def end_step(self, sharded: ShardedOptimizer) -> None:
-        """A step of an optimizer is over, for the face, too."""
+        """End the step of an optimizer, for the face, too."""
         if self.trial is not None and self.number(sharded) == 0:
             self.trial.end_step()
 
     def explaining(self) -> AbstractContextManager[None]:
-        """Context in which errors of collectives of others tell which rank has ended."""
+        """Context that adds the rank that has ended to errors of other collectives."""
         return self.known.world.explaining() if self.known is not None else nullcontext()
 
     # ---- checkpoints, and the end ------------------------------------------------------------------------------
@@ -309,7 +307,7 @@ class Session:
         self.saver.save(saving, path, self.world, saving.config.checkpoint.async_save)
 
     def wait_for_save(self, call: str) -> None:
-        """Wait for the save in the background; ``call``: what users call. Collective.
+        """Wait for the save in the background; ``call``: name of the public function. Collective.
 
         Raises:
             CheckpointError: on all ranks: it has failed.

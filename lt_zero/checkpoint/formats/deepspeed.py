@@ -266,7 +266,7 @@ class DeepSpeedSource(ForeignSource):
         return entries
 
     def _assembled(self, what: str, place: _ParamLocation, rows: Sequence[Any]) -> Saved:
-        """A tensor whose elements are in the rows of ranks."""
+        """A tensor with its elements in the rows of ranks."""
         dtype = rows[place.rank].dtype
 
         def read() -> Tensor:

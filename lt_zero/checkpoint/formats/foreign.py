@@ -40,11 +40,11 @@ class ForeignSource:
         inert: names of further classes whose objects are left out instead of refused.
 
     Attributes:
-        notes: sentences about what cannot be converted.
-        parts: what was or may be read: files, and where the part of each begins and ends (None: all of it).
+        notes: sentences about content that cannot be converted.
+        parts: ranges of files that were or may be read: path, begin, end (None: of the file).
 
     Raises:
-        CheckpointError: a file is missing, damaged, or holds what is refused; names it.
+        CheckpointError: a file is missing, damaged, or has refused content; names it.
     """
 
     def __init__(self, path: str | os.PathLike[str], inert: Collection[str] = ()) -> None:
@@ -170,7 +170,7 @@ def _prefix_of(names: list[str], meta: Mapping[str, Any]) -> str:
 
 
 def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names whose tensors are the same values in memory: later name -> first name."""
+    """Names of tensors with the same memory: later name -> first name."""
     first: dict[Any, str] = {}
     found: dict[str, str] = {}
     for name, tensor in tensors.items():

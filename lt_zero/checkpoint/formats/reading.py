@@ -51,7 +51,7 @@ _lock = threading.Lock()  # torch's list of admitted classes is one for the proc
 
 
 class Stub:
-    """An object whose class is not loaded: the arguments of its constructor, and its attributes."""
+    """Stand-in for an object of a class that is not loaded: the arguments of its constructor, and its attributes."""
 
     kind = ""  # the class's name in the file
     args: tuple[Any, ...]
@@ -187,7 +187,7 @@ def load(
     classes whose objects become a ``Stub``.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or holds what is not read; names it.
+        CheckpointError: the file is missing or damaged, or has refused content; names it.
     """
     with opened(path, start, stop) as file, ThreadPoolExecutor(1) as beside:
         head = file.read(len(_OLD_FORMAT))
@@ -223,7 +223,7 @@ def load_plain(data: bytes, name: str) -> Any:
     """The object in the bytes of a file of ``torch.save`` that this package wrote: plain containers and tensors.
 
     Raises:
-        CheckpointError: it is damaged, or holds what is not read; names it.
+        CheckpointError: it is damaged, or has refused content; names it.
     """
     try:
         file = io.BytesIO(data)
@@ -246,7 +246,7 @@ def _check_again(path: Path, start: int, stop: int | None, records: list[Record]
 
 
 def check_file(path: Path, number: int = 0, of: int = 1) -> None:
-    """Compare the checksums of a file of ``torch.save`` with what is in it.
+    """Compare the checksums of a file of ``torch.save`` with its content.
 
     Each of several processes does a share of the values, and the rest: what could fail at once in the loader.
 
@@ -316,7 +316,7 @@ def has_checksums(path: Path, start: int = 0, stop: int | None = None) -> bool:
     """Read all of a file of ``torch.save`` and compare its checksums; False if it has none.
 
     Raises:
-        CheckpointError: a record is not what was written; names it.
+        CheckpointError: a record is damaged; names it.
     """
     with opened(path, start, stop) as file:
         if file.read(len(_ZIP)) != _ZIP:

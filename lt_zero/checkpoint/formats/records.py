@@ -293,7 +293,7 @@ class MappedRecords:
         self._places[at:at] = [(start + size, job) for start, size, job in found]
 
     def check(self, tensor: Tensor) -> Tensor:
-        """The tensor, whose record is right, if it is one of a mapped file.
+        """Return the tensor, after a check of its record if it is of a mapped file.
 
         Raises:
             CheckpointError: its file is damaged or cannot be read; names it.
@@ -313,7 +313,7 @@ class MappedRecords:
         return tensor
 
     def check_all(self) -> None:
-        """Check what is left. Errors are those of ``check``."""
+        """Check the remaining records. Errors are those of ``check``."""
         self._wait(self._jobs)
 
     def _wait(self, jobs: Sequence[ChecksumJob]) -> None:

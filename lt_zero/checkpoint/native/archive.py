@@ -227,7 +227,7 @@ class Archive:
         """Read every byte; returns their number. ``tick`` is called with the bytes of each block.
 
         Raises:
-            CheckpointError: one is not what was written; names its file.
+            CheckpointError: one is damaged; names its file.
         """
         for name in self.manifest.files:
             self._blocks.verify(name, tick)

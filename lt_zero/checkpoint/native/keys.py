@@ -1,4 +1,4 @@
-"""Keys of dictionaries that have no plain form, such as a class or a member of an enumeration; paths to what has none.
+"""Keys without a plain form, such as a class or a member of an enumeration, and paths to values without one.
 
 Note [Keys]
     A key is looked up by those who put it there: its text would not be found. ``to_plain`` puts a plain name in its
@@ -60,7 +60,7 @@ def _rename(container: dict[Any, Any], name: Any, key: Any) -> None:
 
 
 def described(path: Path, key: Any) -> list[Any] | None:
-    """A plain description of a key: the path of its container, its plain name, what it is, and its path as text.
+    """A plain description of a key: the path of its container, its plain name, its description, and its path as text.
 
     None: it has none. ``path``: with ``Key(name)`` at its end.
     """
@@ -69,7 +69,7 @@ def described(path: Path, key: Any) -> list[Any] | None:
 
 
 def unknown(records: Iterable[Any]) -> list[str]:
-    """The paths of described keys whose classes are not loaded."""
+    """The paths of described keys of classes that are not loaded."""
     return [record[-1] for record in records if not described_keys([record])]
 
 

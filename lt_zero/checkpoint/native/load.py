@@ -1,6 +1,6 @@
 """Converts an open checkpoint to Lightning's dictionary, whose tensors are read on demand, and restores from it.
 
-A Trainer, Fabric and a loop of one's own have in common what is here.
+Shared by a Trainer, Fabric and a loop of one's own.
 
 Note [Options of parameter groups]
     torch's ``load_state_dict`` replaces all options of a group by the saved ones. Those of another class (DeepSpeed's
@@ -390,7 +390,7 @@ def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, left_
 
 
 def _lacking_prefix(module: nn.Module, state: Mapping[str, Any]) -> str:
-    """The prefix with which all names of a state dict would be the module's; "" if there is none."""
+    """The prefix that turns all names of a state dict into the module's; "" if there is none."""
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     saved = [name for name, value in state.items() if isinstance(value, Tensor)]
     found = {name.removesuffix(saved[0]) for name in names if name.endswith(f".{saved[0]}")} if saved else set()
@@ -474,11 +474,11 @@ def restore_weights(
 
 
 def restore_training(engine: Engine, residuals: Any, stepped: bool) -> None:
-    """Restore what is neither in the weights nor in the optimizers' states. Collective.
+    """Restore the state of training beside weights and optimizers. Collective.
 
     Args:
         engine: with loaded weights. See Note [Order of a restore].
-        residuals: what ``residual_state`` returned.
+        residuals: the result of ``residual_state``.
         stepped: whether the weights are those of a step.
 
     Raises:
@@ -502,7 +502,7 @@ def restore_optimizer(
 ) -> None:
     """Load an optimizer's state, whether or not it is sharded; arguments as for ``fitting_state``. Not collective.
 
-    ``tick`` is called for each parameter whose state was read.
+    ``tick`` is called after the state of each parameter is read.
 
     Raises:
         CheckpointError, ValueError: the optimizer's parameters differ from the saved ones.

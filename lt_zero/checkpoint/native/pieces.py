@@ -374,7 +374,7 @@ def load_full_optimizer_state(
 
     Args:
         full: as ``Optimizer.state_dict`` returns it; of lazy tensors only this rank's pieces are read.
-        tick: called for each parameter whose state was read.
+        tick: called after the state of each parameter is read.
 
     Raises:
         ValueError: the optimizer's parameters differ from the saved ones.

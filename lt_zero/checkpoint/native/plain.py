@@ -1,4 +1,4 @@
-"""Converts what is saved beside weights to plain containers, which any process can load and which run no code.
+"""Converts content beside weights to plain containers: any process can load them, and they run no code.
 
 Note [Plain values]
     ``torch.load(weights_only=True)`` reads tensors, numbers, strings, lists, tuples, dicts and a few classes of torch.

@@ -136,7 +136,7 @@ class Beside:
 
 
 def unite(mine: Beside, theirs: Sequence[Beside | None]) -> None:
-    """Add to what rank 0 saves, ``mine``, what other ranks told (by rank) and it lacks.
+    """Add to rank 0's content, ``mine``, the entries of other ranks (by rank) that it lacks.
 
     Raises:
         CheckpointError: a group of an optimizer has another option than on rank 0.

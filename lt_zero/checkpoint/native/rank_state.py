@@ -245,7 +245,7 @@ def rank_buffers(engine: Engine, prefix: str = "") -> dict[str, Any] | None:
 
 @torch.no_grad()
 def load_rank_buffers(engine: Engine, state: Mapping[str, Any] | None, prefix: str = "") -> None:
-    """Go on with this rank's buffers of a checkpoint whose state dict is loaded. Not collective."""
+    """Load this rank's buffers of a checkpoint, after its state dict. Not collective."""
     mine = {k.removeprefix(prefix): v for k, v in (state or {"buffers": {}})["buffers"].items() if k.startswith(prefix)}
     if not state or not mine:
         return

@@ -156,7 +156,7 @@ def _complete(
     config: Mapping[str, Any],
     has_optimizers: bool,
 ) -> None:
-    """Add to rank 0's bundle what is saved beside tensors. ``left``: what has no plain form."""
+    """Add the content beside tensors to rank 0's bundle. ``left``: values without a plain form."""
     keys, left = _keys_of(left)
     made.meta |= mine.meta
     made.meta[LT_ZERO] = {
@@ -186,7 +186,7 @@ def _take_optimizer(
 ) -> Any:
     """Move the fragments of an optimizer's state dict to the tensors; returns the rest, keyed by name, if ``keeps``.
 
-    What of it has no plain form is added to ``left``.
+    Values without a plain form are added to ``left``.
     """
     state = {"state": {}, "param_groups": [], **state}  # Lightning's mock optimizer has an empty state
     by_number = dict(zip(parameter_numbers(state), chain.from_iterable(groups), strict=True))
@@ -366,7 +366,7 @@ def _reason(cause: BaseException, trace: Sequence[traceback.FrameSummary]) -> st
 class DirectoryWriter(StorageWriter):
     """Writes the tensors of one rank into the (temporary) directory, and on rank 0 the rest and the manifest.
 
-    What is not tensors is read when all tensors are written. ``then`` and ``tick``: as for ``write``; ``ranks``: how
+    Other content is read when all tensors are written. ``then`` and ``tick``: as for ``write``; ``ranks``: how
     many save together.
     """
 
@@ -495,7 +495,7 @@ def _size_of(parts: BoxesByName) -> int:
 
 
 def _range_of(value: Tensor) -> tuple[Box, int, int]:
-    """The box of a tensor of which this rank has elements, and the range of these in it."""
+    """The box of a tensor that has this rank's elements, and the range of these in it."""
     if isinstance(value, Fragment):
         return value.box, value.lo, value.hi
     return Box.whole(tuple(value.shape)), 0, value.numel()
@@ -585,7 +585,7 @@ def _add_others(sink: Sink, metadata: dcp.Metadata, extra: Mapping[str, Any], op
 
 
 def path_of(name: str) -> tuple[str, ...]:
-    """The path of a full name, in which parameter names contain dots.
+    """The path of a full name; parameter names in it contain dots.
 
     >>> path_of("model.a.weight"), path_of("optimizer_0.state.a.weight.exp_avg")
     (('model', 'a.weight'), ('optimizer_0', 'state', 'a.weight', 'exp_avg'))

@@ -1,4 +1,4 @@
-"""Files that ``torch.load`` reads, written as a stream: one tensor at a time, and what holds them last.
+"""Files that ``torch.load`` reads, written as a stream: one tensor at a time, and their containers last.
 
 Note [Order in the file]
     ``torch.save`` needs the whole object first. A zip has its directory at the end, so the records may have any order:
@@ -103,7 +103,7 @@ class TorchFile:
         return self._add(tuple(tensor.shape), tensor.dtype, [_bytes_of(tensor, tensor.dtype)])
 
     def add_parts(self, shape: Sequence[int], dtype: torch.dtype, parts: Iterable[Tensor]) -> TensorRecord:
-        """Write a tensor whose values come one part after the other, row-major: contiguous CPU tensors of any shape.
+        """Write a tensor from parts, row-major: contiguous CPU tensors of any shape.
 
         Raises:
             ValueError: a part has another dtype, or all of them another number of elements. The file is of no use then.

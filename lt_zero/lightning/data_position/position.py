@@ -234,7 +234,7 @@ class DataPosition:
                 tracker.ready = tracker.started = tracker.processed = tracker.completed = tracker.processed - surplus
 
     def _scale_counters(self, state: dict[str, Any]) -> None:
-        """See Note [Resuming with another batch size]. Warns about loaders whose position is lost."""
+        """See Note [Resuming with another batch size]. Warns about loaders that lose their position."""
         assert self._trainer is not None
         saved, positions = state["loaders"], self._feed.positions
         reasons = [f"{name} cannot be tracked" for name in self._feed.untracked]

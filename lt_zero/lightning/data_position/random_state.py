@@ -42,7 +42,7 @@ class RandomStates:
             np.random.set_state(self.numpy)
 
     def differing(self, other: RandomStates) -> set[str]:
-        """Names of the host's generators whose states differ."""
+        """Names of the host's generators with other states."""
         same = {
             "torch": torch.equal(self.torch, other.torch),
             "random": self.python == other.python,

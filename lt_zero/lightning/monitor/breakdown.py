@@ -124,7 +124,7 @@ def time_line(number: int, ranks: list[Times]) -> str:
 
 
 def busy_ms(ranks: list[Times]) -> list[float]:
-    """Milliseconds per step of each rank in which it does not wait for others."""
+    """Milliseconds per step that each rank does not wait for others."""
     return [sum(t.seconds.get(kind, 0.0) * sign for kind, sign in _BUSY) / t.steps * 1e3 for t in ranks]
 
 
