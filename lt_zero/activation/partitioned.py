@@ -163,7 +163,7 @@ class PartitionedStore(ActivationStore):
 
     @contextmanager
     def saving(self, name: str, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Context in which a call of module ``name`` saves ``tensors``. Collective."""
+        """Context for a call of module ``name`` that saves ``tensors``. Collective."""
         with self._lock, torch.no_grad():
             self._reap()
             self._settle()

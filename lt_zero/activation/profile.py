@@ -64,7 +64,7 @@ class Boundary:
 
     @contextmanager
     def around(self, name: str, recompute: bool = False) -> Iterator[None]:
-        """A context for one call of module ``name``, in forward or in recomputation, which may end by an exception."""
+        """Context for one call of module ``name``, in forward or in recomputation, which may end by an exception."""
         self._wait()
         start = self._now() if self._profile else None
         try:
@@ -77,7 +77,7 @@ class Boundary:
                 self._collect()
 
     def end_step(self) -> None:
-        """Called after an optimizer step; prints a table if one is due."""
+        """Count an optimizer step, and print a table if one is due."""
         self._collect()
         self._steps += 1
         if not self._profile or self._steps % self._every:

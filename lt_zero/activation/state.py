@@ -69,7 +69,7 @@ class SavedState:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A context for a recomputation, after which everything gets its current value back."""
+        """Context for a recomputation; everything gets its current value back afterwards."""
         buffers = {name: _get(name) for name in self._buffers}
         generators = [(generator, generator.get_state()) for generator, _ in self._generators]
         objects = [(held, {key: _at(held, key) for key in old}) for held, old in self._objects]

@@ -177,7 +177,7 @@ class ActivationStore:
 
     @contextmanager
     def saving(self, name: str, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Context in which a call of module ``name`` saves ``tensors``."""
+        """Context for a call of module ``name`` that saves ``tensors``."""
         with saved_tensors_hooks(self.pack, self.unpack):
             yield
 

@@ -173,7 +173,7 @@ class ZeroPrecision(HalfPrecision):
         return self.init_context(trains=True)
 
     def autocast_context_manager(self) -> torch.autocast:
-        """As in Lightning's ``MixedPrecision``; no effect in the true modes."""
+        """Autocast of Lightning's ``MixedPrecision``; no effect in the true modes."""
         enabled, dtype = self.policy.autocast, self.policy.compute
         return torch.autocast(self.device_type, dtype=dtype if enabled else None, enabled=enabled, cache_enabled=False)
 

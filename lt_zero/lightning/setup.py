@@ -251,7 +251,7 @@ class Signals:
         self._override.give_back()
 
     def pass_point(self, trains: bool) -> None:
-        """Called by all ranks during a batch; ``trains``: of training. Collective if there was a signal."""
+        """Act on signals during a batch, on all ranks; ``trains``: of training. Collective if there was a signal."""
         agreed = self._agreement.pass_point(trains)
         self._agreed += agreed
         if _STOP in agreed:

@@ -209,7 +209,7 @@ class TrainingEngine(nn.Module):
         self.loss_scale_controller.before_backward([self._sharded], factor=self._added)
 
     def _end_backward(self) -> None:
-        """See Note [Accumulation in a loop]."""
+        """End a backward. See Note [Accumulation in a loop]."""
         if self._sharded is not None and self.is_gradient_accumulation_boundary() and not self._quiet:
             self._sharded.grads.carry(1.0)
 

@@ -83,7 +83,7 @@ class BucketRow:
 
     @property
     def master_is_view(self) -> bool:
-        """See ``Weights.master_is_view``."""
+        """True if master weights are a view of the flat tensor (``Weights.master_is_view``)."""
         same = self.master == self.dtype and not self.rounded
         return not self.sharding.params and same and self.states == DEVICE
 

@@ -117,7 +117,7 @@ class MeshPlan:
 
 
 def meshes(job: TrainingJob) -> Iterator[ParallelSizes]:
-    """Those that can run: tensor ranks on one node that divide heads, stages with a layer, whole micro-batches."""
+    """Meshes that can run: tensor ranks on one node that divide heads, stages with a layer, whole micro-batches."""
     for tensor in _divisors(math.gcd(job.world, job.per_node)):
         for stages in _divisors(job.world // tensor):
             data = job.world // tensor // stages

@@ -83,7 +83,7 @@ class Storage:
         raise NotImplementedError
 
     def end_pass(self) -> None:
-        """Called between passes, when nothing is stored."""
+        """End a pass, when nothing is stored."""
 
     def stats(self) -> dict[str, int]:
         """``made``: allocations so far; ``memory``, ``disk``: bytes allocated, in use or not."""

@@ -163,7 +163,7 @@ class Store:
         """Forget ``kernel_target`` after the kernel failed."""
 
     def note_readers(self) -> None:
-        """Before a background step: note which work queued on the device still reads the copy."""
+        """Note the queued work on the device that still reads the copy, before a background step."""
 
     def wait_copied(self) -> None:
         """Make the current stream wait until the copy is up to date."""

@@ -36,7 +36,7 @@ from lt_zero.checkpoint.native.rank_state import (
     rank_buffers,
     residual_state,
 )
-from lt_zero.checkpoint.native.save import TRAINED_WEIGHTS, Bundle, bundle, make_place, stage, write
+from lt_zero.checkpoint.native.save import TRAINED_WEIGHTS, Bundle, bundle, make_directory, stage, write
 from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
@@ -220,7 +220,7 @@ class Saver:
                 self._buffer = stage(made, self._buffer)
         group = world.saving_group(background)
         # From here on ``write`` removes the directory after an error.
-        place = make_place(world, path)
+        place = make_directory(world, path)
         then = partial(saving.then, place.name)
         if background:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
@@ -262,7 +262,7 @@ class Saver:
             action()
 
     def abandon(self, world: World) -> None:
-        """After an error other ranks may be gone: wait for the pending save briefly, without collectives."""
+        """Wait for the pending save briefly, without collectives: after an error other ranks may be gone."""
         ended = True
         if self.pending is not None:
             with progress_bar("Waiting for the save in the background", rank=world.rank):

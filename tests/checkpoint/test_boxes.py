@@ -27,7 +27,7 @@ from lt_zero.checkpoint.native.pieces import (
     parameter_names,
     weight_fragments,
 )
-from lt_zero.checkpoint.native.save import bundle, make_place, write
+from lt_zero.checkpoint.native.save import bundle, make_directory, write
 from lt_zero.cli import app
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
@@ -90,7 +90,7 @@ def _save(engine: Engine, sharded: ShardedOptimizer, path: str, **more: Any) -> 
     world, names = World.join(CPU), [parameter_names(sharded.optimizer, engine)]
     state = {"state_dict": weight_fragments(engine), "optimizer_states": [optimizer_fragments(sharded)], **more}
     made = bundle(state, names, world, {}, {})
-    write(made, make_place(world, path), world, world.saving_group(background=False))
+    write(made, make_directory(world, path), world, world.saving_group(background=False))
 
 
 def _values(engine: Engine) -> dict[str, Tensor]:

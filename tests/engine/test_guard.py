@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lt_zero
-from lt_zero.checkpoint.native.plain import plain
+from lt_zero.checkpoint.native.plain import to_plain
 from lt_zero.engine.full_params import take_over_assigned
 from lt_zero.engine.lazy_tensor import AbsentTensor
 from tests.support.matrix import cover, only
@@ -65,7 +65,7 @@ def _reads() -> None:
         lambda: Net().load_state_dict(engine.root.state_dict()),
         lambda: engine.root.load_state_dict(engine.root.state_dict()),
         lambda: pickle.dumps(engine.root.state_dict()),
-        lambda: plain({"mine": engine.root.state_dict()}),
+        lambda: to_plain({"mine": engine.root.state_dict()}),
         lambda: p.sum().item(),
         lambda: p.norm(),
         lambda: p[0],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
-from lt_zero.checkpoint.native.save import bundle, make_place, write
+from lt_zero.checkpoint.native.save import bundle, make_directory, write
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box, ParamSpec
@@ -116,7 +116,7 @@ def _train(stage: int, optimizer: str, zero: dict[str, Any], path: str) -> dict[
         torch.testing.assert_close(values[name], mine, rtol=1e-5, atol=1e-6)
     content = {"state_dict": weight_fragments(engine), "optimizer_states": [optimizer_fragments(sharded)]}
     saved = bundle(content, [parameter_names(made, engine)], world, {}, {})
-    write(saved, make_place(world, path), world, world.saving_group(background=False))
+    write(saved, make_directory(world, path), world, world.saving_group(background=False))
     return reference.state_dict()
 
 

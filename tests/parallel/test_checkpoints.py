@@ -16,7 +16,7 @@ import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.load import as_lightning, restore_training, restore_weights
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
-from lt_zero.checkpoint.native.save import bundle, make_place, write
+from lt_zero.checkpoint.native.save import bundle, make_directory, write
 from lt_zero.session.checkpoints import restore_optimizers
 from tests.support.matrix import cover
 from tests.support.parallel_nets import Net, Ranks, Run, all_states, all_weights, reference_step, start
@@ -32,7 +32,7 @@ def save(run: Run, path: str) -> None:
     world = run.engine.world
     content = {"state_dict": weight_fragments(run.engine), "optimizer_states": [optimizer_fragments(run.sharded)]}
     saved = bundle(content, [parameter_names(run.optimizer, run.engine)], world, {}, {})
-    write(saved, make_place(world, path), world, world.saving_group(background=False))
+    write(saved, make_directory(world, path), world, world.saving_group(background=False))
 
 
 def load(run: Run, path: str) -> None:

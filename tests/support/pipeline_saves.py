@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.load import as_lightning, restore_weights
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
-from lt_zero.checkpoint.native.save import bundle, make_place, write
+from lt_zero.checkpoint.native.save import bundle, make_directory, write
 from lt_zero.parallel import LayerSpec, TiedLayerSpec
 from lt_zero.session.checkpoints import Progress, beside, left_out_here, restore_optimizers, weights_to_save
 from tests.support.parallel_nets import all_states, all_weights
@@ -69,7 +69,7 @@ def save(run: Run, path: str, left_out: Sequence[str] = ()) -> None:
     content = {"state_dict": weights_to_save(engine, left_out), "optimizer_states": [optimizer_fragments(run.sharded)]}
     content |= beside({"": engine})
     saved = bundle(content, names, world, {}, {}, left_out, engine.peers.ranks)
-    write(saved, make_place(world, path), world, world.saving_group(background=False))
+    write(saved, make_directory(world, path), world, world.saving_group(background=False))
 
 
 def load(run: Run, path: str) -> None:

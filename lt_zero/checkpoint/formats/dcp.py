@@ -62,7 +62,7 @@ class DcpSource(ForeignSource):
             self._optimizer({keys: entry for keys, entry in entries.items() if keys[0] == root})
 
     def _entries(self, metadata: Any) -> dict[_Keys, Saved | _Bytes]:
-        """By path: a tensor, or the part of a file with another value."""
+        """The entries by path: a tensor, or the part of a file with another value."""
         if not isinstance(metadata, Stub) or not metadata.kind.endswith(".Metadata"):
             raise ValueError("it does not hold the metadata of a checkpoint")
         places: dict[tuple[str, Any], _Bytes] = {}

@@ -184,7 +184,7 @@ def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def damage(where: object) -> Iterator[None]:
-    """Context in which errors of Python mean that the content of ``where`` is not as it should be."""
+    """Context that turns errors of Python into those of unexpected content in ``where``."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:

@@ -432,7 +432,7 @@ def find(path: str | os.PathLike[str]) -> str:
 
 
 def _escaped(name: str) -> str:
-    """See Note [Publishing a directory]."""
+    """The name without text that Lightning takes for a requeue checkpoint. See Note [Publishing a directory]."""
     return name.replace("ckpt_", "ckpt%5F")
 
 

@@ -296,7 +296,7 @@ def _releasing(items: Iterable[tuple[_T, Any]], before: Callable[[], object] = _
         done()
 
 
-def make_place(world: World, path: str) -> PendingDirectory:
+def make_directory(world: World, path: str) -> PendingDirectory:
     """The directory to write to, visible to all ranks. Collective."""
     place, problem, facts = None, None, None
     try:

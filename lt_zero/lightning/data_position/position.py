@@ -213,7 +213,7 @@ class DataPosition:
         self._correct_counters(own)
 
     def _correct_counters(self, state: dict[str, Any]) -> None:
-        """See Note [Lightning's counters]."""
+        """Correct the counters. See Note [Lightning's counters]."""
         assert self._trainer is not None
         loop = self._trainer.fit_loop
         batches: Any = loop.epoch_loop.batch_progress

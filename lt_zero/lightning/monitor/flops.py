@@ -69,7 +69,7 @@ class Flops:
 
     @property
     def model(self) -> int:
-        """Without recomputation."""
+        """Operations without recomputation."""
         return self.forward + self.backward
 
 
