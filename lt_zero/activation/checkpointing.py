@@ -219,7 +219,8 @@ class _Checkpointed:
         vars(module)["forward"] = self
 
     def remove(self) -> None:
-        self._active = False  # a wrapper that was installed later keeps calling this object
+        # A wrapper that was installed later keeps calling this object.
+        self._active = False
         if vars(self._module).get("forward") is self:
             del vars(self._module)["forward"]
             if self._replaced is not None:
@@ -260,14 +261,16 @@ class _Run:
 
     def __init__(self, forward: _Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forward = forward
-        self._first = [(args, kwargs)]  # the caller's own containers: forward may write to them
+        # Keep the caller's own containers: forward may write to them.
+        self._first = [(args, kwargs)]
         self.tensors: list[Tensor] = []
         self._order: list[int] = []  # indices of the saved tensors, as they occur among the arguments
         indices: dict[int, int] = {}
 
         def take(tensor: Tensor) -> Tensor:
             if isinstance(tensor, Parameter):
-                return tensor  # never saved: the engine may release and gather it
+                # Parameters are never saved: the engine may release and gather them.
+                return tensor
             index = indices.setdefault(id(tensor), len(self.tensors))
             if index == len(self.tensors):
                 self.tensors.append(tensor)

@@ -31,7 +31,8 @@ class ForwardState:
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = list(module.modules())
-        norms = [m for m in self.modules if isinstance(m, BATCH_NORMS)]  # always copied: frozen ones may be unfrozen
+        # Copy also frozen ones, which may be unfrozen later.
+        norms = [m for m in self.modules if isinstance(m, BATCH_NORMS)]
         self.changing: set[_BufferName] = {(n, name) for n in norms for name, _ in n.named_buffers(recurse=False)}
         self.known = False  # a forward in training has ended
 
@@ -55,7 +56,8 @@ class SavedState:
         values = [value for m in state.modules for value in vars(m).values()]
         self._generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
         self._objects = [(held, held.copy()) for held in iter_containers(tuple(_objects(arguments)))]
-        self._dtype = torch.get_default_dtype()  # precision plugins and fp32 modules set it around forward only
+        # Precision plugins and fp32 modules set the default dtype around forward only.
+        self._dtype = torch.get_default_dtype()
 
     def after_forward(self) -> None:
         """Keep only changed values: the others would hold the entries of all layers until the recomputation."""

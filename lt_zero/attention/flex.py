@@ -47,7 +47,8 @@ def _compiled(device: str) -> Any:
 @functools.lru_cache(64)
 def block_mask(pattern: Pattern, heads: int, first: int, here: int, length: int, device: torch.device) -> BlockMask:
     """The mask of heads ``first`` to ``first + here``: tiles without an allowed element, full ones, and the others."""
-    with torch.inference_mode(False):  # backward keeps its tensors, also where a validation made them
+    # Backward keeps these tensors, also if a validation made them.
+    with torch.inference_mode(False):
         return _block_mask(pattern, heads, first, here, length, device)
 
 

@@ -330,7 +330,8 @@ def pattern_from_text(text: str) -> Pattern:
 
 @functools.lru_cache(maxsize=32)
 def _layout(pattern: Pattern, heads: int, blocks: int, below: bool = False) -> Tensor:
-    with torch.inference_mode(False):  # it outlives the mode in which it is made
+    # The layout outlives the mode that it is made in.
+    with torch.inference_mode(False):
         layout = pattern._draw(heads, blocks)
         return (layout.tril() if below else layout).expand(heads, -1, -1)
 

@@ -87,14 +87,16 @@ def _attend(
     """Attention of ``query``'s heads, which are number ``first`` and following of the ``heads``."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     dense_only = query.shape[2] != key.shape[2] or query.dtype == torch.float64 or query.shape[0] == 0
-    if dense_only or asks_for_tangents():  # the kernels have no derivatives in forward mode
+    # The kernels have no derivatives in forward mode.
+    if dense_only or asks_for_tangents():
         allowed = allowed_elements(pattern, heads, query.shape[2], key.shape[2], query.device, first, query.shape[1])
         return dense(query, key, value, allowed, bias, dropout, scale)
     if query.device.type != "cpu":
         return flex(query, key, value, pattern, bias, dropout, scale, heads, first)
     _check_constant(bias)
     seed = torch.zeros((), dtype=torch.int64, device=query.device)
-    if dropout:  # ranks of a group often have one state of the generator: their heads are not to drop the same elements
+    # Ranks of a group often have one state of the generator, and their heads must not drop the same elements.
+    if dropout:
         seed = torch.randint(1 << 62, (), device=query.device) + first
     wanted = query.dtype
     if wanted == torch.float16:  # a CPU multiplies in fp32
@@ -355,7 +357,8 @@ _A_PATTERN = "pass a pattern, such as lt_zero.attention.Fixed(block=16)"
 
 
 def _check_types(query: Any, key: Any, value: Any, pattern: Any, mask: Any, dropout: Any) -> None:
-    if torch.compiler.is_compiling():  # it cannot trace the classes of patterns
+    # torch.compile cannot trace the classes of patterns.
+    if torch.compiler.is_compiling():
         return
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         expect(tensor, Tensor, name, "pass query, key and value as tensors, then the pattern")

@@ -134,7 +134,8 @@ def _content(source: Source, target: str, path: str, world: World, prefix: str) 
             made[id(value)] = _fragment(value)
         return made.get(id(value), value)
 
-    checkpoint, rest = to_plain(checkpoint, fragment)  # of all mappings: averaged weights are in an OrderedDict
+    # Convert all mappings: averaged weights are in an OrderedDict.
+    checkpoint, rest = to_plain(checkpoint, fragment)
     restore(checkpoint, rest)
     checkpoint[LT_ZERO] = {"hparams": own["hparams"], "foreign": any(state.get("foreign") for state in states)}
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -56,7 +56,8 @@ def tell_of_newer(path: str | os.PathLike[str], step: Any) -> None:
     try:
         found = dict(_candidates(Path(path).absolute().parent, below=False))
     except OSError:
-        return  # a neighbour of other users, or on a failing disk: no reason to end a run
+        # A neighbour of other users, or on a failing disk, is no reason to end a run.
+        return
     own = os.path.realpath(path)
     latest: tuple[int, str] | None = None
     for other in sorted(found, key=lambda name: (found[name], name), reverse=True)[:_MOST]:

@@ -131,7 +131,8 @@ class Sink:
         filling, fill = self._filling, self._fill
         if filling is not None and fill:
             filling[fill : rounded(fill)].zero_()
-            self._put(filling, fill)  # on an error the buffer stays, for ``abandon``
+            # On an error the buffer stays, for ``abandon``.
+            self._put(filling, fill)
             self._filling, self._fill, self._number = None, 0, self._number + 1
 
     def _take(self) -> Tensor:
@@ -291,7 +292,8 @@ class StreamSink(Sink):
         return FileRecord(nbytes, tuple(self._sums))
 
     def abandon(self) -> None:
-        with contextlib.suppress(Exception):  # the first error is the one to report
+        # The first error is the one to report.
+        with contextlib.suppress(Exception):
             self._stream.close()
 
 

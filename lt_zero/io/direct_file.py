@@ -165,7 +165,8 @@ class _Handle:
 
     def release(self) -> None:
         """Close and remove the file; at exit, drop queued requests."""
-        if os.getpid() != self.pid:  # the parent's file stays; see Note [Fork and exit] in common/worker.py
+        # The parent's file stays; see Note [Fork and exit] in common/worker.py.
+        if os.getpid() != self.pid:
             os.close(self.fd)
             return
         with self.idle:
@@ -379,7 +380,8 @@ def go_direct(fd: int, unit: int, nbytes: int) -> bool:
     before = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, before | os.O_DIRECT)
-        if nbytes:  # some file systems accept the flag and refuse the request
+        # Try a request: some file systems accept the flag and refuse requests.
+        if nbytes:
             zeros = aligned_buffer(unit)
             os.pwritev(fd, [view_of(zeros)], 0)
     except OSError:

@@ -187,7 +187,8 @@ def _remove_leftovers(base: Path, local: bool) -> None:
             if (size := _remove_if_dead(base / name)) is not None:
                 count, freed = count + 1, freed + size
         except OSError as error:
-            if not isinstance(error, FileNotFoundError):  # another rank may have removed it first
+            # Another rank may have removed it first.
+            if not isinstance(error, FileNotFoundError):
                 log.warning("Cannot remove %s of a dead process: %s", name, error)
     if count:
         log.warning("Removed %d folder(s) of killed runs from %s: %s freed.", count, base, in_words(freed))
@@ -249,7 +250,8 @@ def _remove(folder: Path) -> None:
 
 
 def _release(path: Path, lock: list[int], pid: int) -> None:
-    if os.getpid() != pid:  # the parent's folder stays; see Note [Fork and exit] in common/worker.py
+    # The parent's folder stays; see Note [Fork and exit] in common/worker.py.
+    if os.getpid() != pid:
         return
     try:
         with contextlib.suppress(FileNotFoundError):

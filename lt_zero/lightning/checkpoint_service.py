@@ -150,7 +150,8 @@ class CheckpointService:
             if run.built is not None:
                 content |= beside({"": run.built}, sharded=run.directories)
         self.wait(run)
-        _file_beside(run, path)  # refuses a URL before anything is written
+        # Refuse a URL before anything is written.
+        _file_beside(run, path)
         return content
 
     def _save_file(self, run: RunSnapshot, checkpoint: Mapping[str, Any], path: str, storage_options: Any) -> None:
@@ -368,7 +369,8 @@ def _file_beside(run: RunSnapshot, path: str) -> tuple[Path, torch.dtype] | None
     if not run.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
         return None
     if Path(path).name.startswith("hpc_ckpt_"):
-        return None  # for a requeue alone, and Lightning takes any file of that name for a checkpoint
+        # Such a checkpoint is for a requeue alone, and Lightning takes any file of that name for one.
+        return None
     if is_url(path):
         raise CheckpointError(
             f"stage3_gather_16bit_weights_on_model_save writes a local file, and {path} is a URL: set it to false "

@@ -110,7 +110,8 @@ class EMA(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict["last_step"]  # averages are restored with the optimizers' states
+        # Averages are restored with the optimizers' states.
+        self._restored = state_dict["last_step"]
 
     @override
     def on_save_checkpoint(

@@ -264,7 +264,8 @@ class ZeroPrecision(HalfPrecision):
             super()._after_closure(model, optimizer)
             return
         self.loss_scale_controller.unscale(sharded)
-        self.loss_scale_controller.norm = None  # outdated if user code changes gradients
+        # The norm is outdated if user code changes gradients.
+        self.loss_scale_controller.norm = None
         with sharded.engine.used_parameters.looked_at():
             super()._after_closure(model, optimizer)
 

@@ -75,7 +75,8 @@ def main() -> None:
     sys.path.insert(0, str(Path.cwd()))
     strategy = ZeroStrategy(config=given.config)
     on_gpu = torch.cuda.is_available()
-    pl.seed_everything(0, verbose=False)  # tensor ranks have to make the same batches
+    # Tensor ranks have to make the same batches.
+    pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="gpu" if on_gpu else "cpu",

@@ -210,7 +210,8 @@ def _compare(
         have = Available(free.nbytes + sum(rank.taken for rank in ranks), f"{free.source}, plus what the model has")
         if max_cpu_gb is not None and max_cpu_gb * GB < have.nbytes:
             have = Available(int(max_cpu_gb * GB), f"max_cpu_gb={max_cpu_gb:g}")
-        if sum(need.values()) > have.nbytes:  # compute the advice only if it is needed
+        # The advice is computed only if it is needed.
+        if sum(need.values()) > have.nbytes:
             check_host_memory(need, have, ranks=len(ranks), remedy=advice(have.nbytes, len(ranks)))
         gaps = len(ranks) * cast.local * torch.float32.itemsize if cast.setup.training else 0
         if world.device.type == "cpu" and sum(need.values()) + gaps > have.nbytes and ranks is hosts[here]:

@@ -119,7 +119,8 @@ class CopyStream:
     def mark(self) -> CopyEvent:
         """One event after all copies that were started."""
         if self._stream is None:
-            with self._lock:  # another thread may be carrying out the last one
+            # Another thread may be carrying out the last copy.
+            with self._lock:
                 return self._waiting[-1] if self._waiting else DONE
         with torch.cuda.stream(self._stream):
             return _OnStream(self.now(), ())
@@ -147,7 +148,8 @@ class _Late:
     def carry_out(self) -> None:
         with torch.no_grad():
             self._tensors[0].copy_(self._tensors[1])
-        self._tensors.clear()  # a finished copy on a real stream keeps no tensors either
+        # As on a real stream, a finished copy keeps no tensors.
+        self._tensors.clear()
         self.done = True
 
     def wait(self) -> None:

@@ -255,7 +255,8 @@ class FedStore(Store):
         if self.dtype == master.dtype:
             self._coming = self._sent = self._link.to_device.copy(self.tensor, master.tensor, self._after)
             if master.streamed:
-                self._coming.synchronize()  # the next bucket reuses the memory of the master weights
+                # The next bucket reuses the memory of the master weights.
+                self._coming.synchronize()
             return
         staging = self._stage()
         if not written:

@@ -99,7 +99,8 @@ class LoanPool:
             return Loan(old.tensor, self._free.append, self._returned, old.after)
         if self._free:
             old = self._free.pop(0)
-            old.after.synchronize()  # a copy may still use the memory that is unmapped now
+            # A copy may still use the memory that is unmapped now.
+            old.after.synchronize()
             self.nbytes -= old.tensor.numel()
         self.made += 1
         tensor = self._make(nbytes)  # 1D

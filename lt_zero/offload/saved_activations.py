@@ -426,7 +426,8 @@ class _InFile(InHost):
             if self._write is not None:
                 self._write.wait()
                 self._stored = True
-                self._drop(self._coming)  # a prefetch may still copy the buffer to the device
+                # A prefetch may still copy the buffer to the device.
+                self._drop(self._coming)
         except SwapError as error:
             # Keep the buffer: it has the only copy of the values.
             self._files.note(error)

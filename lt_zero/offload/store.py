@@ -267,7 +267,8 @@ def stream(
         for store in group():
             store.begin_step()
         yield number
-        leaving.append(group())  # evaluated once: the write has to be waited for on these stores
+        # Evaluate the group once: the write has to be waited for on these stores.
+        leaving.append(group())
         for store in leaving[-1]:
             store.end_use()
         while len(leaving) > (max(0, min(1, room - 2)) if write_behind else 0):

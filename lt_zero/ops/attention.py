@@ -172,7 +172,8 @@ def attention_backward(
         dq, dk, dv = attention_backward_reference(dout, q, k, v, index, terms)
         return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
     bias = terms.key_bias.contiguous() if terms.key_bias is not None else None
-    dout = dout if dout.stride(3) == 1 else dout.contiguous()  # an expanded gradient has strides of 0
+    # An expanded gradient has strides of 0.
+    dout = dout if dout.stride(3) == 1 else dout.contiguous()
     out = out if out.stride(3) == 1 else out.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}

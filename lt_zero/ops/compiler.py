@@ -244,7 +244,8 @@ def _build(recipe: Recipe, compiler: Compiler, folder: OwnFolder, force: bool, r
             folder.remove(reject.name)
         if not force and (path := _cached(key, folder)):
             return Built(path)
-        if not force and _stamp(record) != before:  # another process failed while this one waited
+        # Another process failed while this one waited for the lock.
+        if not force and _stamp(record) != before:
             reason = record.read_text(errors="replace").rpartition("\nFailed: ")[2].strip()
             raise BuildError(reason, folder.path / record.name)
         start = time.monotonic()

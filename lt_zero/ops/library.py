@@ -355,7 +355,8 @@ class Loader:
         self._known: dict[str, tuple[ctypes.CDLL | None, Status]] = {}
         self._cache: Path | None = None  # chosen, and warned about, once
         self._renew_lock()
-        if hasattr(os, "register_at_fork"):  # another thread may hold the lock during a fork
+        # Another thread may hold the lock during a fork.
+        if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._renew_lock)
 
     def _renew_lock(self) -> None:

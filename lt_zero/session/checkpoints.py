@@ -254,7 +254,8 @@ class Saver:
             return
         pending = self.pending
         with progress_bar("Waiting for the save in the background", rank=world.rank if world is not None else 0):
-            futures.wait([pending])  # if the user interrupts it, the save is still pending and reads the host memory
+            # If the user interrupts the wait, the save is still pending and reads the host memory.
+            futures.wait([pending])
         self.pending = None
         after, self._after = self._after, []
         pending.result()  # raises on all ranks if one failed
@@ -268,7 +269,8 @@ class Saver:
             with progress_bar("Waiting for the save in the background", rank=world.rank):
                 ended = bool(futures.wait([self.pending], GRACE).done)
             if not ended:
-                world.leave_saving_group()  # owned by the save, which may still be running
+                # The group belongs to the save, which may still be running.
+                world.leave_saving_group()
         self.pending = None
         self.close(ended)
 

@@ -263,7 +263,8 @@ def check_file(path: Path, number: int = 0, of: int = 1) -> None:
         jobs = jobs_of(path, identity_of(file), values)[number::of]
         with checking_pool() as pool:
             for job in jobs:
-                job.place = own_path(file.fileno(), path)  # a run that goes on may replace the file meanwhile
+                # Keep a path to this file: a run that goes on may replace it meanwhile.
+                job.place = own_path(file.fileno(), path)
                 job.start(pool)
             for job in jobs:
                 job.wait()

@@ -202,7 +202,8 @@ class ChecksumJob:
             CheckpointError: see ``check``; or the file was changed, or replaced while it is not mapped.
         """
         if self._right:
-            return  # thousands of records may be in a job, and ask one by one
+            # Return at once: thousands of records of a job ask one by one.
+            return
         found = [future.result() for future in self._started]
         crcs = found[0]
         for number, (crc,) in enumerate(found[1:], 1):

@@ -176,7 +176,8 @@ class Archive:
         if hi <= lo:
             return out
         box = box or Box.whole(entry.shape)
-        if entry.chunks and entry.chunks[0].box == box:  # most tensors; thousands of small ones
+        # The short way of most tensors, of which thousands may be small.
+        if entry.chunks and entry.chunks[0].box == box:
             self._blocks.read(entry.chunks[0].file, entry.chunks[0].start + lo * out.itemsize, out.view(torch.uint8))
             return out
         covered = 0

@@ -314,7 +314,8 @@ class PendingDirectory:
                 with contextlib.suppress(OSError):
                     os.rmdir(place.folder)
                 raise
-            with contextlib.suppress(OSError):  # without locks, leftovers are kept for ``_OLD_AGE``
+            # Without locks, leftovers are kept for ``_OLD_AGE``.
+            with contextlib.suppress(OSError):
                 fcntl.flock(place._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise trouble("Cannot make", place.folder, error) from None
@@ -450,7 +451,8 @@ def remove_leftovers(folder: Path) -> None:
     """Remove temporary directories of dead processes; complete checkpoints among them are published."""
     for path in folder.glob(".*-*-*"):
         match = _TEMPORARY.fullmatch(path.name)
-        with contextlib.suppress(FileNotFoundError):  # another process has just published or removed it
+        # Another process may have just published or removed it.
+        with contextlib.suppress(FileNotFoundError):
             if match is None or not path.is_dir() or _may_be_in_use(path, match["host"]):
                 continue
             name = published_name(path.name)

@@ -120,7 +120,8 @@ def _find(description: list[Any], trusted: bool) -> Any:
         importlib.import_module(module)
     found: Any = sys.modules[module]
     for part in name.split("."):
-        found = vars(found)[part]  # without ``__getattr__``, which may do anything
+        # Read the dict: ``__getattr__`` may do anything.
+        found = vars(found)[part]
     if not isinstance(found, type) or (kind == "member") != bool(member):
         raise TypeError(f"{name} is no class")
     return found.__members__[member[0]] if issubclass(found, enum.Enum) and member else found

@@ -470,7 +470,8 @@ def restore_weights(
         if not config.zero_optimization.load_from_fp32_weights:
             state = rounded_weights(engine, state)
     load_module(module, state if reach is None else counted(state, reach), strict, left_out)
-    read_now(module)  # it may hold the tensors themselves (assign=True)
+    # Read now what the module took over: it may have the lazy tensors themselves (assign=True).
+    read_now(module)
 
 
 def restore_training(engine: Engine, residuals: Any, stepped: bool) -> None:

@@ -134,7 +134,8 @@ class _Converter:
 def _is_dense(value: Tensor) -> bool:
     """True if any process can load ``value``: a tensor of a standard class and layout."""
     if isinstance(value, AbsentTensor):
-        value.whole()  # raises now instead of during the write
+        # Raise now instead of during the write.
+        value.whole()
     if isinstance(value, Fragment | LazyTensor):
         return True
     known = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -160,7 +160,8 @@ def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
         return
     compression.steps = int(state["steps"])
     for bucket, feedback in compression.of_bucket.items():
-        feedback.reset()  # residuals of the run so far are not owed to the weights of the checkpoint
+        # Residuals of the run so far are not owed to the weights of the checkpoint.
+        feedback.reset()
         found = [(index, span.name) for index, span in enumerate(bucket.layout.spans) if span.name in worker]
         unit = state["units"][found[0][1]] if found else 1.0
         for index, name in found:

@@ -442,7 +442,8 @@ class LoaderPosition:
             # Start the workers now, so that the pass draws no seed for them.
             self.make()
         if back is None and self.stateful and state["fetched"]:
-            self.make()  # consumes the state of the pass that has ended
+            # Consume the state of the pass that has ended.
+            self.make()
         if back is not None and state["cycled"]:
             self._resumed.append(iter(()))  # shows Lightning's CombinedLoader the end of this loader again
             self.cycled = True
@@ -487,7 +488,8 @@ class LoaderPosition:
         for _ in range(count):
             if next(items, self) is self:
                 return batches  # the dataset has become smaller: the epoch ends here
-            first = first or RandomStates.now()  # after the first batch, which may draw the order
+            # Take the states after the first batch, which may draw the order.
+            first = first or RandomStates.now()
         last = RandomStates.now()
         names = sorted(first.differing(last) & last.differing(target)) if first is not None else []
         if names:

@@ -82,7 +82,8 @@ class StepClock(RunObserver):
         if not is_due(module.trainer, number, self.every):
             return
         own = tuple(self._clock.times)
-        with phase(_LINE):  # counted: the wait of a fast rank is part of its run
+        # Count the exchange: the wait of a fast rank is part of its run.
+        with phase(_LINE):
             times = [Times(*rank) for rank in self._world.host_gather(own, "times of steps")]
         if not all(time.steps for time in times):
             return

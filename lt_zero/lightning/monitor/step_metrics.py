@@ -202,7 +202,8 @@ class StepPrinter(RunObserver):
         if self._loss is not None:
             sums[0] = self._loss / self._losses
         sums = trainer.strategy.reduce(sums, reduce_op="sum")
-        skipped = plugin.skipped_steps  # collective if the device holds a skip flag
+        # Collective if the device has a skip flag.
+        skipped = plugin.skipped_steps
         if trainer.is_global_zero:
             loss, losses, total, counted, operations, known = sums.tolist()
             world, seconds = trainer.world_size, None if self._since is None else time.perf_counter() - self._since
