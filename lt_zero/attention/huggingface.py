@@ -217,7 +217,7 @@ def _tokens(place: dict[str, Any], length: int) -> int:
 
 
 def _is_one_sequence(function: Any, length: int, attention_mask: Tensor | None, place: dict[str, Any]) -> bool:
-    """True if a mask that could separate several sequences in a row is causal, so that each row has one sequence.
+    """True if rows have one sequence each: a mask that could separate several sequences is then a causal one.
 
     transformers 4 gives such a mask to each model without an ``attention_mask`` and a cache.
     """

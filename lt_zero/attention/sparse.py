@@ -244,8 +244,7 @@ class SparseSelfAttention(nn.Module):
     """Attention of queries, keys and values that are there already, with DeepSpeed's signature.
 
     Args:
-        sparsity_config: the pattern; default: what ``sparse_attention`` of the configuration says when the model that
-            this is a part of is sharded.
+        sparsity_config: the pattern; default: that of the block ``sparse_attention``, once the model is sharded.
         key_padding_mask_mode: ``"add"``: the mask is added to the scores; ``"mul"``: 0 where a key is padding.
         attn_mask_mode: the same for the mask of single elements.
         max_seq_length: longer sequences are an error; default: none.

@@ -89,8 +89,8 @@ def export(
         strip_prefix: prefix to remove from names, such as ``net.``; a warning lists names without it, which are kept.
             Default: none, with a warning if all names of safetensors files or of a folder have a common prefix, as
             others load these into the inner module. ``""``: none, without the warning.
-        overwrite: replace weights of this format in a folder, whose names may be others than those that are written. A
-            file that is named itself is always replaced.
+        overwrite: replace weights of this format in a folder, also under other names. A file named as ``out`` is
+            always replaced.
 
     Returns:
         The files, the index last.

@@ -58,8 +58,8 @@ def import_checkpoint(
         tag: of a DeepSpeed directory; default: the one in its file ``latest``.
         progress: show the progress on stderr.
         inert: as for ``open_source``.
-        add_prefix: prefix that all names of parameters and buffers get, such as ``model.``: the attribute of a
-            LightningModule that holds the model which was saved by itself.
+        add_prefix: prefix that all names of parameters and buffers get, such as ``model.``, if a LightningModule has
+            the saved model as its attribute ``model``.
 
     Returns:
         The directory.

@@ -16,8 +16,8 @@ from lt_zero.step.average import WeightAverage
 class EMA(pl.Callback):
     """Keeps an exponential moving average of the weights, sharded as the master weights and kept where they are.
 
-    It is what validation sees, what is left in the model after training, and what is saved as weights and exported;
-    checkpoints, also those that are saved after training, have the trained weights, too, and go on with both. In 16
+    Validation runs with the average; it is saved as weights, exported, and left in the model after training.
+    Checkpoints, also those that are saved after training, have the trained weights, too, and go on with both. In 16
     bits the fp32 master weights are averaged. The average begins as the weights of the first update.
 
     Args:

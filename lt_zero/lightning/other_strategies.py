@@ -120,7 +120,7 @@ def _advice(name: str, value: Any, known: list[str]) -> str:
 
 
 def _as_overrides(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that change if those that are keys are stronger than the configuration.
+    """The arguments of the strategy, with those that are keys as overrides of the configuration.
 
     The given overrides come after them, and the arguments stay: an override that contradicts them is an error.
     """

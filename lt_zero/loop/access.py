@@ -29,7 +29,7 @@ _GRADS = "call it between backward and the step, on all ranks"
 
 
 def full_master(parameter: Parameter) -> Tensor:
-    """A copy of a parameter's master weights, in their dtype and full shape, which of a DTensor is that of the tensor.
+    """A copy of a parameter's master weights, in their dtype and full shape: of a DTensor, that of all ranks.
 
     Raises:
         ValueError: no engine has the parameter.

@@ -3,8 +3,8 @@
 Note [Accumulation in a loop]
     Micro-batches are averaged: each backward adds the gradients of its loss as it is, and they carry the number of
     micro-batches as a part of their scale (loss_scale.py). So ``engine.backward(loss)`` and a plain ``loss.backward()``
-    are the same. After the backward of the last micro-batch they are divided by that scale: what user code reads and
-    changes until ``engine.step()``, which counts micro-batches, is what the step takes.
+    are the same. After the backward of the last micro-batch they are divided by that scale. So the step takes the
+    gradients as user code reads and changes them before ``engine.step()``. That call also counts micro-batches.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The mesh of tensor, pipeline and data ranks, and the stage, that fit and lose least time for a transformer.
 
 Note [Time that is lost]
-    A step takes the time that its multiplications need on all ranks, and what is lost beside it: sending, as if nothing
-    ran meanwhile, the pipeline's bubble, and a forward more where blocks are recomputed. Data ranks send gradients and
-    weights in rings, in which one of the ranks of a node sends to the next node; tensor ranks send four all-reduces of
-    a block's width for each block and micro-batch, inside a node; pipeline ranks an activation and its gradient for
-    each micro-batch. All meshes compute the same batch, so fewer data ranks run more micro-batches.
+    A step takes the time of its multiplications on all ranks, and loses more: for sending, as if nothing ran meanwhile,
+    in the pipeline's bubble, and for one more forward where blocks are recomputed. Data ranks send gradients and
+    weights in rings, where one rank of each node sends to the next node. Tensor ranks send four all-reduces of a
+    block's width for each block and micro-batch, inside a node; pipeline ranks an activation and its gradient for each
+    micro-batch. All meshes compute the same batch, so fewer data ranks run more micro-batches.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Note [What is loaded]
     A library runs with the rights of who loads it. So folder and file have to belong to this user, or to root, who
-    could do anything anyway; nobody else may have the right to write (access control lists show in the group's bits);
-    neither is a link, which could lead to a file of this user's that another user has chosen. Owner and mode are those
+    could do anything anyway; nobody else may have the right to write (access control lists show in the group's bits).
+    Links are refused: another user could have chosen the file of this user's that one leads to. Owner and mode are
+        those
     of the open descriptor, and the file is looked up through the descriptor of its folder: a folder or link that is put
     in its place afterwards, where others may rename it, changes nothing.
 """

@@ -14,11 +14,11 @@ likewise. So one collective sends all of it, and buffers laid end to end stay al
     Four levels, +-0.567 and +-1.893 times the mean magnitude, and the nearest is taken: the quantizer of least squared
     error for a Gaussian (Lloyd-Max: 0.1175 of the variance is lost, 0.363 with 1 bit).
 
-The mean magnitude, unlike the root mean square, makes 1 and 2 bits contractions for every input, which is what error
-feedback needs to converge: of n elements x, the error's squared norm is at most ``|x|_2^2 - d * |x|_1^2 / n`` with
-d = 1 (1 bit) or 0.81 (2 bits).
+The mean magnitude, unlike the root mean square, makes 1 and 2 bits contractions for every input, and error feedback
+converges only with contractions: of n elements x, the error's squared norm is at most ``|x|_2^2 - d * |x|_1^2 / n``
+with d = 1 (1 bit) or 0.81 (2 bits).
 
-With a ``residual``, what is encoded is x + residual, and the residual becomes what the codes do not represent.
+With a ``residual``, x + residual is encoded, and the residual becomes the rounding error.
 
 A block that holds an infinity or a NaN decodes to NaN: fp16 training finds overflows in what it receives. Its residual
 stays as it was, for the gradient of such a step is dropped, and must not spoil later ones.

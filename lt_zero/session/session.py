@@ -297,7 +297,7 @@ class Session:
             self.trial.end_step()
 
     def explaining(self) -> AbstractContextManager[None]:
-        """Context that adds the rank that has ended to errors of other collectives."""
+        """Context that names the ended rank in errors of other collectives."""
         return self.known.world.explaining() if self.known is not None else nullcontext()
 
     # ---- checkpoints, and the end ------------------------------------------------------------------------------

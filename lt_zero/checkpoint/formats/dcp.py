@@ -1,11 +1,11 @@
 """Folders that torch.distributed.checkpoint (DCP) wrote for Lightning's FSDPStrategy and ModelParallelStrategy.
 
 Note [What a DCP folder holds]
-    ``.metadata`` is a pickle: for each entry its shape, and the boxes that it is cut into; for each box the file and
-    the bytes of it, which are a file of ``torch.save`` by themselves (as are entries that are no tensors). It is read
-    as data, and so are the boxes: DCP's own reader unpickles ``.metadata`` with all that it may call. ``planner_data``
-    tells the path of each entry in the nested state: ``("optimizer_0", "state", <parameter>, "exp_avg")``. Lightning
-    puts the rest of its checkpoint into ``meta.pt``.
+    ``.metadata`` is a pickle: the shape of each entry, the boxes that it is cut into, and the bytes of each box in a
+    file. These bytes are a file of ``torch.save`` by themselves, as are entries that are no tensors. The pickle and the
+    boxes are read as data; DCP's own reader unpickles ``.metadata``, and so runs any code in it. ``planner_data`` has
+    the path of each entry in the nested state: ``("optimizer_0", "state", <parameter>, "exp_avg")``. Lightning puts the
+    rest of its checkpoint into ``meta.pt``.
 """
 
 from __future__ import annotations

@@ -181,10 +181,10 @@ def load(
 ) -> Any:
     """The object of a file, or of a part of one, that ``torch.save`` wrote. See Note [Read as data].
 
-    Tensors of a whole file are mapped and never written. ``mapped`` gets their records, and is to be asked before
-    their values are used; without it, all are checked now, as are those of a part (bytes ``start`` to ``stop``), which
-    is read at once, like the format that torch wrote before 1.6, which has no checksums. ``inert``: names of further
-    classes whose objects become a ``Stub``.
+    Tensors of a whole file are mapped and never written. ``mapped`` gets their records, and must be asked before their
+    values are used; without it, all are checked now. A part (bytes ``start`` to ``stop``) is read and checked at once.
+    So is a file of torch before 1.6, but it has no checksums. ``inert``: names of further classes; their objects become
+    a ``Stub``.
 
     Raises:
         CheckpointError: the file is missing or damaged, or has refused content; names it.

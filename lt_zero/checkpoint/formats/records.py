@@ -1,13 +1,13 @@
 """Bytes of mapped files: each is read and compared with its checksum once, before its values are used.
 
 Note [Checked when used]
-    Files of ``torch.save`` are zips, with a CRC for each tensor, which torch does not look at. Their tensors are mapped
-    into memory, so the address of a tensor leads to its record. Before a tensor is used, threads read its record
-    from the file, piece by piece: that fills the page cache, from which the mapping is then served, so the disk reads
-    each byte once. They read a little ahead, and the caller does not wait for what it does not use. A disk that fails
-    is an error with the file's name here, and would be a SIGBUS in the mapping. For the latter reason files without
-    checksums (safetensors) are read in the same way. A run that goes on may replace or remove a file that is mapped,
-    whose bytes are then read from memory: they are still those of the old file.
+    Files of ``torch.save`` are zips with a CRC for each tensor; torch does not check it. Their tensors are mapped into
+    memory, so the address of a tensor leads to its record. Before a tensor is used, threads read its record from the
+    file, piece by piece. That fills the page cache, and the cache serves the mapping, so the disk reads each byte once.
+    The threads read a little ahead, and the caller waits for no record that it does not use. A disk that fails is an
+    error with the file's name here, and would be a SIGBUS in the mapping. For the latter reason files without checksums
+    (safetensors) are read in the same way. A run that goes on may replace or remove a mapped file; its bytes are then
+    read from memory, where they are still those of the old file.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ _Mapped = tuple[int, Tensor] | None
 class ChecksumJob:
     """Records of a file that are checked together, at most once: neighbours, or a large one in several threads.
 
-    ``mapped``: the address at which the file is mapped, if it is, and a tensor that keeps it there. ``place``: where
-    the file is opened, if not at ``path``.
+    ``mapped``: the address of the mapped file, and a tensor that keeps it mapped; None: it is not mapped. ``place``:
+    where the file is opened, if not at ``path``.
     """
 
     place: str | None = None
@@ -325,7 +325,7 @@ class MappedRecords:
 
 
 def _start_of_file(address: int) -> int | None:
-    """The address at which the file begins that is mapped to ``address``; None if that cannot be found out."""
+    """The address of the first byte of the file mapped to ``address``; None if it cannot be found out."""
     maps = Path("/proc/self/maps")  # Linux
     for line in maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.is_file() else []:
         span, _, offset, _, inode, *_ = line.split()

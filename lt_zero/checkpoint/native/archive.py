@@ -98,7 +98,7 @@ class Archive:
         return found
 
     def _check_own(self, own: Mapping[str, Any]) -> None:
-        """Check the types of this package's entries, and that all that they and the manifest name is saved."""
+        """Check the types of this package's entries, and that every name in them and in the manifest is saved."""
         extra = table(own.get("extra_state", {}), "lt_zero.extra_state")
         texts(own.get("frozen_left_out", []), "lt_zero.frozen_left_out")
         table(own.get("config", {}), "lt_zero.config")

@@ -106,8 +106,8 @@ class Manifest:
 
     ``tensors``: by full name, ``model.<name>`` and ``optimizer_<i>.state.<name>.<key>``. ``order``: all names of the
     module's state dict. ``aliases``: tied name -> the name in ``tensors``. ``left_out``: frozen parameters that were
-    deliberately not saved. ``run``: stage, ranks and precision, for information. ``checksum``: of the text that it was
-    read from, which has the checksums of all files.
+    deliberately not saved. ``run``: stage, ranks and precision, for information. ``checksum``: of the manifest's text,
+    and so of the checksums of all files.
     """
 
     tensors: Mapping[str, ManifestEntry]
@@ -322,7 +322,7 @@ class PendingDirectory:
         return place
 
     def check_visible(self) -> None:
-        """Check that this rank sees the directory, whose random name no other one has.
+        """Check that this rank sees the directory: its name is random, so no other one has it.
 
         Raises:
             CheckpointError: it does not.

@@ -259,7 +259,7 @@ def names_on_all_ranks(optimizer: Optimizer, engine: Engine) -> list[list[str]]:
 def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with full tensors on the CPU of rank 0, {} elsewhere. Collective.
 
-    Where ranks have other modules it is that of the module that has all layers.
+    If ranks have stages of a module, it is that of the whole module.
 
     Raises:
         ValueError: as ``refuse_parts``.

@@ -5,10 +5,10 @@ took most of the time of saving thousands of small tensors. Here equal parts of 
 shape) are one object, which a pickle holds once.
 
 Note [Who decides the names]
-    Hooks may change the state dict, often on rank 0 only: the names and ties of rank 0 are saved. Ranks that have other
-    layers (a stage of a pipeline) have tensors that rank 0 never had. Of the ranks that have the same module the first
-    one decides: it tells the names that rank 0 lacks, but for those that it shares with a rank before it. So each name
-    is decided on by one rank, wherever its elements are; other ranks drop fragments under names that are not told.
+    Hooks may change the state dict, often on rank 0 only: the names and ties of rank 0 are saved. Ranks with other
+    layers (a stage of a pipeline) have tensors that rank 0 never had. Of ranks with the same module the first one
+    decides: it tells the names that rank 0 lacks, except those that an earlier rank has told. So one rank decides on
+    each name, wherever its elements are, and other ranks drop fragments under names that are not told.
     Plain tensors are saved from the rank that decides, as under DDP, even if other ranks have fragments. Whether all
     elements of a tensor are there is checked when the ranks divide what they write.
 """

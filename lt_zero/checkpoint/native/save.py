@@ -281,8 +281,10 @@ def _ignore(*_: Any) -> None:
 
 
 def _releasing(items: Iterable[tuple[_T, Any]], before: Callable[[], object] = _ignore) -> Iterator[tuple[_T, Any]]:
-    """Yield items with their tensors. Between two that are held by different buckets, and at the end, call ``before``
-    and release the first one's stored tensors, whose buffers the next bucket needs."""
+    """Yield items with their tensors, and release the stored tensors of a bucket after its last item.
+
+    The next bucket needs their buffers. ``before`` is called before each release.
+    """
     done: Callable[[], object] | None = None
     for item, value in items:
         needs = value.done if isinstance(value, Fragment) else None

@@ -5,7 +5,7 @@ Note [When random states are set]
     ``on_train_start`` hooks of callbacks and module, which an uninterrupted run does not call there), and restores the
     position in the data when the first batch is read, without changing them. Batches that were read but not trained on
     are read again from the states before them: the batch that Lightning reads ahead if the number of batches is
-    unknown, the batch that raised an exception, and the micro-batches of an incomplete accumulation window, whose
+    unknown, the batch that raised an exception, and the micro-batches of an incomplete accumulation window: their
     gradients are in no checkpoint.
 
 Note [Random states around validation]
@@ -28,9 +28,9 @@ Note [Repeating a pass]
     A pass over a loader is repeated from the random states that it began with: the sampler draws the same order and the
     workers get the same seeds. For a map-style dataset in this process only indices are skipped; random numbers that
     samples draw do not matter, as the states are set afterwards. In workers (whose generators advance with their
-    samples) and for iterable datasets, batches are loaded and dropped. An order that depends on numbers which are drawn
-    from this process' generators between batches cannot be repeated, and is warned about (an iterable dataset that
-    shuffles with ``torch.randperm``, in a model with dropout on the CPU). A dataset that shuffles with a private
+    samples) and for iterable datasets, batches are loaded and dropped. A dataset may draw its order from this process'
+    generators between batches (``torch.randperm``, beside a model with dropout on the CPU). Such an order cannot be
+    repeated, and a warning says so. A dataset that shuffles with a private
     generator of unknown seed cannot be detected.
 
 Note [Resuming with another batch size]

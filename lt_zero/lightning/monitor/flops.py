@@ -1,8 +1,9 @@
 """Floating-point operations of one micro-batch by module, counted with torch's ``FlopCounterMode``.
 
 Note [Attribution to modules]
-    ``FlopCounterMode`` keeps a module open in backward until its inputs have their gradients. A module whose inputs
-    need none stays open and gets the operations of others, and so does one that activation checkpointing left early.
+    ``FlopCounterMode`` keeps a module open in backward until its inputs have their gradients. If they
+    need none, the module stays open and gets the operations of others; so does one that activation checkpointing left
+    early.
     So only its totals are used, read before and after each operation. In forward an operation belongs to the innermost
     running module. In backward it belongs to the module that owns the running autograd node; nodes are assigned in
     forward: whenever a module is entered or left, new nodes behind its arguments or results belong to the innermost
