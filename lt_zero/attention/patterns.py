@@ -26,7 +26,7 @@ from lt_zero.config.blocks import Schema
 from lt_zero.config.load import examine
 
 Attention = Literal["unidirectional", "bidirectional"]
-_S = "sparse_attention"
+_BLOCK = "sparse_attention"
 
 
 class _ByName(ABCMeta):
@@ -66,7 +66,7 @@ class Pattern(metaclass=_ByName):
 
     def __post_init__(self) -> None:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        checked = examine({_S: {"mode": self.mode, **given}}).usable().sparse_attention
+        checked = examine({_BLOCK: {"mode": self.mode, **given}}).usable().sparse_attention
         assert checked is not None
         for name, value in checked.settings.items():
             object.__setattr__(self, name, value)
@@ -320,7 +320,7 @@ def pattern_from(settings: Mapping[str, Any]) -> Pattern:
 @functools.lru_cache(maxsize=64)
 def pattern_from_text(text: str) -> Pattern:
     """``pattern_from`` of settings as JSON: models ask for it in every layer and step, and checks take 0.4 ms."""
-    found = pattern_of(examine({_S: json.loads(text)}).usable())
+    found = pattern_of(examine({_BLOCK: json.loads(text)}).usable())
     assert found is not None
     return found
 
@@ -372,9 +372,9 @@ def _random_blocks(seed: int, count: int, layouts: int, blocks: int, causal: boo
     They are those of DeepSpeed after ``random.seed(seed)``: layout by layout, row by row, one ``sample`` each.
     """
     if count > blocks:
-        key = f"{_S}.num_random_blocks"
+        key = f"{_BLOCK}.num_random_blocks"
         text = f"{key}={count}, but a sequence of {blocks} blocks has only {blocks} in a row. Write at most {blocks}"
-        raise ConfigError.about(key, f"{text}, choose a smaller {_S}.block, or pad to longer sequences.")
+        raise ConfigError.about(key, f"{text}, choose a smaller {_BLOCK}.block, or pad to longer sequences.")
     found = torch.zeros(layouts, blocks, blocks, dtype=torch.bool, device="cpu")
     source, chosen = random.Random(seed), list[int]()
     for row in range(layouts * blocks if count else 0):

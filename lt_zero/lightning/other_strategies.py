@@ -14,26 +14,30 @@ from lt_zero.config.load import ZeroConfig
 
 P = ParamSpec("P")
 
-_Z, _O, _P = "zero_optimization.", "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
+_ZERO, _OPTIMIZER, _PARAM = (
+    "zero_optimization.",
+    "zero_optimization.offload_optimizer.",
+    "zero_optimization.offload_param.",
+)
 # Arguments of Lightning's DeepSpeedStrategy, and the keys of the configuration that they set.
 _KEYS = {
-    "offload_optimizer": f"{_O}device",
-    "offload_parameters": f"{_P}device",
-    "offload_optimizer_device": f"{_O}device",
-    "offload_params_device": f"{_P}device",
-    "remote_device": f"{_P}device",
-    "nvme_path": f"{_O}nvme_path",
-    "optimizer_buffer_count": f"{_O}buffer_count",
-    "params_buffer_count": f"{_P}buffer_count",
-    "params_buffer_size": f"{_P}buffer_size",
-    "max_in_cpu": f"{_P}max_in_cpu",
-    "pin_memory": f"{_O}pin_memory",
-    "sub_group_size": f"{_Z}sub_group_size",
-    "contiguous_gradients": f"{_Z}contiguous_gradients",
-    "overlap_comm": f"{_Z}overlap_comm",
-    "reduce_scatter": f"{_Z}reduce_scatter",
-    "allgather_bucket_size": f"{_Z}allgather_bucket_size",
-    "reduce_bucket_size": f"{_Z}reduce_bucket_size",
+    "offload_optimizer": f"{_OPTIMIZER}device",
+    "offload_parameters": f"{_PARAM}device",
+    "offload_optimizer_device": f"{_OPTIMIZER}device",
+    "offload_params_device": f"{_PARAM}device",
+    "remote_device": f"{_PARAM}device",
+    "nvme_path": f"{_OPTIMIZER}nvme_path",
+    "optimizer_buffer_count": f"{_OPTIMIZER}buffer_count",
+    "params_buffer_count": f"{_PARAM}buffer_count",
+    "params_buffer_size": f"{_PARAM}buffer_size",
+    "max_in_cpu": f"{_PARAM}max_in_cpu",
+    "pin_memory": f"{_OPTIMIZER}pin_memory",
+    "sub_group_size": f"{_ZERO}sub_group_size",
+    "contiguous_gradients": f"{_ZERO}contiguous_gradients",
+    "overlap_comm": f"{_ZERO}overlap_comm",
+    "reduce_scatter": f"{_ZERO}reduce_scatter",
+    "allgather_bucket_size": f"{_ZERO}allgather_bucket_size",
+    "reduce_bucket_size": f"{_ZERO}reduce_bucket_size",
     "block_size": "aio.block_size",
     "queue_depth": "aio.queue_depth",
     "single_submit": "aio.single_submit",
@@ -50,7 +54,7 @@ _KEYS = {
     "cpu_checkpointing": "activation_checkpointing.cpu_checkpointing",
     "contiguous_memory_optimization": "activation_checkpointing.contiguous_memory_optimization",
     "synchronize_checkpoint_boundary": "activation_checkpointing.synchronize_checkpoint_boundary",
-    "cpu_offload": f"{_O}device",
+    "cpu_offload": f"{_OPTIMIZER}device",
 }
 # Arguments of this and other strategies that are set elsewhere, or by nothing.
 _ELSEWHERE = {
@@ -71,7 +75,7 @@ _ELSEWHERE = {
     "find_unused_parameters": "Remove it: parameters may be unused in any step, on any rank",
     "gradient_as_bucket_view": "Remove it: gradients lie in buckets always",
     "static_graph": "Remove it: graphs may differ from step to step",
-    "bucket_cap_mb": f'Write overrides=["{_Z}reduce_bucket_size=..."], in elements',
+    "bucket_cap_mb": f'Write overrides=["{_ZERO}reduce_bucket_size=..."], in elements',
     "ddp_comm_hook": "gradient_compression and communication_data_type of the configuration decide what is sent",
     "ddp_comm_state": "gradient_compression of the configuration decides what is sent",
     "ddp_comm_wrapper": "gradient_compression of the configuration decides what is sent",
@@ -107,7 +111,7 @@ def _advice(name: str, value: Any, known: list[str]) -> str:
     if name in _ELSEWHERE:
         return f"{_ELSEWHERE[name]}."
     keys = list(dotted_keys(ZeroConfig))
-    key = _KEYS.get(name) or next((key for key in keys if key in (name, f"{_Z}{name}")), None)
+    key = _KEYS.get(name) or next((key for key in keys if key in (name, f"{_ZERO}{name}")), None)
     if key is not None and key.endswith(".device"):
         value = "cpu" if value is True else "none" if value is False or value is None else value
     if key is not None:
@@ -124,7 +128,7 @@ def _as_overrides(given: Mapping[str, Any]) -> dict[str, Any]:
 
     The given overrides come after them, and the arguments stay: an override that contradicts them is an error.
     """
-    values = {key: given.get(key.rpartition(".")[2]) for key in (f"{_Z}stage", "broadcast_buffers")}
+    values = {key: given.get(key.rpartition(".")[2]) for key in (f"{_ZERO}stage", "broadcast_buffers")}
     written = [f"{key}={str(value).lower()}" for key, value in values.items() if value is not None]
     if given.get("config") is None or not written:
         return {}
