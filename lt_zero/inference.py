@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lt_zero.build import shard
 from lt_zero.checkpoint.open import open_same
-from lt_zero.checkpoint.source import Source
+from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.arguments import expect
@@ -93,7 +93,7 @@ def inference(
 
 
 @torch.no_grad()
-def _readers(module: nn.Module, source: Source, path: str) -> dict[str, Callable[[], Tensor]]:
+def _readers(module: nn.Module, source: CheckpointSource, path: str) -> dict[str, Callable[[], Tensor]]:
     """What reads each parameter from ``source``, by the parameter's name; buffers are read now.
 
     Raises:
@@ -136,7 +136,7 @@ def _readers(module: nn.Module, source: Source, path: str) -> dict[str, Callable
     return found
 
 
-def _names(module: nn.Module, source: Source) -> Callable[[str], str | None]:
+def _names(module: nn.Module, source: CheckpointSource) -> Callable[[str], str | None]:
     """The saved name of a parameter or buffer; None if there is none.
 
     Hugging Face's files of a model without its head lack the prefix ``base_model_prefix``, or have it where the model

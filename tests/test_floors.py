@@ -32,7 +32,7 @@ CUT = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distr
 # Imports that stand in a function, or that only a type checker sees, and close a circle. None may be added.
 CIRCLES = set[tuple[str, str]]()
 # Names of classes that stand in several files: none may be added.
-DOUBLES = {"Entry", "Facts", "GradientCompression", "Kind", "LayerSpec", "Member", "Order", "Plan", "Source", "Span"}
+DOUBLES = {"Entry", "Facts", "GradientCompression", "Kind", "LayerSpec", "Member", "Order", "Plan", "Span"}
 DOUBLES |= {"Transfer", "_Exchange"}
 
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in sorted(ROOT.rglob("*.py"))}

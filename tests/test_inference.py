@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.checkpoint.open import open_source
-from lt_zero.checkpoint.source import Source
+from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.bucket import State
 from lt_zero.engine.full_params import full_parameters
@@ -132,7 +132,7 @@ def test_weights_that_one_rank_does_not_find(pool: Pool, tmp_path: Path) -> None
 def _cannot_read(folder: str, file: str) -> str:
     """The disk of the last rank fails while the others read on."""
 
-    def read(source: Source, name: str) -> Tensor:
+    def read(source: CheckpointSource, name: str) -> Tensor:
         if name.startswith("blocks.1") and dist.get_rank() == dist.get_world_size() - 1:
             raise OSError(5, "Input/output error", file)
         return plain(source, name)

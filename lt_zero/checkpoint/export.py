@@ -25,7 +25,7 @@ from lt_zero.checkpoint.native.directory import is_url
 from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile, Write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space, whole_file, whole_folder
-from lt_zero.checkpoint.source import SavedOptimizer, Source, Spec
+from lt_zero.checkpoint.source import CheckpointSource, SavedOptimizer, Spec
 from lt_zero.common.arguments import expect, expect_path
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
@@ -58,7 +58,7 @@ class _Target(NamedTuple):
 
 
 def export(
-    checkpoint: Source | str | os.PathLike[str],
+    checkpoint: CheckpointSource | str | os.PathLike[str],
     out: str | os.PathLike[str],
     dtype: torch.dtype | str = "fp16",
     format: Format = "auto",
@@ -149,7 +149,7 @@ def _write(cast: Cast, target: _Target, specs: Sequence[Spec], training_state: b
     return [target.path]
 
 
-def _training_state(source: Source) -> list[Spec]:
+def _training_state(source: CheckpointSource) -> list[Spec]:
     """The element-wise optimizer states; raises if the source lacks a state that training resumes from."""
     missing = [] if source.optimizers else ["optimizer states"]
     missing += [] if "loops" in source.meta else ["loops"]
@@ -195,7 +195,7 @@ def _write_folder(cast: Cast, target: _Target, limit: int) -> list[Path]:
 
 
 def _target(
-    source: Source | str | os.PathLike[str],
+    source: CheckpointSource | str | os.PathLike[str],
     place: str | os.PathLike[str],
     format: str,
     shard_size: int | str | None,
@@ -293,7 +293,7 @@ class Cast:
 
     def __init__(
         self,
-        source: Source,
+        source: CheckpointSource,
         dtype: torch.dtype,
         keep_fp32: Sequence[str],
         tick: Callable[[int], object],
@@ -386,7 +386,7 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
 
 
-def _owner(source: Source, name: str) -> str:
+def _owner(source: CheckpointSource, name: str) -> str:
     """The name that has the values of a tied one."""
     seen, found = {name}, source.aliases[name]
     while found in source.aliases and found not in seen:

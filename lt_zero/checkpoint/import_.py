@@ -27,7 +27,7 @@ from lt_zero.checkpoint.native.rank_state import RESIDUALS
 from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, TRAINED_WEIGHTS, Bundle, bundle, write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space
-from lt_zero.checkpoint.source import Source, Spec
+from lt_zero.checkpoint.source import CheckpointSource, Spec
 from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
@@ -115,7 +115,7 @@ def _target(source: str | os.PathLike[str], out: str) -> str:
     return target
 
 
-def _content(source: Source, target: str, path: str, world: World, prefix: str) -> Bundle:
+def _content(source: CheckpointSource, target: str, path: str, world: World, prefix: str) -> Bundle:
     """The content of the directory ``target``, with tensors that are read from the source at ``path``."""
     checkpoint = _prefixed(as_lightning(source), prefix)
     own = checkpoint.pop(LT_ZERO)
@@ -181,7 +181,7 @@ def _fragment(lazy: LazyTensor) -> Fragment:
     return Fragment(read, tuple(lazy.shape), 0, lazy.numel(), lazy.dtype, kept.clear)
 
 
-def _begin_epoch(source: Source, checkpoint: dict[str, Any], target: str) -> None:
+def _begin_epoch(source: CheckpointSource, checkpoint: dict[str, Any], target: str) -> None:
     """Add loops at the beginning of an epoch to a state that Lightning did not save, and the loss scale's key."""
     if scale := loss_scale(checkpoint):
         checkpoint.setdefault("ZeroPrecision", scale)

@@ -24,7 +24,7 @@ _END = ""
 
 
 class EngineSource:
-    """A ``Source`` of a model's weights in the dtype of the master weights. For rank 0: others are in ``_serve``."""
+    """A ``CheckpointSource`` of a model's weights in their master dtype, on rank 0. Other ranks run ``_serve``."""
 
     optimizers: Sequence[SavedOptimizer] = ()
     meta: Mapping[str, Any] = {}

@@ -35,7 +35,7 @@ from lt_zero.checkpoint.formats.reading import check_file, opened
 from lt_zero.checkpoint.formats.torch_file import FileSource
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import MANIFEST, file_system, find, inside, is_url
-from lt_zero.checkpoint.source import Source
+from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
@@ -112,7 +112,7 @@ def read_latest(folder: str | os.PathLike[str]) -> str | None:
 
 def open_source(
     path: str | os.PathLike[str], tag: str | None = None, tell: bool = True, inert: Sequence[str] = ()
-) -> Source:
+) -> CheckpointSource:
     """Open a checkpoint of any supported format for reading.
 
     Args:
@@ -211,7 +211,7 @@ class Identity(NamedTuple):
     digest: str
 
 
-def of_source(source: Source) -> Identity:
+def of_source(source: CheckpointSource) -> Identity:
     """The identity of an open checkpoint. See Note [Digests]."""
     assert isinstance(source, Archive | ForeignSource)
     step = getattr(source, "steps", source.meta.get("global_step"))
@@ -268,7 +268,7 @@ def _number(step: Any) -> int | None:
 
 
 def open_same(
-    world: World | None, path: str | os.PathLike[str], use: Callable[[Source], Found], tell: bool = True
+    world: World | None, path: str | os.PathLike[str], use: Callable[[CheckpointSource], Found], tell: bool = True
 ) -> Found:
     """Open a checkpoint, and return ``use`` of it if all ranks have the same one. Collective.
 
@@ -278,7 +278,7 @@ def open_same(
 
 
 def opened_source(
-    path: str | os.PathLike[str], use: Callable[[Source], Found], tell: bool
+    path: str | os.PathLike[str], use: Callable[[CheckpointSource], Found], tell: bool
 ) -> tuple[Found, Callable[[], Identity]]:
     """Open a checkpoint; returns ``use`` of it, and the function that computes its identity."""
     source = open_source(path, tell=tell)

@@ -31,14 +31,14 @@ class SavedOptimizer:
     """One optimizer's state, keyed by parameter *name*.
 
     ``groups``: torch's ``param_groups`` with names in ``params``. ``state``: entries by parameter: a ``Spec`` for
-    element-wise tensors (read with ``Source.read_state``), else the value (a number, a 0D tensor).
+    element-wise tensors (read with ``CheckpointSource.read_state``), else the value (a number, a 0D tensor).
     """
 
     groups: list[dict[str, Any]]
     state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """An open checkpoint. Tensors are read one at a time; nothing else is held in memory.
 
     ``weights``: all tensors of the module's state dict (parameters and buffers) in its order, including tied names.

@@ -13,7 +13,7 @@ from lt_zero.checkpoint.native.load import as_lightning, entries_of, loss_scale
 from lt_zero.checkpoint.native.load import stepped as has_stepped
 from lt_zero.checkpoint.native.rank_state import RANK_BUFFERS, RESIDUALS
 from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, TRAINED_WEIGHTS
-from lt_zero.checkpoint.source import Source
+from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.common.errors import CheckpointError
 from lt_zero.session.checkpoints import Progress
 
@@ -59,7 +59,7 @@ class Opened:
         return keys[0]
 
 
-def open_directory(source: Source, weights_only: bool | None) -> Opened:
+def open_directory(source: CheckpointSource, weights_only: bool | None) -> Opened:
     """Content of a directory; if Fabric did not write it, the module is ``model``."""
     found = as_lightning(source, weights_only)
     states, frozen = found.get("optimizer_states", []), found.get(LT_ZERO, {}).get("frozen_left_out", [])

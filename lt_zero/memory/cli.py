@@ -356,8 +356,8 @@ def _fit(
     _note_resident(cast, console)
     if mbit is not None and world > ranks:
         fast = fitting(model, machine, config, world, found.setting.places, **options)
-        way, (setting, traffic) = min(fast.items(), key=lambda item: item[1][1].total)
+        option, (setting, traffic) = min(fast.items(), key=lambda item: item[1][1].total)
         releases = ", stage3_max_reuse_distance: 0" if setting.releases else ""
-        line = f"of what fits, least is sent by: {way.name}{releases} ({traffic.seconds(mbit):.2f} s on the link)"
+        line = f"of what fits, least is sent by: {option.name}{releases} ({traffic.seconds(mbit):.2f} s on the link)"
         console.print(f"{line}: {traffic.topology}", markup=False, soft_wrap=True)
     return True

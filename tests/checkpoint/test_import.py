@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
 from lt_zero.checkpoint.formats.torch_file import FileSource
-from lt_zero.checkpoint.source import Source, Spec
+from lt_zero.checkpoint.source import CheckpointSource, Spec
 from lt_zero.common.errors import CheckpointError
 from tests.support.paths import DATA
 
@@ -32,7 +32,7 @@ def same(got: Tensor, wanted: Tensor) -> bool:
     return got.shape == wanted.shape and torch.equal(got.double(), wanted.double()) and got.is_contiguous()
 
 
-def compare(source: Source, weights: dict[str, Tensor], state: dict[str, dict[str, Tensor]]) -> None:
+def compare(source: CheckpointSource, weights: dict[str, Tensor], state: dict[str, dict[str, Tensor]]) -> None:
     assert set(source.weights) == set(weights)
     for name, wanted in weights.items():
         got = source.read(name)

@@ -33,7 +33,7 @@ class Saved(NamedTuple):
 
 
 class ForeignSource:
-    """A checkpoint of another format; a ``Source``. Subclasses implement ``_open``.
+    """A checkpoint of another format; a ``CheckpointSource``. Subclasses implement ``_open``.
 
     Args:
         path: the checkpoint.

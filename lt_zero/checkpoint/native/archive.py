@@ -31,7 +31,7 @@ ROWS = 64 << 20  # bytes of whole rows that are read at a time to copy columns o
 
 
 class Archive:
-    """An open checkpoint directory; a ``Source``.
+    """An open checkpoint directory; a ``CheckpointSource``.
 
     Args:
         path: the directory, or its URL.

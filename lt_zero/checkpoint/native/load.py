@@ -38,7 +38,7 @@ from lt_zero.checkpoint.native.pieces import (
 from lt_zero.checkpoint.native.plain import MISSING
 from lt_zero.checkpoint.native.rank_state import load_residuals
 from lt_zero.checkpoint.native.save import FABRIC, LOOP, LT_ZERO, REFERENCE, TRAINED_WEIGHTS
-from lt_zero.checkpoint.source import Source, Spec
+from lt_zero.checkpoint.source import CheckpointSource, Spec
 from lt_zero.common.boxes import Box
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
@@ -55,7 +55,7 @@ NEW = "set checkpoint.load_optimizer_states=false to start with a new optimizer.
 _SCALERS = ("FSDPPrecision", "FSDPMixedPrecision")  # Lightning's plugins, which save the scaler under their names
 
 
-def lightning_meta(source: Source) -> dict[str, Any]:
+def lightning_meta(source: CheckpointSource) -> dict[str, Any]:
     """The ``meta`` of another format, without entries that Lightning would mistake for its own."""
     meta = {k: v for k, v in source.meta.items() if k not in ("state_dict", "optimizer_states")}
     meta = {
@@ -140,7 +140,7 @@ def settings_here(
     return groups, list(dropped)
 
 
-def as_lightning(source: Source, weights_only: bool | None = None) -> dict[str, Any]:
+def as_lightning(source: CheckpointSource, weights_only: bool | None = None) -> dict[str, Any]:
     """Lightning's checkpoint dictionary with lazy tensors; optimizer states are keyed by parameter name.
 
     Args:
