@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ FLOORS = (
     {"common", "config", "conf", "io", "ops", "optim"},
     {"comm", "offload"},
     {"engine"},
-    {"step"},
+    {"exchange", "step"},
     {"parallel"},
     {"activation", "attention", "checkpoint", "memory"},
     {"build", "tuning", "zero"},
@@ -132,3 +133,28 @@ def test_no_test_imports_a_test() -> None:
     for path in sorted(root.rglob("*.py")):
         imported = {name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) for name in names(node)}
         assert not [name for name in imported if name.startswith("tests.") and ".test_" in name], path
+
+
+def test_the_core_does_not_know_which_exchange_it_has() -> None:
+    """``engine/`` and ``step/`` ask the protocol of ``engine/exchange.py``, and never for a kind."""
+    kinds = {
+        node.name
+        for file, path in FILES.items()
+        if room(file) == "exchange" or file == "engine/exchange"
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert "PlainExchange" in kinds
+    for file, path in FILES.items():
+        if room(file) not in ("engine", "step"):
+            continue
+        known = [other for other in graph()[file] if room(other) == "exchange"]
+        assert not {*known, *(graph()[file] & {"optim/onebit", "optim/zero_one"})}, file
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass", "type"):
+                asked = {name.split(".")[-1] for name in re.findall(r"[\w.]+", ast.unparse(node))}
+                assert not asked & {*kinds, "exchange"}, (file, ast.unparse(node))
+            if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                set_ = [ast.unparse(target) for target in targets]
+                assert not [target for target in set_ if ".exchange." in target], (file, set_)

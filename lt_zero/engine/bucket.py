@@ -99,14 +99,14 @@ class Bucket:
         self.is_wide, self.compresses = plan.is_wide, plan.compresses
         dtype, sharding = plan.dtype, plan.sharding
         self.params = [p for _, p in plan.parameters]
-        cut = sharding.optim or sharding.params
+        self.is_cut = sharding.optim or sharding.params  # this rank steps, and gets the gradients of, a shard
         self.layout = plan.layout_in(group.mesh.shards, group.size)
         self.counted = plan.counted(self.layout)  # elements, where ranks of all groups have to decide alike
         self.shapes = [span.shape for span in self.layout.spans]
         # Dtypes to restore when the engine is removed; an fp64 run stays fp64.
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
         self.step_dtype = policy.step_of(dtype)
-        self.shard_range = self.layout.shard(group.mesh.shard_rank) if cut else (0, self.layout.numel)
+        self.shard_range = self.layout.shard(group.mesh.shard_rank) if self.is_cut else (0, self.layout.numel)
         self.pieces = self.layout.pieces(*self.shard_range)  # that master weights and accumulator of this rank hold
         self._piece_of = {piece.index: [piece] for piece in self.pieces}  # a bucket may have thousands
         self._storage = FlatStorage(self.layout.numel, dtype, group.device) if sharding.params else None

@@ -31,7 +31,7 @@ from lt_zero.common.names import merged
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import digests
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.gradient_compression import ErrorFeedback
+from lt_zero.engine.exchange import BucketResiduals
 from lt_zero.engine.lazy_tensor import elements_of, whole
 
 RESIDUALS, RANK_BUFFERS = "gradient_compression", "rank_buffers"  # keys in a Lightning checkpoint
@@ -44,15 +44,15 @@ def residual_state(engine: Engine, sharded: bool) -> dict[str, Any] | None:
 
     ``sharded``: with a ``Fragment`` for each tensor; else with full tensors on the CPU of rank 0, and none elsewhere.
     """
-    compression = engine.compression
+    exchange = engine.exchange
     if engine.groups[0].tolerance is not None:
         return _late_gradients(engine, engine.groups[0].tolerance, sharded)
-    if compression is None:
+    if not exchange.remembers:
         return None
-    state: dict[str, Any] = {"steps": compression.steps, "units": {}, "worker": {}, "server": {}}
-    if all(feedback.residuals is None for feedback in compression.of_bucket.values()):
+    state: dict[str, Any] = {"steps": exchange.steps, "units": {}, "worker": {}, "server": {}}
+    if all(feedback.residuals is None for feedback in exchange.of_bucket.values()):
         return state  # still warming up
-    for bucket, feedback in compression.of_bucket.items():
+    for bucket, feedback in exchange.of_bucket.items():
         names = [span.name for span in bucket.layout.spans]
         state["units"].update(dict.fromkeys(names, _unit(bucket, feedback)))
         worker, server = _fragments(bucket, feedback) if sharded else _gathered(bucket, feedback)
@@ -61,7 +61,7 @@ def residual_state(engine: Engine, sharded: bool) -> dict[str, Any] | None:
     return state
 
 
-def _unit(bucket: Bucket, feedback: ErrorFeedback) -> float:
+def _unit(bucket: Bucket, feedback: BucketResiduals) -> float:
     feedback.make()
     return _late_unit(bucket) / feedback.scale
 
@@ -101,7 +101,7 @@ def _settled(engine: Engine, tolerance: TolerantSum) -> dict[str, tuple[Tensor, 
     return tolerance.owed(lambda sent: tolerance.column(world.host_gather(sent, "late gradients")))
 
 
-def _fragments(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Fragment], dict[str, Fragment]]:
+def _fragments(bucket: Bucket, feedback: BucketResiduals) -> tuple[dict[str, Fragment], dict[str, Fragment]]:
     group, layout, (rows, shard, *_) = bucket.group, bucket.layout, feedback.make()
     worker, server = dict[str, Fragment](), dict[str, Fragment]()
     pieces = {piece.index: piece for piece in layout.pieces(*layout.shard(group.rank))}
@@ -121,7 +121,7 @@ def _fragment(spec: ParamSpec, local: Callable[[], Tensor], lo: int, hi: int, ra
     return Fragment(local, spec.global_shape, lo, hi, torch.float32, box=spec.local_box, ranks=ranks)
 
 
-def _gathered(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _gathered(bucket: Bucket, feedback: BucketResiduals) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     group, layout, (rows, shard, *_) = bucket.group, bucket.layout, feedback.make()
 
     def gather(own: Tensor) -> Tensor:
@@ -142,32 +142,30 @@ def _gathered(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Tensor
 @torch.no_grad()
 def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
     """Take over ``residual_state`` of any number of ranks and any stage; None: begin at zero. Collective."""
-    compression, tolerance = engine.compression, engine.groups[0].tolerance
+    exchange, tolerance = engine.exchange, engine.groups[0].tolerance
     if tolerance is not None:
         _settled(engine, tolerance)
         tolerance.restore(_owed_in(engine, tolerance, state or {"worker": {}}))
         return
+    # Residuals of the run so far are not owed to the weights of the checkpoint.
+    exchange.resume(int(state["steps"]) if state is not None else exchange.steps)
     if state is None:
-        for feedback in compression.of_bucket.values() if compression is not None else ():
-            feedback.reset()
         return
     worker = state["worker"]
-    if compression is None:
+    if not exchange.remembers:
         if worker and engine.world.rank == 0:
             log.warning(
                 "The checkpoint has residuals of gradient_compression or late gradients; both are off: drop them."
             )
         return
-    compression.steps = int(state["steps"])
-    for bucket, feedback in compression.of_bucket.items():
-        feedback.reset()  # residuals of the run so far are not owed to the weights of the checkpoint
+    for bucket, feedback in exchange.of_bucket.items():
         found = [(index, span.name) for index, span in enumerate(bucket.layout.spans) if span.name in worker]
         unit = state["units"][found[0][1]] if found else 1.0
         for index, name in found:
             factor = state["units"][name] / unit
             _load(bucket, feedback, index, worker[name], state["server"].get(name), factor)
         if found:  # in the units in which they were saved: converted to others and back they would be rounded
-            feedback.scale = _late_unit(bucket) / unit
+            feedback.begin_units(_late_unit(bucket) / unit)
 
 
 def _owed_in(engine: Engine, tolerance: TolerantSum, state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -195,7 +193,7 @@ def _row(rows: Tensor, spec: ParamSpec, rank: int) -> Tensor:
 
 
 def _load(
-    bucket: Bucket, feedback: ErrorFeedback, index: int, rows: Tensor, sums: Tensor | None, factor: float
+    bucket: Bucket, feedback: BucketResiduals, index: int, rows: Tensor, sums: Tensor | None, factor: float
 ) -> None:
     """Load the residuals of parameter ``index``, times ``factor``."""
     group, span, (worker, server, *_) = bucket.group, bucket.layout.spans[index], feedback.make()

@@ -14,17 +14,21 @@ Note [Exact gathers]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lt_zero.comm.compression import Residuals
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import Work
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.exchange import PlainExchange
 from lt_zero.engine.layout import gaps_between
-from lt_zero.offload.store import Waits
+from lt_zero.offload.store import Reduce, Waits
 from lt_zero.ops.codecs import INT4, INT8, Codec
 
 WEIGHTS: Codec = INT8
@@ -104,20 +108,45 @@ class ShortRoute:
         return self._kept.nbytes if self._kept is not None else 0
 
 
-class QuantizedGradients:
-    """Reduces the gradients of one bucket in few bits, without error feedback (``Feedback``)."""
+class QuantizedGradients(PlainExchange):
+    """Reduces the gradients of sharded optimizers in few bits, without error feedback.
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._group, self._name = bucket.group, bucket.name
-        first, last = bucket.layout.shard(bucket.group.rank)
-        own = gaps_between(((p.offset, p.offset + p.numel) for p in bucket.layout.pieces(first, last)), last - first)
-        self._residuals = Residuals(torch.empty(0), None, (), own)
+    Args:
+        peers: the ranks with the same model.
+        groups: those of several ranks, prepared for it.
+    """
 
-    def begin(self) -> Residuals:
-        return self._residuals
+    def __init__(self, peers: ShardGroup, groups: Collection[ShardGroup]) -> None:
+        super().__init__(peers)
+        self._groups = groups
+        self._lossy: dict[Bucket, Residuals] = {}  # without a worker's: nothing is kept
 
-    def reduce(self, out: Tensor, send: Tensor, residuals: Residuals, add: bool) -> Work:
-        return self._group.reduce_compressed(out, send, residuals, add, self._name)
+    @classmethod
+    def prepare(cls, peers: ShardGroup, groups: Iterable[ShardGroup]) -> QuantizedGradients:
+        """The exchange, of those ``groups`` that send gradients at all. Collective.
+
+        Raises:
+            ConfigError: a GPU has one queue for all groups.
+        """
+        found = list(dict.fromkeys(groups))
+        return cls(peers, [group for group in found if group.use_quantized_sums(GRADIENTS, GRADIENTS_INSIDE)])
+
+    def bind(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.group in self._groups and bucket.sharding.optim and _codes(bucket):
+                spans = ((piece.offset, piece.offset + piece.numel) for piece in bucket.pieces)
+                gaps = gaps_between(spans, bucket.layout.shard_numel)
+                self._lossy[bucket] = Residuals(torch.empty(0), None, (), gaps)
+
+    def reduction(self, bucket: Bucket, send: SendBuffer) -> Reduce:
+        if (residuals := self._lossy.get(bucket)) is None:
+            return super().reduction(bucket, send)
+        return partial(bucket.group.reduce_compressed, flat=send.flat, residuals=residuals, name=bucket.name)
+
+
+def _codes(bucket: Bucket) -> bool:
+    """Whether weights and gradients of a bucket can be sent encoded: there is no codec for 64 bits."""
+    return bucket.dtype != torch.float64 and not bucket.group.alone
 
 
 def use_zero_plus_plus(config: ZeroConfig, buckets: Iterable[Bucket]) -> None:
@@ -127,16 +156,10 @@ def use_zero_plus_plus(config: ZeroConfig, buckets: Iterable[Bucket]) -> None:
         ConfigError: the secondary shards' size does not divide the number of ranks.
     """
     zero = config.zero_optimization
-    buckets, frozen_only = list(buckets), zero.zero_quantized_nontrainable_weights
-    reduces = dict.fromkeys((bucket.group for bucket in buckets), False)  # those whose gradients are sent at all
-    if zero.zero_quantized_gradients and zero.stage > 0:
-        reduces = {group: group.use_quantized_sums(GRADIENTS, GRADIENTS_INSIDE) for group in reduces}
+    frozen_only = zero.zero_quantized_nontrainable_weights
     for bucket in buckets:
-        sharding, group, secondary = bucket.sharding, bucket.group, bucket.group.secondary_shards
-        codes = bucket.dtype != torch.float64 and not group.alone  # no codec is for 64 bits
+        sharding, secondary, codes = bucket.sharding, bucket.group.secondary_shards, _codes(bucket)
         quantizes = codes and zero.zero_quantized_weights
-        if codes and reduces[group] and sharding.optim:
-            bucket.grads.feedback = QuantizedGradients(bucket)
         if quantizes and sharding.optim and zero.stage < 3:
             bucket.weights.codec = WEIGHTS
             bucket.use(bucket.memory, bucket.memory)  # master weights cannot be a slice of what is rounded
