@@ -35,7 +35,7 @@ from lt_zero.common.names import alone
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
-from lt_zero.config.rules import one_bit
+from lt_zero.config.rules import one_bit, refuse_quantized
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.divergence import remedy
 from lt_zero.engine.engine import Engine, has_groups
@@ -47,10 +47,8 @@ from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
 from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding, with_sizes
 from lt_zero.engine.parts import Parts, Unjoined
-from lt_zero.engine.quantized import refuse_quantized, rest_quantized
 from lt_zero.engine.same_on_ranks import Snapshot, compare, compare_models
-from lt_zero.exchange.choose import exchange_of
-from lt_zero.exchange.zero_plus_plus import use_zero_plus_plus
+from lt_zero.exchange.choose import exchange_of, gathers_of
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.memory.check import check_build
 from lt_zero.ops.library import missing
@@ -186,10 +184,8 @@ def _build(
     materializer, world = Materializer(module, device, saved, parts), group.world
     of_bucket = {bucket: groups.get(bucket.parameters[0][1], group) for bucket in plan.buckets}
     exchange = exchange_of(config, plan, group, of_bucket.values(), policy)
-    made = {bucket: Bucket(bucket, its, owner, policy) for bucket, its in of_bucket.items()}
-    use_zero_plus_plus(config, made.values())
+    made = {b: Bucket(b, its, owner, policy, gathers_of(config, b, its)) for b, its in of_bucket.items()}
     offload_manager = open_offload_manager(world, list(made.values()), config, device)
-    rest_quantized(config, made.values())
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=world.rank) as work:
         units, root = _move_in(plan, made, materializer, work, training)
         materializer.fill_buffers()

@@ -65,6 +65,7 @@ from lt_zero.common.tensor_tree import ReplacedTensors, iter_tensors
 from lt_zero.common.timing import NOTHING, Span, UnitRanges, phase, phased, unit_range
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
+from lt_zero.config.rules import refuse_quantized
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.exchange import GradientExchange
@@ -74,7 +75,6 @@ from lt_zero.engine.guard import shares_storage
 from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.parts import Parts, Unjoined
-from lt_zero.engine.quantized import refuse_quantized
 from lt_zero.engine.same_on_ranks import SameOnRanks
 from lt_zero.engine.saved_weights import SavedWeights, references_of
 from lt_zero.engine.visible_grads import UsedParameters

@@ -43,6 +43,7 @@ class Weights:
     sharded: bool  # parameters are sharded, so that the flat tensor is released at times
     gaps: Sequence[Gap]  # elements [lo, hi) of ``shard`` that belong to no parameter
     background: BackgroundStep  # of the bucket
+    codec: Codec | None  # updates of weights that are not sharded are gathered encoded
     # This rank's shard, or all elements if the optimizer is not sharded: a slice of the compute copy where that stays
     # in memory and has the master's dtype.
     master: Store | None = None
@@ -51,7 +52,6 @@ class Weights:
     # read while the master weights, or frozen weights in a wider dtype, are offloaded.
     copy: Store = NO_COPY
     written: bool = False  # the running step has written the compute copy already
-    codec: Codec | None = None  # updates of weights that are not sharded are gathered encoded (zero_plus_plus.py)
     # With a codec, after edits: ``shard`` then. An edit changes its block's scale, and with it what is decoded of the
     # other elements, so these would be taken for edited, too. None: ``shard`` is what is decoded of the weights.
     shown: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Which exchange a configuration asks for."""
+"""Which exchange of gradients, and which gathers of weights, a configuration asks for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.rules import one_bit
+from lt_zero.engine.bucket import GatherStrategy
 from lt_zero.engine.exchange import GradientExchange, PlainExchange
-from lt_zero.engine.partition import EnginePlan
+from lt_zero.engine.partition import BucketPlan, EnginePlan
 from lt_zero.exchange.compressed_momentum import MOMENTA, CompressedMomentum
 from lt_zero.exchange.gradient_compression import GradientCompression, codec_of
 from lt_zero.exchange.local_steps import LocalSteps
-from lt_zero.exchange.zero_plus_plus import QuantizedGradients
+from lt_zero.exchange.quantized import RestingGather, rests_quantized
+from lt_zero.exchange.zero_plus_plus import QuantizedGradients, sends_less
 
 log = logging.getLogger("lt_zero")
 
@@ -49,3 +51,10 @@ def exchange_of(
             here = "rank" if peers.size == 1 else "node"
             log.info("gradient_compression has nothing to do: there is one %s.", here)
     return PlainExchange(peers)
+
+
+def gathers_of(config: ZeroConfig, plan: BucketPlan, group: ShardGroup) -> GatherStrategy:
+    """Make the strategy by which the weights of one bucket, which is in ``group``, are gathered."""
+    if rests_quantized(config, plan):
+        return RestingGather()
+    return sends_less(config, plan, group) or GatherStrategy()

@@ -25,9 +25,10 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import Work
 from lt_zero.config import ZeroConfig
-from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.bucket import Bucket, GatherStrategy
 from lt_zero.engine.exchange import PlainExchange
 from lt_zero.engine.layout import gaps_between
+from lt_zero.engine.partition import BucketPlan
 from lt_zero.offload.store import Reduce, Waits
 from lt_zero.ops.codecs import INT4, INT8, Codec
 
@@ -35,40 +36,38 @@ WEIGHTS: Codec = INT8
 GRADIENTS, GRADIENTS_INSIDE = INT4, INT8  # between nodes, inside a node
 
 
-class ShortRoute:
-    """Gathers of one bucket for computation (``Route``).
+class ZeroPlusPlusGather(GatherStrategy):
+    """Gathers of one bucket with sharded parameters for computation.
 
     Args:
-        bucket: with sharded parameters.
         quantizes: all gathers from the owners are quantised.
         frozen_only: only those of a frozen bucket are.
         secondary: ranks that share a second copy; 1: there is none.
     """
 
-    def __init__(self, bucket: Bucket, quantizes: bool, frozen_only: bool, secondary: int) -> None:
-        self._bucket, self._quantizes, self._frozen_only = bucket, quantizes, frozen_only
-        numel = bucket.layout.numel // secondary
-        first = bucket.group.rank % secondary * numel
-        self._mine = slice(first, first + numel) if secondary > 1 else None
+    def __init__(self, quantizes: bool, frozen_only: bool, secondary: int) -> None:
+        self._quantizes, self._frozen_only, self._secondary = quantizes, frozen_only, secondary
         self._kept: Tensor | None = None  # 1D: this rank's part of the second copy
-        self._valid = self._keeps = False  # the copy is of the current weights; it is made when the gather has landed
-        self._rounded = False  # the copy was decoded
+        self._valid = self._keeps = False  # the copy is of the current weights; it is made when the gather is finished
+        self._kept_rounded = False  # the copy was decoded
 
-    @property
-    def codec(self) -> Codec | None:
+    def _codec_for(self, bucket: Bucket) -> Codec | None:
         """What gathers from the owners are encoded with."""
-        return WEIGHTS if self._quantizes or (self._frozen_only and not self._bucket.wants_grad) else None
+        return WEIGHTS if self._quantizes or (self._frozen_only and not bucket.wants_grad) else None
 
-    def launch(self) -> Waits:
-        """Start filling the bucket's flat tensor."""
-        bucket, flat = self._bucket, self._bucket.flat
-        if self._serves:
+    def launch(self, bucket: Bucket, exact: bool) -> Waits:
+        codec = self._codec_for(bucket)
+        serves = self._valid and not (self._kept_rounded and codec is None)  # else parameters were unfrozen
+        rounds = self._kept_rounded if serves else codec is not None
+        self.rounded, self._keeps = rounds and not exact, False
+        if rounds and exact:
+            return super().launch(bucket, exact)
+        flat = bucket.flat
+        if serves:
             assert self._kept is not None
-            assert self._mine is not None
-            flat[self._mine].copy_(self._kept)
+            self._part(bucket).copy_(self._kept)
             return bucket.group.all_gather_in_node(flat, bucket.name)
-        codec = self.codec
-        self._keeps, self._rounded = self._mine is not None, codec is not None
+        self._keeps, self._kept_rounded = self._secondary > 1, codec is not None
 
         def gather(own: Tensor | None) -> Work:
             if codec is None:
@@ -77,15 +76,19 @@ class ShortRoute:
 
         return bucket.weights.gather_source.launch_gather(bucket.shard, gather)
 
-    def landed(self) -> None:
-        """After the wait for ``launch``."""
-        if not self._keeps or self._mine is None:
+    def finish(self, bucket: Bucket) -> None:
+        if not self._keeps:
             return
-        mine, self._keeps, self._valid = self._bucket.flat[self._mine], False, True
+        part, self._keeps, self._valid = self._part(bucket), False, True
         if self._kept is None:
             with torch.inference_mode(False):  # a validation may release what it has not used
-                self._kept = torch.empty_like(mine)
-        self._kept.copy_(mine)
+                self._kept = torch.empty_like(part)
+        self._kept.copy_(part)
+
+    def _part(self, bucket: Bucket) -> Tensor:
+        """The elements of the flat tensor that this rank has of the second copy."""
+        numel = bucket.layout.numel // self._secondary
+        return bucket.flat.narrow(0, bucket.group.rank % self._secondary * numel, numel)
 
     def weights_changed(self) -> None:
         """Forget the second copy."""
@@ -95,17 +98,24 @@ class ShortRoute:
         return WEIGHTS.decoded(shard)
 
     @property
-    def _serves(self) -> bool:
-        """Whether the second copy is what gathers from the owners would give."""
-        return self._valid and not (self._rounded and self.codec is None)  # parameters were unfrozen
-
-    @property
-    def exact(self) -> bool:
-        return not self._rounded if self._serves else self.codec is None
-
-    @property
     def nbytes(self) -> int:
         return self._kept.nbytes if self._kept is not None else 0
+
+
+class EncodedUpdates(GatherStrategy):
+    """Updates of parameters that are not sharded are gathered in 8 bits."""
+
+    codec = WEIGHTS
+
+
+def sends_less(config: ZeroConfig, plan: BucketPlan, group: ShardGroup) -> GatherStrategy | None:
+    """Make the strategy of a bucket of ``group`` if the configuration asks for fewer bytes between nodes, else None."""
+    zero, sharding, secondary = config.zero_optimization, plan.sharding, group.secondary_shards
+    codes = _codes(plan.dtype, group)
+    quantizes, frozen_only = codes and zero.zero_quantized_weights, codes and zero.zero_quantized_nontrainable_weights
+    if sharding.params and (quantizes or frozen_only or secondary > 1):
+        return ZeroPlusPlusGather(quantizes, frozen_only, secondary)
+    return EncodedUpdates() if quantizes and sharding.optim and zero.stage < 3 else None
 
 
 class QuantizedGradients(PlainExchange):
@@ -133,7 +143,7 @@ class QuantizedGradients(PlainExchange):
 
     def bind(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
-            if bucket.group in self._groups and bucket.sharding.optim and _codes(bucket):
+            if bucket.group in self._groups and bucket.sharding.optim and _codes(bucket.dtype, bucket.group):
                 spans = ((piece.offset, piece.offset + piece.numel) for piece in bucket.pieces)
                 gaps = gaps_between(spans, bucket.layout.shard_numel)
                 self._lossy[bucket] = Residuals(torch.empty(0), None, (), gaps)
@@ -144,24 +154,6 @@ class QuantizedGradients(PlainExchange):
         return partial(bucket.group.reduce_compressed, flat=send.flat, residuals=residuals, name=bucket.name)
 
 
-def _codes(bucket: Bucket) -> bool:
-    """Whether weights and gradients of a bucket can be sent encoded: there is no codec for 64 bits."""
-    return bucket.dtype != torch.float64 and not bucket.group.alone
-
-
-def use_zero_plus_plus(config: ZeroConfig, buckets: Iterable[Bucket]) -> None:
-    """Give the buckets their routes. Before they are filled. Collective.
-
-    Raises:
-        ConfigError: the secondary shards' size does not divide the number of ranks.
-    """
-    zero = config.zero_optimization
-    frozen_only = zero.zero_quantized_nontrainable_weights
-    for bucket in buckets:
-        sharding, secondary, codes = bucket.sharding, bucket.group.secondary_shards, _codes(bucket)
-        quantizes = codes and zero.zero_quantized_weights
-        if quantizes and sharding.optim and zero.stage < 3:
-            bucket.weights.codec = WEIGHTS
-            bucket.use(bucket.memory, bucket.memory)  # master weights cannot be a slice of what is rounded
-        if sharding.params and (quantizes or (codes and frozen_only) or secondary > 1):
-            bucket.route = ShortRoute(bucket, quantizes, codes and frozen_only, secondary)
+def _codes(dtype: torch.dtype, group: ShardGroup) -> bool:
+    """Whether weights and gradients can be sent encoded: there is no codec for 64 bits."""
+    return dtype != torch.float64 and not group.alone

@@ -89,8 +89,7 @@ def _of_bucket(bucket: Bucket) -> dict[str, int]:
         held[kind] = held.get(kind, 0) + (store.nbytes if store is not None and not store.streamed else 0)
     if sharded and weights.copy.nbytes and not weights.copy.streamed:
         held[WEIGHTS] = held.get(WEIGHTS, 0) + weights.copy.nbytes
-    if bucket.route is not None:
-        held[WEIGHTS] = held.get(WEIGHTS, 0) + bucket.route.nbytes
+    held[WEIGHTS] = held.get(WEIGHTS, 0) + bucket.gathers.nbytes
     return held
 
 

@@ -259,7 +259,7 @@ class _Sums:
         return sum(rounded(INT8.nbytes(row.own) if coded else row.own * dtype.itemsize) for row in self.rows)
 
     def _is_coded(self, row: Row) -> bool:
-        """Whether the weights of a bucket rest in 8 bits (engine/quantized.py)."""
+        """Whether the weights of a bucket rest in 8 bits (exchange/quantized.py)."""
         return self.config.quantize is not None and row.sharding.params and row.dtype != torch.float64
 
     def weights(self) -> list[Part]:
