@@ -146,11 +146,11 @@ class Engine(ProcessLocal):
         self._entered = 0  # the depth of the outermost module that is called; 0: none is
         self._span: Span = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
-        tolerates = any(group.tolerance is not None for group in self.groups)
-        self.buffers = BufferSync(root, self.peers, config.broadcast_buffers and not tolerates)
+        self.buffers = BufferSync(root, self.peers, config.broadcast_buffers and not exchange.sums_late)
         self.same_on_ranks = SameOnRanks(self.peers, root, [p for b in self.buckets for p in b.params])
         problem, travel = offload_manager.find_problem, (self.same_on_ranks, self.buffers)
-        self.used_parameters = UsedParameters(self.peers, self.reducer, self.buckets, self.parts, problem, *travel)
+        given = self.peers, self.reducer, self.buckets, self.parts
+        self.used_parameters = UsedParameters(*given, exchange.sums_late, problem, *travel)
         self.finish_reductions = self.used_parameters.finish_reductions
         self.sharded_optim = any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters

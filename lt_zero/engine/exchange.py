@@ -99,6 +99,11 @@ class GradientExchange:
         """Prepare the next reduction of ``bucket``; returns what launches it from ``send``, all of the gradients."""
         raise NotImplementedError
 
+    @property
+    def sums_late(self) -> bool:
+        """Whether a reduction may lack the gradients of late ranks, which then are in a later one."""
+        return False
+
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def set_loss_scale(self, scale: float) -> None:

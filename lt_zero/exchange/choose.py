@@ -14,6 +14,7 @@ from lt_zero.engine.exchange import GradientExchange, PlainExchange
 from lt_zero.engine.partition import BucketPlan, EnginePlan
 from lt_zero.exchange.compressed_momentum import MOMENTA, CompressedMomentum
 from lt_zero.exchange.gradient_compression import GradientCompression, codec_of
+from lt_zero.exchange.late_ranks import TolerantExchange
 from lt_zero.exchange.local_steps import LocalSteps
 from lt_zero.exchange.quantized import RestingGather, rests_quantized
 from lt_zero.exchange.zero_plus_plus import QuantizedGradients, sends_less
@@ -37,6 +38,8 @@ def exchange_of(
         ConfigError: the ranks cannot exchange in this way.
     """
     keeps, zero = policy.check_overflow, config.zero_optimization
+    if peers.tolerance is not None:
+        return TolerantExchange(peers)
     if zero.zero_quantized_gradients and zero.stage > 0:
         return QuantizedGradients.prepare(peers, groups)
     if optimizer := one_bit(config):

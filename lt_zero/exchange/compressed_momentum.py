@@ -150,13 +150,13 @@ class MomentumFeedback(ErrorFeedback):
     """The residuals, and at stage 1 the full momentum, of one bucket.
 
     Args:
-        clock: of its engine.
+        owner: the exchange of its engine.
         bucket: whose momentum is averaged.
     """
 
-    def __init__(self, clock: CompressedMomentum, bucket: Bucket) -> None:
-        super().__init__(clock, bucket)
-        self._exchange, self._bucket = clock, bucket
+    def __init__(self, owner: CompressedMomentum, bucket: Bucket) -> None:
+        super().__init__(owner, bucket)
+        self._exchange, self._bucket = owner, bucket
         self._sharded = bucket.shard_range != (0, bucket.layout.numel)
         self._momentum: Tensor | None = None  # stage 1: that of the last step (1D fp32, all elements)
         self._moves: Tensor | None = None  # and which of its elements the optimizer updates

@@ -52,13 +52,13 @@ class ErrorFeedback:
     """The residuals of one bucket.
 
     Args:
-        clock: of its engine.
+        owner: the exchange of its engine.
         bucket: whose gradients are sent; where all ranks need its mean, there is a server's residual.
     """
 
-    def __init__(self, clock: GradientCompression, bucket: Bucket) -> None:
-        self._clock, self._device, self._group, self._name = clock, bucket.group.device, bucket.group, bucket.name
-        whole = clock.everywhere or not bucket.is_cut
+    def __init__(self, owner: GradientCompression, bucket: Bucket) -> None:
+        self._owner, self._device, self._group, self._name = owner, bucket.group.device, bucket.group, bucket.name
+        whole = owner.everywhere or not bucket.is_cut
         self._layout, self._whole = bucket.layout, whole
         shard = bucket.layout.shard(bucket.group.rank)
         pieces = bucket.layout.pieces(*shard)
@@ -74,7 +74,7 @@ class ErrorFeedback:
         if self.residuals is None:
             worker = torch.zeros(self._layout.numel, dtype=torch.float32, device=self._device)
             server = worker.new_zeros(self._layout.shard_numel) if self._whole else None
-            self.residuals, self.scale = Residuals(worker, server, *self._gaps), self._clock.scale
+            self.residuals, self.scale = Residuals(worker, server, *self._gaps), self._owner.scale
         return self.residuals
 
     def _tensors(self) -> list[Tensor]:
@@ -83,19 +83,19 @@ class ErrorFeedback:
     @torch.no_grad()
     def begin(self) -> Residuals | None:
         """The residuals for a reduction that is launched next; None: it is not compressed."""
-        clock = self._clock
-        if not clock.compresses:
+        owner = self._owner
+        if not owner.compresses:
             return None
         self.make()
-        if clock.keeps and self._kept_at != clock.steps:
+        if owner.keeps and self._kept_at != owner.steps:
             self._kept = self._kept or [torch.empty_like(tensor) for tensor in self._tensors()]
             for kept, tensor in zip(self._kept, self._tensors(), strict=True):
                 kept.copy_(tensor)
-            self._kept_scale, self._kept_at = self.scale, clock.steps
-        if self.scale != clock.scale:
+            self._kept_scale, self._kept_at = self.scale, owner.steps
+        if self.scale != owner.scale:
             for tensor in self._tensors():
-                tensor.mul_(clock.scale / self.scale)
-            self.scale = clock.scale
+                tensor.mul_(owner.scale / self.scale)
+            self.scale = owner.scale
         return self.residuals
 
     def reduce(self, out: Tensor, send: Tensor, residuals: Residuals, add: bool) -> Work:

@@ -96,13 +96,13 @@ class LocalFeedback(ErrorFeedback):
     """The residuals of one bucket.
 
     Args:
-        clock: of its engine.
+        owner: the exchange of its engine.
         bucket: whose gradients and changes are averaged.
     """
 
-    def __init__(self, clock: LocalSteps, bucket: Bucket) -> None:
-        super().__init__(clock, bucket)
-        self._steps = clock
+    def __init__(self, owner: LocalSteps, bucket: Bucket) -> None:
+        super().__init__(owner, bucket)
+        self._steps = owner
 
     def begin(self) -> Residuals | None:
         return self.make() if self._steps.ranks_step_apart else super().begin()
