@@ -77,10 +77,13 @@ class GatherStrategy:
         """Where what gathers read is kept, if the bucket keeps it in ``place``."""
         return place
 
-    def launch(self, bucket: Bucket, exact: bool) -> Waits:
-        """Start filling the flat tensor, whose memory is there, for computation; ``exact``: without rounding."""
+    def gather(self, bucket: Bucket, exact: bool) -> Callable[[], Waits]:
+        """Prepare filling the flat tensor, whose memory is there, for computation; returns what launches it.
+
+        ``exact``: without rounding.
+        """
         gather = partial(bucket.group.all_gather, bucket.flat, bucket.name)
-        return bucket.weights.gather_source.launch_gather(bucket.shard, gather)
+        return partial(bucket.weights.gather_source.launch_gather, bucket.shard, gather)
 
     def finish(self, bucket: Bucket) -> None:
         """Note that the flat tensor is filled."""
@@ -175,9 +178,9 @@ class Bucket:
 
     def use(self, optim: Place, params: Place) -> None:
         """Keep master weights, states and gradients in ``optim``, what gathers read in ``params``. Before ``adopt``."""
-        self.step_place = optim
+        self.step_place, self.gather_place = optim, self.gathers.place(params, self.group.device)
         self.offloaded = optim.offloads  # master weights, optimizer states and gradients are kept off the device
-        self.weights.use(optim, self.gathers.place(params, self.group.device))
+        self.weights.use(optim, self.gather_place)
         self.grads.use(optim)
 
     @torch.no_grad()
@@ -237,7 +240,7 @@ class Bucket:
             self._storage.allocate()
             if self._background.job is not None:
                 self._background.wait()
-            self._pending = self.gathers.launch(self, exact)
+            self._pending = self.gathers.gather(self, exact)()
         self.state = State.GATHERING
         self.live.elements += self.counted
         self.live.flying += self.counted

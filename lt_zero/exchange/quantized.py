@@ -6,6 +6,9 @@ there the codes are all that is kept: what is decoded are the weights, for check
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from lt_zero.config import ZeroConfig
@@ -22,10 +25,11 @@ class RestingGather(GatherStrategy):
     def place(self, place: Place, device: torch.device) -> Place:
         return coded_place(place, INT8, device)
 
-    def launch(self, bucket: Bucket, exact: bool) -> Waits:
+    def gather(self, bucket: Bucket, exact: bool) -> Callable[[], Waits]:
         store = bucket.weights.gather_source
         assert isinstance(store, CodedStore)
-        return store.launch_codes(lambda own: bucket.group.all_gather_encoded(bucket.flat, bucket.name, INT8, own))
+        codes = partial(bucket.group.all_gather_encoded, bucket.flat, bucket.name, INT8)
+        return partial(store.launch_codes, codes)
 
 
 def rests_quantized(config: ZeroConfig, plan: BucketPlan) -> bool:

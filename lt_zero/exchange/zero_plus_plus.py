@@ -14,7 +14,7 @@ Note [Exact gathers]
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -55,26 +55,25 @@ class ZeroPlusPlusGather(GatherStrategy):
         """What gathers from the owners are encoded with."""
         return WEIGHTS if self._quantizes or (self._frozen_only and not bucket.wants_grad) else None
 
-    def launch(self, bucket: Bucket, exact: bool) -> Waits:
+    def gather(self, bucket: Bucket, exact: bool) -> Callable[[], Waits]:
         codec = self._codec_for(bucket)
         serves = self._valid and not (self._kept_rounded and codec is None)  # else parameters were unfrozen
         rounds = self._kept_rounded if serves else codec is not None
         self.rounded, self._keeps = rounds and not exact, False
         if rounds and exact:
-            return super().launch(bucket, exact)
-        flat = bucket.flat
+            return super().gather(bucket, exact)
         if serves:
             assert self._kept is not None
             self._part(bucket).copy_(self._kept)
-            return bucket.group.all_gather_in_node(flat, bucket.name)
+            return partial(bucket.group.all_gather_in_node, bucket.flat, bucket.name)
         self._keeps, self._kept_rounded = self._secondary > 1, codec is not None
+        if codec is None:
+            return super().gather(bucket, exact)
 
-        def gather(own: Tensor | None) -> Work:
-            if codec is None:
-                return bucket.group.all_gather(flat, bucket.name, own)
-            return bucket.group.all_gather_encoded(flat, bucket.name, codec)
+        def gather(own: Tensor | None) -> Work:  # the shard is in place, and encoded there
+            return bucket.group.all_gather_encoded(bucket.flat, bucket.name, codec)
 
-        return bucket.weights.gather_source.launch_gather(bucket.shard, gather)
+        return partial(bucket.weights.gather_source.launch_gather, bucket.shard, gather)
 
     def finish(self, bucket: Bucket) -> None:
         if not self._keeps:

@@ -207,6 +207,7 @@ def test_residuals_of_compressed_gradients(pool: Pool) -> None:
 
 def _second_copies() -> None:
     zero = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_max_reuse_distance": 0}
+    zero["stage3_param_persistence_threshold"] = 0  # else no parameter is sharded
     config, model = ZeroConfig.of({"zero_optimization": zero}), Wide()
     cast = estimate(model, config, dist.get_world_size(), device="cpu", precision="bf16-true")
     engine, sharded, _, _ = train(model, config, "bf16-true")
