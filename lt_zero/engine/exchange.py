@@ -12,7 +12,7 @@ Note [Questions to an exchange]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -162,6 +162,19 @@ class GradientExchange:
 
     def resume(self, steps: int) -> None:
         """Begin without residuals after ``steps`` optimizer steps."""
+
+    def late_gradients(self) -> Iterator[tuple[Bucket, Tensor, Tensor]]:
+        """Yield what is in no sum yet, bucket by bucket, if anything is: nothing unless ``sums_late``. Collective.
+
+        That is a bucket, the sum over all ranks (1D fp32, all elements), and of how many ranks each element is.
+        """
+        return iter(())
+
+    def replace_late_gradients(self, read: Callable[[Bucket], tuple[Tensor, Tensor]]) -> None:
+        """Drop what is in no sum yet, and go on with what ``read`` gives of a bucket, if ``sums_late``. Collective.
+
+        ``read``: a sum and counts as ``late_gradients`` yields them; called on the ranks that need it.
+        """
 
     def forget_states(self) -> None:
         """Forget what was taken from the optimizer's states, which are replaced."""

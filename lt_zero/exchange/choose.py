@@ -39,7 +39,7 @@ def exchange_of(
     """
     keeps, zero = policy.check_overflow, config.zero_optimization
     if peers.tolerance is not None:
-        return TolerantExchange(peers)
+        return TolerantExchange(peers, peers.tolerance)
     if zero.zero_quantized_gradients and zero.stage > 0:
         return QuantizedGradients.prepare(peers, groups)
     if optimizer := one_bit(config):

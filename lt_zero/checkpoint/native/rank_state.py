@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.native.pieces import Fragment
-from lt_zero.comm.tolerance import TolerantSum
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.names import merged
 from lt_zero.engine.bucket import Bucket
@@ -45,8 +44,8 @@ def residual_state(engine: Engine, sharded: bool) -> dict[str, Any] | None:
     ``sharded``: with a ``Fragment`` for each tensor; else with full tensors on the CPU of rank 0, and none elsewhere.
     """
     exchange = engine.exchange
-    if engine.groups[0].tolerance is not None:
-        return _late_gradients(engine, engine.groups[0].tolerance, sharded)
+    if exchange.sums_late:
+        return _late_gradients(engine, sharded)
     if not exchange.remembers:
         return None
     state: dict[str, Any] = {"steps": exchange.steps, "units": {}, "worker": {}, "server": {}}
@@ -70,18 +69,10 @@ def _late_unit(bucket: Bucket) -> float:
     return bucket.group.factors(bucket.grads.send_dtype(bucket.dtype))[1]
 
 
-def _late_gradients(engine: Engine, tolerance: TolerantSum, sharded: bool) -> dict[str, Any] | None:
-    world, owed = engine.world, _settled(engine, tolerance)
+def _late_gradients(engine: Engine, sharded: bool) -> dict[str, Any] | None:
+    world = engine.world
     state: dict[str, Any] = {"steps": 0, "units": {}, "worker": {}, "server": {}, "counts": {}}
-    some = torch.tensor([any(bool(weights.any()) for _, weights in owed.values())], dtype=torch.uint8)
-    world.host_max(some, "late gradients").wait()
-    for bucket in engine.buckets if some.item() else ():
-        lo, hi = tolerance.part(bucket.layout.numel)
-        every = torch.zeros(2, bucket.layout.numel, dtype=torch.float64)
-        for row, values in zip(every, owed.get(bucket.name, ()), strict=False):
-            row[lo:hi] = values
-        world.sum_all(every, f"late gradients of {bucket.name}")
-        rows, weights = every[0].float(), every[1]
+    for bucket, rows, counts in engine.exchange.late_gradients():
         for span in bucket.layout.spans:
             numel = span.hi - span.lo
             if sharded:
@@ -91,14 +82,8 @@ def _late_gradients(engine: Engine, tolerance: TolerantSum, sharded: bool) -> di
             elif world.rank == 0:
                 state["worker"][span.name] = rows[span.lo : span.hi].view(1, *span.shape)
             state["units"][span.name] = _late_unit(bucket)
-            state["counts"][span.name] = float(weights[span.lo : span.hi].mean()) if numel else 0.0
-    return state if some.item() else None
-
-
-def _settled(engine: Engine, tolerance: TolerantSum) -> dict[str, tuple[Tensor, Tensor]]:
-    """``TolerantSum.owed``, by bucket. Collective."""
-    world = engine.world
-    return tolerance.owed(lambda sent: tolerance.column(world.host_gather(sent, "late gradients")))
+            state["counts"][span.name] = float(counts[span.lo : span.hi].mean()) if numel else 0.0
+    return state if state["units"] else None
 
 
 def _fragments(bucket: Bucket, feedback: BucketResiduals) -> tuple[dict[str, Fragment], dict[str, Fragment]]:
@@ -142,10 +127,9 @@ def _gathered(bucket: Bucket, feedback: BucketResiduals) -> tuple[dict[str, Tens
 @torch.no_grad()
 def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
     """Take over ``residual_state`` of any number of ranks and any stage; None: begin at zero. Collective."""
-    exchange, tolerance = engine.exchange, engine.groups[0].tolerance
-    if tolerance is not None:
-        _settled(engine, tolerance)
-        tolerance.restore(_owed_in(engine, tolerance, state or {"worker": {}}))
+    exchange = engine.exchange
+    if exchange.sums_late:
+        exchange.replace_late_gradients(partial(_late_in, state or {"worker": {}}))
         return
     # Residuals of the run so far are not owed to the weights of the checkpoint.
     exchange.resume(int(state["steps"]) if state is not None else exchange.steps)
@@ -168,22 +152,19 @@ def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
             feedback.begin_units(_late_unit(bucket) / unit)
 
 
-def _owed_in(engine: Engine, tolerance: TolerantSum, state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
-    """What this rank owes after loading ``state``: sums and counts of its part of each bucket. One member owes all."""
-    owed = dict[str, tuple[Tensor, Tensor]]()
-    for bucket in engine.buckets if tolerance.is_first else ():
-        rows, weights = torch.zeros(bucket.layout.numel), torch.zeros(bucket.layout.numel)
-        for span in bucket.layout.spans:
-            if (found := state["worker"].get(span.name)) is not None:
-                numel, factor = span.hi - span.lo, state["units"][span.name] / _late_unit(bucket)
-                for rank in range(found.shape[0]):
-                    rows[span.lo : span.hi] += _row(found, span.spec, rank) * factor
-                if (shard := state["server"].get(span.name)) is not None:
-                    rows[span.lo : span.hi] += elements_of(shard, 0, numel, span.spec.local_box) * factor
-                weights[span.lo : span.hi] = state.get("counts", {}).get(span.name, 0.0)
-        lo, hi = tolerance.part(bucket.layout.numel)
-        owed[bucket.name] = rows[lo:hi], weights[lo:hi]
-    return owed
+def _late_in(state: Mapping[str, Any], bucket: Bucket) -> tuple[Tensor, Tensor]:
+    """The sum (1D, all elements) of what ``state`` has of a bucket, and of how many ranks each element is."""
+    rows, counts = torch.zeros(bucket.layout.numel), torch.zeros(bucket.layout.numel)
+    for span in bucket.layout.spans:
+        if (found := state["worker"].get(span.name)) is None:
+            continue
+        numel, factor = span.hi - span.lo, state["units"][span.name] / _late_unit(bucket)
+        for rank in range(found.shape[0]):
+            rows[span.lo : span.hi] += _row(found, span.spec, rank) * factor
+        if (shard := state["server"].get(span.name)) is not None:
+            rows[span.lo : span.hi] += elements_of(shard, 0, numel, span.spec.local_box) * factor
+        counts[span.lo : span.hi] = state.get("counts", {}).get(span.name, 0.0)
+    return rows, counts
 
 
 def _row(rows: Tensor, spec: ParamSpec, rank: int) -> Tensor:
