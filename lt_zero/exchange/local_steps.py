@@ -2,7 +2,7 @@
 
 Note [Ranks that step apart]
     While steps are local, gradients are not exchanged: an accumulator gets this rank's own. The optimizer calls
-    ``average`` at the end of an interval. Until then weights and states of the ranks differ, so whatever leaves the
+    ``_average`` at the end of an interval. Until then weights and states of the ranks differ, so whatever leaves the
     engine (checkpoints, exports, validation, the end of fit) ends the interval first: ``Engine.prepare_reading``.
     Residuals are those of gradients before, and of changes of weights afterwards, without the loss scale; they begin
     at zero.
