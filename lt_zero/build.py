@@ -35,24 +35,20 @@ from lt_zero.common.names import alone
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
-from lt_zero.config.rules import one_bit
+from lt_zero.config.rules import one_bit, refuse_quantized
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.compressed_momentum import MOMENTA, CompressedMomentum
 from lt_zero.engine.divergence import remedy
 from lt_zero.engine.engine import Engine, has_groups
 from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
 from lt_zero.engine.full_params import install_load_hooks, use_outside
 from lt_zero.engine.gather import Unit
-from lt_zero.engine.gradient_compression import GradientCompression, codec_of
 from lt_zero.engine.guard import Owner, owner_of
-from lt_zero.engine.local_steps import LocalSteps
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
 from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding, with_sizes
 from lt_zero.engine.parts import Parts, Unjoined
-from lt_zero.engine.quantized import refuse_quantized, rest_quantized
 from lt_zero.engine.same_on_ranks import Snapshot, compare, compare_models
-from lt_zero.engine.zero_plus_plus import use_zero_plus_plus
+from lt_zero.exchange.choose import exchange_of, gathers_of
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.memory.check import check_build
 from lt_zero.ops.library import missing
@@ -187,10 +183,9 @@ def _build(
 
     materializer, world = Materializer(module, device, saved, parts), group.world
     of_bucket = {bucket: groups.get(bucket.parameters[0][1], group) for bucket in plan.buckets}
-    made = {bucket: Bucket(bucket, its, owner, policy) for bucket, its in of_bucket.items()}
-    use_zero_plus_plus(config, made.values())
+    exchange = exchange_of(config, plan, group, of_bucket.values(), policy)
+    made = {b: Bucket(b, its, owner, policy, gathers_of(config, b, its)) for b, its in of_bucket.items()}
     offload_manager = open_offload_manager(world, list(made.values()), config, device)
-    rest_quantized(config, made.values())
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=world.rank) as work:
         units, root = _move_in(plan, made, materializer, work, training)
         materializer.fill_buffers()
@@ -198,8 +193,7 @@ def _build(
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
         _cast_buffers(module, policy.buffers, plan.fp32_modules, names)
     distinct = list(dict.fromkeys([group, *groups.values()]))
-    engine = Engine(module, units, root, distinct, config, policy, offload_manager, training, parts)
-    engine.compression = _compression(engine, plan)
+    engine = Engine(module, units, root, distinct, config, policy, offload_manager, exchange, training, parts)
     engine.plan, engine.on_guarded_use = plan, partial(use_outside, engine)
     offload_manager.check(world, "the files of states")
     engine.kept = find_fp32_modules(module, policy.keep_fp32).parameters
@@ -376,28 +370,6 @@ def _check_kernels(config: ZeroConfig, device: torch.device, world: World) -> No
         told = " ".join(f"Rank {', '.join(which)}: {problem}" for problem, which in ranks.items())
         remedy = "Or set ops='auto': torch's operations run then."
         raise ConfigError([Problem("ops", f"ops='required', but native kernels are missing. {told} {remedy}")])
-
-
-def _compression(engine: Engine, plan: EnginePlan) -> GradientCompression | None:
-    """What compresses the engine's gradients; None if nothing does. Collective."""
-    block, codec, group = engine.config.gradient_compression, codec_of(engine.config), engine.groups[0]
-    made: GradientCompression | None
-    if optimizer := one_bit(engine.config):
-        if not group.use_compression(MOMENTA, hierarchical=False):
-            return None  # a single rank
-        kind = LocalSteps if optimizer == "zerooneadam" else CompressedMomentum
-        made = kind(group, engine.buckets, engine.policy.check_overflow)
-        engine.after_step.append(made.end_step)
-        return made
-    if codec is None or not any(bucket.compresses for bucket in plan.buckets):
-        return None
-    if not group.use_compression(codec, block.hierarchical_compress):
-        if group.world.rank == 0:
-            log.info("gradient_compression has nothing to do: there is one %s.", "rank" if group.size == 1 else "node")
-        return None
-    made = GradientCompression(group, engine.buckets, block.warmup_steps, engine.policy.check_overflow)
-    engine.after_step.append(made.end_step)
-    return made
 
 
 def _cast_buffers(root: nn.Module, dtype: torch.dtype, fp32_modules: Fp32Modules, names: str | tuple[str, ...]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ FLOORS = (
     {"common", "config", "conf", "io", "ops", "optim"},
     {"comm", "offload"},
     {"engine"},
-    {"step"},
+    {"exchange", "step"},
     {"parallel"},
     {"activation", "attention", "checkpoint", "memory"},
     {"build", "tuning", "zero"},
@@ -147,3 +148,37 @@ def test_no_test_imports_a_test() -> None:
     for path in sorted(root.rglob("*.py")):
         imported = {name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) for name in names(node)}
         assert not [name for name in imported if name.startswith("tests.") and ".test_" in name], path
+
+
+def assigned(file: str) -> Iterator[str]:
+    """The attributes that a file assigns to, as they are written."""
+    for node in ast.walk(ast.parse(FILES[file].read_text(encoding="utf-8"))):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            each = target.elts if isinstance(target, ast.Tuple) else [target]
+            yield from (ast.unparse(one) for one in each if isinstance(one, ast.Attribute))
+
+
+def test_the_core_does_not_know_which_exchange_it_has() -> None:
+    """``engine/`` and ``step/`` ask the protocols (``GradientExchange``, ``GatherStrategy``), and never for a kind."""
+    exchanges = [file for file in FILES if room(file) == "exchange"]
+    kinds = {"GradientExchange", "PlainExchange", "GatherStrategy"}
+    for file in exchanges:
+        tree = ast.parse(FILES[file].read_text(encoding="utf-8"))
+        kinds |= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    for file in (file for file in FILES if room(file) in ("engine", "step")):
+        assert not graph()[file] & {*exchanges, "optim/onebit", "optim/zero_one"}, file
+        for node in ast.walk(ast.parse(FILES[file].read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass", "type"):
+                asked = set(re.findall(r"\w+", ast.unparse(node)))
+                assert not asked & {*kinds, "exchange", "gathers"}, (file, ast.unparse(node))
+
+
+def test_nothing_is_attached_to_the_core_from_above() -> None:
+    """An engine gets its exchange, and a bucket its strategy, in the constructor; neither is reached into."""
+    for file in FILES:
+        for target in assigned(file):
+            owner, _, name = target.rpartition(".")
+            if room(file) == "exchange" or name in ("exchange", "gathers"):
+                assert owner == "self", (file, target)
+            assert not re.search(r"\.(exchange|gathers)$", owner), (file, target)

@@ -276,6 +276,10 @@ class Compressor:
         costs.sent += mine.numel() * (self._nodes - 1 + (self._inner - 1) * self._nodes)
         return sums
 
+    def restart_costs(self) -> None:
+        """Begin ``costs`` at zero."""
+        self.costs = Costs()
+
     def measure_rate(self, launch: Launch) -> float:
         """Bytes per second of this rank to others while all ranks send, from one small exchange. Collective."""
         seconds: list[float] = []

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +42,7 @@ from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.shard import Accumulator, Weights
 from lt_zero.offload.background import BackgroundStep, Job
 from lt_zero.offload.store import Place, Store, Waits, device_place, put_away
+from lt_zero.ops.codecs import Codec
 
 
 class State(Enum):
@@ -60,28 +60,45 @@ class Live:
     launched: int = 0  # buckets that are being gathered
 
 
-class Route(Protocol):
-    """Another way to gather a bucket's sharded parameters for computation (zero_plus_plus.py)."""
+class GatherStrategy:
+    """How the ranks gather the weights of one bucket, for which it is made. This one sends them as they are.
 
-    def launch(self) -> Waits:
-        """Start filling the flat tensor, whose memory is there."""
+    Others are in ``exchange/``.
 
-    def landed(self) -> None:
-        """After the wait for ``launch``."""
+    Attributes:
+        codec: updates of parameters that are not sharded are gathered encoded; None: as they are.
+        rounded: what was gathered last is not what the owners have.
+    """
+
+    codec: Codec | None = None
+    rounded = False
+
+    def place(self, place: Place, device: torch.device) -> Place:
+        """Where what gathers read is kept, if the bucket keeps it in ``place``."""
+        return place
+
+    def gather(self, bucket: Bucket, exact: bool) -> Callable[[], Waits]:
+        """Prepare filling the flat tensor, whose memory is there, for computation; returns what launches it.
+
+        ``exact``: without rounding.
+        """
+        gather = partial(bucket.group.all_gather, bucket.flat, bucket.name)
+        return partial(bucket.weights.gather_source.launch_gather, bucket.shard, gather)
+
+    def finish(self, bucket: Bucket) -> None:
+        """Note that the flat tensor is filled."""
 
     def weights_changed(self) -> None:
-        """The next gather has to begin at the owners of the weights."""
+        """Begin the next gather at the owners of the weights."""
 
     def decoded(self, shard: Tensor) -> Tensor:
-        """What gathers that round make of this rank's ``shard`` (1D, in the compute dtype)."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether the next gather does not round."""
+        """What a gather that rounds makes of this rank's ``shard`` (1D, in the compute dtype)."""
+        return shard
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that it takes now."""
+        return 0
 
 
 class Bucket:
@@ -90,23 +107,29 @@ class Bucket:
     Args:
         owner: returns the engine that handles uses of released parameters.
         policy: dtypes of master weights, accumulators and gradients in collectives.
+        gathers: how its weights are gathered; of this bucket alone.
     """
 
     def __init__(
-        self, plan: BucketPlan, group: ShardGroup, owner: Callable[[], Owner | None], policy: DtypePolicy
+        self,
+        plan: BucketPlan,
+        group: ShardGroup,
+        owner: Callable[[], Owner | None],
+        policy: DtypePolicy,
+        gathers: GatherStrategy,
     ) -> None:
         self.name, self.dtype, self.sharding, self.group = plan.name, plan.dtype, plan.sharding, group
         self.is_wide, self.compresses = plan.is_wide, plan.compresses
         dtype, sharding = plan.dtype, plan.sharding
         self.params = [p for _, p in plan.parameters]
-        cut = sharding.optim or sharding.params
+        self.is_cut = sharding.optim or sharding.params  # this rank steps, and gets the gradients of, a shard
         self.layout = plan.layout_in(group.mesh.shards, group.size)
         self.counted = plan.counted(self.layout)  # elements, where ranks of all groups have to decide alike
         self.shapes = [span.shape for span in self.layout.spans]
         # Dtypes to restore when the engine is removed; an fp64 run stays fp64.
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
         self.step_dtype = policy.step_of(dtype)
-        self.shard_range = self.layout.shard(group.mesh.shard_rank) if cut else (0, self.layout.numel)
+        self.shard_range = self.layout.shard(group.mesh.shard_rank) if self.is_cut else (0, self.layout.numel)
         self.pieces = self.layout.pieces(*self.shard_range)  # that master weights and accumulator of this rank hold
         self._piece_of = {piece.index: [piece] for piece in self.pieces}  # a bucket may have thousands
         self._storage = FlatStorage(self.layout.numel, dtype, group.device) if sharding.params else None
@@ -122,7 +145,8 @@ class Bucket:
             self._storage.free()
         self._background = BackgroundStep()
         gaps = gaps_between(((p.offset, p.offset + p.numel) for p in self.pieces), self.shard.numel())
-        self.weights = Weights(self.shard, policy.master_of(dtype), sharding.params, gaps, self._background)
+        self.gathers, master = gathers, policy.master_of(dtype)
+        self.weights = Weights(self.shard, master, sharding.params, gaps, self._background, gathers.codec)
         self.grads = Accumulator(plan, self.layout, self.pieces, self.shard_range, group, policy, self._background)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
         self.average: Store | None = None  # of the master weights, and with their rows
@@ -137,10 +161,8 @@ class Bucket:
         self.use(self.memory, self.memory)
         self.state = State.RESIDENT
         self.live = Live()
-        self.route: Route | None = None  # None: gathers are plain
         # Called before a gather is launched (False) and before it is waited for (True); synced.py.
         self.announce: Callable[[Bucket, bool], None] | None = None
-        self._routed = self._rounded = False  # the last gather took the route, and has rounded
         self._guarded = False
         self._owner = owner
         self._sentinels: list[Tensor] = []  # one for each parameter, with sharded parameters
@@ -156,9 +178,9 @@ class Bucket:
 
     def use(self, optim: Place, params: Place) -> None:
         """Keep master weights, states and gradients in ``optim``, what gathers read in ``params``. Before ``adopt``."""
-        self.step_place, self.gather_place = optim, params
+        self.step_place, self.gather_place = optim, self.gathers.place(params, self.group.device)
         self.offloaded = optim.offloads  # master weights, optimizer states and gradients are kept off the device
-        self.weights.use(optim, params)
+        self.weights.use(optim, self.gather_place)
         self.grads.use(optim)
 
     @torch.no_grad()
@@ -218,13 +240,7 @@ class Bucket:
             self._storage.allocate()
             if self._background.job is not None:
                 self._background.wait()
-            self._rounded = self.route is not None and not exact and not self.route.exact
-            self._routed = self.route is not None and (self._rounded or self.route.exact)
-            if self.route is not None and self._routed:
-                self._pending = self.route.launch()
-            else:
-                gather = partial(self.group.all_gather, self.flat, self.name)
-                self._pending = self.weights.gather_source.launch_gather(self.shard, gather)
+            self._pending = self.gathers.gather(self, exact)()
         self.state = State.GATHERING
         self.live.elements += self.counted
         self.live.flying += self.counted
@@ -233,7 +249,7 @@ class Bucket:
     @property
     def exact(self) -> bool:
         """Whether the last gather did not round."""
-        return not self._rounded
+        return not self.gathers.rounded
 
     def gather(self, exact: bool = False) -> None:
         """To RESIDENT from any state: parameters are readable afterwards, without a guard. ``exact``: not rounded."""
@@ -259,8 +275,7 @@ class Bucket:
             self.announce(self, True)
         self._pending.wait()
         self._pending = None
-        if self.route is not None and self._routed:
-            self.route.landed()
+        self.gathers.finish(self)
         self.live.flying -= self.counted
         self.live.launched -= 1
 
@@ -423,7 +438,7 @@ class Bucket:
 
     def hand_over(self, job: Job) -> None:
         """Give the bucket to the background step ``job`` until ``wait_background_step``."""
-        self._weights_change()
+        self.gathers.weights_changed()
         self._background.begin(job)
 
     def await_publication(self) -> Callable[[], object] | None:
@@ -479,19 +494,15 @@ class Bucket:
 
     # ---- values ------------------------------------------------------------------------------------------------
 
-    def _weights_change(self) -> None:
-        if self.route is not None:
-            self.route.weights_changed()
-
     def expected_shard(self) -> Tensor:
         """What ``shard`` is, unless it was edited, while the bucket is resident."""
         shard = self.weights.values().to(self.shard.device, self.shard.dtype)
-        return self.route.decoded(shard) if self.route is not None and self._rounded else shard
+        return self.gathers.decoded(shard) if self.gathers.rounded else shard
 
     @torch.no_grad()
     def refresh_after_step(self) -> None:
         """Copy the master weights to what gathers read, or to this rank's shard of the compute copy."""
-        self._weights_change()
+        self.gathers.weights_changed()
         # Streamed stores were refreshed during the step, bucket by bucket.
         if self.weights.trains and (self.offloaded or not self.sharding.params) and not self.streamed:
             self.weights.refresh()
@@ -523,10 +534,10 @@ class Bucket:
         """Set parameter ``index`` to ``value`` (full shape, the same on every rank) in every copy this rank holds."""
         if self.state is State.GATHERING:  # prefetched, and not used: the old values would arrive
             self.release()
-        if self.resident and self._rounded:
+        if self.resident and not self.exact:
             self.gather(exact=True)  # all of them: shown values are compared with master weights
         self.group.before_write()
-        self._weights_change()
+        self.gathers.weights_changed()
         if self.resident or self.lent:
             value = whole(value)
             self.param_views[index].copy_(value)
@@ -543,7 +554,7 @@ class Bucket:
     def adopt_edits(self) -> None:
         """Copy rank 0's values of the (resident) compute copy to the master weights of all ranks."""
         self.group.before_write()
-        self._weights_change()
+        self.gathers.weights_changed()
         self.group.broadcast(self.flat, self.name)
         self.group.after_write()
         self.weights.keep_edits()

@@ -65,16 +65,16 @@ from lt_zero.common.tensor_tree import ReplacedTensors, iter_tensors
 from lt_zero.common.timing import NOTHING, Span, UnitRanges, phase, phased, unit_range
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
+from lt_zero.config.rules import refuse_quantized
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import BufferSync
+from lt_zero.engine.exchange import GradientExchange
 from lt_zero.engine.gather import Call, Gatherer, Residency, Unit
 from lt_zero.engine.grad_bucket import Reducer
-from lt_zero.engine.gradient_compression import GradientCompression
 from lt_zero.engine.guard import shares_storage
 from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.parts import Parts, Unjoined
-from lt_zero.engine.quantized import refuse_quantized
 from lt_zero.engine.same_on_ranks import SameOnRanks
 from lt_zero.engine.saved_weights import SavedWeights, references_of
 from lt_zero.engine.visible_grads import UsedParameters
@@ -89,6 +89,7 @@ class Engine(ProcessLocal):
         units: all units but the root, in registration order.
         root_unit: parameters that belong to no unit, are shared by several, or are too small to shard.
         groups: of the buckets; the first, which may have none, is that of the ranks with the same model.
+        exchange: how ranks exchange gradients; for this engine alone.
         training: train from the start; otherwise from ``begin_training`` on.
         parts: as for ``lt_zero.shard``.
     """
@@ -105,6 +106,7 @@ class Engine(ProcessLocal):
         config: ZeroConfig,
         policy: DtypePolicy,
         offload_manager: OffloadManager,
+        exchange: GradientExchange,
         training: bool = True,
         parts: Parts | None = None,
     ) -> None:
@@ -123,7 +125,9 @@ class Engine(ProcessLocal):
             bucket.unpublished = unpublished
         self.owner = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.params)}
         first_order = [b for u in reversed(units) for b in u.buckets] + root_unit.buckets  # in the first backward
-        self.reducer = Reducer(self.peers, first_order, zero.overlap_comm, zero.reduce_bucket_size)
+        self.exchange = exchange
+        exchange.bind(self.buckets)
+        self.reducer = Reducer(self.peers, first_order, exchange, zero.overlap_comm, zero.reduce_bucket_size)
         self._residency = Residency(
             zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
         )
@@ -132,7 +136,6 @@ class Engine(ProcessLocal):
         self._publishes_later = zero.overlap_comm and all(group.gathers_in_background for group in self.groups)
         self._awaits_steps = offload_manager.overlaps or self._publishes_later
         self.gatherer = Gatherer(units, root_unit, groups, limits, offload_manager, self._awaits_steps)
-        self.compression: GradientCompression | None = None
         self.in_backward = False
         self.backwards = 0  # backwards that have ended
         self.stepped = False  # a step has published the weights that there are
@@ -143,11 +146,11 @@ class Engine(ProcessLocal):
         self._entered = 0  # the depth of the outermost module that is called; 0: none is
         self._span: Span = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
-        tolerates = any(group.tolerance is not None for group in self.groups)
-        self.buffers = BufferSync(root, self.peers, config.broadcast_buffers and not tolerates)
+        self.buffers = BufferSync(root, self.peers, config.broadcast_buffers and not exchange.sums_late)
         self.same_on_ranks = SameOnRanks(self.peers, root, [p for b in self.buckets for p in b.params])
         problem, travel = offload_manager.find_problem, (self.same_on_ranks, self.buffers)
-        self.used_parameters = UsedParameters(self.peers, self.reducer, self.buckets, self.parts, problem, *travel)
+        given = self.peers, self.reducer, self.buckets, self.parts
+        self.used_parameters = UsedParameters(*given, exchange.sums_late, problem, *travel)
         self.finish_reductions = self.used_parameters.finish_reductions
         self.sharded_optim = any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
@@ -156,7 +159,7 @@ class Engine(ProcessLocal):
         # Called at the end of a backward, also of a failed one.
         self.after_backward: list[Callable[[], None]] = [self.buffers.end_backward]
         self.after_step: list[Callable[[], None]] = []  # called when the compute copies are up to date
-        # Called before weights and states leave the engine, on all ranks: local_steps.py, Note [Ranks that step apart].
+        # Called before weights and states leave the engine, on all ranks.
         self.before_reading: list[Callable[[], object]] = []
         self._saved_weights = SavedWeights(units, self._need_saved)
         self.handles = hook_bare_parameters(root, self.owner, self._arm)
@@ -535,8 +538,10 @@ class Engine(ProcessLocal):
             if gather is None or not self._publishes_later:
                 bucket.edits.note()
         self.stepped |= stepped
-        for listener in self.after_step if stepped else ():
-            listener()
+        if stepped:
+            self.exchange.end_step()
+            for listener in self.after_step:
+                listener()
 
     def before_write(self) -> None:
         """Before writing to parameters, or what gathers read: wait until no rank reads them."""

@@ -29,15 +29,26 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.exchange import GradientExchange
 from lt_zero.engine.shard import Accumulator
 from lt_zero.offload.store import Waits
 
 
 class Reducer:
-    """Launches and finishes the gradient reductions of one engine; ``peers``: the ranks that have its buckets."""
+    """Launches and finishes the gradient reductions of one engine.
 
-    def __init__(self, peers: ShardGroup, buckets: list[Bucket], overlap: bool, max_buffer: int) -> None:
-        self._peers, self._overlap = peers, overlap
+    Args:
+        peers: the ranks that have its buckets.
+        buckets: in the order of the first backward.
+        exchange: how ranks reduce the gradients of a bucket.
+        overlap: computation goes on beside a reduction.
+        max_buffer: elements of a bucket up to which its buffer is kept.
+    """
+
+    def __init__(
+        self, peers: ShardGroup, buckets: list[Bucket], exchange: GradientExchange, overlap: bool, max_buffer: int
+    ) -> None:
+        self._peers, self._exchange, self._overlap = peers, exchange, overlap
         self._order = _wide_last(buckets)
         largest: dict[ShardGroup, dict[torch.dtype, int]] = {}  # elements of a bucket
         for bucket in buckets:
@@ -52,8 +63,6 @@ class Reducer:
         self._flying: deque[tuple[Bucket, Waits, SendBuffer | None]] = deque()
         self._leaving: deque[Accumulator] = deque()  # being written
         self.on_landed: Callable[[Bucket], bool] | None = None  # steps a reduced bucket early, if it returns True
-        self.at_step: Callable[[], bool] = lambda: False  # reductions wait for the step (compressed_momentum.py)
-        self.before_flush: Callable[[list[Bucket]], object] = lambda buckets: None  # may change what was accumulated
         self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
         # That can get gradients in this backward; None: all. Of others only what was accumulated locally is reduced.
         self.scope: Collection[Bucket] | None = None
@@ -98,7 +107,7 @@ class Reducer:
         self._ready.clear()
 
     def _reduce(self, bucket: Bucket) -> None:
-        if ((self.sync and not self.at_step()) or bucket.sharding.grads) and not bucket.is_wide:
+        if ((self.sync and not self._exchange.reduces_at_step) or bucket.sharding.grads) and not bucket.is_wide:
             self._launch(bucket)
         else:
             bucket.weights.enable_training()
@@ -111,7 +120,7 @@ class Reducer:
         """Reduce gradients that were accumulated locally without a final synchronised backward."""
         waiting = [bucket for bucket in self._order if bucket.grads.local is not None]
         if waiting:
-            self.before_flush(waiting)
+            self._exchange.begin_flush(waiting)
             self.reduce_again(waiting)
 
     def reduce_again(self, buckets: list[Bucket]) -> None:
@@ -128,14 +137,14 @@ class Reducer:
         if grads.local is not None:
             grads.take(grads.local, add=True)
             send, grads.local = buffers.filled(grads.local, grads.send_dtype(grads.local.dtype)), None
-            work = grads.launch_reduce(send)
+            work = grads.launch_reduce(self._exchange.reduction(bucket, send))
         elif grads.direct:
             work = grads.launch_take()
         else:
             send = buffers.take(bucket.layout.numel, grads.send_dtype(bucket.dtype))
             try:
                 grads.take(send.flat, add=False, factor=send.factor)
-                work = grads.launch_reduce(send)
+                work = grads.launch_reduce(self._exchange.reduction(bucket, send))
             except BaseException:
                 buffers.give_back(send, unused=True)  # the caller may go on: out of memory, with a smaller batch
                 raise

@@ -82,7 +82,7 @@ class BucketPlan:
     dtype: torch.dtype  # of the gathered weights
     sharding: Sharding
     owners: tuple[int, ...] | None = None  # the rank that owns each parameter; None: shards cut through parameters
-    compresses: bool = False  # its gradients are sent compressed (gradient_compression.py)
+    compresses: bool = False  # its gradients may be sent compressed
     group: GroupFacts | None = None  # over which it is sharded; None: that of the engine
     is_wide: bool = False  # the group has ranks with another model: grad_bucket.py, Note [Wide buckets]
     narrows: bool = False  # parameters come in a higher precision than ``dtype``

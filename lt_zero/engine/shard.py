@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lt_zero import ops
-from lt_zero.comm.compression import Residuals
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import Done
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.layout import BucketLayout, Piece
@@ -46,6 +43,7 @@ class Weights:
     sharded: bool  # parameters are sharded, so that the flat tensor is released at times
     gaps: Sequence[Gap]  # elements [lo, hi) of ``shard`` that belong to no parameter
     background: BackgroundStep  # of the bucket
+    codec: Codec | None  # updates of weights that are not sharded are gathered encoded
     # This rank's shard, or all elements if the optimizer is not sharded: a slice of the compute copy where that stays
     # in memory and has the master's dtype.
     master: Store | None = None
@@ -54,7 +52,6 @@ class Weights:
     # read while the master weights, or frozen weights in a wider dtype, are offloaded.
     copy: Store = NO_COPY
     written: bool = False  # the running step has written the compute copy already
-    codec: Codec | None = None  # updates of weights that are not sharded are gathered encoded (zero_plus_plus.py)
     # With a codec, after edits: ``shard`` then. An edit changes its block's scale, and with it what is decoded of the
     # other elements, so these would be taken for edited, too. None: ``shard`` is what is decoded of the weights.
     shown: Tensor | None = None
@@ -218,16 +215,6 @@ class Weights:
             self.shown[rows].copy_(self.shard[rows])
 
 
-class Feedback(Protocol):
-    """The residuals of a bucket's gradients (gradient_compression.py)."""
-
-    def begin(self) -> Residuals | None:
-        """The residuals for a reduction that is launched next; None: it is not compressed."""
-
-    def reduce(self, out: Tensor, send: Tensor, residuals: Residuals, add: bool) -> Waits:
-        """Start averaging ``send`` (1D, all elements) over the ranks into ``out``, or add it there."""
-
-
 # (id of a deferred factor, device) -> that factor, and its product with another one. Buckets with equal factors keep
 # sharing one tensor, and with it a call of the kernel.
 Products = dict[tuple[int, torch.device], tuple[Tensor | None, Tensor]]
@@ -255,7 +242,6 @@ class Accumulator:
         self._name, self._params, self._layout, self._group = plan.name, [p for _, p in plan.parameters], layout, group
         self._gradient_of = plan.gradient_of
         self._numel, self._pieces = shard_range[1] - shard_range[0], pieces
-        self._whole = not (plan.sharding.optim or plan.sharding.params)
         self.dtype, self._wire = policy.accumulate_of(plan.dtype), policy.wire_of(plan.dtype)
         self._sharded, self._background = plan.sharding.optim, background
         self._store = self._none = Store(self.dtype, partial(torch.empty, 0))  # of the place, kept from step to step
@@ -265,7 +251,6 @@ class Accumulator:
         self._factor: Tensor | None = None  # deferred; 0D
         self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
         self.used: set[int] = set()  # parameters that had a gradient on this rank
-        self.feedback: Feedback | None = None  # its gradients are sent compressed
         self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
 
     def use(self, place: Place) -> None:
@@ -321,19 +306,11 @@ class Accumulator:
             self.take(out, add)
             return Done()
 
-        add = self._begin()
-        return self.values.launch_reduce(take, add)
+        return self.launch_reduce(take)
 
-    def launch_reduce(self, send: SendBuffer) -> Waits:
-        """Start averaging ``send`` (all elements) over the ranks into the accumulator."""
-        feedback = self.feedback
-        residuals = feedback.begin() if feedback is not None else None
+    def launch_reduce(self, reduce: Reduce) -> Waits:
+        """Start a reduction of all elements into the accumulator: of gradients that ``reduce`` has."""
         add = self._begin()
-        if feedback is not None and residuals is not None:
-            reduce: Reduce = partial(feedback.reduce, send=send.flat, residuals=residuals)
-        else:
-            collective = self._group.all_reduce if self._whole else self._group.reduce_scatter
-            reduce = partial(collective, send=send, name=self._name)
         return self.values.launch_reduce(reduce, add)
 
     def _begin(self) -> bool:

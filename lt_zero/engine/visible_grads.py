@@ -174,6 +174,7 @@ class UsedParameters:
         reducer: Reducer,
         buckets: list[Bucket],
         parts: Parts,
+        sums_late: bool,
         problem: Callable[[], SwapError | None],
         same_on_ranks: SameOnRanks,
         buffers: BufferSync,
@@ -185,7 +186,7 @@ class UsedParameters:
             if bucket.is_wide:
                 self._wide.setdefault(bucket.group, []).append(bucket)
         # Ranks do not wait for late ones.
-        self._tolerates = any(bucket.group.tolerance is not None and not bucket.sharding.optim for bucket in buckets)
+        self._tolerates = sums_late and any(not bucket.sharding.optim for bucket in buckets)
         self._problem = problem  # returns the error of files on this rank
         self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
         self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank

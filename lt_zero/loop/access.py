@@ -16,12 +16,10 @@ from torch.nn import Parameter
 from lt_zero.checkpoint.native.pieces import Fragment, states_of
 from lt_zero.common.arguments import expect
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.compressed_momentum import CompressedMomentum
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_flat, gather_own, joined
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.layout import Piece
-from lt_zero.engine.local_steps import LocalSteps
 from lt_zero.ops.flat import wide
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
@@ -68,7 +66,7 @@ def full_grad(parameter: Parameter) -> Tensor | None:
         RuntimeError: on all ranks, if some do not call it.
     """
     engine, bucket, index = _place(parameter, "lt_zero.full_grad")
-    _check_mean(engine)
+    engine.exchange.check_mean()
     if not engine.finish_reductions()(bucket, index):
         return None
     flat = gather_own(bucket, bucket.grads.read())
@@ -86,7 +84,7 @@ def set_full_grad(parameter: Parameter, value: Tensor) -> None:
         RuntimeError: on all ranks, if some do not call it.
     """
     engine, bucket, index = _place(parameter, "lt_zero.set_full_grad")
-    _check_mean(engine)
+    engine.exchange.check_mean()
     _check_shape(bucket, index, value)
     if not engine.finish_reductions()(bucket, index):
         raise ValueError(f"{_name(bucket, index)!r} has no gradient to be replaced: {_GRADS}.")
@@ -261,25 +259,13 @@ def _is_elementwise(bucket: Bucket, piece: Piece, value: Any) -> bool:
 
 def _check_reduced(engine: Engine, bucket: Bucket, index: int) -> None:
     """Raise RuntimeError if this rank's part of a gradient lacks gradients that are in no sum over the ranks yet."""
-    _check_mean(engine)
+    engine.exchange.check_mean()
     engine.used_parameters.take_assigned()  # None, by zero_grad, or a tensor
     unreduced = engine.used_parameters.unreduced([(bucket, index, bucket.params[index])])
     if unreduced or (bucket.grads.local is not None and index in bucket.grads.used):
         raise RuntimeError(
             f"The gradient of {_name(bucket, index)!r} is not reduced yet: ask after the last micro-batch, or call "
             "lt_zero.full_grad on all ranks, which reduces it."
-        )
-
-
-def _check_mean(engine: Engine) -> None:
-    """Raise RuntimeError if the ranks do not average the gradients of this step."""
-    exchange = engine.compression
-    momenta = isinstance(exchange, CompressedMomentum) and exchange.compresses
-    if momenta or (isinstance(exchange, LocalSteps) and exchange.local):
-        instead = "exchange momenta" if momenta else "step with their own"
-        raise RuntimeError(
-            f"The ranks do not average the gradients of this step, they {instead}: a 1-bit optimizer does so after its "
-            'freeze. Read lt_zero.full_state(parameter, "exp_avg") after the step.'
         )
 
 

@@ -71,7 +71,7 @@ def measured(engine: Engine, optimizers: Iterable[ShardedOptimizer] = ()) -> dic
     total[OFFLOAD] = sum(rounded(store.nbytes) for store in stored) + sum(tier.spare_nbytes for tier in files.values())
     total[OFFLOAD] += manager.host_link.slots.nbytes if manager.host_link is not None else 0
     total[REDUCE] = engine.reducer.buffer_bytes
-    total[RESIDUALS] = engine.compression.nbytes if engine.compression is not None else 0
+    total[RESIDUALS] = engine.exchange.nbytes
     total[RESTING] = sum(tier.bytes_on_disk for tier in files.values())
     return {kind: nbytes for kind, nbytes in total.items() if nbytes}
 
@@ -89,8 +89,7 @@ def _of_bucket(bucket: Bucket) -> dict[str, int]:
         held[kind] = held.get(kind, 0) + (store.nbytes if store is not None and not store.streamed else 0)
     if sharded and weights.copy.nbytes and not weights.copy.streamed:
         held[WEIGHTS] = held.get(WEIGHTS, 0) + weights.copy.nbytes
-    if bucket.route is not None:
-        held[WEIGHTS] = held.get(WEIGHTS, 0) + bucket.route.nbytes
+    held[WEIGHTS] = held.get(WEIGHTS, 0) + bucket.gathers.nbytes
     return held
 
 

@@ -34,8 +34,8 @@ from lt_zero.engine.gather import Residency
 from lt_zero.engine.layout import BucketLayout, Sharding
 from lt_zero.engine.offload_manager import resting
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
-from lt_zero.engine.zero_plus_plus import GRADIENTS_INSIDE
-from lt_zero.engine.zero_plus_plus import WEIGHTS as QUANTIZED_WEIGHTS
+from lt_zero.exchange.zero_plus_plus import GRADIENTS_INSIDE
+from lt_zero.exchange.zero_plus_plus import WEIGHTS as QUANTIZED_WEIGHTS
 from lt_zero.io.pinned import rounded
 from lt_zero.memory.setup import Setup
 from lt_zero.ops.codecs import INT8
@@ -260,7 +260,7 @@ class _Sums:
         return sum(rounded(INT8.nbytes(row.own) if coded else row.own * dtype.itemsize) for row in self.rows)
 
     def _is_coded(self, row: BucketRow) -> bool:
-        """True if the weights of a bucket rest in 8 bits (engine/quantized.py)."""
+        """True if the weights of a bucket rest in 8 bits (exchange/quantized.py)."""
         return self.config.quantize is not None and row.sharding.params and row.dtype != torch.float64
 
     def weights(self) -> list[Part]:

@@ -19,11 +19,11 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.rules import one_bit
-from lt_zero.engine.compressed_momentum import MOMENTA
 from lt_zero.engine.gather import Residency
-from lt_zero.engine.gradient_compression import codec_of
 from lt_zero.engine.partition import EnginePlan, GroupFacts
-from lt_zero.engine.zero_plus_plus import GRADIENTS, WEIGHTS
+from lt_zero.exchange.compressed_momentum import MOMENTA
+from lt_zero.exchange.gradient_compression import codec_of
+from lt_zero.exchange.zero_plus_plus import GRADIENTS, WEIGHTS
 from lt_zero.memory.forecast import BucketRow, rows_of
 from lt_zero.memory.setup import Setup
 

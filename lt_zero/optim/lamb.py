@@ -2,8 +2,8 @@
 
 Note [Norms of full parameters]
     The trust ratio of a parameter is the quotient of two norms over all of its elements. Under ZeRO a tensor in the
-    optimizer's groups is only the fragment of a parameter that this rank owns. Code that puts fragments there sets
-    ``full_norms``, a function from the squared norms of fragments to those of the full parameters. ``step`` calls it
+    optimizer's groups is only the fragment of a parameter that this rank owns. Code that puts fragments there gives
+    ``combine`` a function from the squared norms of fragments to those of the full parameters. ``step`` calls it
     once on every rank, also on a rank without fragments, so it may be collective. Without it, the tensors are full
     parameters.
 
@@ -88,6 +88,13 @@ class Lamb(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:  # groups of DeepSpeed's checkpoints do not have it
             group.setdefault("eps_inside_sqrt", self.defaults["eps_inside_sqrt"])
+
+    def combine(self, norms: FullNorms, maxima: FullNorms) -> None:
+        """Step fragments of parameters from now on: ``norms`` and ``maxima`` give those of the full parameters.
+
+        See Note [Norms of full parameters]; ``maxima`` is for tensors and their maxima ([tensors, any], fp64).
+        """
+        self.full_norms = norms
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -21,30 +21,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lt_zero.optim.adam import check_betas, check_least, run_closure
+from lt_zero.optim.exchanging import ExchangingOptimizer
 from lt_zero.optim.lamb import FullNorms, Lamb, trust_rates, wide
 
 BACKENDS = ("nccl", "mpi", "hccl", "compressed")
 
 
-class OneBitOptimizer(Optimizer):
+class OneBitOptimizer(ExchangingOptimizer):
     """What 1-bit optimizers have in common. Their groups have ``freeze_step``, and count ``steps``.
 
     Attributes:
-        averages: None, or whether the gradients of the running step are averaged momenta.
-        most_states: states of a parameter's size, at most.
+        scales_momenta: the exchange scales momenta to one magnitude, by ``scaling_coeff`` of each parameter's state.
     """
 
-    averages: Callable[[], bool] | None = None
+    prepared_at = "at stage 0 or 1"
     most_states = 2
+    scales_momenta = False
+    _averaged = False  # gradients after the freeze are averaged momenta
 
     @property
     def frozen(self) -> bool:
         """Whether the next step averages momenta."""
         group = self.param_groups[0]
         return bool(group["steps"] >= group["freeze_step"])
+
+    def expect_averages(self) -> None:
+        """Take the gradients of each step after the freeze for averaged momenta."""
+        self._averaged = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -57,7 +62,7 @@ class OneBitOptimizer(Optimizer):
         stepped = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if any(p.grad is not None and p.grad.is_sparse for p, _ in stepped):
             raise RuntimeError(f"{type(self).__name__} has no update for sparse gradients. Use sparse=False.")
-        self._step(stepped, self.frozen and self.averages is not None and self.averages())
+        self._step(stepped, self.frozen and self._averaged)
         for group in self.param_groups:
             group["steps"] += 1
         return loss
@@ -156,6 +161,7 @@ class OneBitLamb(OneBitOptimizer, Lamb):
 
     full_maxima: FullNorms | None = None
     most_states = 3
+    scales_momenta = True
 
     def __init__(
         self,
@@ -187,6 +193,10 @@ class OneBitLamb(OneBitOptimizer, Lamb):
         self.defaults.update(own)
         for group in self.param_groups:
             group.update({**own, **group})
+
+    def combine(self, norms: FullNorms, maxima: FullNorms) -> None:
+        super().combine(norms, maxima)
+        self.full_maxima = maxima
 
     def _step(self, stepped: Sequence[tuple[Tensor, dict[str, Any]]], averaged: bool) -> None:
         stepped = [(p, group) for p, group in stepped if p.numel() > 0]

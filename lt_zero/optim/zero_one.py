@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lt_zero.optim.adam import check_betas, check_least, run_closure
+from lt_zero.optim.exchanging import ExchangingOptimizer
 
 _CHANGE, _EXCHANGED = "momentum_accumulator", "exchanged"
 # (tensors of the groups, value (fp32) to average of such a tensor, what takes the average of one)
 Average = Callable[[list[Tensor], Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], None]], None]
 
 
-class ZeroOneAdam(Optimizer):
+class ZeroOneAdam(ExchangingOptimizer):
     """0/1 Adam. See Note [Variance steps and local steps].
 
     Several ranks need ``optimizer.type: ZeroOneAdam`` in the configuration, which prepares their exchange.
@@ -47,16 +47,13 @@ class ZeroOneAdam(Optimizer):
         local_step_clipper: the longest interval, in steps.
         cuda_aware, comm_backend_name: accepted; the exchange is that of the process group.
 
-    Attributes:
-        average: None, or a collective function that averages values over the ranks.
-        most_states: states of a parameter's size, at most.
-
     Raises:
         ValueError: a number is out of range.
     """
 
-    average: Average | None = None
+    prepared_at = "at stage 0"
     most_states = 4
+    _average: Average | None = None
 
     def __init__(
         self,
@@ -107,6 +104,10 @@ class ZeroOneAdam(Optimizer):
     def pending(self) -> bool:
         """Whether the ranks have stepped apart since the last exchange."""
         return bool(self.param_groups[0]["pending"])
+
+    def exchange_by(self, average: Average) -> None:
+        """Average what the ranks have changed by this collective function; without one, this is a single rank."""
+        self._average = average
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
@@ -187,8 +188,8 @@ class ZeroOneAdam(Optimizer):
             state[_CHANGE].zero_()
 
         moved = [p for group in self.param_groups for p in group["params"] if _CHANGE in self.state.get(p, {})]
-        if self.average is not None:
-            self.average(moved, value, take)
+        if self._average is not None:
+            self._average(moved, value, take)
         else:
             for parameter in moved:
                 take(parameter, value(parameter))

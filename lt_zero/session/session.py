@@ -195,7 +195,7 @@ class Session:
     def _refuse_another(self) -> None:
         """Raise ConfigError if a module is trained already, and what ranks owe to weights is kept of one only."""
         known = self.engines if self.face is not Face.TRAINER else []  # a Trainer trains one at a time
-        if known and (self.group.tolerance is not None or any(engine.compression is not None for engine in known)):
+        if any(engine.exchange.remembers for engine in known):
             raise ConfigError(
                 "gradient_compression, 1-bit optimizers and communication.slow_node_tolerance keep track of the "
                 "gradients of one module, and this is another. Remove the key, or set up one module."

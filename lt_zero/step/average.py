@@ -29,7 +29,6 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.engine.inplace_edits import digest_of
 from lt_zero.engine.lazy_tensor import elements_of
-from lt_zero.engine.local_steps import LocalSteps
 from lt_zero.offload.store import AVERAGE
 
 
@@ -45,12 +44,11 @@ class WeightAverage:
         finished: for good. See Note [After training].
 
     Raises:
-        ValueError: ranks step apart (ZeroOneAdam), so that they have no common weights at times.
+        ValueError: ranks step apart, so that they have no common weights at times.
     """
 
     def __init__(self, engine: Engine) -> None:
-        if isinstance(engine.compression, LocalSteps):
-            raise ValueError("ZeroOneAdam steps ranks apart, which have no common weights to be averaged. Remove EMA.")
+        engine.exchange.check_common_weights("EMA")
         self._engine = engine
         self._kept: dict[Bucket, Tensor] = {}  # this rank's weights, while its averages are in use rounded
         self._buffers: dict[str, Tensor] = {}  # averages, or while they are in use the buffers themselves

@@ -339,8 +339,8 @@ class LossScaleController:
             sharded.before_state_dict = self.read_skip_flag
             return
         counter.skip() if skip else counter.succeed()
-        if skip and sharded.engine.compression is not None:
-            sharded.engine.compression.skip_step(counted=False)
+        if skip:
+            sharded.engine.exchange.undo_step(counted=False)
         self._account(sharded.engine, counter, skip)
         self._watching_late = False
 
@@ -355,8 +355,7 @@ class LossScaleController:
         skip, watched = flag.wait(), self._watch is not None
         if skip:
             flag.sharded.uncount_step()
-            if flag.sharded.engine.compression is not None:
-                flag.sharded.engine.compression.skip_step(counted=True)
+            flag.sharded.engine.exchange.undo_step(counted=True)
         flag.counter.decide(skip)
         self._account(flag.sharded.engine, flag.counter, skip)
         self._watching_late = not watched

@@ -17,14 +17,10 @@ from lt_zero import ops
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.timing import phased
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.compressed_momentum import CompressedMomentum
 from lt_zero.engine.layout import ALIGN
-from lt_zero.engine.local_steps import LocalSteps
 from lt_zero.engine.shard import Products
 from lt_zero.engine.visible_grads import is_view
 from lt_zero.step.fragments import Fragments
-
-_NO_MEAN = "not with a 1-bit optimizer: after freeze_step no rank has the mean gradient."
 
 
 class ReducedGrads:
@@ -47,8 +43,7 @@ class ReducedGrads:
         for bucket, index, _ in self._fragments.places():
             if used(bucket, index):
                 found.setdefault(bucket, []).append(index)
-        if isinstance(self._engine.compression, CompressedMomentum):
-            self._engine.compression.drop_unused(found)
+        self._engine.exchange.note_used(found)
         return {bucket: sorted(indices) for bucket, indices in found.items()}
 
     def exist(self) -> bool:
@@ -91,8 +86,7 @@ class ReducedGrads:
     @torch.no_grad()
     def carry(self, scale: float) -> None:
         """Let all gradients, reduced or not, carry this loss scale. Not collective."""
-        if self._engine.compression is not None:
-            self._engine.compression.scale = scale
+        self._engine.exchange.set_loss_scale(scale)
         if scale != self.loss_scale:
             factor, self.loss_scale = scale / self.loss_scale, scale
             self._multiply(partial(torch.full, (), factor, dtype=self._dtype))
@@ -132,10 +126,10 @@ class ReducedGrads:
         """The global norm (0D, fp32; fp64 if all accumulators are) of the accumulated gradients. Collective.
 
         It is finite unless a gradient of some rank is not, or is too large to be squared. While ranks step with their
-        own gradients (engine/local_steps.py) it is the root mean square of their norms, so that they agree.
+        own gradients it is the root mean square of their norms, so that they agree.
         """
         engine, device, dtype = self._engine, self._engine.device, self._dtype
-        apart = isinstance(engine.compression, LocalSteps) and engine.compression.local
+        apart = engine.exchange.ranks_step_apart
         sums = apart or engine.sharded_optim or engine.has_groups
         found = ((rows, factor, self._share(group) if sums else 1.0) for rows, factor, group in self._by_factor())
         ranks = engine.world.size if apart else 1
@@ -168,14 +162,13 @@ class ReducedGrads:
         So each element counts once: replicas, and other ranks that have all of it, contribute nothing.
         """
         engine = self._engine
-        apart = isinstance(engine.compression, LocalSteps) and engine.compression.local
+        apart = engine.exchange.ranks_step_apart
         repeats = group.mesh.replica > 0 if engine.sharded_optim else group.rank > 0 and not apart
         return 0.0 if repeats else group.norm_share
 
     def expect_clipping(self, max_norm: float) -> None:
-        """Tell that ``clip_norm(max_norm)`` follows: a 1-bit optimizer clips before anything reads its gradients."""
-        if isinstance(self._engine.compression, CompressedMomentum):
-            self._engine.compression.limit = max_norm
+        """Tell that ``clip_norm(max_norm)`` follows: some exchanges clip before anything reads the gradients."""
+        self._engine.exchange.expect_clipping(max_norm)
 
     @phased("clip")
     @torch.no_grad()
@@ -193,15 +186,12 @@ class ReducedGrads:
             The norm (0D) of the unscaled gradients before clipping.
 
         Raises:
-            RuntimeError: a 1-bit optimizer has exchanged its momenta already, or clips by its 2-norm only.
+            RuntimeError: the ranks have exchanged something else already, or cannot clip by this norm.
         """
         self._engine.same_on_ranks.note_value(f"the {norm_type:g}-norm to which gradients are clipped", max_norm)
-        compression = self._engine.compression
-        if isinstance(compression, CompressedMomentum):
-            if norm_type != 2.0:
-                raise RuntimeError(f"norm_type={norm_type:g}: {_NO_MEAN} Clip by the 2-norm.")
-            if compression.compresses:
-                return self._clip_exchanged(compression, max_norm)
+        self._engine.exchange.check_clipping(norm_type)
+        if self._engine.exchange.clips_before_exchange:
+            return self._clip_exchanged(max_norm)
         norm = self.norm(norm_type) / self.loss_scale if norm is None else norm
         self.multiply(torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self.loss_scale)
         self.loss_scale = 1.0
@@ -211,8 +201,7 @@ class ReducedGrads:
     @torch.no_grad()
     def clip_value(self, limit: float) -> None:
         """Clamp each element of the averaged gradients to [-limit, limit]. Collective."""
-        if isinstance(self._engine.compression, CompressedMomentum):
-            raise RuntimeError(f"Clipping by value: {_NO_MEAN} Clip by norm.")
+        self._engine.exchange.check_clipping(None)
         self._engine.same_on_ranks.note_value("the value to which gradients are clipped", limit)
         for bucket, indices in self.used().items():
             for grad in _rows(bucket, indices):
@@ -222,19 +211,12 @@ class ReducedGrads:
             grad.clamp_(-limit, limit)
         self._engine.used_parameters.changed()
 
-    def _clip_exchanged(self, compression: CompressedMomentum, max_norm: float) -> Tensor:
-        """Clip before momenta are exchanged, see compressed_momentum.py; returns the norm."""
+    def _clip_exchanged(self, max_norm: float) -> Tensor:
+        """Let the exchange clip, if it has not yet been launched, and unscale; returns the norm."""
         self.expect_clipping(max_norm)
         used = self.used()
         self.unscale()
-        if not used:
-            return torch.zeros((), device=self._engine.device)
-        if compression.clipped is None or compression.clipped[0] != max_norm:
-            raise RuntimeError(
-                f"The gradients have become averaged momenta before they were clipped to {max_norm:g}: something has "
-                "read them. Clip first, or set Trainer(gradient_clip_val) to this limit."
-            )
-        return compression.clipped[1]
+        return self._engine.exchange.clipped_norm(max_norm) if used else torch.zeros((), device=self._engine.device)
 
     @phased("clip")
     @torch.no_grad()

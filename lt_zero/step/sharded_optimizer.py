@@ -30,17 +30,14 @@ from lt_zero.common.compat import bare_step, version_of
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import warn
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.compressed_momentum import CompressedMomentum
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.layout import Piece
 from lt_zero.io.thread_pool import SwapError
+from lt_zero.optim.exchanging import ExchangingOptimizer
 from lt_zero.optim.lamb import Lamb
-from lt_zero.optim.onebit import OneBitLamb, OneBitOptimizer
-from lt_zero.optim.zero_one import ZeroOneAdam
 from lt_zero.step.fragments import Fragments, Member
 from lt_zero.step.fused_step import FusedStep, Part
 from lt_zero.step.kernels import FullNorms
-from lt_zero.step.momentum_states import connect_local_steps, connect_momenta
 from lt_zero.step.overlap import Overlap
 from lt_zero.step.reduced_grads import ReducedGrads
 from lt_zero.step.step_options import StepOptions
@@ -160,13 +157,10 @@ class ShardedOptimizer(ProcessLocal):
         self._told = False
         self._norms: FullNorms | None = None  # for an optimizer whose step is collective
         if isinstance(optimizer, Lamb):
-            optimizer.full_norms = self._norms = FullNorms(engine.device)
-        if isinstance(optimizer, OneBitLamb):
-            optimizer.full_maxima = self._norms.maxima if self._norms is not None else None
-        if isinstance(optimizer, OneBitOptimizer):
-            connect_momenta(engine, self.fragments, optimizer)
-        if isinstance(optimizer, ZeroOneAdam):
-            connect_local_steps(engine, self.fragments, optimizer)
+            self._norms = FullNorms(engine.device)
+            optimizer.combine(self._norms, self._norms.maxima)
+        engine.exchange.connect(optimizer, self.fragments)
+        if isinstance(optimizer, ExchangingOptimizer):
             engine.before_reading.append(self._end_interval)
         fused = engine.config.fused_step and FusedStep.fits(optimizer)
         self.fused = FusedStep(self.fragments, self._norms) if fused else None
@@ -475,9 +469,9 @@ class ShardedOptimizer(ProcessLocal):
         return result
 
     def _end_interval(self) -> None:
-        """Let ranks that have stepped apart exchange (engine/local_steps.py). Collective."""
+        """Let ranks that have stepped apart exchange. Collective."""
         optimizer = self.optimizer
-        if isinstance(optimizer, ZeroOneAdam) and ShardedOptimizer.of(optimizer) is self:
+        if isinstance(optimizer, ExchangingOptimizer) and ShardedOptimizer.of(optimizer) is self:
             self.switch(optimizer.end_interval) if optimizer.pending else optimizer.end_interval()
 
     # ---- states ------------------------------------------------------------------------------------------------
@@ -511,8 +505,7 @@ class ShardedOptimizer(ProcessLocal):
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self.engine.finish_steps()
-        if isinstance(self.engine.compression, CompressedMomentum):
-            self.engine.compression.forget()
+        self.engine.exchange.forget_states()
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         self.before_state_dict()

@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 
 from lt_zero.common.compat import bare_step
 from lt_zero.common.users_code import warn
+from lt_zero.optim.exchanging import ExchangingOptimizer
 from lt_zero.optim.lamb import Lamb
-from lt_zero.optim.onebit import OneBitOptimizer
-from lt_zero.optim.zero_one import ZeroOneAdam
 
 # Names of classes, which decide where a trial is inconclusive.
 _FLAT = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Lion"}
@@ -208,7 +207,7 @@ def states_by_group(optimizer: Optimizer) -> list[int]:
 
     A group of vectors, such as Adafactor's of biases, may keep more. Some make more states later: ``most_states``.
     """
-    if isinstance(optimizer, (OneBitOptimizer, ZeroOneAdam)):
+    if isinstance(optimizer, ExchangingOptimizer):
         return [optimizer.most_states] * len(optimizer.param_groups)
     known: dict[str, int] = {}
     found = []

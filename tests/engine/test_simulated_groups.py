@@ -191,7 +191,7 @@ def _sends_before_it_writes(self: Reducer, bucket: Bucket) -> None:
     while len(self._flying) >= 2:
         self._land()
     send = self._buffers[bucket.group].take(bucket.layout.numel, bucket.dtype)
-    self._flying.append((bucket, bucket.grads.launch_reduce(send), send))
+    self._flying.append((bucket, bucket.grads.launch_reduce(self._exchange.reduction(bucket, send)), send))
     bucket.grads.take(send.flat, add=False)
 
 

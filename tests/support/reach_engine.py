@@ -18,7 +18,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.engine.bucket import State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.grad_bucket import Reducer
-from lt_zero.engine.gradient_compression import codec_of
+from lt_zero.exchange.gradient_compression import GradientCompression, codec_of
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.memory.limits import NotEnoughMemory
 from lt_zero.ops import TopK, library
@@ -178,8 +178,8 @@ def codec(lab: Lab, config: Config) -> Any:
 
 def _compresses(config: Config) -> bool | None:
     """Whether the first gradients are; None: none ever are."""
-    made = lt_zero.shard(Toy(), ZeroConfig.of(nested(config, Path()))).compression
-    return made.compresses if made is not None else None
+    made = lt_zero.shard(Toy(), ZeroConfig.of(nested(config, Path()))).exchange
+    return made.compresses if isinstance(made, GradientCompression) else None
 
 
 def _counts(config: Config) -> list[float]:

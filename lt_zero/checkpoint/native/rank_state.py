@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.native.pieces import Fragment
-from lt_zero.comm.tolerance import TolerantSum
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.names import merged
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import digests
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.gradient_compression import ErrorFeedback
+from lt_zero.engine.exchange import BucketResiduals
 from lt_zero.engine.lazy_tensor import elements_of, whole
 
 RESIDUALS, RANK_BUFFERS = "gradient_compression", "rank_buffers"  # keys in a Lightning checkpoint
@@ -44,15 +43,15 @@ def residual_state(engine: Engine, sharded: bool) -> dict[str, Any] | None:
 
     ``sharded``: with a ``Fragment`` for each tensor; else with full tensors on the CPU of rank 0, and none elsewhere.
     """
-    compression = engine.compression
-    if engine.groups[0].tolerance is not None:
-        return _late_gradients(engine, engine.groups[0].tolerance, sharded)
-    if compression is None:
+    exchange = engine.exchange
+    if exchange.sums_late:
+        return _late_gradients(engine, sharded)
+    if not exchange.remembers:
         return None
-    state: dict[str, Any] = {"steps": compression.steps, "units": {}, "worker": {}, "server": {}}
-    if all(feedback.residuals is None for feedback in compression.of_bucket.values()):
+    state: dict[str, Any] = {"steps": exchange.steps, "units": {}, "worker": {}, "server": {}}
+    if all(feedback.residuals is None for feedback in exchange.of_bucket.values()):
         return state  # still warming up
-    for bucket, feedback in compression.of_bucket.items():
+    for bucket, feedback in exchange.of_bucket.items():
         names = [span.name for span in bucket.layout.spans]
         state["units"].update(dict.fromkeys(names, _unit(bucket, feedback)))
         worker, server = _fragments(bucket, feedback) if sharded else _gathered(bucket, feedback)
@@ -61,7 +60,7 @@ def residual_state(engine: Engine, sharded: bool) -> dict[str, Any] | None:
     return state
 
 
-def _unit(bucket: Bucket, feedback: ErrorFeedback) -> float:
+def _unit(bucket: Bucket, feedback: BucketResiduals) -> float:
     feedback.make()
     return _late_unit(bucket) / feedback.scale
 
@@ -70,18 +69,10 @@ def _late_unit(bucket: Bucket) -> float:
     return bucket.group.factors(bucket.grads.send_dtype(bucket.dtype))[1]
 
 
-def _late_gradients(engine: Engine, tolerance: TolerantSum, sharded: bool) -> dict[str, Any] | None:
-    world, owed = engine.world, _settled(engine, tolerance)
+def _late_gradients(engine: Engine, sharded: bool) -> dict[str, Any] | None:
+    world = engine.world
     state: dict[str, Any] = {"steps": 0, "units": {}, "worker": {}, "server": {}, "counts": {}}
-    some = torch.tensor([any(bool(weights.any()) for _, weights in owed.values())], dtype=torch.uint8)
-    world.host_max(some, "late gradients").wait()
-    for bucket in engine.buckets if some.item() else ():
-        lo, hi = tolerance.part(bucket.layout.numel)
-        every = torch.zeros(2, bucket.layout.numel, dtype=torch.float64)
-        for row, values in zip(every, owed.get(bucket.name, ()), strict=False):
-            row[lo:hi] = values
-        world.sum_all(every, f"late gradients of {bucket.name}")
-        rows, weights = every[0].float(), every[1]
+    for bucket, rows, counts in engine.exchange.late_gradients():
         for span in bucket.layout.spans:
             numel = span.hi - span.lo
             if sharded:
@@ -91,17 +82,11 @@ def _late_gradients(engine: Engine, tolerance: TolerantSum, sharded: bool) -> di
             elif world.rank == 0:
                 state["worker"][span.name] = rows[span.lo : span.hi].view(1, *span.shape)
             state["units"][span.name] = _late_unit(bucket)
-            state["counts"][span.name] = float(weights[span.lo : span.hi].mean()) if numel else 0.0
-    return state if some.item() else None
+            state["counts"][span.name] = float(counts[span.lo : span.hi].mean()) if numel else 0.0
+    return state if state["units"] else None
 
 
-def _settled(engine: Engine, tolerance: TolerantSum) -> dict[str, tuple[Tensor, Tensor]]:
-    """``TolerantSum.owed``, by bucket. Collective."""
-    world = engine.world
-    return tolerance.owed(lambda sent: tolerance.column(world.host_gather(sent, "late gradients")))
-
-
-def _fragments(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Fragment], dict[str, Fragment]]:
+def _fragments(bucket: Bucket, feedback: BucketResiduals) -> tuple[dict[str, Fragment], dict[str, Fragment]]:
     group, layout, (rows, shard, *_) = bucket.group, bucket.layout, feedback.make()
     worker, server = dict[str, Fragment](), dict[str, Fragment]()
     pieces = {piece.index: piece for piece in layout.pieces(*layout.shard(group.rank))}
@@ -121,7 +106,7 @@ def _fragment(spec: ParamSpec, local: Callable[[], Tensor], lo: int, hi: int, ra
     return Fragment(local, spec.global_shape, lo, hi, torch.float32, box=spec.local_box, ranks=ranks)
 
 
-def _gathered(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _gathered(bucket: Bucket, feedback: BucketResiduals) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     group, layout, (rows, shard, *_) = bucket.group, bucket.layout, feedback.make()
 
     def gather(own: Tensor) -> Tensor:
@@ -142,26 +127,22 @@ def _gathered(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Tensor
 @torch.no_grad()
 def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
     """Take over ``residual_state`` of any number of ranks and any stage; None: begin at zero. Collective."""
-    compression, tolerance = engine.compression, engine.groups[0].tolerance
-    if tolerance is not None:
-        _settled(engine, tolerance)
-        tolerance.restore(_owed_in(engine, tolerance, state or {"worker": {}}))
+    exchange = engine.exchange
+    if exchange.sums_late:
+        exchange.replace_late_gradients(partial(_late_in, state or {"worker": {}}))
         return
+    # Residuals of the run so far are not owed to the weights of the checkpoint.
+    exchange.resume(int(state["steps"]) if state is not None else exchange.steps)
     if state is None:
-        for feedback in compression.of_bucket.values() if compression is not None else ():
-            feedback.reset()
         return
     worker = state["worker"]
-    if compression is None:
+    if not exchange.remembers:
         if worker and engine.world.rank == 0:
             log.warning(
                 "The checkpoint has residuals of gradient_compression or late gradients; both are off: drop them."
             )
         return
-    compression.steps = int(state["steps"])
-    for bucket, feedback in compression.of_bucket.items():
-        # Residuals of the run so far are not owed to the weights of the checkpoint.
-        feedback.reset()
+    for bucket, feedback in exchange.of_bucket.items():
         found = [(index, span.name) for index, span in enumerate(bucket.layout.spans) if span.name in worker]
         unit = state["units"][found[0][1]] if found else 1.0
         for index, name in found:
@@ -169,25 +150,22 @@ def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
             _load(bucket, feedback, index, worker[name], state["server"].get(name), factor)
         # Keep the units in which they were saved: converted to others and back, they would be rounded.
         if found:
-            feedback.scale = _late_unit(bucket) / unit
+            feedback.begin_units(_late_unit(bucket) / unit)
 
 
-def _owed_in(engine: Engine, tolerance: TolerantSum, state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
-    """This rank's debt after loading ``state``: sums and counts of its part of each bucket. One member owes all."""
-    owed = dict[str, tuple[Tensor, Tensor]]()
-    for bucket in engine.buckets if tolerance.is_first else ():
-        rows, weights = torch.zeros(bucket.layout.numel), torch.zeros(bucket.layout.numel)
-        for span in bucket.layout.spans:
-            if (found := state["worker"].get(span.name)) is not None:
-                numel, factor = span.hi - span.lo, state["units"][span.name] / _late_unit(bucket)
-                for rank in range(found.shape[0]):
-                    rows[span.lo : span.hi] += _row(found, span.spec, rank) * factor
-                if (shard := state["server"].get(span.name)) is not None:
-                    rows[span.lo : span.hi] += elements_of(shard, 0, numel, span.spec.local_box) * factor
-                weights[span.lo : span.hi] = state.get("counts", {}).get(span.name, 0.0)
-        lo, hi = tolerance.part(bucket.layout.numel)
-        owed[bucket.name] = rows[lo:hi], weights[lo:hi]
-    return owed
+def _late_in(state: Mapping[str, Any], bucket: Bucket) -> tuple[Tensor, Tensor]:
+    """The sum (1D, all elements) of the late gradients in ``state`` of a bucket, and the ranks that each is of."""
+    rows, counts = torch.zeros(bucket.layout.numel), torch.zeros(bucket.layout.numel)
+    for span in bucket.layout.spans:
+        if (found := state["worker"].get(span.name)) is None:
+            continue
+        numel, factor = span.hi - span.lo, state["units"][span.name] / _late_unit(bucket)
+        for rank in range(found.shape[0]):
+            rows[span.lo : span.hi] += _row(found, span.spec, rank) * factor
+        if (shard := state["server"].get(span.name)) is not None:
+            rows[span.lo : span.hi] += elements_of(shard, 0, numel, span.spec.local_box) * factor
+        counts[span.lo : span.hi] = state.get("counts", {}).get(span.name, 0.0)
+    return rows, counts
 
 
 def _row(rows: Tensor, spec: ParamSpec, rank: int) -> Tensor:
@@ -197,7 +175,7 @@ def _row(rows: Tensor, spec: ParamSpec, rank: int) -> Tensor:
 
 
 def _load(
-    bucket: Bucket, feedback: ErrorFeedback, index: int, rows: Tensor, sums: Tensor | None, factor: float
+    bucket: Bucket, feedback: BucketResiduals, index: int, rows: Tensor, sums: Tensor | None, factor: float
 ) -> None:
     """Load the residuals of parameter ``index``, times ``factor``."""
     group, span, (worker, server, *_) = bucket.group, bucket.layout.spans[index], feedback.make()

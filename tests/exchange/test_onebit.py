@@ -15,7 +15,7 @@ import lt_zero
 from lt_zero import ConfigError, ZeroConfig
 from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.compressed_momentum import MOMENTA
+from lt_zero.exchange.compressed_momentum import MOMENTA
 from lt_zero.optim import OneBitAdam, build_optimizer
 from lt_zero.step.loss_scale import LossScaleController
 from tests.support.matrix import only_rows
@@ -203,8 +203,7 @@ def _skipped(type_: str, stage: int) -> None:
         return taken
 
     def states() -> list[Tensor]:
-        assert engine.compression is not None
-        every = [f for f in engine.compression.of_bucket.values() if f.residuals is not None]
+        every = [f for f in engine.exchange.of_bucket.values() if f.residuals is not None]
         found = [t / f.scale for f in every for t in (f.residuals or ())[:2] if t is not None]
         momenta = [state["exp_avg"] for state in optimizer.state.values()]
         return [t.clone() for t in (*found, *momenta)]

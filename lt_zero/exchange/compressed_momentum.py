@@ -15,68 +15,73 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lt_zero.comm.compression import Residuals
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Work
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.gradient_compression import ErrorFeedback, GradientCompression
+from lt_zero.engine.exchange import OptimizerFragments
+from lt_zero.exchange.gradient_compression import ErrorFeedback, GradientCompression, no_mean
+from lt_zero.exchange.momentum_states import OptimizerMomenta
 from lt_zero.ops.codecs import BlockCodec
+from lt_zero.optim.onebit import OneBitOptimizer
 
 MOMENTA = BlockCodec(1, 1024)  # 96.8 % fewer bytes than fp32
-
-
-class MomentumStates(Protocol):
-    """What the optimizer knows of its momenta."""
-
-    @property
-    def frozen(self) -> bool:
-        """Whether the running step averages momenta; the same on all ranks."""
-
-    def rules(self, bucket: Bucket) -> list[tuple[float, float]]:
-        """Of each parameter the decay rate of its momentum, and the factor of that in the exchange. May be collective.
-
-        The factors stay the same from the freeze on.
-        """
-
-    def forget(self) -> None:
-        """Read the factors again: states were loaded."""
-
-    def state(self, bucket: Bucket, key: str) -> Tensor:
-        """The state ``key`` (1D fp32, this rank's shard) of a bucket, zero where there is none yet; a copy."""
+_NO_MEAN = "not with a 1-bit optimizer: after freeze_step no rank has the mean gradient."
 
 
 class CompressedMomentum(GradientCompression):
-    """What one engine's ranks exchange for a 1-bit optimizer. See Note [Averages of momenta].
+    """What the ranks exchange for a 1-bit optimizer. See Note [Averages of momenta].
 
     Args:
-        group, buckets, keeps: as for ``GradientCompression``.
+        peers, keeps: as for ``GradientCompression``.
 
     Attributes:
         states: of the optimizer; None until there is one.
-        limit: of the norm of the running step's gradients; 0: none.
-        clipped: (limit, norm before clipping) of the gradients that were exchanged last; None: they were not clipped.
     """
 
     everywhere = True
 
-    def __init__(self, group: ShardGroup, buckets: Sequence[Bucket], keeps: bool) -> None:
-        super().__init__(group, buckets, 0, keeps)
-        self.states: MomentumStates | None = None
-        self.limit = 0.0
-        self.clipped: tuple[float, Tensor] | None = None
+    def __init__(self, peers: ShardGroup, keeps: bool) -> None:
+        super().__init__(peers, 0, keeps)
+        self.of_bucket: Mapping[Bucket, MomentumFeedback] = {}
+        self.states: OptimizerMomenta | None = None
+        self._limit = 0.0  # of the norm of the running step's gradients; 0: none
+        # (limit, norm before clipping) of the gradients that were exchanged last; None: they were not clipped
+        self._clipped: tuple[float, Tensor] | None = None
+
+    def bind(self, buckets: Sequence[Bucket]) -> None:
+        self.of_bucket = {bucket: MomentumFeedback(self, bucket) for bucket in buckets if bucket.compresses}
+
+    def connect(self, optimizer: Optimizer, fragments: OptimizerFragments) -> None:
+        if not isinstance(optimizer, OneBitOptimizer):
+            super().connect(optimizer, fragments)
+            return
+        self.states = OptimizerMomenta(self._peers, fragments, optimizer)
+        self.forget_states()
+        optimizer.expect_averages()
+
+    @property
+    def compresses(self) -> bool:
+        return self.states is not None and self.states.frozen
+
+    # ---- reductions --------------------------------------------------------------------------------------------
+
+    @property
+    def reduces_at_step(self) -> bool:
+        return self.compresses
 
     @torch.no_grad()
-    def clip(self, buckets: Sequence[Bucket]) -> None:
+    def begin_flush(self, buckets: Sequence[Bucket]) -> None:
         """Clip what these buckets have accumulated on this rank, which is exchanged next. Collective."""
-        self.clipped = None
-        if not (self.limit and self.compresses):
+        self._clipped = None
+        if not (self._limit and self.compresses):
             return
-        group, total = self._group, torch.zeros((), dtype=torch.float64, device=self._group.device)
+        group, total = self._peers, torch.zeros((), dtype=torch.float64, device=self._peers.device)
         for bucket in buckets:
             assert bucket.grads.local is not None
             bucket.grads.take(bucket.grads.local, add=True)  # those that came late
@@ -85,54 +90,73 @@ class CompressedMomentum(GradientCompression):
         norm = (group.sum_scalar(total, "gradient norm") / group.size).sqrt() * (
             before * after * group.size / self.scale
         )
-        factor = torch.where(norm.isfinite(), (self.limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
+        factor = torch.where(norm.isfinite(), (self._limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
         for bucket in buckets:
             assert bucket.grads.local is not None
             bucket.grads.local.mul_(factor)
-        self.clipped = self.limit, norm.float()
+        self._clipped = self._limit, norm.float()
 
-    def _feedback(self, bucket: Bucket) -> ErrorFeedback:
-        return MomentumFeedback(self, bucket)
+    # ---- a step ------------------------------------------------------------------------------------------------
 
-    @property
-    def compresses(self) -> bool:
-        return self.states is not None and self.states.frozen
-
-    def end_step(self) -> None:
-        self.steps += 1
-        self.limit = 0.0
-        for feedback in self.of_bucket.values():
-            assert isinstance(feedback, MomentumFeedback)
-            feedback.keep()
-
-    def drop_unused(self, used: Mapping[Bucket, Sequence[int]]) -> None:
+    def note_used(self, used: Mapping[Bucket, Sequence[int]]) -> None:
         """Drop the momenta of parameters without a gradient on any rank: they are not stepped."""
         for bucket, feedback in self.of_bucket.items() if self.compresses else ():
-            assert isinstance(feedback, MomentumFeedback)
             if unused := bucket.grads.valid - set(used.get(bucket, ())):
                 bucket.grads.clear(unused)
                 feedback.drop(unused)
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
+        self.steps += 1
+        self._limit = 0.0
+        for feedback in self.of_bucket.values():
+            feedback.keep()
+
+    def forget_states(self) -> None:
         """Gather momenta again: the optimizer's states were loaded."""
         if self.states is not None:
             self.states.forget()
         for feedback in self.of_bucket.values():
-            assert isinstance(feedback, MomentumFeedback)
             feedback.forget()
+
+    # ---- clipping ----------------------------------------------------------------------------------------------
+
+    @property
+    def clips_before_exchange(self) -> bool:
+        return self.compresses
+
+    def expect_clipping(self, max_norm: float) -> None:
+        self._limit = max_norm
+
+    def clipped_norm(self, max_norm: float) -> Tensor:
+        if self._clipped is None or self._clipped[0] != max_norm:
+            raise RuntimeError(
+                f"The gradients have become averaged momenta before they were clipped to {max_norm:g}: something has "
+                "read them. Clip first, or set Trainer(gradient_clip_val) to this limit."
+            )
+        return self._clipped[1]
+
+    def check_clipping(self, norm_type: float | None) -> None:
+        if norm_type is None:
+            raise RuntimeError(f"Clipping by value: {_NO_MEAN} Clip by norm.")
+        if norm_type != 2.0:
+            raise RuntimeError(f"norm_type={norm_type:g}: {_NO_MEAN} Clip by the 2-norm.")
+
+    def check_mean(self) -> None:
+        if self.compresses:
+            raise no_mean("exchange momenta")
 
 
 class MomentumFeedback(ErrorFeedback):
     """The residuals, and at stage 1 the full momentum, of one bucket.
 
     Args:
-        clock: of its engine.
+        owner: the exchange of its engine.
         bucket: whose momentum is averaged.
     """
 
-    def __init__(self, clock: CompressedMomentum, bucket: Bucket) -> None:
-        super().__init__(clock, bucket)
-        self._exchange, self._bucket = clock, bucket
+    def __init__(self, owner: CompressedMomentum, bucket: Bucket) -> None:
+        super().__init__(owner, bucket)
+        self._exchange, self._bucket = owner, bucket
         self._sharded = bucket.shard_range != (0, bucket.layout.numel)
         self._momentum: Tensor | None = None  # stage 1: that of the last step (1D fp32, all elements)
         self._moves: Tensor | None = None  # and which of its elements the optimizer updates

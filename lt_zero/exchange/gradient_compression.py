@@ -15,17 +15,21 @@ Note [Skipped steps]
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lt_zero.comm.compression import Costs, Residuals
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import Work
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.exchange import PlainExchange
 from lt_zero.engine.layout import gaps_between
+from lt_zero.offload.store import Reduce
 from lt_zero.ops.codecs import TWO_BITS, BlockCodec, Codec, TopK
 
 log = logging.getLogger("lt_zero")
@@ -48,13 +52,13 @@ class ErrorFeedback:
     """The residuals of one bucket.
 
     Args:
-        clock: of its engine.
+        owner: the exchange of its engine.
         bucket: whose gradients are sent; where all ranks need its mean, there is a server's residual.
     """
 
-    def __init__(self, clock: GradientCompression, bucket: Bucket) -> None:
-        self._clock, self._device, self._group, self._name = clock, bucket.group.device, bucket.group, bucket.name
-        whole = clock.everywhere or not (bucket.sharding.optim or bucket.sharding.params)
+    def __init__(self, owner: GradientCompression, bucket: Bucket) -> None:
+        self._owner, self._device, self._group, self._name = owner, bucket.group.device, bucket.group, bucket.name
+        whole = owner.everywhere or not bucket.is_cut
         self._layout, self._whole = bucket.layout, whole
         shard = bucket.layout.shard(bucket.group.rank)
         pieces = bucket.layout.pieces(*shard)
@@ -70,7 +74,7 @@ class ErrorFeedback:
         if self.residuals is None:
             worker = torch.zeros(self._layout.numel, dtype=torch.float32, device=self._device)
             server = worker.new_zeros(self._layout.shard_numel) if self._whole else None
-            self.residuals, self.scale = Residuals(worker, server, *self._gaps), self._clock.scale
+            self.residuals, self.scale = Residuals(worker, server, *self._gaps), self._owner.scale
         return self.residuals
 
     def _tensors(self) -> list[Tensor]:
@@ -79,19 +83,19 @@ class ErrorFeedback:
     @torch.no_grad()
     def begin(self) -> Residuals | None:
         """The residuals for a reduction that is launched next; None: it is not compressed."""
-        clock = self._clock
-        if not clock.compresses:
+        owner = self._owner
+        if not owner.compresses:
             return None
         self.make()
-        if clock.keeps and self._kept_at != clock.steps:
+        if owner.keeps and self._kept_at != owner.steps:
             self._kept = self._kept or [torch.empty_like(tensor) for tensor in self._tensors()]
             for kept, tensor in zip(self._kept, self._tensors(), strict=True):
                 kept.copy_(tensor)
-            self._kept_scale, self._kept_at = self.scale, clock.steps
-        if self.scale != clock.scale:
+            self._kept_scale, self._kept_at = self.scale, owner.steps
+        if self.scale != owner.scale:
             for tensor in self._tensors():
-                tensor.mul_(clock.scale / self.scale)
-            self.scale = clock.scale
+                tensor.mul_(owner.scale / self.scale)
+            self.scale = owner.scale
         return self.residuals
 
     def reduce(self, out: Tensor, send: Tensor, residuals: Residuals, add: bool) -> Work:
@@ -106,6 +110,10 @@ class ErrorFeedback:
                 tensor.copy_(kept)
             self.scale = self._kept_scale
 
+    def begin_units(self, scale: float) -> None:
+        """Note that the residuals, which were loaded, carry this loss scale."""
+        self.scale = scale
+
     def reset(self) -> None:
         """Begin at zero, without the loss scale."""
         self.residuals, self.scale, self._kept, self._kept_at = None, 1.0, [], -1
@@ -115,16 +123,17 @@ class ErrorFeedback:
         return sum(tensor.nbytes for tensor in (*self._tensors(), *self._kept))
 
 
-class GradientCompression:
-    """The residuals of one engine. Every bucket whose plan says so is compressed, after the warm-up.
+class GradientCompression(PlainExchange):
+    """Sends the gradients of buckets whose plan says so compressed, after the warm-up, with error feedback.
 
     Args:
-        group: reduces the gradients.
-        buckets: of the engine, in order.
+        peers: reduce the gradients.
         warmup: optimizer steps whose gradients are sent as they are.
         keeps: whether steps may be skipped. See Note [Skipped steps].
 
     Attributes:
+        announce: is told once if coding takes longer than what it saves.
+        of_bucket: the residuals.
         steps: optimizer steps so far.
         scale: the loss scale of the running step.
         everywhere: all ranks need all elements of what is averaged, whatever is sharded.
@@ -132,45 +141,67 @@ class GradientCompression:
 
     everywhere = False
 
-    def __init__(self, group: ShardGroup, buckets: Sequence[Bucket], warmup: int, keeps: bool) -> None:
-        self._group, self._warmup, self.keeps = group, warmup, keeps
-        self.steps, self.scale = 0, 1.0
-        self.of_bucket = {bucket: self._feedback(bucket) for bucket in buckets if bucket.compresses}
-        for bucket, feedback in self.of_bucket.items():
-            bucket.grads.feedback = feedback
+    def __init__(self, peers: ShardGroup, warmup: int, keeps: bool) -> None:
+        super().__init__(peers)
+        self._warmup, self.keeps, self.scale = warmup, keeps, 1.0
         self.announce: Callable[[str], object] = log.warning
+        self.of_bucket: Mapping[Bucket, ErrorFeedback] = {}
         self._judge_from = warmup + JUDGED // 2  # earlier steps warm up caches and connections
 
-    def _feedback(self, bucket: Bucket) -> ErrorFeedback:
-        return ErrorFeedback(self, bucket)
+    def bind(self, buckets: Sequence[Bucket]) -> None:
+        self.of_bucket = {bucket: ErrorFeedback(self, bucket) for bucket in buckets if bucket.compresses}
 
     @property
     def compresses(self) -> bool:
         """Whether the running step's gradients are compressed."""
         return self.steps >= self._warmup
 
+    def reduction(self, bucket: Bucket, send: SendBuffer) -> Reduce:
+        feedback = self.of_bucket.get(bucket)
+        residuals = feedback.begin() if feedback is not None else None
+        if feedback is None or residuals is None:
+            return super().reduction(bucket, send)
+        return partial(feedback.reduce, send=send.flat, residuals=residuals)
+
+    def set_loss_scale(self, scale: float) -> None:
+        self.scale = scale
+
     def end_step(self) -> None:
-        """After an optimizer step. Collective."""
         self.steps += 1
-        compressor = self._group.compressor
-        if compressor is None:
-            return
+        compressor = self._peers.compressor
+        assert compressor is not None
         if self.steps == self._judge_from:
-            compressor.costs = Costs()
+            compressor.restart_costs()
         elif self.steps == self._warmup + JUDGED:
-            line = verdict(compressor.costs, self._group.measure_rate(), self.steps - self._judge_from, self.steps)
-            if line and self._group.world.rank == 0:
+            line = verdict(compressor.costs, self._peers.measure_rate(), self.steps - self._judge_from, self.steps)
+            if line and self._peers.world.rank == 0:
                 self.announce(line)
 
-    def skip_step(self, counted: bool) -> None:
-        """The last step was skipped. ``counted``: ``end_step`` was called for it."""
+    def undo_step(self, counted: bool) -> None:
         self.steps -= counted
         for feedback in self.of_bucket.values():
             feedback.restore(self.steps)
 
     @property
+    def remembers(self) -> bool:
+        return True
+
+    def resume(self, steps: int) -> None:
+        self.steps = steps
+        for feedback in self.of_bucket.values():
+            feedback.reset()
+
+    @property
     def nbytes(self) -> int:
         return sum(feedback.nbytes for feedback in self.of_bucket.values())
+
+
+def no_mean(instead: str) -> RuntimeError:
+    """The error of reading the gradients of a step in which ranks do something ``instead`` of averaging them."""
+    return RuntimeError(
+        f"The ranks do not average the gradients of this step, they {instead}: a 1-bit optimizer does so after its "
+        'freeze. Read lt_zero.full_state(parameter, "exp_avg") after the step.'
+    )
 
 
 def verdict(costs: Costs, rate: float, steps: int, step: int) -> str:

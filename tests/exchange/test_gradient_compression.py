@@ -17,7 +17,7 @@ from lt_zero.checkpoint.native.rank_state import load_residuals, residual_state
 from lt_zero.comm.compression import Costs
 from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.gradient_compression import verdict
+from lt_zero.exchange.gradient_compression import verdict
 from lt_zero.step.loss_scale import LossScaleController
 from tests.support.matrix import cover, only, only_rows
 from tests.support.models import Net, next_token_loss
@@ -122,8 +122,7 @@ def test_excluded_gradients_are_exact(pool: Pool, stage: int) -> None:
 
 def _residuals(engine: Engine) -> list[Tensor]:
     """In units without a loss scale."""
-    assert engine.compression is not None
-    found = [feedback for feedback in engine.compression.of_bucket.values() if feedback.residuals is not None]
+    found = [feedback for feedback in engine.exchange.of_bucket.values() if feedback.residuals is not None]
     return [(t / feedback.scale).clone() for feedback in found for t in (feedback.residuals or ())[:2] if t is not None]
 
 
@@ -159,16 +158,15 @@ def _skipped(stage: int, name: str) -> None:
         for now, then in zip(_residuals(engine), before, strict=True):
             assert torch.equal(now, then)
     assert controller.scale == scale / 4
-    assert engine.compression is not None
     controller.before_backward([sharded])
-    for feedback in engine.compression.of_bucket.values():
+    for feedback in engine.exchange.of_bucket.values():
         feedback.begin()  # rescales
         assert feedback.scale == scale / 4
     for now, then in zip(_residuals(engine), before, strict=True):
         assert torch.equal(now, then)
     assert step(3, 1.0)
-    assert engine.compression.steps == 2
-    assert all(feedback.scale == controller.scale for feedback in engine.compression.of_bucket.values())
+    assert engine.exchange.steps == 2
+    assert all(feedback.scale == controller.scale for feedback in engine.exchange.of_bucket.values())
     changed = zip(_residuals(engine), before, strict=True)
     assert not all(torch.equal(now, then) for now, then in changed)
 
@@ -224,7 +222,7 @@ def test_a_checkpoint_replaces_the_residuals_of_the_run(pool: Pool, stage: int) 
 def test_a_single_rank_compresses_nothing() -> None:
     model = Net()
     engine = lt_zero.shard(model, config_of(2, gradient_compression=BLOCKS["1bit"]))
-    assert engine.compression is None
+    assert not engine.exchange.remembers
     next_token_loss(model, 0, 0, 0).backward()
 
 
@@ -271,8 +269,7 @@ def _judged() -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     lt_zero.ShardedOptimizer(engine, optimizer)
     lines: list[str] = []
-    assert engine.compression is not None
-    engine.compression.announce = lines.append
+    engine.exchange.announce = lines.append
     for step in range(22):
         optimizer.zero_grad()
         next_token_loss(model, step, 0, dist.get_rank()).backward()

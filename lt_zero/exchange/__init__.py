@@ -1,0 +1,1 @@
+"""Other ways to exchange gradients and weights than in full after each step (engine/exchange.py)."""

@@ -1,0 +1,38 @@
+"""Weights that rest in 8 bits, for inference: the codes are gathered, and decoded on each rank.
+
+Symmetric integers of blocks of 256 elements that share a scale, as in ZeRO++ (arXiv:2306.10209, section 3.1). Unlike
+there the codes are all that is kept: what is decoded are the weights, for checkpoints and exports, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from lt_zero.config import ZeroConfig
+from lt_zero.engine.bucket import Bucket, GatherStrategy
+from lt_zero.engine.partition import BucketPlan
+from lt_zero.offload.coded_store import CodedStore, coded_place
+from lt_zero.offload.store import Place, Waits
+from lt_zero.ops.codecs import INT8
+
+
+class RestingGather(GatherStrategy):
+    """Gathers of one bucket whose weights rest encoded. They are exact, as nothing else is known of the weights."""
+
+    def place(self, place: Place, device: torch.device) -> Place:
+        return coded_place(place, INT8, device)
+
+    def gather(self, bucket: Bucket, exact: bool) -> Callable[[], Waits]:
+        store = bucket.weights.gather_source
+        assert isinstance(store, CodedStore)
+        codes = partial(bucket.group.all_gather_encoded, bucket.flat, bucket.name, INT8)
+        return partial(store.launch_codes, codes)
+
+
+def rests_quantized(config: ZeroConfig, plan: BucketPlan) -> bool:
+    """Whether the parameters of a bucket are sharded, and kept in as many bits as ``quantize`` says."""
+    known = plan.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return config.quantize is not None and plan.sharding.params and known
