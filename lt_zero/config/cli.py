@@ -13,9 +13,9 @@ from rich.markup import escape
 
 from lt_zero.common.errors import ConfigError, Path, dotted
 from lt_zero.config import catalog
+from lt_zero.config.applicability import Face, refused, without_effect
 from lt_zero.config.blocks import scalars
 from lt_zero.config.document import HIDDEN, MISSING, Document, leaves, masked, without_told
-from lt_zero.config.faces import Face, refused, without_effect
 from lt_zero.config.keys import AUTO, NO_EFFECT, lookup
 from lt_zero.config.load import Loaded, ZeroConfig, examine, plain, resolved
 from lt_zero.config.rules import switched_off

@@ -35,8 +35,8 @@ from lt_zero.comm.world import World, together
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
+from lt_zero.config.applicability import Face, check_face
 from lt_zero.config.blocks import ActivationCheckpointing
-from lt_zero.config.faces import Face, check_face
 from lt_zero.config.load import examine, shown
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of

@@ -30,10 +30,10 @@ from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import sizes_of
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
+from lt_zero.config.applicability import check_same
 from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
 from lt_zero.config.document import Document
 from lt_zero.config.load import ConfigWarning, shown
-from lt_zero.config.uses import check_same
 from lt_zero.engine.partition import hidden_size, widths_of
 from lt_zero.optim import grouping
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler

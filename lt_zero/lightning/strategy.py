@@ -32,10 +32,9 @@ from lt_zero.comm.world import World
 from lt_zero.common.compat import set_device_mesh
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
+from lt_zero.config.applicability import Face, ignored_keys, tell_ignored
 from lt_zero.config.blocks import ActivationCheckpointing
-from lt_zero.config.faces import Face
 from lt_zero.config.load import examine
-from lt_zero.config.uses import ignored_keys, tell_ignored
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import restore_whole, sync_buffers
 from lt_zero.engine.materialize import ConstructionSharder
