@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
-from lt_zero.config.blocks import scalars
+from lt_zero.common.fields import scalars
 from lt_zero.config.keys import AUTO, FORMS, aliases, lookup, nearest, rows
 from lt_zero.config.load import ZeroConfig
 

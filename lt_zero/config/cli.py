@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from lt_zero.common.errors import ConfigError, Path, dotted
+from lt_zero.common.fields import scalars
 from lt_zero.config import catalog
 from lt_zero.config.applicability import Face, refused, without_effect
-from lt_zero.config.blocks import scalars
 from lt_zero.config.document import HIDDEN, MISSING, Document, leaves, masked, without_told
 from lt_zero.config.keys import AUTO, NO_EFFECT, lookup
 from lt_zero.config.load import Loaded, ZeroConfig, examine, plain, resolved

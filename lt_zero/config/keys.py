@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from lt_zero.common.errors import MOST_SHOWN, Check, dotted
 from lt_zero.common.errors import Path as KeyPath
-from lt_zero.config.blocks import Block, block_of, dotted_keys, keys_of
+from lt_zero.common.fields import Block, block_of, dotted_keys, keys_of
 from lt_zero.config.document import MISSING, Document, Notice
 
 TABLE = Path(__file__).with_name("keys.tsv")

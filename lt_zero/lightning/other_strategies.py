@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec
 
-from lt_zero.config.blocks import dotted_keys
+from lt_zero.common.fields import dotted_keys
 from lt_zero.config.load import ZeroConfig
 
 P = ParamSpec("P")
