@@ -29,13 +29,19 @@ STATUSES = ("alias", "no_effect", "later", "unsupported")
 Z = "zero_optimization"
 NO_EFFECT = " has no effect here: "  # between a key and the reason
 
+# Keys that a Trainer has, too, by the names of its arguments and attributes.
+TRAINER: Mapping[str, str] = {
+    "gradient_accumulation_steps": "accumulate_grad_batches",
+    "gradient_clipping": "gradient_clip_val",
+}
+
 # How each key is resolved, for docs/config.md and errors. Excludes keys with "auto" as a value of their own.
 AUTO: Mapping[str, str] = {
     "train_micro_batch_size_per_gpu": "the size of the first batch",
-    "gradient_accumulation_steps": "Trainer(accumulate_grad_batches), or what train_batch_size and the micro-batch "
-    "leave, if they are written",
+    "gradient_accumulation_steps": f"Trainer({TRAINER['gradient_accumulation_steps']}), or what train_batch_size and "
+    "the micro-batch leave, if they are written",
     "train_batch_size": "micro-batch * accumulation * ranks",
-    "gradient_clipping": "Trainer(gradient_clip_val), 0 without one",
+    "gradient_clipping": f"Trainer({TRAINER['gradient_clipping']}), 0 without one",
     "zero_optimization.reduce_bucket_size": "hidden size squared",
     "zero_optimization.stage3_prefetch_bucket_size": "0.9 * hidden size squared, rounded down",
     "zero_optimization.stage3_param_persistence_threshold": "10 * hidden size",
