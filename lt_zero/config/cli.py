@@ -36,9 +36,7 @@ def check(
     file: Source,
     overrides: Changes = None,
     stage: Stage = None,
-    face: Annotated[
-        Face, typer.Option(help="Who trains: a Trainer, Fabric, or a loop of lt_zero.initialize.")
-    ] = Face.TRAINER,
+    face: Trains = Face.TRAINER,
 ) -> None:
     """Print the status of each key. Exits with 1 if the file cannot be used, else 0."""
     loaded = _read(file, overrides, stage, must_work=False)

@@ -137,6 +137,6 @@ class Schema(Block):
     @property
     def sharded_checkpoints(self) -> bool:
         """Whether checkpoints are directories that all ranks write."""
-        parts = self.tensor_parallel.autotp_size > 1 or self.pipeline.ranks > 1
-        how, cut = self.checkpoint.format, self.zero_optimization.stage > 0 or parts
-        return how == "sharded" or (how == "auto" and cut)
+        if self.checkpoint.format != "auto":
+            return self.checkpoint.format == "sharded"
+        return self.zero_optimization.stage > 0 or self.tensor_parallel.autotp_size > 1 or self.pipeline.ranks > 1
