@@ -24,8 +24,8 @@ from lt_zero.comm.world import World
 from lt_zero.common.arguments import expect
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.config import ZeroConfig
+from lt_zero.config.applicability import check_same, tell_ignored, without_training
 from lt_zero.config.precision import dtype_policy, resolve_mode
-from lt_zero.config.uses import check_same, tell_ignored, without_training
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.parallel.mesh import mesh_of
 

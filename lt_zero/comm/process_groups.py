@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lt_zero.comm.launchers import Tasks, launched_tasks, local_rank, refuse_alone
-from lt_zero.common.arguments import expect
+from lt_zero.common.arguments import check_group_options
 from lt_zero.config.blocks import Communication
 
 LINK_TIMEOUT_S = Communication().link_timeout
@@ -25,7 +25,6 @@ _LATER_S = (
 _TCP_RTO_MAX_MS = 44  # Linux 6.15
 _LONGEST_IDLE_S = 60  # before the first question to a peer of whom nothing is heard
 _TRIES = 8  # in the whole time, at least, once pauses no longer double; after 15 Linux gives up whatever the time
-_START_METHODS = "popen", "spawn", "fork", "forkserver"  # of Lightning
 _PROBE_TAG = 0x5AB1  # of a message that is never received
 _MEETING_TAG = 0x5AB2
 _SILENT_TAG = 0x5AB3  # of a message that is never sent
@@ -265,39 +264,6 @@ def own_gpu(local_rank: int) -> int:
 def is_part(group: dist.ProcessGroup) -> bool:
     """Whether a process group has not all ranks."""
     return dist.get_world_size(group) != dist.get_world_size()
-
-
-def check_group_options(call: str, timeout: timedelta | None, **backend: object) -> None:
-    """Check what a user passed to ``call`` for a process group; ``backend`` under the name of its argument.
-
-    Raises:
-        TypeError, ValueError: names the argument, and what to pass.
-    """
-    expect(timeout, (timedelta, type(None)), f"{call}(timeout=...)", "pass datetime.timedelta(seconds=...), or None")
-    if timeout is not None and timeout <= timedelta(0):
-        raise ValueError(f"{call}(timeout={timeout!r}): no collective ends in that time. Pass a longer one.")
-    for argument, name in backend.items():
-        known = set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED}
-        parts = {part.split(":")[-1].strip() for part in str(name).lower().split(",")}
-        if name is not None and (not isinstance(name, str) or not parts <= known):
-            raise ValueError(
-                f'{call}({argument}={name!r}): torch has no such backend. Pass "gloo" for CPUs or "nccl" for GPUs;'
-                " without the argument the one that fits is taken."
-            )
-
-
-def check_launch(strategy: str, start_method: object, timeout: timedelta | None, process_group_backend: object) -> None:
-    """Check how a strategy is to start its ranks and connect them.
-
-    Raises:
-        TypeError, ValueError: names the argument, and what to pass.
-    """
-    if start_method not in _START_METHODS:
-        raise ValueError(
-            f'{strategy}(start_method={start_method!r}): pass "fork" in a notebook, "spawn" or "forkserver" for '
-            'multiprocessing, or "popen" (the default) for a script that Lightning starts once for each rank.'
-        )
-    check_group_options(strategy, timeout, process_group_backend=process_group_backend)
 
 
 def init_distributed(

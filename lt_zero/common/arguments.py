@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import reprlib
+from datetime import timedelta
 from typing import Any
+
+from lt_zero.common.compat import process_group_backends
 
 
 def wrong(name: str, value: Any, remedy: str) -> TypeError:
@@ -33,3 +36,21 @@ def expect_number(value: Any, name: str, whole: bool = False) -> None:
     kinds: tuple[type, ...] = (int,) if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise wrong(name, value, f"pass a {'whole ' if whole else ''}number")
+
+
+def check_group_options(call: str, timeout: timedelta | None, **backend: object) -> None:
+    """Check what a user passed to ``call`` for a process group; ``backend`` under the name of its argument.
+
+    Raises:
+        TypeError, ValueError: names the argument, and what to pass.
+    """
+    expect(timeout, (timedelta, type(None)), f"{call}(timeout=...)", "pass datetime.timedelta(seconds=...), or None")
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(f"{call}(timeout={timeout!r}): no collective ends in that time. Pass a longer one.")
+    for argument, name in backend.items():
+        parts = {part.split(":")[-1].strip() for part in str(name).lower().split(",")}
+        if name is not None and (not isinstance(name, str) or not parts <= process_group_backends()):
+            raise ValueError(
+                f'{call}({argument}={name!r}): torch has no such backend. Pass "gloo" for CPUs or "nccl" for GPUs;'
+                " without the argument the one that fits is taken."
+            )

@@ -70,6 +70,11 @@ def process_groups() -> list[Any]:
     return list(distributed_c10d._world.pg_map)
 
 
+def process_group_backends() -> set[str]:
+    """The names of backends that this torch has."""
+    return set(torch.distributed.Backend.backend_list) - {torch.distributed.Backend.UNDEFINED}
+
+
 def forget_meshes() -> None:
     """Empty what DTensor caches per operation: a mesh that equals an earlier one would get that one's groups."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lt_zero.common.errors import ConfigError, Problem, path_of
 from lt_zero.config.document import Document
-from lt_zero.config.keys import AUTO
+from lt_zero.config.keys import AUTO, TRAINER
 from lt_zero.config.load import ZeroConfig, plain, validate
 
 
@@ -25,18 +25,17 @@ class Resolution(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """Values known at set-up of a run."""
 
-    accumulation: int  # micro-batches per optimizer step, of the Trainer
-    clipping: float  # norm limit of the Trainer, 0 without one
+    trainer: Mapping[str, Any]  # values of the Trainer, by their keys here (keys.TRAINER)
     hidden: Callable[[], tuple[int, str]]  # the hidden size and how it was found; raises ConfigError
     # The value of the module or its hparams by the first of several names that is there, with its source; or None.
     named: Callable[[Sequence[str]], tuple[Any, str] | None]
     steps: Callable[[], int]  # optimizer steps of the run; may set up data loaders
 
 
-def resolve(config: ZeroConfig, facts: Facts) -> tuple[ZeroConfig, list[Resolution]]:
+def resolve(config: ZeroConfig, facts: RunFacts) -> tuple[ZeroConfig, list[Resolution]]:
     """Resolve all keys but batch sizes, which stay in ``autos`` until the first batch.
 
     Raises:
@@ -108,15 +107,13 @@ _SIZES: Mapping[str, Callable[[int], int]] = {
 FROM_MODEL = frozenset(f"zero_optimization.{name}" for name in _SIZES)  # "auto" needs no Trainer
 
 
-def _value(key: str, facts: Facts, config: ZeroConfig, before: Sequence[Resolution]) -> tuple[Any, str]:
+def _value(key: str, facts: RunFacts, config: ZeroConfig, before: Sequence[Resolution]) -> tuple[Any, str]:
     head, _, name = key.rpartition(".")
     if head == "zero_optimization" and name in _SIZES:
         hidden, source = facts.hidden()
         return _SIZES[name](hidden), f"hidden size {hidden}: {source}"
-    if key == "gradient_accumulation_steps":
-        return facts.accumulation, "Trainer(accumulate_grad_batches)"
-    if key == "gradient_clipping":
-        return facts.clipping, "Trainer(gradient_clip_val)"
+    if key in TRAINER:
+        return facts.trainer[key], f"Trainer({TRAINER[key]})"
     if head == "optimizer.params":
         return _of_optimizer(name, facts)
     if name == "total_num_steps":
@@ -129,7 +126,7 @@ def _value(key: str, facts: Facts, config: ZeroConfig, before: Sequence[Resoluti
     return defaults[name], "Hugging Face's default"
 
 
-def _of_optimizer(name: str, facts: Facts) -> tuple[Any, str]:
+def _of_optimizer(name: str, facts: RunFacts) -> tuple[Any, str]:
     if name == "lr":
         rate = facts.named(("lr", "learning_rate"))
         if rate is None:
@@ -149,7 +146,7 @@ def _of_optimizer(name: str, facts: Facts) -> tuple[Any, str]:
     return facts.named(names) or (default, "the default")
 
 
-def _of_groups(config: ZeroConfig, facts: Facts, problems: list[Problem]) -> Iterator[Resolution]:
+def _of_groups(config: ZeroConfig, facts: RunFacts, problems: list[Problem]) -> Iterator[Resolution]:
     """Resolve "auto" in ``optimizer.param_groups`` to the values in ``optimizer.params``."""
     for number, entry in enumerate(config.optimizer.param_groups if config.optimizer is not None else ()):
         place = f"optimizer.param_groups[{number}]"
@@ -164,7 +161,7 @@ def _of_groups(config: ZeroConfig, facts: Facts, problems: list[Problem]) -> Ite
                     problems.append(Problem(key, message))
 
 
-def _warmup_rate(facts: Facts, config: ZeroConfig, before: Sequence[Resolution]) -> tuple[Any, str]:
+def _warmup_rate(facts: RunFacts, config: ZeroConfig, before: Sequence[Resolution]) -> tuple[Any, str]:
     params = {} if config.optimizer is None else config.optimizer.params
     if "muon_lr" in params or "adam_lr" in params:
         return None, "the rates of the optimizer's groups"
@@ -176,7 +173,7 @@ def _warmup_rate(facts: Facts, config: ZeroConfig, before: Sequence[Resolution])
     return rate, "optimizer.params.lr"
 
 
-def _warmup_steps(facts: Facts) -> tuple[int, str]:
+def _warmup_steps(facts: RunFacts) -> tuple[int, str]:
     for names in (("warmup_steps", "warmup_num_steps", "num_warmup_steps"), ("warmup_ratio",)):
         if (found := facts.named(names)) is None:
             continue

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
-from lt_zero.config.blocks import scalars
+from lt_zero.common.fields import scalars
 from lt_zero.config.keys import AUTO, FORMS, aliases, lookup, nearest, rows
 from lt_zero.config.load import ZeroConfig
 
@@ -29,7 +29,7 @@ _WORDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyEntry:
     """A supported key, in words of a configuration file."""
 
     key: str  # dotted; <name> stands for names that users choose
@@ -63,12 +63,12 @@ def _standard(node: Any) -> Any:
 
 
 @cache
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[KeyEntry, ...]:
     """All keys, in the order of the schema."""
     return tuple(_entries(_schema(), ""))
 
 
-def _entries(block: Mapping[str, Any], prefix: str) -> Iterator[Entry]:
+def _entries(block: Mapping[str, Any], prefix: str) -> Iterator[KeyEntry]:
     for name, node in block["properties"].items():
         if (inner := _block(_schema(), node)) is not None:
             yield from _entries(inner, f"{prefix}{name}.")
@@ -78,7 +78,7 @@ def _entries(block: Mapping[str, Any], prefix: str) -> Iterator[Entry]:
             key, default = f"{key}.<name>", ""
         options = node.get("anyOf", [node])
         bounds = [f"{sign} {value_text(o[word])}" for o in options for word, sign in _BOUNDS.items() if word in o]
-        yield Entry(key, _type_text(node), default, ", ".join(dict.fromkeys(bounds)), node.get("description", ""))
+        yield KeyEntry(key, _type_text(node), default, ", ".join(dict.fromkeys(bounds)), node.get("description", ""))
 
 
 def _block(schema: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -173,7 +173,7 @@ def explain(key: str) -> str:
     return f"{key} is not a key of lt_zero or DeepSpeed.{hint}"
 
 
-def _entry(key: str) -> Entry | None:
+def _entry(key: str) -> KeyEntry | None:
     for entry in entries():
         stem = entry.key.removesuffix("<name>")
         if key == entry.key or (stem != entry.key and key.startswith(stem)):
@@ -222,7 +222,7 @@ model or one of its modules, or in its `text_config`; without one, the most freq
 _OFF = "an error, unless they are switched off: by a value in the middle column, or by `enabled: false` in a block.\n"
 
 
-def working() -> list[Entry]:
+def working() -> list[KeyEntry]:
     """The supported keys of the schema, which also parses some that are not available yet; top-level keys first."""
     found = [entry for entry in entries() if lookup(tuple(entry.key.split("."))) is None]
     return sorted(found, key=lambda entry: "." in entry.key)

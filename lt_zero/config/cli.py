@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from lt_zero.common.errors import ConfigError, Path, dotted
+from lt_zero.common.fields import scalars
 from lt_zero.config import catalog
-from lt_zero.config.blocks import scalars
+from lt_zero.config.applicability import Face, refused, without_effect
 from lt_zero.config.document import HIDDEN, MISSING, Document, leaves, masked, without_told
-from lt_zero.config.faces import Face, refused, without_effect
 from lt_zero.config.keys import AUTO, NO_EFFECT, lookup
 from lt_zero.config.load import Loaded, ZeroConfig, examine, plain, resolved
 from lt_zero.config.rules import switched_off
@@ -36,9 +36,7 @@ def check(
     file: Source,
     overrides: Changes = None,
     stage: Stage = None,
-    face: Annotated[
-        Face, typer.Option(help="Who trains: a Trainer, Fabric, or a loop of lt_zero.initialize.")
-    ] = Face.TRAINER,
+    face: Trains = Face.TRAINER,
 ) -> None:
     """Print the status of each key. Exits with 1 if the file cannot be used, else 0."""
     loaded = _read(file, overrides, stage, must_work=False)

@@ -21,21 +21,27 @@ from pydantic.fields import FieldInfo
 
 from lt_zero.common.errors import MOST_SHOWN, Check, dotted
 from lt_zero.common.errors import Path as KeyPath
-from lt_zero.config.blocks import Block, block_of, dotted_keys, keys_of
+from lt_zero.common.fields import Block, block_of, dotted_keys, keys_of
 from lt_zero.config.document import MISSING, Document, Notice
 
 TABLE = Path(__file__).with_name("keys.tsv")
 STATUSES = ("alias", "no_effect", "later", "unsupported")
-Z = "zero_optimization"
+ZERO = "zero_optimization"
 NO_EFFECT = " has no effect here: "  # between a key and the reason
+
+# Keys that a Trainer has, too, by the names of its arguments and attributes.
+TRAINER: Mapping[str, str] = {
+    "gradient_accumulation_steps": "accumulate_grad_batches",
+    "gradient_clipping": "gradient_clip_val",
+}
 
 # How each key is resolved, for docs/config.md and errors. Excludes keys with "auto" as a value of their own.
 AUTO: Mapping[str, str] = {
     "train_micro_batch_size_per_gpu": "the size of the first batch",
-    "gradient_accumulation_steps": "Trainer(accumulate_grad_batches), or what train_batch_size and the micro-batch "
-    "leave, if they are written",
+    "gradient_accumulation_steps": f"Trainer({TRAINER['gradient_accumulation_steps']}), or what train_batch_size and "
+    "the micro-batch leave, if they are written",
     "train_batch_size": "micro-batch * accumulation * ranks",
-    "gradient_clipping": "Trainer(gradient_clip_val), 0 without one",
+    "gradient_clipping": f"Trainer({TRAINER['gradient_clipping']}), 0 without one",
     "zero_optimization.reduce_bucket_size": "hidden size squared",
     "zero_optimization.stage3_prefetch_bucket_size": "0.9 * hidden size squared, rounded down",
     "zero_optimization.stage3_param_persistence_threshold": "10 * hidden size",
@@ -134,11 +140,11 @@ def _same(value: Any, off: Any) -> bool:
 
 # Old types of values that current keys accept, for the documentation.
 FORMS: Mapping[str, str] = {
-    f"{Z}: true": f"{Z}.stage: 1",
-    f"{Z}: false": f"{Z}.stage: 0",
-    f"{Z}.offload_optimizer: true": f"{Z}.offload_optimizer.device: cpu",
-    f"{Z}.offload_param: true": f"{Z}.offload_param.device: cpu",
-    f"{Z}.offload_param: nvme": f"{Z}.offload_param.device: nvme",
+    f"{ZERO}: true": f"{ZERO}.stage: 1",
+    f"{ZERO}: false": f"{ZERO}.stage: 0",
+    f"{ZERO}.offload_optimizer: true": f"{ZERO}.offload_optimizer.device: cpu",
+    f"{ZERO}.offload_param: true": f"{ZERO}.offload_param.device: cpu",
+    f"{ZERO}.offload_param: nvme": f"{ZERO}.offload_param.device: nvme",
     "gradient_clipping: {enabled: true, clip_value: 1.0}": "gradient_clipping: 1.0",
 }
 
@@ -172,8 +178,8 @@ def rename(document: Document) -> Document:
 
 def _rename_values(document: Document) -> None:
     """Old types of values of current keys, see ``FORMS``."""
-    for path in ((Z,), (Z, "offload_optimizer"), (Z, "offload_param"), (Z, "offload_params")):
-        value, key = document.get(path), "stage" if path == (Z,) else "device"
+    for path in ((ZERO,), (ZERO, "offload_optimizer"), (ZERO, "offload_param"), (ZERO, "offload_params")):
+        value, key = document.get(path), "stage" if path == (ZERO,) else "device"
         if isinstance(value, bool):
             meant: Any = int(value) if key == "stage" else "cpu" if value else "none"
         elif key == "device" and value in ("none", "cpu", "nvme"):
@@ -201,8 +207,8 @@ def _rename_values(document: Document) -> None:
 
 def _spread_pin_memory(document: Document, old: KeyPath, value: Any) -> None:
     """One switch for both offload blocks; a block's own key takes precedence."""
-    blocks = [n for n in ("offload_optimizer", "offload_param") if isinstance(document.get((Z, n)), Mapping)]
-    paths = [(Z, name, "pin_memory") for name in blocks or ["offload_optimizer"]]
+    blocks = [n for n in ("offload_optimizer", "offload_param") if isinstance(document.get((ZERO, n)), Mapping)]
+    paths = [(ZERO, name, "pin_memory") for name in blocks or ["offload_optimizer"]]
     added = [document.put(path, value) for path in paths if document.get(path) is MISSING]
     if any(added):
         document.tell(old, f"{dotted(old)} is read as {' and '.join(map(dotted, paths))}={value}. Write the latter.")

@@ -14,19 +14,10 @@ from typing import Any, TypeVar
 from pydantic import PrivateAttr, ValidationError, model_validator
 
 from lt_zero.common.errors import BLOCK_CHECKS, MOST_SHOWN, Check, ConfigError, Mark, Path, dotted, path_of
+from lt_zero.common.fields import Block, block_of, item_block_of, keys_of, scalars, thawed
 from lt_zero.common.users_code import warn
 from lt_zero.common.variables import check_variables
-from lt_zero.config.blocks import (
-    ActivationCheckpointing,
-    Block,
-    Schema,
-    ZeroOptimization,
-    block_of,
-    item_block_of,
-    keys_of,
-    scalars,
-    thawed,
-)
+from lt_zero.config.blocks import ActivationCheckpointing, Schema, ZeroOptimization
 from lt_zero.config.document import MISSING, Document, Notice, masked, masking, secrets
 from lt_zero.config.interpolations import literal, resolve
 from lt_zero.config.keys import NO_EFFECT, classify, rename

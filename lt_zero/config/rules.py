@@ -20,7 +20,7 @@ from lt_zero.config.blocks import (
 )
 from lt_zero.config.document import leaves
 
-Z, A, S = "zero_optimization", "activation_checkpointing", "sparse_attention"
+ZERO, ACTIVATIONS, SPARSE = "zero_optimization", "activation_checkpointing", "sparse_attention"
 _CAUSAL = "unidirectional"
 _WHOLE = ("muon", "adafactor")  # configurable optimizers that need whole matrices
 _PLAIN = {"onebitadam": "Adam", "onebitlamb": "Lamb", "zerooneadam": "Adam"}  # 1-bit optimizers, and without 1 bit
@@ -55,8 +55,9 @@ def contradictions(config: Schema) -> Iterator[Problem]:
         yield Problem("comms_logger.prof_ops", f"{text}{', '.join(OPERATIONS)}.")
     saved = config.activation_checkpointing
     if saved.cpu_checkpointing and saved.nvme_path is not None:
-        text = f"{A}.nvme_path={str(saved.nvme_path)!r} and {A}.cpu_checkpointing=true are two places for saved inputs."
-        yield Problem(f"{A}.nvme_path", f"{text} Remove one of them.")
+        files, host = f"{ACTIVATIONS}.nvme_path", f"{ACTIVATIONS}.cpu_checkpointing"
+        text = f"{files}={str(saved.nvme_path)!r} and {host}=true are two places for saved inputs."
+        yield Problem(files, f"{text} Remove one of them.")
     if config.checkpoint.async_save and not config.sharded_checkpoints:
         yield Problem(
             "checkpoint.async",
@@ -71,16 +72,16 @@ def _sharding(config: Schema) -> Iterator[Problem]:
     both = sorted(set(zero.zero_allowed_param_types) & set(zero.zero_force_param_types))
     if both:
         yield Problem(
-            f"{Z}.zero_force_param_types",
-            f"{both[0]!r} is in {Z}.zero_allowed_param_types (sharded) and in {Z}.zero_force_param_types (never "
+            f"{ZERO}.zero_force_param_types",
+            f"{both[0]!r} is in {ZERO}.zero_allowed_param_types (sharded) and in {ZERO}.zero_force_param_types (never "
             "sharded). Remove it from one.",
         )
     name = config.optimizer.type if config.optimizer is not None else ""
     if zero.stage > 0 and zero.shard_along == "element" and name.rpartition(".")[2].lower() in _WHOLE:
         yield Problem(
-            f"{Z}.shard_along",
+            f"{ZERO}.shard_along",
             f"optimizer.type={name!r} computes its update from whole matrices, and at stage {zero.stage} with "
-            f"{Z}.shard_along='element' a rank holds only fragments of them. Set {Z}.shard_along=parameter "
+            f"{ZERO}.shard_along='element' a rank holds only fragments of them. Set {ZERO}.shard_along=parameter "
             "(optimizer=muon does both).",
         )
 
@@ -90,21 +91,23 @@ def _compression(config: Schema) -> Iterator[Problem]:
     if block.algorithm != "none" and zero.stage > 0 and zero.mics_shard_size > 0:
         yield Problem(
             key,
-            f"{key}={block.algorithm!r} compresses the exchange of all ranks, and {Z}.mics_shard_size="
+            f"{key}={block.algorithm!r} compresses the exchange of all ranks, and {ZERO}.mics_shard_size="
             f"{zero.mics_shard_size} sums in two steps. Remove one of them; hierarchical_compress sums inside nodes.",
         )
-    quantized, size = f"{Z}.zero_quantized_gradients", zero.zero_hpz_partition_size
+    quantized, size = f"{ZERO}.zero_quantized_gradients", zero.zero_hpz_partition_size
     if zero.stage > 0 and zero.zero_quantized_gradients and block.algorithm != "none":
         text = f"{key}={block.algorithm!r} and {quantized}=true both say how gradients are sent"
         yield Problem(key, f"{text}. Remove one of them.")
     if zero.stage > 0 and zero.mics_shard_size > 0:
-        groups = f"{Z}.mics_shard_size={zero.mics_shard_size}"
+        groups = f"{ZERO}.mics_shard_size={zero.mics_shard_size}"
         if zero.zero_quantized_gradients:
             text = f"{quantized}=true sums over all ranks, and {groups} in two steps"
             yield Problem(quantized, f"{text}. Remove one of them.")
         if zero.stage == 3 and size > 1:
-            text = f"{Z}.zero_hpz_partition_size={size} keeps a second copy of the parameters inside groups of ranks"
-            yield Problem(f"{Z}.zero_hpz_partition_size", f"{text}, and with {groups} the first is there. Remove one.")
+            text = f"{ZERO}.zero_hpz_partition_size={size} keeps a second copy of the parameters inside groups of ranks"
+            yield Problem(
+                f"{ZERO}.zero_hpz_partition_size", f"{text}, and with {groups} the first is there. Remove one."
+            )
 
 
 def _tolerance(config: Schema) -> Iterator[Problem]:
@@ -113,7 +116,7 @@ def _tolerance(config: Schema) -> Iterator[Problem]:
     others = {
         "gradient_compression.algorithm": config.gradient_compression.algorithm != "none",
         "optimizer.type": bool(one_bit(config)),
-        f"{Z}.zero_quantized_gradients": zero.stage > 0 and zero.zero_quantized_gradients,
+        f"{ZERO}.zero_quantized_gradients": zero.stage > 0 and zero.zero_quantized_gradients,
     }
     for name in [name for name, given in others.items() if share and given]:
         text = f"communication.slow_node_tolerance={share} lets sums of gradients go on without late ranks"
@@ -146,13 +149,13 @@ def _one_bit(config: Schema) -> Iterator[Problem]:
         yield Problem(
             "optimizer.type",
             f"{name} lets each rank step by itself between exchanges, which takes all weights and states on each, and "
-            f"stage {zero.stage} shards them. Set {Z}.stage to 0, or use OneBitAdam, which works at stage 1, too.",
+            f"stage {zero.stage} shards them. Set {ZERO}.stage to 0, or use OneBitAdam, which works at stage 1, too.",
         )
     elif zero.stage > 1:
         yield Problem(
             "optimizer.type",
             f"{name} exchanges momenta, to which each rank adds all of its gradients, and at stage {zero.stage} these "
-            f"are sharded. Set {Z}.stage to 0 or 1, or use {plain} with gradient_compression.",
+            f"are sharded. Set {ZERO}.stage to 0 or 1, or use {plain} with gradient_compression.",
         )
     clash = {
         "gradient_compression.algorithm": (
@@ -160,13 +163,13 @@ def _one_bit(config: Schema) -> Iterator[Problem]:
             config.gradient_compression.algorithm,
             "gradients are not exchanged",
         ),
-        f"{Z}.offload_optimizer.device": (
+        f"{ZERO}.offload_optimizer.device": (
             zero.offload_optimizer.device != "none",
             zero.offload_optimizer.device,
             "momenta have to be on the device",
         ),
-        f"{Z}.mics_shard_size": (zero.mics_shard_size > 0, zero.mics_shard_size, "all ranks exchange momenta"),
-        f"{Z}.zero_quantized_gradients": (
+        f"{ZERO}.mics_shard_size": (zero.mics_shard_size > 0, zero.mics_shard_size, "all ranks exchange momenta"),
+        f"{ZERO}.zero_quantized_gradients": (
             zero.stage > 0 and zero.zero_quantized_gradients,
             True,
             "gradients are not exchanged",
@@ -225,17 +228,17 @@ def _precision(config: Schema) -> Iterator[Problem]:
 def _offload(config: Schema) -> Iterator[Problem]:
     zero = config.zero_optimization
     for name, block in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.param_offload)):
-        key, path = f"{Z}.{name}.nvme_path", block.nvme_path
+        key, path = f"{ZERO}.{name}.nvme_path", block.nvme_path
         if block.device == "nvme" and path is None:
-            yield Problem(key, f"{Z}.{name}.device='nvme' needs {key}: a folder on a local NVMe disk.")
+            yield Problem(key, f"{ZERO}.{name}.device='nvme' needs {key}: a folder on a local NVMe disk.")
         is_raw = path is not None and path.parts[:2] == ("/", "dev") and path.parts[2:3] != ("shm",)
         if block.device == "nvme" and is_raw:
             text = f"{key}={str(path)!r} is a raw device. Make a file system on it and name a folder there."
             yield Problem(key, text)
     if zero.offload_optimizer.device == "none" and zero.offload_optimizer.overlap_step is True:
         yield Problem(
-            f"{Z}.offload_optimizer.overlap_step",
-            f"{Z}.offload_optimizer.overlap_step=true needs offload_optimizer.device='cpu' or 'nvme': only an "
+            f"{ZERO}.offload_optimizer.overlap_step",
+            f"{ZERO}.offload_optimizer.overlap_step=true needs offload_optimizer.device='cpu' or 'nvme': only an "
             "offloaded step can overlap with compute.",
         )
 
@@ -249,21 +252,20 @@ def _sparse_attention(config: Schema) -> Iterator[Problem]:
         value = getattr(block, name)
         if name in block.model_fields_set and name not in ("mode", *taken) and value is not None:
             modes = ", ".join(mode for mode, keys in SPARSE_MODES.items() if name in keys)
-            text = (
-                f"{S}.{name}={json.dumps(value)} is no key of {S}.mode={block.mode!r}, which takes {', '.join(taken)}"
-            )
-            yield Problem(f"{S}.{name}", f"{text}. Remove it, or set a mode that has it: {modes}.")
+            text = f"{SPARSE}.{name}={json.dumps(value)} is no key of {SPARSE}.mode={block.mode!r}"
+            text = f"{text}, which takes {', '.join(taken)}"
+            yield Problem(f"{SPARSE}.{name}", f"{text}. Remove it, or set a mode that has it: {modes}.")
     if "horizontal_global_attention" in taken and block.horizontal_global_attention and block.attention == _CAUSAL:
-        text = f"{S}.horizontal_global_attention=true lets global blocks attend to later ones"
-        remedy = f"{S}.attention={_CAUSAL!r} forbids. Remove one of them."
-        yield Problem(f"{S}.horizontal_global_attention", f"{text}, which {remedy}")
+        text = f"{SPARSE}.horizontal_global_attention=true lets global blocks attend to later ones"
+        remedy = f"{SPARSE}.attention={_CAUSAL!r} forbids. Remove one of them."
+        yield Problem(f"{SPARSE}.horizontal_global_attention", f"{text}, which {remedy}")
     if block.mode == "fixed":
         yield from _fixed_attention(block)
     starts, ends = block.global_block_indices, block.global_block_end_indices
     if "global_block_end_indices" not in taken or ends is None:
         return
-    key = f"{S}.global_block_end_indices"
-    both = f"{key}={json.dumps(ends)} and {S}.global_block_indices={json.dumps(starts)}"
+    key = f"{SPARSE}.global_block_end_indices"
+    both = f"{key}={json.dumps(ends)} and {SPARSE}.global_block_indices={json.dumps(starts)}"
     if len(starts) != len(ends):
         yield Problem(key, f"{both} are not as many. Write one end for each start.")
     elif empty := [(start, end) for start, end in zip(starts, ends, strict=True) if start >= end]:
@@ -273,19 +275,19 @@ def _sparse_attention(config: Schema) -> Iterator[Problem]:
 
 def _fixed_attention(block: SparseAttention) -> Iterator[Problem]:
     window, share, patterns = block.num_local_blocks, block.num_global_blocks, block.num_different_global_patterns
-    local, key = f"{S}.num_local_blocks={window}", f"{S}.num_different_global_patterns"
+    local, key = f"{SPARSE}.num_local_blocks={window}", f"{SPARSE}.num_different_global_patterns"
     if share == 0:
-        text = f"{S}.num_global_blocks=0, but with {S}.mode='fixed' each window has global blocks"
-        yield Problem(f"{S}.num_global_blocks", f"{text}. Write 1 or more, or set mode to local_sliding_window.")
+        text = f"{SPARSE}.num_global_blocks=0, but with {SPARSE}.mode='fixed' each window has global blocks"
+        yield Problem(f"{SPARSE}.num_global_blocks", f"{text}. Write 1 or more, or set mode to local_sliding_window.")
     elif window % share:
         fitting = window + share - window % share
-        text = f"{local} is not divisible by {S}.num_global_blocks={share}"
-        yield Problem(f"{S}.num_local_blocks", f"{text}. Write a multiple of it, such as {fitting}.")
+        text = f"{local} is not divisible by {SPARSE}.num_global_blocks={share}"
+        yield Problem(f"{SPARSE}.num_local_blocks", f"{text}. Write a multiple of it, such as {fitting}.")
     elif patterns > window // share:
         text = f"{key}={patterns}, but a window of {local} has {window // share} groups of "
-        yield Problem(key, f"{text}{S}.num_global_blocks={share}. Write at most {window // share}.")
+        yield Problem(key, f"{text}{SPARSE}.num_global_blocks={share}. Write at most {window // share}.")
     if patterns > 1 and not block.different_layout_per_head:
-        text = f"{key}={patterns} needs {S}.different_layout_per_head=true: all heads have one layout without it"
+        text = f"{key}={patterns} needs {SPARSE}.different_layout_per_head=true: all heads have one layout without it"
         yield Problem(key, f"{text}. Set it, or remove {key}.")
 
 
@@ -327,7 +329,7 @@ _SCALE = "initial_scale_power loss_scale_window hysteresis consecutive_hysteresi
 def _inactive_sharding(config: Schema) -> Sequence[Rule]:
     zero, gathered = config.zero_optimization, "parameters are gathered after the step at stages 1 and 2 only"
     states, weights = zero.offload_optimizer, zero.offload_param
-    optimizer, param = f"{Z}.offload_optimizer", f"{Z}.offload_param"
+    optimizer, param = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
     flat = "gradients are copied into one flat buffer per bucket in any case"
     short = ["zero_quantized_nontrainable_weights"] if zero.zero_quantized_nontrainable_weights else []
     short += ["zero_hpz_partition_size"] if zero.zero_hpz_partition_size > 1 else []
@@ -335,19 +337,19 @@ def _inactive_sharding(config: Schema) -> Sequence[Rule]:
     none = (states.device, zero.param_offload.device) == ("none", "none")
     frozen = "trained parameters are stored with their master weights: without offload_optimizer only frozen ones move"
     return (
-        (zero.stage != 3, Z, _STAGE3, "parameters are sharded at stage 3 only"),
-        (zero.stage not in (1, 2), Z, "allgather_bucket_size", gathered),
-        (zero.stage != 3 and bool(short), Z, " ".join(short), "parameters are sharded at stage 3 only"),
-        (zero.stage == 0, Z, "shard_along reduce_scatter mics_shard_size", "nothing is sharded at stage 0"),
-        (zero.stage == 0 and zero.zero_quantized_gradients, Z, "zero_quantized_gradients", at_0),
+        (zero.stage != 3, ZERO, _STAGE3, "parameters are sharded at stage 3 only"),
+        (zero.stage not in (1, 2), ZERO, "allgather_bucket_size", gathered),
+        (zero.stage != 3 and bool(short), ZERO, " ".join(short), "parameters are sharded at stage 3 only"),
+        (zero.stage == 0, ZERO, "shard_along reduce_scatter mics_shard_size", "nothing is sharded at stage 0"),
+        (zero.stage == 0 and zero.zero_quantized_gradients, ZERO, "zero_quantized_gradients", at_0),
         (
             zero.stage == 0 and zero.zero_quantized_weights,
-            Z,
+            ZERO,
             "zero_quantized_weights",
             "stage 0 gathers nothing",
         ),
-        (states.device == "none", Z, "sub_group_size", "it needs an offloaded optimizer"),
-        (not zero.contiguous_gradients, Z, "contiguous_gradients", flat),
+        (states.device == "none", ZERO, "sub_group_size", "it needs an offloaded optimizer"),
+        (not zero.contiguous_gradients, ZERO, "contiguous_gradients", flat),
         (not states.fast_init, optimizer, "fast_init", "weights are written as they are initialized in any case"),
         (states.device != "nvme", optimizer, _FILES, "it counts with device: nvme only"),
         (states.device == "none", optimizer, "ratio", "nothing is offloaded"),
@@ -374,7 +376,7 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
     several = drawn or sparse.num_different_global_patterns > 1
     alone = saved.number_checkpoints is not None and not saved.contiguous_memory_optimization
     adds = "each backward adds to the accumulators in any case"
-    recomputed = f"nothing is recomputed without {A}.mode: full or selective"
+    recomputed = f"nothing is recomputed without {ACTIVATIONS}.mode: full or selective"
     alike = "without tensor_parallel.autotp_size above 1 no other rank has the same inputs"
     prescaled = "prescale_gradients divides by the number of ranks instead, as in DeepSpeed"
     in_files = "saved inputs are in files"
@@ -387,15 +389,20 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
         (shrinks == "none", compression, keys, "gradient_compression.algorithm is none"),
         (shrinks != "topk", compression, "huffman_coding topk_ratio", "it counts with algorithm: topk only"),
         (config.comms_logger.prof_all, "comms_logger", "prof_ops", "comms_logger.prof_all records all operations"),
-        (saved.mode == "none" and changed != "", A, changed, recomputed),
-        (saved.partition_activations and config.tensor_parallel.autotp_size == 1, A, "partition_activations", alike),
-        (alone, A, "number_checkpoints", "it needs contiguous_memory_optimization"),
-        (saved.nvme_path is not None, A, "contiguous_memory_optimization number_checkpoints", in_files),
+        (saved.mode == "none" and changed != "", ACTIVATIONS, changed, recomputed),
+        (
+            saved.partition_activations and config.tensor_parallel.autotp_size == 1,
+            ACTIVATIONS,
+            "partition_activations",
+            alike,
+        ),
+        (alone, ACTIVATIONS, "number_checkpoints", "it needs contiguous_memory_optimization"),
+        (saved.nvme_path is not None, ACTIVATIONS, "contiguous_memory_optimization number_checkpoints", in_files),
         (not uses_files, "aio", "", "nothing is offloaded to nvme"),
-        (not drawn, S, "seed", f"no block is random without {S}.num_random_blocks"),
+        (not drawn, SPARSE, "seed", f"no block is random without {SPARSE}.num_random_blocks"),
         (
             sparse.different_layout_per_head and not several,
-            S,
+            SPARSE,
             "different_layout_per_head",
             "all heads have the same layout without random blocks or num_different_global_patterns",
         ),

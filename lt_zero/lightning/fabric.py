@@ -29,21 +29,21 @@ from lt_zero.checkpoint.native.rank_state import RANK_BUFFERS, load_rank_buffers
 from lt_zero.checkpoint.native.save import FABRIC
 from lt_zero.checkpoint.open import Identity, checked_file, is_directory, load_same, of_content, opened_source, reading
 from lt_zero.comm.launchers import refuse_own_launcher
-from lt_zero.comm.process_groups import begin_restarted, check_launch, joining
+from lt_zero.comm.process_groups import begin_restarted, joining
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World, together
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
+from lt_zero.config.applicability import Face, check_face
 from lt_zero.config.blocks import ActivationCheckpointing
-from lt_zero.config.faces import Face, check_face
 from lt_zero.config.load import examine, shown
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
+from lt_zero.lightning.arguments import check_launch, explained
 from lt_zero.lightning.checkpoint_plugin import local_file, write_file, writes_directories
 from lt_zero.lightning.fabric_items import BESIDE, Opened, open_directory, opened_file, prefixes_of
-from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.setup import shorten_errors
 from lt_zero.parallel.mesh import DeviceMesh

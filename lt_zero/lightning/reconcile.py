@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -30,10 +30,11 @@ from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import sizes_of
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
-from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
+from lt_zero.config.applicability import check_same
+from lt_zero.config.auto import Resolution, RunFacts, resolve, resolve_batch
 from lt_zero.config.document import Document
+from lt_zero.config.keys import TRAINER
 from lt_zero.config.load import ConfigWarning, shown
-from lt_zero.config.uses import check_same
 from lt_zero.engine.partition import hidden_size, widths_of
 from lt_zero.optim import grouping
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
@@ -127,9 +128,11 @@ class Reconciler:
         with world.agree("reading the configuration", ConfigError), self._marked():
             rows, config = _apply_to_trainer(config, trainer, module, ranks)
             self._steps = steps = trainer.accumulate_grad_batches
-            facts = Facts(
-                accumulation=steps if config.micro_batches == 1 else config.micro_batches,
-                clipping=float(trainer.gradient_clip_val or 0.0),
+            facts = RunFacts(
+                trainer={
+                    "gradient_accumulation_steps": steps if config.micro_batches == 1 else config.micro_batches,
+                    "gradient_clipping": float(trainer.gradient_clip_val or 0.0),
+                },
                 hidden=lambda: hidden_size(widths),
                 named=lambda names: find_value(module, names),
                 steps=lambda: _steps(trainer),
@@ -251,6 +254,24 @@ def _quotient(total: int, name: str, factor: int, world: int, wanted: str) -> in
     return total // (factor * world)
 
 
+class _Wish(NamedTuple):
+    """A value that the configuration has for an attribute of the Trainer.
+
+    Attributes:
+        key: of ``keys.TRAINER``.
+        value: for the Trainer.
+        source: the key that it is written in, with the rest of the calculation.
+        told: how messages tell of it.
+        refusal: why the Trainer cannot have it, and the remedy; "" if it can.
+    """
+
+    key: str
+    value: Any
+    source: str
+    told: str
+    refusal: str
+
+
 def _apply_to_trainer(
     config: ZeroConfig, trainer: pl.Trainer, module: pl.LightningModule, world: int
 ) -> tuple[list[Resolution], ZeroConfig]:
@@ -261,47 +282,60 @@ def _apply_to_trainer(
     Raises:
         ConfigError: the Trainer or the module contradicts the configured or implied values.
     """
-    rows, problems, manual = list[Resolution](), list[Problem](), not module.automatic_optimization
-    current, total = trainer.accumulate_grad_batches, config.train_batch_size
-    micro, wanted = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
-    if config.micro_batches > 1:  # accumulated inside of a pipeline
-        micro, wanted = None, None
-    key, source = "gradient_accumulation_steps", "gradient_accumulation_steps"
-    setting = f"{key}={wanted}"
-    if wanted is None and total is not None and micro is not None:
-        implied = _quotient(total, _BATCH[1], micro, world, "number of micro-batches per step")
-        config = config.model_copy(update={key: implied})
-        if current == 1:  # otherwise ``_check_batch`` compares the sizes with it
-            key, wanted, source = "train_batch_size", implied, f"train_batch_size: {total} / ({micro} * {world} ranks)"
-            setting = f"{source} = {wanted} micro-batches per step"
-    if wanted is not None and wanted != current:
-        if current != 1:
-            reason = f"Trainer(accumulate_grad_batches={current}) contradicts it. {_SAME}"
-        elif manual:
-            reason = "the module optimizes manually, so it decides when to step. Remove the key"
-        elif _accumulation_scheduler(trainer) is not None:
-            reason = "the Trainer has a GradientAccumulationScheduler, which decides it. Remove the key"
-        else:
-            reason, trainer.accumulate_grad_batches = None, wanted
-            rows.append(Resolution("Trainer.accumulate_grad_batches, was 1", wanted, source))
-        if reason is not None:
-            problems.append(Problem(key, f"{setting}, but {reason}."))
-    key, limit, clip_val = "gradient_clipping", config.gradient_clipping, trainer.gradient_clip_val
-    by_value = trainer.gradient_clip_algorithm == "value"
-    if limit is not None and (limit != (clip_val or 0.0) or (by_value and limit)):
-        if clip_val or by_value:
-            algorithm = ", gradient_clip_algorithm='value'" if by_value else ""
-            reason = f"Trainer(gradient_clip_val={clip_val}{algorithm}) contradicts it. {_SAME}"
-        elif manual:
-            reason = "the module optimizes manually. Call self.clip_gradients there, and remove the key"
-        else:
-            reason, trainer.gradient_clip_val = None, limit
-            rows.append(Resolution(f"Trainer.gradient_clip_val, was {clip_val}", limit, key))
-        if reason is not None:
-            problems.append(Problem(key, f"{key}={limit} is the maximum norm, but {reason}."))
+    config, implied = _implied(config, world)
+    wishes = [_accumulation(config, implied, trainer, module), _clipping(config, trainer, module)]
+    problems = [Problem(w.source.partition(":")[0], f"{w.told}, but {w.refusal}.") for w in wishes if w and w.refusal]
     if problems:
         raise ConfigError(problems)
+    rows = []
+    for wish in filter(None, wishes):
+        name = TRAINER[wish.key]
+        rows.append(Resolution(f"Trainer.{name}, was {getattr(trainer, name)}", wish.value, wish.source))
+        setattr(trainer, name, wish.value)
     return rows, config
+
+
+def _implied(config: ZeroConfig, world: int) -> tuple[ZeroConfig, str]:
+    """The configuration with the accumulation that two batch sizes imply, and how it was found; "" if it is written."""
+    total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    if config.micro_batches > 1 or config.gradient_accumulation_steps is not None or total is None or micro is None:
+        return config, ""
+    steps = _quotient(total, _BATCH[1], micro, world, "number of micro-batches per step")
+    found = config.model_copy(update={"gradient_accumulation_steps": steps})
+    return found, f"train_batch_size: {total} / ({micro} * {world} ranks)"
+
+
+def _accumulation(config: ZeroConfig, implied: str, trainer: pl.Trainer, module: pl.LightningModule) -> _Wish | None:
+    key = "gradient_accumulation_steps"
+    wanted, current = config.gradient_accumulation_steps, trainer.accumulate_grad_batches
+    inside = config.micro_batches > 1  # accumulated inside of a pipeline
+    # An implied number that is not the Trainer's is told by ``_check_batch``, which compares the sizes.
+    if inside or wanted is None or wanted == current or (implied and current != 1):
+        return None
+    if current != 1:
+        refusal = f"Trainer({TRAINER[key]}={current}) contradicts it. {_SAME}"
+    elif not module.automatic_optimization:
+        refusal = "the module optimizes manually, so it decides when to step. Remove the key"
+    elif _accumulation_scheduler(trainer) is not None:
+        refusal = "the Trainer has a GradientAccumulationScheduler, which decides it. Remove the key"
+    else:
+        refusal = ""
+    told = f"{implied} = {wanted} micro-batches per step" if implied else f"{key}={wanted}"
+    return _Wish(key, wanted, implied or key, told, refusal)
+
+
+def _clipping(config: ZeroConfig, trainer: pl.Trainer, module: pl.LightningModule) -> _Wish | None:
+    key, limit, current = "gradient_clipping", config.gradient_clipping, trainer.gradient_clip_val
+    by_value = trainer.gradient_clip_algorithm == "value"
+    if limit is None or (limit == (current or 0.0) and not (by_value and limit)):
+        return None
+    refusal = ""
+    if current or by_value:
+        algorithm = ", gradient_clip_algorithm='value'" if by_value else ""
+        refusal = f"Trainer({TRAINER[key]}={current}{algorithm}) contradicts it. {_SAME}"
+    elif not module.automatic_optimization:
+        refusal = "the module optimizes manually. Call self.clip_gradients there, and remove the key"
+    return _Wish(key, limit, key, f"{key}={limit} is the maximum norm", refusal)
 
 
 def _accumulation_scheduler(trainer: pl.Trainer) -> GradientAccumulationScheduler | None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,26 +27,25 @@ from lt_zero.activation.checkpointing import install, installed, uninstall
 from lt_zero.checkpoint.export import Format
 from lt_zero.comm.comm_log import CommLog, CommRecord
 from lt_zero.comm.launchers import refuse_own_launcher
-from lt_zero.comm.process_groups import begin_restarted, check_launch, joining
+from lt_zero.comm.process_groups import begin_restarted, joining
 from lt_zero.comm.world import World
 from lt_zero.common.compat import set_device_mesh
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
+from lt_zero.config.applicability import Face, ignored_keys, tell_ignored
 from lt_zero.config.blocks import ActivationCheckpointing
-from lt_zero.config.faces import Face
 from lt_zero.config.load import examine
-from lt_zero.config.uses import ignored_keys, tell_ignored
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import restore_whole, sync_buffers
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.lightning import setup as set_up
+from lt_zero.lightning.arguments import check_launch, explained
 from lt_zero.lightning.checkpoint_service import CheckpointService
 from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.metrics import count_all_ranks, count_data_ranks
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.run_monitor import RunMonitor
-from lt_zero.lightning.other_strategies import explained
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.setup import RunSnapshot, Signals
@@ -81,14 +80,14 @@ class ZeroStrategy(DDPStrategy):
         pipeline_parallel_size: ranks that have some of the layers each; ``pipeline.stages`` of the configuration. The
             module makes a ``lt_zero.parallel.Pipeline`` in ``configure_model``.
 
-    Attributes:
-        checkpoints, monitor, data: own saving and loading, what is shown of a run, and the position in the data.
-
     Raises:
         ConfigError: names every problem: unknown keys, wrong values, keys that contradict each other.
     """
 
-    _OF_A_RUN = frozenset({"_engine", "_signals", "session", "checkpoints", "monitor", "data"})
+    _OF_A_RUN = frozenset({"_engine", "_signals", "_epoch", "session", "checkpoints", "monitor", "data"})
+    _engine: Engine | None = None
+    _signals: Signals | None = None
+    _epoch = 0  # of the last batch, on all ranks
 
     @explained
     def __init__(
@@ -124,7 +123,6 @@ class ZeroStrategy(DDPStrategy):
         self._reconciler = Reconciler(loaded.usable(), loaded.marks)
         loaded.announce()
         self._group_timeout = timeout
-        self._begin()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -136,24 +134,32 @@ class ZeroStrategy(DDPStrategy):
             start_method=start_method,
         )
 
-    def _begin(self) -> None:
-        self._engine: Engine | None = None
-        self.session = Session(Face.TRAINER)
-        self._signals: Signals | None = None
-        self._epoch = 0  # of the last batch, on all ranks
-        self.data = DataPosition()
-        self.checkpoints = CheckpointService(self.data)
-        self.monitor = RunMonitor(self.config, self.session.trial)
+    # ---- parts of a run, made when they are used first ---------------------------------------------------------
+
+    @cached_property
+    def session(self) -> Session:
+        """Set-up, steps and saves, as of every face."""
+        return Session(Face.TRAINER)
+
+    @cached_property
+    def data(self) -> DataPosition:
+        """The position in the data."""
+        return DataPosition()
+
+    @cached_property
+    def checkpoints(self) -> CheckpointService:
+        """What Lightning saves and loads."""
+        return CheckpointService(self.data)
+
+    @cached_property
+    def monitor(self) -> RunMonitor:
+        """What is shown of a run."""
+        return RunMonitor(self.config, self.session.trial)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """A copy (of a pickled or deep-copied Trainer) starts unused: without threads, files and process groups."""
         return {name: value for name, value in super().__getstate__().items() if name not in self._OF_A_RUN}
-
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._begin()
 
     @property
     def run(self) -> RunSnapshot:

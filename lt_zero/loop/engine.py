@@ -45,7 +45,7 @@ from lt_zero.common.garbage import without_gc
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
-from lt_zero.config.faces import Face, check_face
+from lt_zero.config.applicability import Face, check_face
 from lt_zero.config.load import resolved, shown
 from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.engine import Engine

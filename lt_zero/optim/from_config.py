@@ -17,11 +17,8 @@ from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.names import OfRanks, alone
 from lt_zero.optim import grouping
 from lt_zero.optim.muon import muon_groups
-from lt_zero.optim.param_types import convert, is_auto, shown
-from lt_zero.optim.registry import REFUSED, Kind, optimizer_kind, scheduler_kind
-
-# Keys that may be "auto"; they are resolved before anything is built.
-AUTO = grouping.AUTO | {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"}
+from lt_zero.optim.params import problem, shown
+from lt_zero.optim.registry import Factory, optimizer_factory, scheduler_factory
 
 
 def build_optimizer(kind: str, params: Mapping[str, Any], parameters: Iterable[Any]) -> Optimizer:
@@ -37,7 +34,7 @@ def build_optimizer(kind: str, params: Mapping[str, Any], parameters: Iterable[A
     Raises:
         ConfigError: lists all problems of the block.
     """
-    known = optimizer_kind(kind)
+    known = optimizer_factory(kind)
     return cast(Optimizer, _make("optimizer", known, lambda: list(parameters), _checked("optimizer", known, params)))
 
 
@@ -59,7 +56,7 @@ def build_grouped(
     Raises:
         ConfigError: lists all problems of the block; or an entry matches no parameter.
     """
-    known = optimizer_kind(kind)
+    known = optimizer_factory(kind)
     values = _checked("optimizer", known, params)
     groups = grouping.grouped(known, values, entries, named, of_ranks)
     return cast(Optimizer, _make("optimizer", known, lambda: groups, values))
@@ -116,7 +113,7 @@ def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: Optimizer) 
     Raises:
         ConfigError: lists all problems of the block.
     """
-    known = scheduler_kind(kind)
+    known = scheduler_factory(kind)
     values = _checked("scheduler", known, params)
     if _can_try(known, values):
         _try("scheduler", known, _trial_optimizer, values)
@@ -130,9 +127,9 @@ def check_optimizer(kind: str, params: Mapping[str, Any], entries: Any = ()) -> 
         kind, params: as for ``build_optimizer``.
         entries: ``optimizer.param_groups``.
     """
-    found = _problems("optimizer", optimizer_kind, kind, params, _trial_parameters)
+    found = _problems("optimizer", optimizer_factory, kind, params, _trial_parameters)
     if entries and not any(problem.key == "optimizer.type" for problem in found):
-        known = optimizer_kind(kind)
+        known = optimizer_factory(kind)
         values = _read("optimizer", known, params, auto=True)[0]
         found += grouping.check_groups(known, None if found else values, entries)
     return found
@@ -144,37 +141,37 @@ def check_scheduler(kind: str, params: Mapping[str, Any]) -> list[Problem]:
     Args:
         kind, params: as for ``build_scheduler``.
     """
-    return _problems("scheduler", scheduler_kind, kind, params, _trial_optimizer)
+    return _problems("scheduler", scheduler_factory, kind, params, _trial_optimizer)
 
 
 def _problems(
-    block: str, find: Callable[[Any], Kind], name: Any, params: Any, first: Callable[[], Any]
+    block: str, find: Callable[[Any], Factory], name: Any, params: Any, first: Callable[[], Any]
 ) -> list[Problem]:
     try:
-        kind = find(name)
-        values, problems = _read(block, kind, params, auto=True)
-        if not problems and _can_try(kind, values):
-            _try(block, kind, first, values)
+        known = find(name)
+        values, problems = _read(block, known, params, auto=True)
+        if not problems and _can_try(known, values):
+            _try(block, known, first, values)
     except ConfigError as error:
         return list(error.problems)
     return problems
 
 
-def _can_try(kind: Kind, values: Mapping[str, Any]) -> bool:
+def _can_try(known: Factory, values: Mapping[str, Any]) -> bool:
     """Whether a trial can be built. Lists (unlike tuples) have one item per parameter group, which a trial lacks."""
     return (
-        kind.is_own
-        and kind.signature.required <= values.keys()
+        known.is_own
+        and known.signature.required <= values.keys()
         and not any(isinstance(value, list) for value in values.values())
     )
 
 
-def _try(block: str, kind: Kind, first: Callable[[], Any], values: dict[str, Any]) -> None:
+def _try(block: str, known: Factory, first: Callable[[], Any], values: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = _make(block, kind, first, values)
+        made = _make(block, known, first, values)
         if isinstance(made, LRScheduler):
-            with _named(block, kind, values):  # some validate their values only in ``step``
+            with _named(block, known, values):  # some validate their values only in ``step``
                 made.step(0.0) if isinstance(made, ReduceLROnPlateau) else made.step()
 
 
@@ -186,20 +183,20 @@ def _trial_optimizer() -> Optimizer:
     return AdamW(_trial_parameters())
 
 
-def _checked(block: str, kind: Kind, params: Any) -> dict[str, Any]:
-    values, problems = _read(block, kind, params, auto=False)
+def _checked(block: str, known: Factory, params: Any) -> dict[str, Any]:
+    values, problems = _read(block, known, params, auto=False)
     if problems:
         raise ConfigError(problems)
     return values
 
 
-def _make(block: str, kind: Kind, first: Callable[[], Any], values: dict[str, Any]) -> Any:
-    with _named(block, kind, values):
-        return kind.make(first(), values)
+def _make(block: str, known: Factory, first: Callable[[], Any], values: dict[str, Any]) -> Any:
+    with _named(block, known, values):
+        return known.make(first(), values)
 
 
 @contextmanager
-def _named(block: str, kind: Kind, values: dict[str, Any]) -> Iterator[None]:
+def _named(block: str, known: Factory, values: dict[str, Any]) -> Iterator[None]:
     """Turn an exception of a constructor into a problem of the block."""
     try:
         yield
@@ -208,39 +205,17 @@ def _named(block: str, kind: Kind, values: dict[str, Any]) -> Iterator[None]:
     except Exception as error:  # a third-party class may raise anything
         text, key = str(error), f"{block}.params"
         name = text.partition("=")[0]
-        if name in kind.signature.readers:
+        if name in known.signature.types:
             raise ConfigError([Problem(f"{key}.{name}", f"{key}.{text}")]) from error
         reason = text.rstrip(".") or type(error).__name__
-        text = f"{key}={shown(values)} is rejected by {kind.name}: {reason}. Correct that value."
+        text = f"{key}={shown(values)} is rejected by {known.signature.name}: {reason}. Correct that value."
         raise ConfigError([Problem(key, text)]) from error
 
 
-def _read(block: str, kind: Kind, params: Any, auto: bool) -> tuple[dict[str, Any], list[Problem]]:
-    """The converted values, and their problems.
-
-    Args:
-        auto: whether "auto" will still be resolved; such values are left out.
-    """
-    block_key = f"{block}.params"
-    if params is None:
-        params = {}
-    if not isinstance(params, Mapping):
-        return {}, [Problem(block_key, f"{block_key}={shown(params)}: write a mapping of names to values.")]
-    values: dict[str, Any] = {}
-    problems, given = [], set()
-    for name, value in params.items():
-        name = name if isinstance(name, str) else shown(name)
-        key = f"{block_key}.{name}"
-        given.add(name)
-        reader = kind.signature.readers.get(name) or REFUSED.get(name)
-        if reader is None and not kind.signature.is_open:
-            problems.append(grouping.unknown_option(key, name, value, kind.name, sorted(kind.signature.readers)))
-        elif not (auto and name in AUTO and is_auto(value)):
-            try:
-                values[name] = convert(reader, value, may_be_auto=name in AUTO)
-            except ValueError as error:
-                problems.append(Problem(key, f"{key}={shown(value)}: {error}."))
-    for name in sorted(kind.signature.required - given):
-        text = f"{block_key}.{name} is missing: {kind.name} requires it. Write a value."
-        problems.append(Problem(f"{block_key}.{name}", text))
-    return values, problems
+def _read(block: str, known: Factory, params: Any, auto: bool) -> tuple[dict[str, Any], list[Problem]]:
+    """The converted values of a block, and their problems; see ``Signature.read``."""
+    key = f"{block}.params"
+    if not isinstance(params, (Mapping, type(None))):
+        return {}, [problem(key, params, ": write a mapping of names to values.")]
+    values, problems = known.signature.read(key, params or {}, auto)
+    return values, problems + known.signature.missing(key, params or {})

@@ -13,30 +13,29 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import BeforeValidator, Field
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.names import OfRanks, alone
-from lt_zero.optim.param_types import convert, flag, is_auto, shown
-from lt_zero.optim.registry import Kind
+from lt_zero.optim.params import Flag, Signature, problem, shown
+from lt_zero.optim.registry import Factory
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-AUTO = frozenset(["lr", "betas", "eps", "weight_decay"])  # may be "auto", here and in optimizer.params
 REST = "rest"
-_OWN = ("match", "name", "optional")
 _NOT_PER_GROUP = ("initial_accumulator_value",)  # Adagrad copies it into groups, but reads the constructor's argument
 _MAX_NAME = 40  # characters of a generated group name
 
 
 @dataclass(frozen=True)
-class Entry:
+class GroupEntry:
     """One entry of ``optimizer.param_groups``.
 
     Attributes:
@@ -81,7 +80,7 @@ def param_groups(
 
 
 def grouped(
-    kind: Kind,
+    factory: Factory,
     params: Mapping[str, Any],
     entries: Sequence[Mapping[str, Any]],
     named: Iterable[tuple[str, Parameter]],
@@ -93,7 +92,7 @@ def grouped(
     only: frozen ones would get master weights.
 
     Args:
-        kind, params: the optimizer and its checked parameters.
+        factory, params: the optimizer and its checked parameters.
         entries: ``optimizer.param_groups``, without "auto".
         named: all parameters by all their names.
         of_ranks: as for ``configured_optimizer``.
@@ -101,7 +100,7 @@ def grouped(
     Raises:
         ConfigError: lists all problems.
     """
-    found, problems = _read(kind, params, entries, auto=False)
+    found, problems = _read(factory, params, entries, auto=False)
     if problems:
         raise ConfigError(problems)
     groups = _grouped(found, named, of_ranks)
@@ -109,17 +108,17 @@ def grouped(
     return groups
 
 
-def check_groups(kind: Kind, params: Mapping[str, Any] | None, entries: Any) -> list[Problem]:
+def check_groups(factory: Factory, params: Mapping[str, Any] | None, entries: Any) -> list[Problem]:
     """All problems of ``optimizer.param_groups``, before there is a model.
 
     Args:
-        kind: the optimizer.
+        factory: of the optimizer.
         params: its checked parameters; None if they have problems themselves.
         entries: as written; "auto" is valid where it can be resolved.
     """
     if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, Mapping) for entry in entries):
         return []  # the schema reports it
-    return _read(kind, params, entries, auto=True)[1]
+    return _read(factory, params, entries, auto=True)[1]
 
 
 def table(optimizer: Optimizer) -> Table:
@@ -142,31 +141,6 @@ def table(optimizer: Optimizer) -> Table:
 # ---- entries ---------------------------------------------------------------------------------------------------------
 
 
-def _entries(place: str, entries: Sequence[Mapping[str, Any]]) -> tuple[list[Entry], list[Problem]]:
-    """The entries with their options as written, and the problems of all keys but the options."""
-    found: list[Entry] = []
-    problems: list[Problem] = []
-    names: set[str] = set()
-    for number, entry in enumerate(entries):
-        entry_key = f"{place}[{number}]"
-        values: dict[str, Any] = {}
-        for key, read in (("match", _patterns), ("name", _name), ("optional", flag)):
-            try:
-                values[key] = read(entry[key]) if key in entry else None
-            except ValueError as error:
-                problems.append(_problem(f"{entry_key}.{key}", entry[key], f": {error}."))
-        if "match" not in entry:
-            text = f"{entry_key}.match is missing. Write patterns for parameter names, such as *.bias."
-            problems.append(Problem(f"{entry_key}.match", text))
-        if (name := values.get("name")) is not None:
-            if name in names or name == REST:
-                problems.append(_problem(f"{entry_key}.name", name, ": another group has this name. Write another."))
-            names.add(name)
-        options = {key if isinstance(key, str) else shown(key): v for key, v in entry.items() if key not in _OWN}
-        found.append(Entry(entry_key, values.get("match") or (), options, name, bool(values.get("optional"))))
-    return found, problems
-
-
 def _patterns(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     remedy = "write a pattern for parameter names, such as *.bias, several joined by |, or a list of patterns"
@@ -178,76 +152,84 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return found
 
 
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("write a name")
-    return value
+# The keys of an entry besides options of the group.
+_ENTRY = Signature(
+    "param_groups",
+    {
+        "match": Annotated[Any, BeforeValidator(_patterns)],
+        "name": Annotated[str, Field(pattern=r"\S", description="a name")],
+        "optional": Flag,
+    },
+    frozenset(["match"]),
+)
+
+
+def _entries(place: str, entries: Sequence[Mapping[str, Any]]) -> tuple[list[GroupEntry], list[Problem]]:
+    """The entries with their options as written, and the problems of all keys but the options."""
+    found: list[GroupEntry] = []
+    problems: list[Problem] = []
+    names: set[str] = set()
+    for number, entry in enumerate(entries):
+        entry_key = f"{place}[{number}]"
+        values, wrong = _ENTRY.read(entry_key, {key: entry[key] for key in _ENTRY.types if key in entry}, auto=False)
+        problems += wrong
+        if "match" not in entry:
+            text = f"{entry_key}.match is missing. Write patterns for parameter names, such as *.bias."
+            problems.append(Problem(f"{entry_key}.match", text))
+        if (name := values.get("name")) is not None:
+            if name in names or name == REST:
+                problems.append(problem(f"{entry_key}.name", name, ": another group has this name. Write another."))
+            names.add(name)
+        options = {
+            key if isinstance(key, str) else shown(key): v for key, v in entry.items() if key not in _ENTRY.types
+        }
+        found.append(GroupEntry(entry_key, values.get("match") or (), options, name, bool(values.get("optional"))))
+    return found, problems
 
 
 def _read(
-    kind: Kind, params: Mapping[str, Any] | None, entries: Sequence[Mapping[str, Any]], auto: bool
-) -> tuple[list[Entry], list[Problem]]:
+    factory: Factory, params: Mapping[str, Any] | None, entries: Sequence[Mapping[str, Any]], auto: bool
+) -> tuple[list[GroupEntry], list[Problem]]:
     """The entries with converted options, and all their problems."""
     place = "optimizer.param_groups"
-    if kind.ungrouped:
-        return [], [Problem(place, f"{place}: {kind.ungrouped}")]
+    if factory.ungrouped:
+        return [], [Problem(place, f"{place}: {factory.ungrouped}")]
     found, problems = _entries(place, entries)
-    known = {name: reader for name, reader in kind.signature.readers.items() if name not in _NOT_PER_GROUP}
-    read: list[Entry] = []
+    read: list[GroupEntry] = []
+    known = {*factory.signature.types, *_ENTRY.types}.difference(_NOT_PER_GROUP)
     for entry in found:
-        options: dict[str, Any] = {}
-        before = len(problems)
-        for name, value in entry.options.items():
-            key = f"{entry.key}.{name}"
-            if name not in known and (name in kind.signature.readers or not kind.signature.is_open):
-                if name in _NOT_PER_GROUP:
-                    problems.append(_not_per_group(key, value, kind))
-                else:
-                    problems.append(unknown_option(key, name, value, kind.name, sorted({*known, *_OWN})))
-                continue
-            if auto and name in AUTO and is_auto(value):
-                continue
-            try:
-                options[name] = convert(known.get(name), value, may_be_auto=name in AUTO)
-            except ValueError as error:
-                problems.append(_problem(key, value, f": {error}."))
-        if params is not None and kind.is_own and len(problems) == before:
-            problems += _try(kind, params, options, entry.key)
+        fixed = [name for name in _NOT_PER_GROUP if name in entry.options and name in factory.signature.types]
+        wrong = [_not_per_group(f"{entry.key}.{name}", entry.options[name], factory) for name in fixed]
+        options = {name: value for name, value in entry.options.items() if name not in fixed}
+        options, others = factory.signature.read(entry.key, options, auto, known)
+        wrong += others
+        if params is not None and factory.is_own and not wrong:
+            wrong = _try(factory, params, options, entry.key)
+        problems += wrong
         read.append(replace(entry, options=options))
     return read, problems
 
 
-def _try(kind: Kind, params: Mapping[str, Any], options: dict[str, Any], entry_key: str) -> list[Problem]:
+def _try(factory: Factory, params: Mapping[str, Any], options: dict[str, Any], entry_key: str) -> list[Problem]:
     """The problems of building an optimizer with these options for all parameters: torch does not check groups."""
     try:
-        trial = kind.make([Parameter(torch.zeros(2, 2, device="cpu"))], {**params, **options})
+        trial = factory.make([Parameter(torch.zeros(2, 2, device="cpu"))], {**params, **options})
     except Exception as error:  # a class's own checks
         reason = str(error).rstrip(".").replace("optimizer.params.", f"{entry_key}.")
-        return [_problem(entry_key, options, f" is rejected by {kind.name}: {reason}. Correct that value.")]
+        return [problem(entry_key, options, f" is rejected by {factory.signature.name}: {reason}. Correct that value.")]
     ignored = [name for name in options if name not in trial.defaults]
-    return [_not_per_group(f"{entry_key}.{name}", options[name], kind) for name in ignored]
+    return [_not_per_group(f"{entry_key}.{name}", options[name], factory) for name in ignored]
 
 
-def _not_per_group(key: str, value: Any, kind: Kind) -> Problem:
-    return _problem(key, value, f" applies to all groups of {kind.name}. Write it in optimizer.params.")
-
-
-def unknown_option(key: str, name: str, value: Any, optimizer: str, known: Sequence[str]) -> Problem:
-    """The problem of an option that an optimizer or scheduler does not have, with the nearest of its options."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"Remove it, or write one of {', '.join(known)}."
-    return _problem(key, value, f" is not a parameter of {optimizer}. {hint}")
-
-
-def _problem(key: str, value: Any, text: str) -> Problem:
-    return Problem(key, f"{key}={shown(value)}{text}")
+def _not_per_group(key: str, value: Any, factory: Factory) -> Problem:
+    return problem(key, value, f" applies to all groups of {factory.signature.name}. Write it in optimizer.params.")
 
 
 # ---- matching --------------------------------------------------------------------------------------------------------
 
 
 def _grouped(
-    entries: Sequence[Entry], named: Iterable[tuple[str, Parameter]], of_ranks: OfRanks = alone
+    entries: Sequence[GroupEntry], named: Iterable[tuple[str, Parameter]], of_ranks: OfRanks = alone
 ) -> list[dict[str, Any]]:
     """See Note [Groups].
 
@@ -274,14 +256,14 @@ def _grouped(
         problems += [_no_match(entry, pattern, all_names) for pattern in unmatched]
         if not unmatched and not any(has[number] for has in filled):
             text = ": earlier entries take all parameters it matches. Move it up, remove it, or write optional: true."
-            problems.append(_problem(f"{entry.key}.match", "|".join(entry.patterns), text))
+            problems.append(problem(f"{entry.key}.match", "|".join(entry.patterns), text))
     if problems:
         raise ConfigError(problems)
     rows = zip(_names(entries), members, [*(entry.options for entry in entries), {}], strict=True)
     return [{"name": name, "params": params, **options} for name, params, options in rows]
 
 
-def _no_match(entry: Entry, pattern: str, names: Sequence[str]) -> Problem:
+def _no_match(entry: GroupEntry, pattern: str, names: Sequence[str]) -> Problem:
     similar = _similar(pattern, names)
     hint = f"Similar names: {', '.join(similar)}." if similar else f"Names are, for example, {', '.join(names[:3])}."
     text = f"{entry.key}.match: {pattern!r} matches no parameter. {hint} Correct it, or write optional: true."
@@ -297,7 +279,7 @@ def _similar(pattern: str, names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(ends[end] for end in difflib.get_close_matches(plain, ends, n=3)))
 
 
-def _names(entries: Sequence[Entry]) -> list[str]:
+def _names(entries: Sequence[GroupEntry]) -> list[str]:
     """A unique name for each group: the written one, else one made of the patterns."""
     taken = {REST, *(entry.name for entry in entries)}
     names: list[str] = []

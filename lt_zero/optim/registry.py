@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -18,39 +20,24 @@ from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.optim.adam import UncorrectedAdam
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
-from lt_zero.optim.muon import Muon
-from lt_zero.optim.muon_config import make_muon, muon_signature
+from lt_zero.optim.muon import NS_METHODS, RATES, Muon
 from lt_zero.optim.onebit import BACKENDS, OneBitAdam, OneBitLamb
-from lt_zero.optim.param_types import (
-    Reader,
-    Signature,
-    choice,
-    flag,
-    nullable,
-    number,
-    only,
-    per_group,
-    refused,
-    several,
-    shown,
-)
+from lt_zero.optim.params import Flag, Signature, choice, nullable, number, only, per_group, problem, several
 from lt_zero.optim.schedules import SCHEDULES
 from lt_zero.optim.zero_one import ZeroOneAdam
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The optimizer or scheduler that a ``type`` names.
+class Factory:
+    """Makes the optimizer or scheduler that a ``type`` names.
 
     Attributes:
-        name: of the class.
         signature: the accepted ``params``.
         make: builds one from the parameters (or the optimizer) and checked ``params``.
         is_own: whether the class is lt_zero's or torch's, so that a trial instance is cheap and has no side effects.
         ungrouped: why ``optimizer.param_groups`` is not supported, and the remedy; "" if it is.
     """
 
-    name: str
     signature: Signature
     make: Callable[[Any, dict[str, Any]], Any]
     is_own: bool = True
@@ -63,7 +50,7 @@ SIZE = number(0, low_open=True, example="1000")
 SHARE = number(0, example="0.1")
 STAIRS = number(whole=True, example="0 (none)")
 
-OPTIMIZER_RULES: Mapping[str, Reader] = {
+OPTIMIZER_RULES: Mapping[str, Any] = {
     "lr": RATE,
     "betas": several(2, number(0, 1, high_open=True), "[0.9, 0.999]"),
     "eps": number(0, example="1e-8"),
@@ -71,16 +58,16 @@ OPTIMIZER_RULES: Mapping[str, Reader] = {
     "momentum": number(0, example="0.9"),
     "max_coeff": number(0, example="10.0"),
     "min_coeff": number(0, example="0.01"),
-    "foreach": nullable(flag),
-    "fused": nullable(flag),
+    "foreach": nullable(Flag),
+    "fused": nullable(Flag),
 }
 _FP32 = only(True, "write true; for moments in bf16 set bf16.bf16_optimizer_states=true instead")
-_ADAM: Mapping[str, Reader] = {
-    "adam_w_mode": flag,
-    "torch_adam": flag,
-    "bias_correction": flag,
+_ADAM: Mapping[str, Any] = {
+    "adam_w_mode": Flag,
+    "torch_adam": Flag,
+    "bias_correction": Flag,
     "fp32_optimizer_states": _FP32,
-    "set_grad_none": flag,
+    "set_grad_none": Flag,
     "eps_inside_sqrt": only(False, "it belongs to Lamb; remove it"),  # configurations of 1-bit Adam have it, too
 }
 _HALVES = (
@@ -88,20 +75,28 @@ _HALVES = (
     "rates by optimizer.params.muon_lr and adam_lr. For other groups return lt_zero.optim.Muon from "
     "configure_optimizers."
 )
-_NO_AMSGRAD = only(False, "Lamb has no such variant; write false, or remove it")
-_ONE_BIT = "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler "
-_ONE_BIT += "local_step_clipper coeff_beta factor_max factor_min factor_threshold"
-REFUSED: Mapping[str, Reader] = {
-    "max_grad_norm": refused("remove it, and set gradient_clipping, at the top of the configuration, to this norm"),
-    **dict.fromkeys(_ONE_BIT.split(), refused("it belongs to the 1-bit optimizers; remove it")),
-    **dict.fromkeys(("max_coeff", "min_coeff", "eps_inside_sqrt"), refused("it belongs to Lamb; remove it")),
-    **dict.fromkeys(("muon_lr", "adam_lr", "ns_method", "per_head_muon"), refused("it belongs to Muon; remove it")),
+_HEADS = "an attention projection is updated as one matrix; remove it. A matrix per head gets its own update"
+# As in DeepSpeed 0.19.8, ``lr`` and ``weight_decay`` apply to both groups, ``muon_lr``, ``momentum`` and ``ns_method``
+# to Muon, ``adam_lr``, ``betas`` and ``eps`` to Adam. Not in DeepSpeed: ``nesterov``, ``ns_steps``, ``adjust_lr_fn``.
+_MUON_RULES: Mapping[str, Any] = {
+    **OPTIMIZER_RULES,
+    "muon_lr": RATE,
+    "adam_lr": RATE,
+    "ns_method": choice(NS_METHODS),
+    "ns_steps": number(1, 99, whole=True, example="5"),
+    "adjust_lr_fn": choice(RATES),
 }
+_NOT_OF_MUON: Mapping[str, Any] = {
+    "torch_adam": Flag,  # selects an implementation, not an algorithm
+    "fp32_optimizer_states": only(True, "write true; for moments in bf16 set bf16.bf16_optimizer_states=true"),
+    "per_head_muon": only(False, _HEADS),
+}
+_NO_AMSGRAD = only(False, "Lamb has no such variant; write false, or remove it")
 _NOT_IN_ONE_BIT = {  # accepted, and without effect
     name: only(False, "1-bit optimizers have no such variant; write false, or remove it")
     for name in ("amsgrad", "eps_inside_sqrt")
 }
-_ONE_BIT_RULES: Mapping[str, Reader] = {
+_ONE_BIT_RULES: Mapping[str, Any] = {
     **OPTIMIZER_RULES,
     "freeze_step": number(1, whole=True, example="23000"),
     "comm_backend_name": choice(BACKENDS),
@@ -122,7 +117,7 @@ UNSUPPORTED: Mapping[str, str] = {  # by name in lower case
     "musgd": "Use SGD, and scale the learning rate of each parameter group as mup does.",
 }
 
-SCHEDULER_RULES: Mapping[str, Reader] = {
+SCHEDULER_RULES: Mapping[str, Any] = {
     "warmup_min_lr": per_group(RATE),
     "warmup_max_lr": nullable(per_group(RATE)),
     "warmup_num_steps": STEPS,
@@ -152,10 +147,11 @@ _IN_CODE = "Return it from configure_optimizers, or use WarmupDecayLR or WarmupC
 UNSUPPORTED_SCHEDULERS: Mapping[str, str] = dict.fromkeys(
     ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"), f"{_OBJECTS}. {_IN_CODE}"
 )
+_METRIC = Annotated[str, Field(min_length=1, description="the name of a logged metric, such as val_loss")]
 PLATEAU = "ReduceLROnPlateau"  # stepped with a metric at the end of an epoch
 
 
-def optimizer_kind(name: Any) -> Kind:
+def optimizer_factory(name: Any) -> Factory:
     """The optimizer that ``optimizer.type`` names.
 
     Raises:
@@ -163,24 +159,9 @@ def optimizer_kind(name: Any) -> Kind:
     """
     if not isinstance(name, str):
         raise _wrong("optimizer", name, "Write a name such as AdamW.")
+    if (own := _own(name)) is not None:
+        return own
     low = name.lower()
-    if low in ("adam", "deepspeed_adam", "fusedadam", "deepspeedcpuadam", "adamw"):
-        own = Signature.of(AdamW, OPTIMIZER_RULES)
-        return Kind(name, own.plus(_ADAM), lambda params, values: _adam(params, values, decoupled=low == "adamw"))
-    if low == "lion":
-        extra: dict[str, Reader] = {"set_grad_none": flag, "fp32_optimizer_states": _FP32}
-        return Kind("Lion", Signature.of(Lion, OPTIMIZER_RULES).plus(extra), _lion)
-    if low == "adagrad":
-        own = Signature.of(Adagrad, OPTIMIZER_RULES)
-        return Kind("Adagrad", own.plus({"fp32_optimizer_states": _FP32}), _adagrad)
-    if low in ("lamb", "fusedlamb"):
-        own = Signature.of(Lamb, OPTIMIZER_RULES)
-        return Kind("Lamb", own.plus({"amsgrad": _NO_AMSGRAD}), _lamb)
-    if (one_bit := _ONE_BIT_CLASSES.get(low)) is not None:
-        own = Signature.of(one_bit, _ONE_BIT_RULES)
-        return Kind(one_bit.__name__, own.plus(_NOT_IN_ONE_BIT), partial(_one_bit, one_bit))
-    if low == "muon":
-        return Kind("Muon", muon_signature(OPTIMIZER_RULES), make_muon, ungrouped=_HALVES)
     if low in UNSUPPORTED:
         raise _wrong("optimizer", name, f"It is not supported. {UNSUPPORTED[low]}")
     cls = _torch_classes().get("SGD" if low == "sgd" else name)
@@ -203,10 +184,35 @@ def optimizer_kind(name: Any) -> Kind:
         raise _wrong("optimizer", name, _nearest(name, known) + " An import path (package.module.Class) works, too.")
     if cls is Muon:  # the path of our class; torch.optim.Muon is another one
         raise _wrong("optimizer", name, "Its parameters must be divided into two groups. Write Muon, which does that.")
-    return _from_class("optimizer", cls, OPTIMIZER_RULES)
+    return _from_class("optimizer", cls)
 
 
-def scheduler_kind(name: Any) -> Kind:
+@functools.lru_cache(maxsize=64)  # making the types of arguments takes milliseconds
+def _own(name: str) -> Factory | None:
+    """The optimizer of a name that stands for more than a class and its constructor."""
+    low = name.lower()
+    if low in ("adam", "deepspeed_adam", "fusedadam", "deepspeedcpuadam", "adamw"):
+        own = Signature.of(AdamW, OPTIMIZER_RULES, name).plus(_ADAM)
+        return Factory(own, lambda params, values: _adam(params, values, decoupled=low == "adamw"))
+    if low == "lion":
+        extra = {"set_grad_none": Flag, "fp32_optimizer_states": _FP32}
+        return Factory(Signature.of(Lion, OPTIMIZER_RULES).plus(extra), _lion)
+    if low == "adagrad":
+        own = Signature.of(Adagrad, OPTIMIZER_RULES).plus({"fp32_optimizer_states": _FP32})
+        return Factory(own, partial(_without, Adagrad, _ADAM))
+    if low in ("lamb", "fusedlamb"):
+        own = Signature.of(Lamb, OPTIMIZER_RULES).plus({"amsgrad": _NO_AMSGRAD})
+        return Factory(own, partial(_without, Lamb, ("amsgrad",)))
+    if (one_bit := _ONE_BIT_CLASSES.get(low)) is not None:
+        own = Signature.of(one_bit, _ONE_BIT_RULES).plus(_NOT_IN_ONE_BIT)
+        return Factory(own, partial(_without, one_bit, _NOT_IN_ONE_BIT))
+    if low == "muon":
+        own = Signature.of(Muon, _MUON_RULES).plus({**_NOT_OF_MUON, "lr": RATE})
+        return Factory(own, _muon, ungrouped=_HALVES)
+    return None
+
+
+def scheduler_factory(name: Any) -> Factory:
     """The scheduler that ``scheduler.type`` names, case-sensitive as in DeepSpeed.
 
     Raises:
@@ -220,25 +226,20 @@ def scheduler_kind(name: Any) -> Kind:
     known: dict[str, type] = {**{n: c for n, c in classes.items() if n not in UNSUPPORTED_SCHEDULERS}, **SCHEDULES}
     if name not in known:
         raise _wrong("scheduler", name, _nearest(name, [*SCHEDULES, *known]))
-    kind = _from_class("scheduler", known[name], SCHEDULER_RULES)
-    return _on_plateau(kind) if name == PLATEAU else kind
+    return _on_plateau() if name == PLATEAU else _from_class("scheduler", known[name])
 
 
-def _on_plateau(kind: Kind) -> Kind:
-    """``kind`` with the parameter ``monitor``, which Lightning reads and the scheduler does not know."""
-    signature = kind.signature.plus({"monitor": _metric})
+@functools.cache
+def _on_plateau() -> Factory:
+    """``ReduceLROnPlateau`` with the argument ``monitor``, which Lightning reads and the scheduler does not know."""
+    signature = Signature.of(ReduceLROnPlateau, SCHEDULER_RULES).plus({"monitor": _METRIC})
     signature = replace(signature, required=signature.required | {"monitor"})
-
-    def make(optimizer: Any, values: dict[str, Any]) -> Any:
-        return ReduceLROnPlateau(optimizer, **{key: value for key, value in values.items() if key != "monitor"})
-
-    return Kind(kind.name, signature, make)
+    return Factory(signature, partial(_without, ReduceLROnPlateau, ("monitor",)))
 
 
-def _metric(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError("write the name of a logged metric, such as val_loss")
-    return value
+def _without(cls: Callable[..., Any], others: Collection[str], target: Any, values: dict[str, Any]) -> Any:
+    """An object of ``cls``, whose constructor does not have the arguments ``others``."""
+    return cls(target, **{key: value for key, value in values.items() if key not in others})
 
 
 def _adam(parameters: Iterable[Any], values: dict[str, Any], decoupled: bool) -> Optimizer:
@@ -266,26 +267,34 @@ def _lion(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
     return Lion(parameters, **{k: v for k, v in options.items() if k not in _ADAM})
 
 
-def _lamb(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
-    return Lamb(parameters, **{key: value for key, value in values.items() if key != "amsgrad"})
+def _muon(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
+    """Muon; bare parameters are divided by their number of dimensions alone."""
+    options = {key: value for key, value in values.items() if key not in _NOT_OF_MUON}
+    if "lr" in options:
+        rate = options.pop("lr")
+        options = {"muon_lr": rate, "adam_lr": rate, **options}
+    groups = list(parameters)
+    if not any(isinstance(group, dict) for group in groups):
+        divided = [(use, [p for p in groups if (_tensor(p).dim() == 2) is use]) for use in (True, False)]
+        groups = [{"params": members, "use_muon": use} for use, members in divided if members]
+    return Muon(groups, **options)
 
 
-def _one_bit(cls: type[Optimizer], parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
-    return cls(parameters, **{k: v for k, v in values.items() if k not in _NOT_IN_ONE_BIT})
+def _tensor(parameter: Any) -> torch.Tensor:
+    """The tensor of a parameter, which may be a (name, parameter) pair as in torch."""
+    tensor: torch.Tensor = parameter[1] if isinstance(parameter, tuple) else parameter
+    return tensor
 
 
-def _adagrad(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
-    return Adagrad(parameters, **{k: v for k, v in values.items() if k not in _ADAM})
-
-
-def _from_class(block: str, cls: type, rules: Mapping[str, Reader]) -> Kind:
+@functools.lru_cache(maxsize=64)
+def _from_class(block: str, cls: type) -> Factory:
     try:
-        signature = Signature.of(cls, rules)
+        signature = Signature.of(cls, OPTIMIZER_RULES if block == "optimizer" else SCHEDULER_RULES)
     except (ValueError, TypeError) as error:
         text = "Its constructor has no readable signature. Build it in configure_optimizers."
         raise _wrong(block, cls.__qualname__, text) from error
     own = cls.__module__.startswith(("torch.optim.", "lt_zero.optim."))
-    return Kind(cls.__name__, signature, lambda target, values: cls(target, **values), own)
+    return Factory(signature, partial(_without, cls, ()), own)
 
 
 def _imported(path: str) -> type:
@@ -317,5 +326,4 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _wrong(block: str, name: Any, remedy: str) -> ConfigError:
-    key = f"{block}.type"
-    return ConfigError([Problem(key, f"{key}={shown(name)} cannot be used. {remedy}")])
+    return ConfigError([problem(f"{block}.type", name, f" cannot be used. {remedy}")])

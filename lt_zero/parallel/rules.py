@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError, Problem
-from lt_zero.config.blocks import LayerSpec, PartitionConfig, TensorParallel
+from lt_zero.config.blocks import LayerRule, PartitionConfig, TensorParallel
 from lt_zero.parallel import styles
 
 SPECS, PRESET, SIZE = (
@@ -160,7 +160,7 @@ def _add_rules(plan: Plan, module: nn.Module, rules: PartitionConfig) -> set[int
     return matched
 
 
-def _shown(spec: LayerSpec) -> str:
+def _shown(spec: LayerRule) -> str:
     return " | ".join(spec.patterns)
 
 
@@ -198,7 +198,7 @@ def _add_module(plan: Plan, place: str, sub: nn.Module, found: Mapping[str, int]
 
 
 def _kind(
-    spec: LayerSpec, sub: nn.Linear | nn.Embedding, place: str, rules: PartitionConfig
+    spec: LayerRule, sub: nn.Linear | nn.Embedding, place: str, rules: PartitionConfig
 ) -> tuple[str, tuple[int, ...], str]:
     """What a rule does with a module, the sizes of fused outputs, and what is wrong with that."""
     if spec.partition_type == "skip":

@@ -20,9 +20,8 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
-from lt_zero.config.faces import Face, tell_without_effect
+from lt_zero.config.applicability import Face, check_same, tell_without_effect
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.config.uses import check_same
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.memory.check import check_optimizers

@@ -15,6 +15,7 @@ from lt_zero.config import ZeroConfig, catalog
 from lt_zero.config import keys as key_table
 from lt_zero.config.catalog import explain
 from lt_zero.config.keys import KeyStatus, accepted, is_off, lookup, nearest
+from lt_zero.optim import params
 from tests.support.paths import DATA, ROOT
 
 INVENTORY, CONFIGS = DATA / "deepspeed_keys.tsv", DATA / "ds_configs"
@@ -374,3 +375,8 @@ def test_explanations(asked: str, says: list[str]) -> None:
         assert part in text
     assert len(text) < 12_000
     assert asked != "lr" or "allreduce" not in text
+
+
+def test_arguments_that_may_be_auto_are_the_same_for_their_classes() -> None:
+    arguments = {key.rpartition(".")[2] for key in key_table.AUTO if ".params." in key}
+    assert arguments == params.AUTO

@@ -16,8 +16,9 @@ import torch
 import lt_zero
 from lt_zero import ZeroStrategy
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.fields import Block, dotted_keys
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks import Block, Schema, dotted_keys
+from lt_zero.config.blocks import Schema
 from lt_zero.config.load import ConfigWarning
 from lt_zero.config.precision import resolve_mode
 

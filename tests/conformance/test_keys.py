@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 import lt_zero
 from lt_zero import ConfigError, ZeroConfig
 from lt_zero.config import blocks
+from lt_zero.config.applicability import _SCRIPTS, _WITHOUT_EFFECT
+from lt_zero.config.applicability import Face as Who
 from lt_zero.config.cli import config_command
-from lt_zero.config.faces import _SCRIPTS, _WITHOUT_EFFECT
-from lt_zero.config.faces import Face as Who
 from tests.conformance.faces import FACES, GAS, Face, Settings, run
 from tests.support.pool import Pool
 

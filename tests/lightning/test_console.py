@@ -30,9 +30,10 @@ from typer.testing import CliRunner
 from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.cli import app
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.fields import Block
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.tensor_tree import rows_of
-from lt_zero.config.blocks import Block, Comet, CsvMonitor, TensorBoard, Wandb
+from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
 from lt_zero.lightning.monitor.loggers import attach_loggers
 from lt_zero.lightning.monitor.run_monitor import config_lines, dump_state, logger_level
 from lt_zero.lightning.monitor.step_metrics import StepPrinter

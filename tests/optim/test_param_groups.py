@@ -120,6 +120,7 @@ def test_made_names_differ() -> None:
     ("kind", "entry", "message"),
     [
         ("AdamW", {"weight_decey": 0}, "[0].weight_decey=0 is not a parameter of AdamW. Did you mean weight_decay?"),
+        ("AdamW", {"initial_accumulator_value": 1}, "[0].initial_accumulator_value=1 is not a parameter of AdamW."),
         ("AdamW", {"macth": "a"}, "[0].macth='a' is not a parameter of AdamW. Did you mean match?"),
         ("AdamW", {"lr": "fast"}, "[0].lr='fast': write a number of at least 0, such as 1e-3."),
         ("AdamW", {"betas": [0.9]}, "[0].betas=[0.9]: write a list of 2"),

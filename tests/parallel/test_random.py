@@ -16,7 +16,7 @@ import lt_zero
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.config import ZeroConfig
-from lt_zero.config.faces import Face
+from lt_zero.config.applicability import Face
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.parallel.random import LocalRandom
 from lt_zero.session.session import Session

@@ -27,13 +27,13 @@ from torch.optim import Optimizer
 from lt_zero.comm.comm_log import CommLog, comm_table
 from lt_zero.comm.world import World
 from lt_zero.common.errors import Path
+from lt_zero.common.fields import thawed
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.progress_bar import set_local_rank
 from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks import thawed
 from lt_zero.config.document import masked
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.breakdown import EVERY, MemoryPhases, StepClock

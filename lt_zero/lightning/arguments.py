@@ -1,4 +1,4 @@
-"""Arguments of the strategies: those of other strategies are errors that name the key, and a parser's are stronger."""
+"""Arguments of the strategies: how ranks start and connect, arguments of other strategies, and those of a parser."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import wraps
 from typing import Any, ParamSpec
 
-from lt_zero.config.blocks import dotted_keys
+from lt_zero.common.arguments import check_group_options
+from lt_zero.common.fields import dotted_keys
 from lt_zero.config.load import ZeroConfig
 
 P = ParamSpec("P")
@@ -81,6 +83,22 @@ _ELSEWHERE = {
     "ddp_comm_wrapper": "gradient_compression of the configuration decides what is sent",
     "model_averaging_period": "ZeroOneAdam averages rarely: optimizer.type of the configuration",
 }
+
+_START_METHODS = "popen", "spawn", "fork", "forkserver"  # of Lightning
+
+
+def check_launch(strategy: str, start_method: object, timeout: timedelta | None, process_group_backend: object) -> None:
+    """Check how a strategy is to start its ranks and connect them.
+
+    Raises:
+        TypeError, ValueError: names the argument, and what to pass.
+    """
+    if start_method not in _START_METHODS:
+        raise ValueError(
+            f'{strategy}(start_method={start_method!r}): pass "fork" in a notebook, "spawn" or "forkserver" for '
+            'multiprocessing, or "popen" (the default) for a script that Lightning starts once for each rank.'
+        )
+    check_group_options(strategy, timeout, process_group_backend=process_group_backend)
 
 
 def explained(init: Callable[P, None]) -> Callable[P, None]:

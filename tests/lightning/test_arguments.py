@@ -9,8 +9,8 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 import lt_zero
-from lt_zero.config.blocks import dotted_keys
-from lt_zero.lightning.other_strategies import _ELSEWHERE, _KEYS
+from lt_zero.common.fields import dotted_keys
+from lt_zero.lightning.arguments import _ELSEWHERE, _KEYS
 
 MAKERS: list[Any] = [lt_zero.ZeroStrategy, lt_zero.FabricZeroStrategy]
 

@@ -1,0 +1,131 @@
+"""What blocks of a configuration are made of: types of values, and frozen blocks of keys (pydantic's models)."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import torch
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic.fields import FieldInfo
+
+from lt_zero.common.numbers import to_number, to_whole_number
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_DTYPES: Mapping[str, torch.dtype] = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32", "torch.float"), torch.float32),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16", "torch.half"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
+}
+
+
+def _dtype(value: Any) -> Any:
+    found = _DTYPES.get(str(value).lower()) if isinstance(value, (str, torch.dtype)) else None
+    if found is None:
+        raise ValueError("it is not one of fp32, fp16, bf16")
+    return found
+
+
+def _folder(value: Any) -> Any:
+    if not isinstance(value, (str, Path)):
+        return value
+    if not str(value).strip() or "\0" in str(value):
+        raise ValueError("it is empty or not a path; name a folder on a local NVMe disk, or remove the key")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:  # ~name of an unknown user
+        raise ValueError(f"{error} (write the whole path)") from None
+
+
+class FrozenDict(dict[str, Any]):
+    """A mapping that cannot be changed, for blocks without a schema."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("A configuration is frozen. Make another: ZeroConfig.of(config, overrides=[...]).")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> Any:  # pickle and deepcopy would set the items of a dict
+        return type(self), (dict(self),)
+
+
+def thawed(value: Any) -> Any:
+    """A mutable copy of a frozen dict, or of a list of these."""
+    if isinstance(value, tuple) and any(isinstance(item, FrozenDict) for item in value):
+        return [thawed(item) for item in value]
+    return dict(value) if isinstance(value, FrozenDict) else value
+
+
+def scalars(value: Any) -> Any:
+    """Convert to types that JSON, YAML and ``torch.load(weights_only=True)`` support."""
+    if isinstance(value, Mapping):
+        return {str(key): scalars(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [scalars(entry) for entry in value]
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES.get(value, str(value))
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
+
+
+Folder = Annotated[Path, BeforeValidator(_folder)]
+Dtype = Annotated[
+    torch.dtype, BeforeValidator(_dtype), WithJsonSchema({"type": "string", "enum": [*DTYPE_NAMES.values()]})
+]
+Whole = Annotated[int, BeforeValidator(to_whole_number), Field(strict=True)]
+Elements = Annotated[int, BeforeValidator(to_whole_number), Field(ge=0, strict=True)]
+Positive = Annotated[int, BeforeValidator(to_whole_number), Field(gt=0, strict=True)]
+Real = Annotated[float, BeforeValidator(to_number), Field(strict=True, allow_inf_nan=False)]
+Params = Annotated[dict[str, Any], AfterValidator(FrozenDict)]
+lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+# One name is a list of one.
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def key(default: Any, description: str, **more: Any) -> Any:
+    """A key of a block; ``more`` as for ``Field``."""
+    return Field(default, description=description, **more)
+
+
+class Block(BaseModel):
+    """A block of keys: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
+
+
+@cache
+def keys_of(schema: type[BaseModel]) -> Mapping[str, FieldInfo]:
+    """The fields of a block by their keys; one with an alias has the alias, then its name."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in schema.model_fields.items():
+        if field.validation_alias is not None:
+            found[str(field.validation_alias)] = field
+        found[name] = field
+    return found
+
+
+def block_of(field: FieldInfo) -> type[Block] | None:
+    """The block that a field holds, or None."""
+    is_union = get_origin(field.annotation) in (Union, types.UnionType)
+    kinds = get_args(field.annotation) if is_union else (field.annotation,)
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Block)), None)
+
+
+def item_block_of(field: FieldInfo) -> type[Block] | None:
+    """The block of the items of a list, or None."""
+    kinds = get_args(field.annotation) if get_origin(field.annotation) is tuple else ()
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Block)), None)
+
+
+def dotted_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a schema and of the blocks in it, in their order."""
+    for name, field in keys_of(schema).items():
+        block = block_of(field)
+        yield from (f"{prefix}{name}",) if block is None else dotted_keys(block, f"{prefix}{name}.")

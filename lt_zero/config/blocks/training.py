@@ -1,0 +1,226 @@
+"""Blocks of how a model is trained: precision, optimizer, schedule, recomputation, attention, checkpoints."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_serializer
+
+from lt_zero.common.fields import Block, Dtype, Elements, Folder, Names, Params, Positive, Real, Whole, key
+
+_GROUP = {
+    "type": "object",
+    "required": ["match"],
+    "properties": {
+        "match": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        "name": {"type": "string"},
+        "optional": {"type": "boolean"},
+    },
+}
+ParamGroups = Annotated[tuple[Params, ...], WithJsonSchema({"type": "array", "items": _GROUP})]
+Switch = bool | Literal["auto"] | None
+
+
+class Fp16(Block):
+    """The ``fp16`` block."""
+
+    enabled: Switch = key(None, "fp16 weights in forward and backward; auto: follow Trainer(precision=...)")
+    auto_cast: bool | None = key(None, "cast floating-point inputs; null: in the true modes only (DeepSpeed: false)")
+    loss_scale: Real = key(0.0, "0: dynamic, else a fixed scale", ge=0)
+    initial_scale_power: Whole = key(16, "initial dynamic scale, as a power of 2", ge=0, le=100)
+    loss_scale_window: Positive = key(1000, "steps without overflow before the scale doubles")
+    hysteresis: Whole = key(2, "overflows before the scale is halved; 0 or less: never")
+    consecutive_hysteresis: bool = key(False, "reset hysteresis at each step without overflow")
+    min_loss_scale: Real = key(1.0, "lower bound of the dynamic scale, above 0 (DeepSpeed: whole numbers)", ge=0)
+    raise_error_at_min_scale: bool | None = key(None, "true: on_min_scale=raise, false: hold")
+    fp16_master_weights_and_grads: bool = key(False, "no fp32 copy of the weights, fp16 accumulators")
+    fp16_override_modules: Names = key((), "as the key of the same name at top level")
+
+
+class Bf16(Block):
+    """The ``bf16`` block."""
+
+    enabled: Switch = key(None, "bf16 weights in forward and backward; auto: follow Trainer(precision=...)")
+    immediate_grad_update: bool = key(True, "add gradients to the accumulator in each backward (DeepSpeed: false)")
+    check_grad_overflow: bool = key(True, "skip steps with non-finite gradients")
+    bf16_master_weights_and_grads: bool = key(False, "no fp32 copy of the weights, bf16 accumulators")
+    bf16_optimizer_states: bool = key(False, "keep moments in bf16; needs bf16_master_weights_and_grads")
+    fp16_override_modules: Names = key((), "as the key of the same name at top level")
+
+
+class TorchAutocast(Block):
+    """The ``torch_autocast`` block: another way to say ``Trainer(precision="16-mixed")`` or ``"bf16-mixed"``."""
+
+    enabled: bool = key(False, "run forward under torch.autocast and gather weights in its dtype")
+    dtype: Dtype = key(torch.bfloat16, "fp16 or bf16 (DeepSpeed: any dtype that torch supports on the device)")
+
+
+class DataTypes(Block):
+    """The ``data_types`` block."""
+
+    grad_accum_dtype: Dtype | None = key(
+        None, "accumulators' dtype; null: the master weights' (DeepSpeed: the weights')"
+    )
+    param_dtype: Dtype | None = key(None, "checked against the fp16 or bf16 block; no other effect")
+    buffer_dtype: Dtype | None = key(None, "cast floating-point buffers; null: keep their dtype")
+    keep_in_fp32_modules: Literal["auto"] | Names = key(
+        "auto", "modules whose buffers are not cast; auto: the model's _keep_in_fp32_modules"
+    )
+
+
+class OptimizerBlock(Block):
+    """The ``optimizer`` block: the optimizer to build if the module has no ``configure_optimizers``."""
+
+    type: str = key(
+        ...,
+        "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, SGD, ZeroOneAdam, torch.optim's or a path",
+        min_length=1,
+    )
+    params: Params = key({}, "arguments of its constructor", validate_default=True)
+    param_groups: ParamGroups = key(
+        (),
+        "parameter groups; a parameter joins the first that matches. Each has match: shell patterns of "
+        "full parameter names joined by |, arguments as in params (also auto), a name, and optional: true if it may "
+        "match nothing. All other parameters form the last group",
+    )
+
+
+class SchedulerBlock(Block):
+    """The ``scheduler`` block: stepped after each optimizer step, ``ReduceLROnPlateau`` after each epoch."""
+
+    type: str = Field(
+        min_length=1,
+        description="LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or torch.optim.lr_scheduler's",
+    )
+    params: Params = key(
+        {},
+        "arguments of its constructor besides the optimizer; ReduceLROnPlateau, which steps at the end "
+        "of each epoch, also needs monitor, a logged metric",
+        validate_default=True,
+    )
+
+
+class ActivationCheckpointing(Block):
+    """The ``activation_checkpointing`` block (arXiv:1604.06174): activations are recomputed in backward.
+
+    A checkpointed module saves only its inputs, and backward runs its forward again.
+    """
+
+    mode: Literal["none", "full", "selective"] = key(
+        "none",
+        "what to recompute: nothing, everything, or everything but matrix products and attention; the "
+        "other keys of the block need full or selective",
+    )
+    every: Positive = key(1, "checkpoint every n-th module, starting with the first")
+    modules: Names = key((), "class names, bare or dotted, of modules to checkpoint; empty: the repeated blocks")
+    cpu_checkpointing: bool = key(False, "offload saved inputs to host memory between forward and backward")
+    nvme_path: Folder | None = key(None, "offload saved inputs to files in this folder, on a fast local disk")
+    partition_activations: bool = key(
+        False, "whether of saved inputs that are the same on all tensor-parallel ranks each rank keeps a part"
+    )
+    contiguous_memory_optimization: bool = key(False, "keep saved inputs in one preallocated buffer")
+    number_checkpoints: Positive | None = key(
+        None, "number of saved inputs that fit into the preallocated buffer; null: one per checkpointed module"
+    )
+    synchronize_checkpoint_boundary: bool = key(False, "synchronize the device around each checkpointed module")
+    profile: bool = key(False, "print the time of checkpointed modules in forward and backward")
+
+
+# The keys that each pattern of ``lt_zero.attention`` has.
+_HEADS = ("block", "different_layout_per_head", "attention")
+SPARSE_MODES: Mapping[str, tuple[str, ...]] = {
+    "dense": _HEADS,
+    "fixed": (
+        *(*_HEADS, "num_local_blocks", "num_global_blocks", "horizontal_global_attention"),
+        "num_different_global_patterns",
+    ),
+    "variable": (
+        *(*_HEADS, "num_random_blocks", "local_window_blocks", "global_block_indices", "global_block_end_indices"),
+        *("horizontal_global_attention", "seed"),
+    ),
+    "bigbird": (*_HEADS, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks", "seed"),
+    "bslongformer": (*_HEADS, "num_sliding_window_blocks", "global_block_indices", "global_block_end_indices"),
+    "local_sliding_window": ("block", "attention", "num_sliding_window_blocks"),
+}
+
+
+def _sparse_mode(value: Any) -> Any:
+    name = value.lower() if isinstance(value, str) else ""
+    if name not in SPARSE_MODES:
+        near = difflib.get_close_matches(name, SPARSE_MODES, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"it is not a mode.{hint} Modes are {', '.join(SPARSE_MODES)}")
+    return name
+
+
+class SparseAttention(Block):
+    """The ``sparse_attention`` block: which blocks of the attention matrix are computed."""
+
+    mode: Annotated[
+        Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"],
+        BeforeValidator(_sparse_mode),
+    ] = key("fixed", "the pattern; a key that it does not have is an error")
+    block: Positive = key(16, "tokens of a block")
+    different_layout_per_head: bool = key(False, "a layout for each head, where the mode has several")
+    attention: Literal["unidirectional", "bidirectional"] | None = key(
+        None,
+        "unidirectional: no token attends to later ones; null: unidirectional with local_sliding_window, else "
+        "bidirectional (DeepSpeed: bidirectional, and the mask is the model's)",
+    )
+    num_local_blocks: Positive = key(4, "blocks of a local window (fixed)")
+    num_global_blocks: Elements = key(
+        1, "blocks of each window that all blocks attend to (fixed); how many first blocks are global (bigbird)"
+    )
+    horizontal_global_attention: bool = key(
+        False, "global blocks attend to all blocks, too (fixed, variable; bidirectional only)"
+    )
+    num_different_global_patterns: Positive = key(
+        1, "in how many ways heads choose the global blocks of a window, from its end (fixed)"
+    )
+    num_random_blocks: Elements = key(0, "random blocks in each row of blocks (variable, bigbird)")
+    local_window_blocks: tuple[Positive, ...] = key(
+        (4,), "blocks of the first local windows; the last number repeats (variable)", min_length=1
+    )
+    global_block_indices: tuple[Elements, ...] = key(
+        (0,), "global blocks, or with global_block_end_indices the first of each range (variable, bslongformer)"
+    )
+    global_block_end_indices: tuple[Elements, ...] | None = key(
+        None, "the block after each range of global blocks; null: ranges of one block (variable, bslongformer)"
+    )
+    num_sliding_window_blocks: Positive = key(
+        3,
+        "width of the window around each block; an even number is one more (bigbird, bslongformer, "
+        "local_sliding_window)",
+    )
+    seed: Elements = key(0, "where random blocks start from (variable, bigbird)")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keys of the mode, without those that are null."""
+        values = {name: getattr(self, name) for name in SPARSE_MODES[self.mode]}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @model_serializer
+    def _of_the_mode(self) -> dict[str, Any]:
+        # The configuration is read again from what was dumped, and keys of other modes are errors there.
+        return {"mode": self.mode, **self.settings}
+
+
+class Checkpoint(Block):
+    """How training states are saved and restored."""
+
+    format: Literal["auto", "sharded", "full"] = key(
+        "auto",
+        "sharded: a directory that all ranks write; full: one file by rank 0; auto: full at stage 0 without "
+        "tensor parallelism",
+    )
+    async_save: bool = key(
+        False, "write a copy in host memory to files in the background (sharded only)", validation_alias="async"
+    )
+    save_frozen: bool = key(True, "false: leave out parameters that need no gradient")
+    load_module_only: bool = key(False, "fit(ckpt_path=...) loads the weights only and starts a new run")
+    load_optimizer_states: bool = key(True, "false: fit(ckpt_path=...) starts with fresh optimizers")
+    load_lr_scheduler_states: bool = key(True, "false: fit(ckpt_path=...) starts with fresh schedules")
