@@ -32,10 +32,6 @@ SAVES = "torch.distributed.checkpoint"  # plans over a process group that comm/ 
 CUT = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed.pipelining")
 # Imports that stand in a function, or that only a type checker sees, and close a circle. None may be added.
 CIRCLES = set[tuple[str, str]]()
-# Names of classes that stand in several files: none may be added.
-DOUBLES = {"Entry", "Facts", "GradientCompression", "Kind", "LayerSpec", "Member", "Order", "Plan", "Span"}
-DOUBLES |= {"Transfer", "_Exchange"}
-
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
 
@@ -140,7 +136,7 @@ def test_one_class_has_a_name() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name, set()).add(file)
-    assert not {name: found for name, found in files.items() if len(found) > 1 and name not in DOUBLES}
+    assert not {name: found for name, found in files.items() if len(found) > 1}
 
 
 def test_no_test_imports_a_test() -> None:

@@ -337,7 +337,7 @@ def user_line(frame: FrameType | None) -> str:
 # ---- the end of the process ------------------------------------------------------------------------------------------
 
 
-class Member(Protocol):
+class EndObserver(Protocol):
     """A detector of a group. It learns of the end of this process."""
 
     def end_process(self, error: BaseException | None) -> bool:
@@ -352,7 +352,7 @@ _installed: list[Any] = []  # the hook for uncaught errors that there was before
 _told: list[BaseException] = []  # uncaught errors that members have been told of
 
 
-def tell_at_end(member: Member) -> None:
+def tell_at_end(member: EndObserver) -> None:
     """Tell ``member``, while it lives, of the error that ends this process, or of an end without one."""
     _members.add(member)
     if not _installed:

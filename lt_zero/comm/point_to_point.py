@@ -41,17 +41,17 @@ class PointToPoint:
         self._waits = Procedures("transfers")
         self.closed = False
 
-    def isend(self, tensor: Tensor, peer: int, name: str) -> Transfer:
+    def isend(self, tensor: Tensor, peer: int, name: str) -> PendingTransfer:
         """Begin to send ``tensor`` to the global rank ``peer``, which receives it under the same name."""
         return self._begin(dist.isend, tensor, dist.get_rank(), peer, name)
 
-    def irecv(self, tensor: Tensor, peer: int, name: str) -> Transfer:
+    def irecv(self, tensor: Tensor, peer: int, name: str) -> PendingTransfer:
         """Begin to receive ``tensor`` from the global rank ``peer``."""
         return self._begin(dist.irecv, tensor, peer, dist.get_rank(), name)
 
     def _begin(
         self, begin: Callable[..., dist.Work | None], tensor: Tensor, source: int, target: int, name: str
-    ) -> Transfer:
+    ) -> PendingTransfer:
         """A started transfer.
 
         Raises:
@@ -68,7 +68,7 @@ class PointToPoint:
         with _naming(launch), self._watch.explaining():
             work = begin(tensor, target if source == dist.get_rank() else source, self._group)
         assert work is not None
-        return Transfer(work, launch, self._watch, self._waits)
+        return PendingTransfer(work, launch, self._watch, self._waits)
 
     def close(self) -> None:
         """End all transfers on this rank, and those with it on others. No-op if they have been."""
@@ -77,7 +77,7 @@ class PointToPoint:
             close_connections(self._group)
 
 
-class Transfer:
+class PendingTransfer:
     """A started send or receive."""
 
     def __init__(self, work: dist.Work, launch: Launch, watch: Watch, waits: Procedures) -> None:
@@ -113,7 +113,7 @@ def watched(op: Any, transfers: PointToPoint, name: str) -> Any:
     """Let torch start ``op`` (of ``dist.P2POp``) by ``transfers``; returns it."""
     start, peer = transfers.isend if op.op is dist.isend else transfers.irecv, op.peer
 
-    def begin(tensor: Tensor, *_: Any, **__: Any) -> Transfer:
+    def begin(tensor: Tensor, *_: Any, **__: Any) -> PendingTransfer:
         return start(tensor, peer, name)
 
     op.op = begin

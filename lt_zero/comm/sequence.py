@@ -23,7 +23,7 @@ def exchange(x: Tensor, group: ProcessGroup, to_heads: bool) -> Tensor:
 
     Else the other way round. Collective over ``group``.
     """
-    out: Tensor = _Exchange.apply(x, group, to_heads)  # type: ignore[no-untyped-call]
+    out: Tensor = _AllToAll.apply(x, group, to_heads)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -34,7 +34,7 @@ def gather_tokens(mask: Tensor, group: ProcessGroup) -> Tensor:
     return torch.cat(parts, -1)
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, group: ProcessGroup, to_heads: bool) -> Tensor:
         context.group, context.to_heads = group, to_heads

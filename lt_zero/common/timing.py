@@ -43,7 +43,7 @@ _PAUSE = "pause"
 _running: Clock | None = None  # see Note [One clock per process]
 
 
-def phase(kind: str, name: str | None = None) -> Span:
+def phase(kind: str, name: str | None = None) -> TimedSpan:
     """A context whose time counts as ``kind``, a stage or a part, and which a running profiler shows.
 
     ``name``: of the unit; '' is the root.
@@ -54,7 +54,7 @@ def phase(kind: str, name: str | None = None) -> Span:
     return _Running(clock, kind, name)
 
 
-def unit_range(kind: str, name: str) -> Span:
+def unit_range(kind: str, name: str) -> TimedSpan:
     """A range in a running profiler, which the clock does not count. It is open; ``close`` may be called twice."""
     return _Running(None, kind, name).open() if profiling() else NOTHING
 
@@ -73,7 +73,7 @@ def phased(kind: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-class Span:
+class TimedSpan:
     """A no-op span, used without clock and profiler."""
 
     __slots__ = ()
@@ -84,7 +84,7 @@ class Span:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def open(self) -> Span:
+    def open(self) -> TimedSpan:
         """Enter the span, where it cannot be a ``with`` statement."""
         self.__enter__()
         return self
@@ -93,10 +93,10 @@ class Span:
         self.__exit__()
 
 
-NOTHING = Span()
+NOTHING = TimedSpan()
 
 
-class _Running(Span):
+class _Running(TimedSpan):
     __slots__ = ("_clock", "_depth", "_kind", "_name", "_range")
 
     def __init__(self, clock: Clock | None, kind: str, name: str | None) -> None:
@@ -129,7 +129,7 @@ class UnitRanges:
 
     def __init__(self) -> None:
         self._name: str | None = None
-        self._open: Span = NOTHING
+        self._open: TimedSpan = NOTHING
 
     def enter(self, name: str) -> None:
         if name != self._name:
@@ -210,7 +210,7 @@ class Clock:
                 del self._stack[depth:]
                 self._marks.append((self._stack[-1], self._now()))
 
-    def paused(self) -> Span:
+    def paused(self) -> TimedSpan:
         """A context whose time is not counted."""
         return _Running(self, _PAUSE, None)
 

@@ -62,7 +62,7 @@ from lt_zero.common.compat import (
 )
 from lt_zero.common.module_hooks import Hook, ProcessLocal
 from lt_zero.common.tensor_tree import ReplacedTensors, iter_tensors
-from lt_zero.common.timing import NOTHING, Span, UnitRanges, phase, phased, unit_range
+from lt_zero.common.timing import NOTHING, TimedSpan, UnitRanges, phase, phased, unit_range
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.rules import refuse_quantized
@@ -144,7 +144,7 @@ class Engine(ProcessLocal):
         self._create_graph = False  # the running backward builds a graph for another backward
         self._depth = 0  # nested forward scopes
         self._entered = 0  # the depth of the outermost module that is called; 0: none is
-        self._span: Span = NOTHING  # timing of a backward without a backward_pass context
+        self._span: TimedSpan = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
         self.buffers = BufferSync(root, self.peers, config.broadcast_buffers and not exchange.sums_late)
         self.same_on_ranks = SameOnRanks(self.peers, root, [p for b in self.buckets for p in b.params])

@@ -20,7 +20,7 @@ from torch import nn
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import outside_of_transforms
 from lt_zero.common.tensor_tree import ReplacedTensors
-from lt_zero.common.timing import NOTHING, Span
+from lt_zero.common.timing import NOTHING, TimedSpan
 from lt_zero.engine.bucket import Bucket, Live, State
 from lt_zero.engine.offload_manager import OffloadManager
 
@@ -43,7 +43,7 @@ class Unit:
 class Call:
     """One forward of a unit, until its backward."""
 
-    range: Span = NOTHING  # in a profiler, while it runs
+    range: TimedSpan = NOTHING  # in a profiler, while it runs
     inputs: ReplacedTensors | None = None  # the arguments with aliases, while it runs
     saves: bool = False  # it runs under the saved-tensor hooks of saved_weights.py, which it entered
     references: list[int] = field(default_factory=list)  # of Python objects to the unit's parameters, at its beginning
@@ -52,7 +52,7 @@ class Call:
     passed: bool = False  # it returned no more than its inputs
 
 
-class Order:
+class GatherOrder:
     """The sequence of a repeated pass (all gathers of a forward, or of a backward)."""
 
     def __init__(self) -> None:
@@ -151,8 +151,9 @@ class Gatherer:
 
     def forget_order(self) -> None:
         """Prefetch nothing until a pass was recorded."""
-        self._forwards: dict[nn.Module | None, Order] = {}  # by the module that was called; None: a step of the user's
-        self._forward, self._backward = Order(), Order()
+        # By the module that was called; None: a step of the user's.
+        self._forwards: dict[nn.Module | None, GatherOrder] = {}
+        self._forward, self._backward = GatherOrder(), GatherOrder()
         self._order = self._forward  # of the running pass
 
     def begin_forward(self, entry: nn.Module | None) -> None:
@@ -162,7 +163,7 @@ class Gatherer:
 
     def begin_order(self, entry: nn.Module | None) -> None:
         """Begin a part of the running pass that is repeated by itself."""
-        self._forward = self._forwards.setdefault(entry, Order())
+        self._forward = self._forwards.setdefault(entry, GatherOrder())
         self._forward.start()
 
     def begin_backward(self) -> None:

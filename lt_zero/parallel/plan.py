@@ -41,7 +41,7 @@ from lt_zero.parallel.local import is_cut, mark_partial, spec_of
 from lt_zero.parallel.rules import (
     SIZE,
     Assignment,
-    Plan,
+    ParallelPlan,
     generic,
     head_size_of,
     heads_of,
@@ -153,7 +153,7 @@ _COUNT = "give the number of parameters instead, which are all taken to be cut (
 
 def _fitting_plan(
     module: nn.Module, ranks: int, config: ZeroConfig, otherwise: str, of_stages: OfStages
-) -> tuple[Plan, Ties, Heads]:
+) -> tuple[ParallelPlan, Ties, Heads]:
     """The plan for a module that is not parallelized yet, and what ``parallelize`` needs beside it.
 
     ``otherwise``: what to do where no rules can be written.
@@ -168,7 +168,7 @@ def _fitting_plan(
             f"{SIZE}={ranks}, but there is no plan for {type(module).__name__}, and none is guessed. Write "
             f"tensor_parallel.partition_config.layer_specs with a rule for each kind of layer, or {otherwise}.",
         )
-    plan = plan or Plan(sets_heads=False)
+    plan = plan or ParallelPlan(sets_heads=False)
     ties, heads = _ties(module), _heads(module, plan)
     plan.problems += [*_wrong_sizes(plan, ranks), *_wrong_ties(plan, ties), *_wrong_heads(heads, ranks)]
     if problems := _problems(of_stages((plan.problems, plan.unused, plan.idle))):
@@ -176,7 +176,7 @@ def _fitting_plan(
     return plan, ties, heads
 
 
-def _apply(plan: Plan, mesh: DeviceMesh) -> None:
+def _apply(plan: ParallelPlan, mesh: DeviceMesh) -> None:
     for each in plan.assigned:
         if each.kind == styles.PARTIAL:
             parameters = dict(each.module.named_parameters())
@@ -197,7 +197,7 @@ def _apply(plan: Plan, mesh: DeviceMesh) -> None:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _wrong_sizes(plan: Plan, ranks: int) -> Iterator[Problem]:
+def _wrong_sizes(plan: ParallelPlan, ranks: int) -> Iterator[Problem]:
     for each in plan.assigned:
         axis = styles.cut_axis(each.kind)
         weight = getattr(each.module, "weight", None)
@@ -228,7 +228,7 @@ def _remedy(each: Assignment) -> str:
 Heads = list[tuple[str, Any, int]]  # name of the attribute, the object that has it, value
 
 
-def _heads(module: nn.Module, plan: Plan) -> Heads:
+def _heads(module: nn.Module, plan: ParallelPlan) -> Heads:
     """Numbers of heads of modules that go on with parts: their attributes, and those of their configuration."""
     modules, found = dict(module.named_modules()), dict[str, tuple[Any, int]]()
     for each in plan.assigned:
@@ -273,7 +273,7 @@ def _ties(module: nn.Module) -> Ties:
     return [places for places in found.values() if len(places) > 1]
 
 
-def _wrong_ties(plan: Plan, ties: Ties) -> Iterator[Problem]:
+def _wrong_ties(plan: ParallelPlan, ties: Ties) -> Iterator[Problem]:
     kinds = {id(each.module): each.kind for each in plan.assigned}
     for places in ties:
         how = {name: _placement(kinds.get(id(module), styles.WHOLE), own) for module, own, name in places}
@@ -374,7 +374,7 @@ def placements(module: nn.Module, parameters: Collection[Parameter]) -> dict[str
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def _rows(module: nn.Module, plan: Plan) -> list[PlanRow]:
+def _rows(module: nn.Module, plan: ParallelPlan) -> list[PlanRow]:
     kinds: dict[str, dict[str, list[Assignment]]] = {pattern: {} for pattern in plan.patterns}
     for each in plan.assigned:
         kinds[each.pattern].setdefault(each.kind, []).append(each)

@@ -49,7 +49,7 @@ class Assignment:
 
 
 @dataclass
-class Plan:
+class ParallelPlan:
     """Assignments, the patterns they come from, and what is wrong with them.
 
     Attributes:
@@ -102,12 +102,12 @@ def _unfit(each: Assignment) -> str:
 # ---- rules of the configuration --------------------------------------------------------------------------------------
 
 
-def plan_of_rules(module: nn.Module, block: TensorParallel) -> Plan | None:
+def plan_of_rules(module: nn.Module, block: TensorParallel) -> ParallelPlan | None:
     """The plan that ``layer_specs`` and ``preset_model`` make; None without any."""
     rules = block.partition_config or PartitionConfig()
     if not rules.layer_specs and block.preset_model is None:
         return None
-    plan = Plan(sets_heads=True)
+    plan = ParallelPlan(sets_heads=True)
     matched = _add_rules(plan, module, rules)
     if block.preset_model is not None and (rules.use_default_specs or not rules.layer_specs):
         _add_plan(plan, module, _preset(block.preset_model), PRESET, anywhere=True, skip=matched)
@@ -127,7 +127,7 @@ def plan_of_rules(module: nn.Module, block: TensorParallel) -> Plan | None:
     return plan
 
 
-def _add_rules(plan: Plan, module: nn.Module, rules: PartitionConfig) -> set[int]:
+def _add_rules(plan: ParallelPlan, module: nn.Module, rules: PartitionConfig) -> set[int]:
     """Add what ``layer_specs`` say; returns the ids of the modules that they match."""
     unused = {(n, pattern): True for n, spec in enumerate(rules.layer_specs) for pattern in spec.patterns}
     plan.patterns += [_shown(spec) for spec in rules.layer_specs]
@@ -174,7 +174,9 @@ def _model_types(module: nn.Module, place: str) -> set[str]:
     return found
 
 
-def _add_module(plan: Plan, place: str, sub: nn.Module, found: Mapping[str, int], rules: PartitionConfig) -> None:
+def _add_module(
+    plan: ParallelPlan, place: str, sub: nn.Module, found: Mapping[str, int], rules: PartitionConfig
+) -> None:
     """Add what the rules, whose numbers are in ``found`` by parameters, say of one module."""
     if isinstance(sub, (nn.Linear, nn.Embedding)) and "weight" in found:
         number = found["weight"]
@@ -232,7 +234,7 @@ _FUSED = re.compile(
 )
 
 
-def _fused(plan: Plan) -> Iterator[Problem]:
+def _fused(plan: ParallelPlan) -> Iterator[Problem]:
     """Problems: layers that seem to have several outputs in one weight, whose rows are cut in one piece."""
     taken: dict[str, int] = {}
     for each in plan.assigned:
@@ -251,7 +253,7 @@ def _fused(plan: Plan) -> Iterator[Problem]:
             yield Problem(SPECS, f"{text} {why}. {remedy}.")
 
 
-def _unpaired(plan: Plan) -> Iterator[Problem]:
+def _unpaired(plan: ParallelPlan) -> Iterator[Problem]:
     """Problems: layers whose output stays cut, and after which no layer near them takes parts."""
     for number, each in enumerate(plan.assigned):
         parent = each.place.rpartition(".")[0]
@@ -274,7 +276,7 @@ _OF_HEADS = re.compile(
 )
 
 
-def _unsaid(plan: Plan, module: nn.Module) -> Iterator[Problem]:
+def _unsaid(plan: ParallelPlan, module: nn.Module) -> Iterator[Problem]:
     """Problems: what must be known of modules that go on with parts, and cannot be found out."""
     modules, taken = dict(module.named_modules()), {id(each.module) for each in plan.assigned}
     parents: dict[str, list[Assignment]] = {}
@@ -328,9 +330,9 @@ def head_size_of(module: nn.Module) -> int:
 # ---- plans of transformers -------------------------------------------------------------------------------------------
 
 
-def plan_of_model(module: nn.Module) -> Plan | None:
+def plan_of_model(module: nn.Module) -> ParallelPlan | None:
     """The plan that models of transformers in ``module`` bring with them; None without one."""
-    plan, inside = Plan(sets_heads=False), ""
+    plan, inside = ParallelPlan(sets_heads=False), ""
     for place, sub in module.named_modules():
         own = getattr(sub, "tp_plan", None) if not inside or not place.startswith(inside) else None
         if not isinstance(own, Mapping) or not own:
@@ -362,7 +364,7 @@ def _preset(model_type: str) -> Mapping[str, str]:
 
 
 def _add_plan(
-    plan: Plan,
+    plan: ParallelPlan,
     module: nn.Module,
     names: Mapping[str, str],
     key: str,

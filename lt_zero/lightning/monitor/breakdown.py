@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lt_zero.common.compat import logged_step
 from lt_zero.common.tables import show
-from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, Span, Times, phase
+from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, TimedSpan, Times, phase
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.step_metrics import RunObserver, is_due
 from lt_zero.lightning.setup import RunSnapshot
@@ -52,7 +52,7 @@ class StepClock(RunObserver):
     def __init__(self, every: int | None, times: bool = True) -> None:
         self.every, self._shows_times = every, times
         self._clock: Clock | None = None
-        self._pause: Span = NOTHING
+        self._pause: TimedSpan = NOTHING
 
     def start(self, run: RunSnapshot) -> None:
         self._world, self._tolerance = run.engine.world, run.engine.groups[0].tolerance
