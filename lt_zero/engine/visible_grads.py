@@ -287,8 +287,9 @@ class UsedParameters:
         for bucket, accumulator in zip(self._buckets, accumulators, strict=True):
             if bucket.grads.local is not None or bucket.grads.values is not accumulator:
                 return False
-        with without_torch_function():
-            return all(bucket.params[index].grad is grad for (bucket, index), grad in self._shown.items())
+        with without_torch_function():  # the others as well: a gradient may have been set where no rank had one
+            places = ((bucket, index, p) for bucket in self._buckets for index, p in enumerate(bucket.params))
+            return all(p.grad is self._shown.get((bucket, index)) for bucket, index, p in places)
 
     def _exchange_wide(self, flags: Tensor) -> None:
         """Take over the flags of buckets that ranks with other models have, too. Collective.

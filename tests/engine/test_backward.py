@@ -298,3 +298,16 @@ def test_gradients_that_change_between_two_looks_of_a_step(stage: int) -> None:
     assert used(*second)
     bucket.grads.clear({second[1]})
     assert not used(*second)
+
+
+@pytest.mark.parametrize("stage", only([0, 3], STAGES))
+def test_a_gradient_is_set_between_two_looks_of_a_step(stage: int) -> None:
+    model = Net(depth=2)
+    engine = lt_zero.shard(model, config_of(stage, RELEASE))
+    weight = model.blocks[1].up.weight
+    model.blocks[0](torch.ones(2, WIDTH)).sum().backward()
+    bucket, index = engine.owner[id(weight)]
+    assert not engine.finish_reductions()(bucket, index)
+    weight.grad = torch.full(weight.shape, 0.5)
+    assert engine.finish_reductions()(bucket, index)
+    assert bool((bucket.grads.of(bucket.pieces_of(index)[0]) == 0.5).all())
