@@ -12,6 +12,7 @@ from torch import Tensor
 from lt_zero import ops
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Done
+from lt_zero.common.compat import without_grad
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.layout import BucketLayout, Piece
 from lt_zero.engine.partition import BucketPlan
@@ -84,7 +85,7 @@ class Weights:
         elif self._optim.offloads and not serves:  # a gather must not wait until master weights are read
             self.copy = self._optim.fed(stored(self._params, "weights", compute))
 
-    @torch.no_grad()
+    @without_grad
     def enable_training(self) -> None:
         """Make the master weights if there are none; called late when frozen parameters are unfrozen."""
         if self.master is not None:
@@ -263,7 +264,7 @@ class Accumulator:
             return self._wire
         return have if self._sharded and self._group.sums_wide else self.dtype
 
-    @torch.no_grad()
+    @without_grad
     def take(self, out: Tensor, add: bool, factor: float = 1.0) -> None:
         """Move the parameters' gradients times ``factor``, or zeros, into ``out`` (1D, all elements), or add them."""
         targets, grads = [], []  # for the kernel: torch would need two passes
@@ -361,7 +362,7 @@ class Accumulator:
         """Parameters with gradients in the accumulator or ``local``."""
         return self.valid | self.used
 
-    @torch.no_grad()
+    @without_grad
     def clear(self, indices: set[int]) -> None:
         """Drop the accumulated gradients of the given parameters."""
         self.changes += 1
