@@ -48,6 +48,7 @@ _CHUNK = 1 << 17  # elements that are summed at a time, to stay in the cache
 # Barriers of several orders: where in a rank's file their entries are counted, after the posts.
 REDUCTIONS, FENCES, MAXIMA, READ = 16, 17, 18, 19
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two polls
+_YIELDS = 5e-5  # seconds in which a wait only lets others run between two polls
 _LATE = 0.05  # how much later than possible a wait may end, relative to its length
 SEND_BUFFERS = 4
 _OPEN = 4  # exchanges of small tensors that may be open at a time
@@ -108,7 +109,10 @@ class Barrier:
             waited = time.monotonic() - started
             if patience is not None and waited > patience.total_seconds():
                 raise RuntimeError(f"Rank {absent[0]} has not entered a barrier.")
-            time.sleep(min(max(_SHORTEST, _LATE * waited), _LONGEST))
+            if waited < _YIELDS:  # to sleep takes several times as long as asked for
+                os.sched_yield()
+            else:
+                time.sleep(min(max(_SHORTEST, _LATE * waited), _LONGEST))
 
 
 class SharedArena:
@@ -128,7 +132,7 @@ class SharedArena:
         self._offsets: dict[int, int] = {}  # address of a window -> offset in the file
         self._peers: dict[int, int] = {}  # rank -> file
         self.rank = 0
-        self._posts = self.allocate(4, torch.int64)  # two of the numbers are posts, the others' bytes count entries
+        self.allocate(4, torch.int64)  # at the beginning: two numbers are posts, the others' bytes count entries
         self._entries = {REDUCTIONS: 0, FENCES: 0, MAXIMA: 0, READ: 0}
 
     def address(self) -> tuple[str, str]:
@@ -171,12 +175,12 @@ class SharedArena:
     def post(self, index: int, value: int) -> None:
         """Post a number, which peers may read after the next barrier; indices 0 and 1 take turns."""
         self._refuse_fork()
-        self._posts[index] = value
+        self._segments[0][8 * index : 8 * index + 8] = value.to_bytes(8, sys.byteorder, signed=True)
 
     def posted(self, index: int) -> list[int]:
         """The peers' numbers."""
-        offset = self._offsets[self._posts.data_ptr()] + index * self._posts.element_size()
-        return [int.from_bytes(os.pread(file, 8, offset), sys.byteorder) for file in self._peers.values()]
+        files = self._peers.values()
+        return [int.from_bytes(os.pread(file, 8, 8 * index), sys.byteorder, signed=True) for file in files]
 
     def enter(self, place: int) -> int:
         """Enter the next barrier of a ``place``; returns its number. In the same order on all ranks."""
@@ -190,7 +194,8 @@ class SharedArena:
         """The peers that have not entered that barrier."""
         files = self._peers.items()
         found = [peer for peer, file in files if (os.pread(file, 1, place)[0] - number) % 256 >= 128]
-        _order_memory()
+        if not found:  # what follows may read what they wrote
+            _order_memory()
         return found
 
     def peers(self) -> list[int]:

@@ -297,11 +297,8 @@ class UsedParameters:
         for bucket, accumulator in zip(self._buckets, self._accumulators, strict=True):
             if bucket.grads.local is not None or bucket.grads.values is not accumulator:
                 return False
-        if any(grad is None for grad in self._shown.values()):
-            return False
-            return False
         with without_torch_function():
-            return all([bucket.params[index].grad is grad for (bucket, index), grad in self._shown.items()])
+            return all([b.params[i].grad is grad is not None for (b, i), grad in self._shown.items()])
 
     def _exchange_wide(self, flags: Tensor) -> None:
         """Take over the flags of buckets that ranks with other models have, too. Collective.

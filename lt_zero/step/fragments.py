@@ -138,7 +138,7 @@ class Fragments:
         groups, state = self.optimizer.param_groups, self.optimizer.state
         self._wide, self._swapped = [group["params"] for group in groups], []
         for group in groups:
-            pairs = [(p, fragment) for p in group["params"] for fragment in self.of(p)]
+            pairs = [(p, f) for p in group["params"] for f in self._known.get(id(p)) or self.of(p)]
             group["params"] = [fragment for _, fragment in pairs]
             self._swapped += [(p, fragment) for p, fragment in pairs if fragment is not p]
         for p, fragment in self._swapped if state else ():
