@@ -141,13 +141,12 @@ class Weights:
 
     def values(self) -> Tensor:
         """Master or frozen weights, or the flat tensor's elements if there are none (1D, as ``shard``), read-only."""
-        if self.background.job is not None:
-            self.background.wait()
+        _own(self.background)
         return self._kept.read()
 
     def writable_values(self) -> Tensor:
         """``values()``, for writing."""
-        self.background.wait()
+        _own(self.background)
         return self._kept.write()
 
     @property
@@ -170,7 +169,7 @@ class Weights:
 
     def refresh(self) -> None:
         """Copy the master or frozen weights, which are in memory, to the compute copy."""
-        self.background.wait()
+        _own(self.background)
         self.copy.refresh(self._kept, self.written, self.gaps)
         self.written, self.shown = True, None
 
@@ -214,6 +213,12 @@ class Weights:
             self.shown = self.shard.clone()
         else:
             self.shown[rows].copy_(self.shard[rows])
+
+
+def _own(background: BackgroundStep) -> None:
+    """Wait until this thread may use the bucket."""
+    if background.job is not None:
+        background.wait()
 
 
 # (id of a deferred factor, device) -> that factor, and its product with another one. Buckets with equal factors keep
@@ -332,7 +337,7 @@ class Accumulator:
 
     def stored(self) -> tuple[Tensor, Tensor | None]:
         """What is stored (1D, elements [shard_range)), read-only, and the factor (0D) that it lacks; None: 1."""
-        self._background.wait()
+        _own(self._background)
         return self.values.read(), self._factor
 
     def read(self) -> Tensor:
@@ -371,9 +376,10 @@ class Accumulator:
         if not self.valid and not self.used:
             if not self._dropping:
                 self._dropping = True
-                self._background.then(self._drop)  # the next reduction starts from zero
+                # The next reduction starts from zero.
+                self._drop() if self._background.job is None else self._background.then(self._drop)
             return
-        self._background.wait()
+        _own(self._background)
         if self.local is not None:
             for span in map(self._layout.spans.__getitem__, indices):
                 self.local[span.lo : span.hi].zero_()
@@ -399,7 +405,7 @@ class Accumulator:
 
     def end_use(self) -> None:
         """Start writing a streamed accumulator; ``put_away`` completes it."""
-        self._background.wait()
+        _own(self._background)
         self.values.end_use()
 
     def put_away(self) -> None:
@@ -419,7 +425,7 @@ class Accumulator:
             factor_on: ``factor_on(device=...)`` is the number (0D) there.
             products: the same object for all buckets, {} at first.
         """
-        self._background.wait()
+        _own(self._background)
         self.changes += 1
         # On the host where the background step reads it: it would wait for all work queued on the device by then.
         place, before = torch.device("cpu") if self._place.offloads else self._group.device, self._factor
@@ -430,7 +436,7 @@ class Accumulator:
 
     def apply_deferred_scale(self) -> None:
         """Multiply by the deferred factor."""
-        self._background.wait()
+        _own(self._background)
         factor, self._factor = self._factor, None
         if factor is not None and self.accumulated:
             self.widen_fp16()
@@ -442,6 +448,6 @@ class Accumulator:
     def widen_fp16(self) -> None:
         """Convert an fp16 accumulator to fp32 before unscaling, where small gradients would underflow."""
         if self.accumulated and self.values.dtype == torch.float16:
-            self._background.wait()
+            _own(self._background)
             self.changes += 1
             self.values = self.values.widened()

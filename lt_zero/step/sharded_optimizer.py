@@ -240,14 +240,15 @@ class ShardedOptimizer(ProcessLocal):
         Waits for background steps of the buckets that this thread steps or publishes.
         """
         members = self.fragments.members({(bucket, index) for bucket, indices in used.items() for index in indices})
-        early = self.overlap.take_early(used)
+        overlaps = self.engine.offload_manager.overlaps  # the same on all ranks
+        early = self.overlap.take_early(used) if overlaps else set()
         for bucket in early:
             members.pop(bucket, None)
         for bucket in members:
             bucket.edits.check(values=True)
         if self.fused is not None and not early:
             self.fused.begin()
-        late = self.overlap.plan_late(members, early, used)
+        late = self.overlap.plan_late(members, early, used) if overlaps else {}
         for bucket in members:
             if late.get(bucket) is None:
                 bucket.wait_background_step()  # this thread steps it
@@ -453,7 +454,8 @@ class ShardedOptimizer(ProcessLocal):
         self.widen()
         self.engine.used_parameters.spent = True
         self.engine.publish(self._buckets() - self.overlap.late)
-        self.overlap.end_step()
+        if self.engine.offload_manager.overlaps:
+            self.overlap.end_step()
 
     def widen(self) -> None:
         """Put the module's parameters back into the groups; no-op outside of a step."""
