@@ -18,6 +18,7 @@ import export
 import host_cost
 import offload
 import predict_memory
+import small_model
 import step_time
 from measuring import Rounds, child, interleaved, scratch, timed
 
@@ -130,6 +131,12 @@ def steps(peers: dict[str, str], options: Options) -> Rounds:
     words += ["--deepspeed-python", options.deepspeed_python] if options.deepspeed_python else []
     words += ["--depth", "1", "--width", "64"] if options.quick else []
     return {peers[peer.name]: peer.seconds for peer in step_time.measure(step_time.parse(words)) if not peer.error}
+
+
+def small_steps(options: Options) -> Rounds:
+    """Of each peer the step on rank 0, in each round."""
+    found = small_model.in_processes("--rounds", str(options.size(40, 2)))
+    return {name: [seconds for seconds, _ in pairs] for name, pairs in found.items()}
 
 
 def nvme(options: Options) -> Rounds:
@@ -273,10 +280,12 @@ def groups() -> list[Group]:
     loads = Row("load of 1.0 GB", ("torch.load",), ("torch.load", "DCP", "lt_zero (checked)"), "plain read", True)
     python = "Python per step and unit, 8 ranks"
     imports = ("lightning.pytorch", "lt_zero", "lt_zero.ZeroStrategy")
+    small = "step of a ConvNet of 57,000 parameters in Fabric, 2 ranks"
     helps = ("Python that imports typer and rich", "lt-zero --help")
     return [
         Group("step", partial(steps, STEP_PEERS), (step,)),
         Group("step-deepspeed", steps_deepspeed, (Row("the same beside DeepSpeed", ("DDP",), readme=True),)),
+        Group("step-small", small_steps, (Row(small, (small_model.FABRIC,), readme=True),)),
         Group("offload", partial(steps, OFFLOAD_PEERS), tuple(offloaded)),
         *(adam_group(isa, threads, isa == isas()[0] and threads == 1) for isa in isas() for threads in (1, 2)),
         Group("load", load, (loads,)),

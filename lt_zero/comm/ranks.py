@@ -20,7 +20,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lt_zero.comm.ended_ranks import user_line
 from lt_zero.comm.hang_detection import HangDetector
-from lt_zero.comm.shared_memory import FENCES, Barrier, SharedArena
+from lt_zero.comm.shared_memory import FENCES, Barrier, Maxima, SharedArena
 from lt_zero.comm.work import CALL, All, Channel, Done, Launch, Watch, Work
 from lt_zero.common.module_hooks import ProcessLocal
 
@@ -60,6 +60,7 @@ class LaunchOrder:
         self.arena: SharedArena | None = None
         self.detector: HangDetector | None = None
         self._comparisons = 0
+        self._maxima: Maxima | None = None  # in ``arena``
 
     def launch(self, operation: str, name: str, numel: int, compare: bool = False) -> Launch:
         """Number the collective that is launched next, and compare it over the ranks if it was not predicted.
@@ -103,6 +104,14 @@ class LaunchOrder:
             checksums = [int(row) for row in rows]
         if any(checksum != mine for checksum in checksums):
             self.detector.raise_divergence(launch)
+
+    def launch_maximum(self, tensor: Tensor, launch: Launch) -> Work:
+        """Start the element-wise maximum over the ranks of a tensor on the host, in place."""
+        if self.arena is None:
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.host, async_op=True)
+            return All([work], None, self._watch if self.detector is not None else None, launch)
+        self._maxima = self._maxima or Maxima(self.arena)
+        return self._maxima.launch(tensor, partial(self._watch.wait, launch=launch))
 
     def foresee(self, labels: Iterable[tuple[str, str, int]]) -> None:
         """Predict that these are launched next, in this order: (operation, name, elements)."""
@@ -197,14 +206,12 @@ class Ranks(ProcessLocal):
         return value
 
     def host_max(self, flags: Tensor, name: str) -> Work:
-        """Element-wise maximum over the ranks of a CPU tensor, in place, over the gloo group."""
+        """Element-wise maximum over the ranks of a CPU tensor, in place, by shared memory or the gloo group."""
         if self.process_group is None:
             return Done()
         opened = self.log.open("all_reduce", name, flags.nbytes, host=True)
         launch = self.order.launch("flags", name, flags.numel())
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.order.host, async_op=True)
-        watch = self.watch if self.order.detector is not None else None
-        return self.log.follow(opened, All([work], None, watch, launch))
+        return self.log.follow(opened, self.order.launch_maximum(flags, launch))
 
     def roll_call(self, what: str) -> None:
         """Wait until each of these ranks has called this for ``what``, an operation of all of them. Collective.

@@ -15,6 +15,12 @@ Note [Shared windows]
     whole; ranks are never 128 entries apart), and polls those of the peers. gloo's would wake a thread in each rank,
     which competes with the computation for the same cores. As no connection is involved, none is closed when a peer
     ends, and no group times out: ``Watch.wait`` looks after both.
+
+Note [Maxima]
+    Small tensors on the host are exchanged the same way: a rank writes its own to a window and enters a barrier, and
+    whoever has waited for the barrier reads those of the peers. Exchanges take turns with ``_OPEN`` windows. Each rank
+    counts the exchanges that it has read, in their order, and a window is written again once all ranks have read it;
+    an exchange that nobody waits for is read when its window is needed.
 """
 
 from __future__ import annotations
@@ -25,9 +31,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,10 +45,13 @@ from lt_zero.ops.flat import store, wide
 _SEGMENT = 1 << 30  # bytes of address space per mapping; pages are allocated when they are written
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _CHUNK = 1 << 17  # elements that are summed at a time, to stay in the cache
-REDUCTIONS, FENCES = 16, 17  # barriers of two orders: where in a rank's file their entries are counted, after the posts
+# Barriers of several orders: where in a rank's file their entries are counted, after the posts.
+REDUCTIONS, FENCES, MAXIMA, READ = 16, 17, 18, 19
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two polls
+_YIELDS = 5e-5  # seconds in which a wait only lets others run between two polls
 _LATE = 0.05  # how much later than possible a wait may end, relative to its length
 SEND_BUFFERS = 4
+_OPEN = 4  # exchanges of small tensors that may be open at a time
 
 
 def supported() -> bool:
@@ -67,16 +77,23 @@ def _order_memory() -> None:
 
 
 class Barrier:
-    """This rank's entry into a barrier of an arena's ranks, complete once all have entered; a work as gloo's are."""
+    """This rank's entry into a barrier of an arena's ranks, complete once all have entered; a work as gloo's are.
 
-    def __init__(self, arena: SharedArena, place: int) -> None:
-        self._arena, self._place, self._number = arena, place, arena.enter(place)
+    ``number``: of a barrier that this rank has entered; None: it enters the next.
+    """
+
+    def __init__(self, arena: SharedArena, place: int, number: int | None = None) -> None:
+        self._arena, self._place = arena, place
+        self._number = arena.enter(place) if number is None else number
+        self._complete = False
         self.timeout = arena.timeout
         self.ask_after = 0.0  # seconds of a wait, after which to ask whether ranks have ended
 
     def absent(self) -> list[int]:
         """The ranks that have not entered."""
-        return self._arena.behind(self._place, self._number)
+        absent = [] if self._complete else self._arena.behind(self._place, self._number)
+        self._complete = not absent
+        return absent
 
     def is_completed(self) -> bool:
         return not self.absent()
@@ -92,7 +109,10 @@ class Barrier:
             waited = time.monotonic() - started
             if patience is not None and waited > patience.total_seconds():
                 raise RuntimeError(f"Rank {absent[0]} has not entered a barrier.")
-            time.sleep(min(max(_SHORTEST, _LATE * waited), _LONGEST))
+            if waited < _YIELDS:  # to sleep takes several times as long as asked for
+                os.sched_yield()
+            else:
+                time.sleep(min(max(_SHORTEST, _LATE * waited), _LONGEST))
 
 
 class SharedArena:
@@ -112,8 +132,8 @@ class SharedArena:
         self._offsets: dict[int, int] = {}  # address of a window -> offset in the file
         self._peers: dict[int, int] = {}  # rank -> file
         self.rank = 0
-        self._posts = self.allocate(4, torch.int64)  # two of the numbers are posts, the others' bytes count entries
-        self._entries = {REDUCTIONS: 0, FENCES: 0}
+        self.allocate(4, torch.int64)  # at the beginning: two numbers are posts, the others' bytes count entries
+        self._entries = {REDUCTIONS: 0, FENCES: 0, MAXIMA: 0, READ: 0}
 
     def address(self) -> tuple[str, str]:
         """The host, and the path by which peers open this rank's file."""
@@ -155,12 +175,12 @@ class SharedArena:
     def post(self, index: int, value: int) -> None:
         """Post a number, which peers may read after the next barrier; indices 0 and 1 take turns."""
         self._refuse_fork()
-        self._posts[index] = value
+        self._segments[0][8 * index : 8 * index + 8] = value.to_bytes(8, sys.byteorder, signed=True)
 
     def posted(self, index: int) -> list[int]:
         """The peers' numbers."""
-        offset = self._offsets[self._posts.data_ptr()] + index * self._posts.element_size()
-        return [int.from_bytes(os.pread(file, 8, offset), sys.byteorder) for file in self._peers.values()]
+        files = self._peers.values()
+        return [int.from_bytes(os.pread(file, 8, 8 * index), sys.byteorder, signed=True) for file in files]
 
     def enter(self, place: int) -> int:
         """Enter the next barrier of a ``place``; returns its number. In the same order on all ranks."""
@@ -174,8 +194,13 @@ class SharedArena:
         """The peers that have not entered that barrier."""
         files = self._peers.items()
         found = [peer for peer, file in files if (os.pread(file, 1, place)[0] - number) % 256 >= 128]
-        _order_memory()
+        if not found:  # what follows may read what they wrote
+            _order_memory()
         return found
+
+    def peers(self) -> list[int]:
+        """The other ranks."""
+        return list(self._peers)
 
     def _refuse_fork(self) -> None:
         """Raise in a forked child, which writes to its parent's file."""
@@ -243,3 +268,57 @@ class SharedArena:
                 else:
                     total.add_(shard)
             store(out[lo:hi], total, add, factor)
+
+
+class Maxima:
+    """Element-wise maxima of small tensors over the ranks of an arena. See Note [Maxima]."""
+
+    def __init__(self, arena: SharedArena) -> None:
+        self._arena = arena
+        self._windows: list[Tensor] = []  # 1D uint8
+        self._launched = 0
+        self._open: deque[Maximum] = deque()  # not read yet
+
+    def launch(self, tensor: Tensor, wait: Callable[[Barrier], object]) -> Maximum:
+        """Start the maximum of contiguous ``tensor``, in place, of the same size on all ranks, in the same order.
+
+        ``wait`` waits for a barrier of the ranks.
+        """
+        number = self._launched + 1
+        if number > _OPEN:
+            self.read(number - _OPEN)
+            wait(Barrier(self._arena, READ, number - _OPEN))
+        if not self._windows or tensor.nbytes > self._windows[0].nbytes:
+            self._windows = [self._arena.allocate(2 * tensor.nbytes, torch.uint8) for _ in range(_OPEN)]
+        window = self._windows[number % _OPEN]
+        window[: tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
+        self._launched = number  # as many as barriers were entered, also after an error of ``wait``
+        self._open.append(Maximum(self, number, tensor, window, Barrier(self._arena, MAXIMA), wait))
+        return self._open[-1]
+
+    def read(self, number: int) -> None:
+        """Wait for the exchanges up to ``number``, and write their results."""
+        while self._open and self._open[0].number <= number:
+            first = self._open[0]
+            first.await_peers(first.barrier)
+            theirs = torch.empty_like(first.tensor)
+            for peer in self._arena.peers():
+                self._arena.read(peer, first.window, 0, theirs)
+                torch.maximum(first.tensor, theirs, out=first.tensor)
+            self._open.popleft()
+            self._arena.enter(READ)
+
+
+class Maximum(NamedTuple):
+    """An exchange that was launched; a work as others are."""
+
+    of: Maxima
+    number: int
+    tensor: Tensor
+    window: Tensor
+    barrier: Barrier
+    await_peers: Callable[[Barrier], object]
+
+    def wait(self) -> None:
+        """Wait until ``tensor`` has the maximum."""
+        self.of.read(self.number)

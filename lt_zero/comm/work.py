@@ -147,6 +147,8 @@ class Watch:
         Raises:
             RuntimeError: there is a verdict, or the collective failed.
         """
+        if isinstance(work, Barrier) and work.is_completed():
+            return
         started = time.monotonic()
         try:
             if launch is not None:

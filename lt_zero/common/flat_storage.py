@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lt_zero.common.compat import storage_references
 
+_SMALL = 1 << 18  # bytes
 _PAGES = sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
 
 
@@ -60,6 +61,12 @@ def anonymous_pages(nbytes: int, *advice: str) -> mmap.mmap:
         with contextlib.suppress(OSError, AttributeError):
             pages.madvise(getattr(mmap, name))
     return pages
+
+
+def brief_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialized 1D tensor for a part of a step: a small one is from the heap, whose pages stay mapped."""
+    small = numel * dtype.itemsize <= _SMALL
+    return torch.empty(numel, dtype=dtype, device=device) if small else flat_empty(numel, dtype, device)
 
 
 def flat_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

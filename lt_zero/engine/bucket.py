@@ -30,8 +30,8 @@ from torch.nn import Parameter
 from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Work
-from lt_zero.common.compat import held_by_autograd, without_torch_function
-from lt_zero.common.flat_storage import FlatStorage, flat_empty
+from lt_zero.common.compat import held_by_autograd, without_grad, without_torch_function
+from lt_zero.common.flat_storage import FlatStorage, brief_empty, flat_empty
 from lt_zero.common.timing import phase
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.guard import Owner, guard, own, sentinel, unguard
@@ -156,7 +156,7 @@ class Bucket:
             group.after_write()
             return window
 
-        allocate = partial(flat_empty, device=group.device)
+        allocate = partial(brief_empty, device=group.device)
         self.memory = device_place(allocate, readable_by_peers if sharding.params else None)
         self.use(self.memory, self.memory)
         self.state = State.RESIDENT
@@ -499,7 +499,7 @@ class Bucket:
         shard = self.weights.values().to(self.shard.device, self.shard.dtype)
         return self.gathers.decoded(shard) if self.gathers.rounded else shard
 
-    @torch.no_grad()
+    @without_grad
     def refresh_after_step(self) -> None:
         """Copy the master weights to what gathers read, or to this rank's shard of the compute copy."""
         self.gathers.weights_changed()
@@ -509,7 +509,7 @@ class Bucket:
             self.put_away()
         self.weights.written = False
 
-    @torch.no_grad()
+    @without_grad
     def launch_publish(self) -> Work | None:
         """Start gathering the other ranks' updates into the compute copy, after all buckets are refreshed."""
         if not self.weights.trains or self.sharding.params or not self.sharding.optim:

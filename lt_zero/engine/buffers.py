@@ -138,6 +138,8 @@ class BufferSync(ProcessLocal):
 
         Those of buffers that were made in inference mode, which have no versions, are compared always.
         """
+        if not self._buffers:
+            return
         with without_torch_function():
             tensors, asked = [buffer.now for buffer in self._buffers], list[_Buffer]()
             for buffer, tensor, version in zip(self._buffers, tensors, _versions(tensors), strict=True):

@@ -458,8 +458,9 @@ class Engine(ProcessLocal):
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
         passed, self._passed = self._passed, False
         if arrived or (explicit and not passed):
-            self.reducer.finish()
-            self.used_parameters.record()
+            with torch.no_grad():  # once: what these call would enter it for each bucket
+                self.reducer.finish()
+                self.used_parameters.record()
         elif explicit:  # whether the loss is finite was not known when ``whole_passes`` recorded
             self.reducer.scope = None
             self.used_parameters.record()

@@ -145,14 +145,18 @@ class InplaceEdits:
         with without_torch_function():
             return [i for i, (p, view) in pairs if p.data_ptr() != view.data_ptr()]
 
-    @torch.no_grad()
     def put_back(self) -> list[str]:
         """Copy parameters that were assigned other tensors back to their views; returns their names.
 
         Those of another shape, dtype or device are ``lost``.
         """
+        assigned = self.assigned()
+        return self._put_back(assigned) if assigned else []
+
+    @torch.no_grad()
+    def _put_back(self, assigned: list[int]) -> list[str]:
         found, bucket = [], self._bucket
-        for index in self.assigned():
+        for index in assigned:
             parameter, view, name = bucket.params[index], bucket.param_views[index], bucket.layout.spans[index].name
             value = parameter.data
             if (value.shape, value.dtype, value.device) != (view.shape, view.dtype, view.device):

@@ -16,6 +16,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -142,14 +143,14 @@ class SameOnRanks:
             self._dropped += len(self._noted)
             self._noted = []
 
-    def flags(self) -> list[int]:
+    def flags(self) -> tuple[int, ...]:
         """This rank's bytes of an exchange, whose maximum over the ranks ``check`` gets."""
         if self._peers.alone:
-            return [*_NOTHING]
+            return _NOTHING
         now = [source.snapshot() for source in self._sources]
         return self._cover([*now, self._frozen_parameters(), *self._find_unknown()])
 
-    def _cover(self, now: list[Snapshot]) -> list[int]:
+    def _cover(self, now: list[Snapshot]) -> tuple[int, ...]:
         """The flags of an exchange about the steps so far, and what there is ``now``."""
         covered, taken = [*self._noted, *now], len(self._noted)
         number = self._told[-1].number + 1 if self._told else 0
@@ -247,12 +248,13 @@ def _sentence(ranks: Ranks, facts: Sequence[Facts], problems: Sequence[str]) -> 
     return " ".join(told) if told else f"The ranks differ: {differences(differ)}. {_REMEDY}"
 
 
-def _flags(data: bytes) -> list[int]:
+@lru_cache(maxsize=8)  # one for each engine that steps as it did before
+def _flags(data: bytes) -> tuple[int, ...]:
     digest = hashlib.blake2b(data, digest_size=_DIGEST).digest()
-    return [*digest, *(255 - byte for byte in digest)]
+    return *digest, *(255 - byte for byte in digest)
 
 
-_NOTHING = [0] * _DIGEST + [255] * _DIGEST  # the flags where nothing is compared
+_NOTHING = (0,) * _DIGEST + (255,) * _DIGEST  # the flags where nothing is compared
 
 
 def _equal(flags: Sequence[int]) -> bool:

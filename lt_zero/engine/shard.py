@@ -12,6 +12,7 @@ from torch import Tensor
 from lt_zero import ops
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Done
+from lt_zero.common.compat import without_grad
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.layout import BucketLayout, Piece
 from lt_zero.engine.partition import BucketPlan
@@ -84,7 +85,7 @@ class Weights:
         elif self._optim.offloads and not serves:  # a gather must not wait until master weights are read
             self.copy = self._optim.fed(stored(self._params, "weights", compute))
 
-    @torch.no_grad()
+    @without_grad
     def enable_training(self) -> None:
         """Make the master weights if there are none; called late when frozen parameters are unfrozen."""
         if self.master is not None:
@@ -140,13 +141,12 @@ class Weights:
 
     def values(self) -> Tensor:
         """Master or frozen weights, or the flat tensor's elements if there are none (1D, as ``shard``), read-only."""
-        if self.background.job is not None:
-            self.background.wait()
+        _own(self.background)
         return self._kept.read()
 
     def writable_values(self) -> Tensor:
         """``values()``, for writing."""
-        self.background.wait()
+        _own(self.background)
         return self._kept.write()
 
     @property
@@ -169,7 +169,7 @@ class Weights:
 
     def refresh(self) -> None:
         """Copy the master or frozen weights, which are in memory, to the compute copy."""
-        self.background.wait()
+        _own(self.background)
         self.copy.refresh(self._kept, self.written, self.gaps)
         self.written, self.shown = True, None
 
@@ -213,6 +213,12 @@ class Weights:
             self.shown = self.shard.clone()
         else:
             self.shown[rows].copy_(self.shard[rows])
+
+
+def _own(background: BackgroundStep) -> None:
+    """Wait until this thread may use the bucket."""
+    if background.job is not None:
+        background.wait()
 
 
 # (id of a deferred factor, device) -> that factor, and its product with another one. Buckets with equal factors keep
@@ -263,7 +269,7 @@ class Accumulator:
             return self._wire
         return have if self._sharded and self._group.sums_wide else self.dtype
 
-    @torch.no_grad()
+    @without_grad
     def take(self, out: Tensor, add: bool, factor: float = 1.0) -> None:
         """Move the parameters' gradients times ``factor``, or zeros, into ``out`` (1D, all elements), or add them."""
         targets, grads = [], []  # for the kernel: torch would need two passes
@@ -331,7 +337,7 @@ class Accumulator:
 
     def stored(self) -> tuple[Tensor, Tensor | None]:
         """What is stored (1D, elements [shard_range)), read-only, and the factor (0D) that it lacks; None: 1."""
-        self._background.wait()
+        _own(self._background)
         return self.values.read(), self._factor
 
     def read(self) -> Tensor:
@@ -361,7 +367,7 @@ class Accumulator:
         """Parameters with gradients in the accumulator or ``local``."""
         return self.valid | self.used
 
-    @torch.no_grad()
+    @without_grad
     def clear(self, indices: set[int]) -> None:
         """Drop the accumulated gradients of the given parameters."""
         self.changes += 1
@@ -370,9 +376,10 @@ class Accumulator:
         if not self.valid and not self.used:
             if not self._dropping:
                 self._dropping = True
-                self._background.then(self._drop)  # the next reduction starts from zero
+                # The next reduction starts from zero.
+                self._drop() if self._background.job is None else self._background.then(self._drop)
             return
-        self._background.wait()
+        _own(self._background)
         if self.local is not None:
             for span in map(self._layout.spans.__getitem__, indices):
                 self.local[span.lo : span.hi].zero_()
@@ -398,7 +405,7 @@ class Accumulator:
 
     def end_use(self) -> None:
         """Start writing a streamed accumulator; ``put_away`` completes it."""
-        self._background.wait()
+        _own(self._background)
         self.values.end_use()
 
     def put_away(self) -> None:
@@ -418,7 +425,7 @@ class Accumulator:
             factor_on: ``factor_on(device=...)`` is the number (0D) there.
             products: the same object for all buckets, {} at first.
         """
-        self._background.wait()
+        _own(self._background)
         self.changes += 1
         # On the host where the background step reads it: it would wait for all work queued on the device by then.
         place, before = torch.device("cpu") if self._place.offloads else self._group.device, self._factor
@@ -429,7 +436,7 @@ class Accumulator:
 
     def apply_deferred_scale(self) -> None:
         """Multiply by the deferred factor."""
-        self._background.wait()
+        _own(self._background)
         factor, self._factor = self._factor, None
         if factor is not None and self.accumulated:
             self.widen_fp16()
@@ -441,6 +448,6 @@ class Accumulator:
     def widen_fp16(self) -> None:
         """Convert an fp16 accumulator to fp32 before unscaling, where small gradients would underflow."""
         if self.accumulated and self.values.dtype == torch.float16:
-            self._background.wait()
+            _own(self._background)
             self.changes += 1
             self.values = self.values.widened()

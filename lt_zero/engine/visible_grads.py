@@ -196,7 +196,8 @@ class UsedParameters:
         self._shown: dict[Place, Tensor | None] = {}  # shown in p.grad; None: p.grad is a late gradient
         self._hidden: dict[Place, ShardedGrad] = {}  # of the last backward, for reuse
         self._places: set[Place] = set()  # of all shown gradients
-        self._found: tuple[set[Place], list[Store]] | None = None  # by ``finish_reductions``, see ``_is_unchanged``
+        self._accumulators: list[Store] = []  # of the buckets, when gradients were shown
+        self._found: set[Place] | None = None  # by ``finish_reductions``, valid while ``_shows_reduced``
         self.norms: dict[float, dict[Place, Tensor]] = {}  # norm type -> norms of shown gradients, until these change
         self.aside = False  # gradients are not shown: ``put_aside``
         self.spent = False  # a step has used, or skipped, what was accumulated
@@ -208,9 +209,11 @@ class UsedParameters:
         """Called when the reductions of a backward are finished."""
         self.spent, self._found = False, None
         self._hidden = {}
-        self._flags, self.late = None, {b for b in self._buckets if b.has_grads()}
+        self._flags = None
         if self._reducer.sync:
             self._launch()
+        else:
+            self.late = {b for b in self._buckets if b.has_grads()}
         self.show_held()
 
     def abort(self) -> None:
@@ -225,12 +228,14 @@ class UsedParameters:
         """Launch the exchange of flags: what is the same on all ranks, used parameters, late buckets, errors."""
         for bucket in self._buckets:
             bucket.edits.check()
-        used = [i in b.grads.used or p.grad is not None for b in self._buckets for i, p in enumerate(b.params)]
-        self.late = {b for b in self._buckets if b.has_grads()}
+        with without_torch_function():  # guards would intercept each access
+            got = [[p.grad is not None for p in b.params] for b in self._buckets]
+        self.late = {b for b, some in zip(self._buckets, got, strict=True) if any(some)}
+        used = [g or i in b.grads.used for b, some in zip(self._buckets, got, strict=True) for i, g in enumerate(some)]
         lost = any(b.edits.lost for b in self._buckets)
         news = [*(b in self.late for b in self._buckets), self.nonfinite, self._problem() is not None, lost]
         seen = self._buffers.report()
-        every = torch.tensor([*seen, *self._same_on_ranks.flags(), *used, *news], dtype=torch.uint8)
+        every = torch.frombuffer(bytearray([*seen, *self._same_on_ranks.flags(), *used, *news]), dtype=torch.uint8)
         self._wide_due = bool(self._wide)
         work, flags = self._peers.host_max(every, "used parameters"), every[len(seen) :]
         self._buffers.exchanged(work, every[: len(seen)])
@@ -245,11 +250,12 @@ class UsedParameters:
                 options.
             SwapError: on all ranks, if files failed on one.
         """
-        if self._found is not None and self._is_unchanged(self._found[1]):
-            return partial(_is_used, self._found[0])
+        stays = self._shows_reduced()
+        if self._found is not None and stays:
+            return partial(_is_used, self._found)
         if self._hold:
             self.take_assigned()
-        else:
+        elif not stays:
             self.hide()
         self._reducer.flush()
         unseen = not self._shown and any(b.has_grads() for b in self._buckets if b not in self.late)
@@ -268,6 +274,9 @@ class UsedParameters:
             self._raise(files=bool(row[-2]))
         late = [bucket for bucket, flag in zip(self._buckets, row[-3 - count : -3], strict=True) if flag]
         if late:
+            if stays:
+                self.hide()  # reductions take what ``p.grad`` has
+                stays = False
             self._reducer.reduce_again(late)
             flags[-count - 3 :] = 0
             self.late = set()
@@ -276,15 +285,16 @@ class UsedParameters:
             valid, mine = bucket.grads.valid, islice(flagged, len(bucket.params))
             used |= {(bucket, index) for index, flag in enumerate(mine) if flag and index in valid}
         if not self._hold:
-            self.show(used)
-            self._found = used, [bucket.grads.values for bucket in self._buckets]
+            if not stays or self._shown.keys() != used:
+                self.show(used)
+            self.norms, self._found = {}, used
         return partial(_is_used, used)
 
-    def _is_unchanged(self, accumulators: list[Store]) -> bool:
-        """True if ``p.grad`` and accumulators are as the last ``finish_reductions`` left them."""
-        if self._flags is None or self._hold or not self._shown:
+    def _shows_reduced(self) -> bool:
+        """True if all gradients were reduced, and ``p.grad`` and accumulators are as when they were last shown."""
+        if self._flags is None or self._hold or not self._shown or self.late:
             return False
-        for bucket, accumulator in zip(self._buckets, accumulators, strict=True):
+        for bucket, accumulator in zip(self._buckets, self._accumulators, strict=True):
             if bucket.grads.local is not None or bucket.grads.values is not accumulator:
                 return False
         with without_torch_function():  # the others as well: a gradient may have been set where no rank had one
@@ -364,6 +374,7 @@ class UsedParameters:
         if self.aside:
             return
         self._places, self.norms = places, {}
+        self._accumulators = [bucket.grads.values for bucket in self._buckets]
         views = {bucket: is_view(bucket) for bucket in {bucket for bucket, _ in places}}
         with without_torch_function():  # guards would intercept each access
             for bucket, index in places:
@@ -409,6 +420,8 @@ class UsedParameters:
             RuntimeError: a sharded gradient was replaced.
         """
         (shown, self._shown), self._found = (self._shown, {}), None
+        if not shown:
+            return
         cleared = []
         with without_torch_function(), torch.no_grad():
             for (bucket, index), grad in shown.items():
@@ -446,10 +459,12 @@ class UsedParameters:
         """Clear the accumulators whose ``p.grad`` was set to None, to free memory before forward."""
         with without_torch_function():
             cleared = [(bucket, index) for bucket, index in self._shown if bucket.params[index].grad is None]
+        if not cleared:
+            return
         self._clear(cleared, self._shown)
         for place in cleared:
             del self._shown[place]
-        self._found = None if cleared else self._found
+        self._found = None
 
     @staticmethod
     def _clear(cleared: list[Place], shown: Collection[Place]) -> None:

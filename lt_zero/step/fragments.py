@@ -9,8 +9,9 @@ Note [Narrowing]
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import cast
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lt_zero.common.compat import without_torch_function
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.layout import Piece
@@ -34,7 +36,7 @@ class Member:
 
 
 class Fragments:
-    """The fragments of one optimizer's parameters.
+    """The fragments of one optimizer's parameters. What a step needs of them is kept until groups or training change.
 
     Args:
         engine: owns the parameters; a parameter that it does not own is its own fragment.
@@ -46,6 +48,10 @@ class Fragments:
         self._known: dict[int, list[Parameter]] = {}  # fragments by id of the parameter
         self._wide: list[list[Parameter]] | None = None  # the groups' parameters during a step
         self._swapped: list[tuple[Parameter, Parameter]] = []  # (parameter, fragment) during a step
+        self._grouped: list[list[Parameter]] = []  # the groups' parameters that the places are of
+        self._places: list[tuple[Bucket, int, Parameter]] = []
+        # Of the last ``members``: which places had master weights, which were used, and the result.
+        self._members: tuple[list[bool], Container[tuple[Bucket, int]], dict[Bucket, list[Member]]] | None = None
 
     def of(self, parameter: Parameter) -> list[Parameter]:
         """This rank's fragment of ``parameter`` (none or one), or ``parameter`` if the engine does not own it.
@@ -78,9 +84,16 @@ class Fragments:
         return [p for params in self.groups() for p in params]
 
     def places(self) -> list[tuple[Bucket, int, Parameter]]:
-        """(bucket, index in it, parameter) of all parameters that the engine owns, in the order of the groups."""
-        owner = self.engine.owner
-        return [(*owner[id(p)], p) for p in self.parameters() if id(p) in owner]
+        """(bucket, index in it, parameter) of all parameters that the engine owns, in the order of the groups.
+
+        The same list until a group changes; the caller leaves it as it is.
+        """
+        groups = self.groups()
+        if not _are_same(groups, self._grouped):
+            owner = self.engine.owner
+            self._grouped, self._members = [list(params) for params in groups], None
+            self._places = [(*owner[id(p)], p) for params in groups for p in params if id(p) in owner]
+        return self._places
 
     def indices(self) -> dict[Bucket, set[int]]:
         """This optimizer's parameters in each bucket."""
@@ -92,18 +105,25 @@ class Fragments:
     def members(self, used: Container[tuple[Bucket, int]]) -> dict[Bucket, list[Member]]:
         """The fragments by bucket, in order; also buckets of which this rank has no fragment, but no frozen ones.
 
-        ``used``: the parameters, as (bucket, index), that have a gradient on any rank.
+        ``used``: the parameters, as (bucket, index), that have a gradient on any rank. The lists are those of the last
+        call if nothing has changed; the caller leaves them as they are.
         """
+        places = self.places()
+        with without_torch_function():  # guards would intercept each access
+            trained = [not _needs_no_master(bucket, parameter) for bucket, _, parameter in places]
+        if self._members is not None and self._members[:2] == (trained, used):
+            return dict(self._members[2])
         found: dict[Bucket, list[Member]] = {}
-        for bucket, index, parameter in self.places():
-            if _needs_no_master(bucket, parameter):
+        for (bucket, index, parameter), trains in zip(places, trained, strict=True):
+            if not trains:
                 continue
             members = found.setdefault(bucket, [])
             for piece, fragment in zip(bucket.pieces_of(index), self.of(parameter), strict=True):
                 members.append(Member(parameter, fragment, piece, (bucket, index) in used))
         for members in found.values():
             members.sort(key=lambda m: m.piece.offset)
-        return found
+        self._members = trained, used, found
+        return dict(found)
 
     # ---- groups and state --------------------------------------------------------------------------------------
 
@@ -118,10 +138,10 @@ class Fragments:
         groups, state = self.optimizer.param_groups, self.optimizer.state
         self._wide, self._swapped = [group["params"] for group in groups], []
         for group in groups:
-            pairs = [(p, fragment) for p in group["params"] for fragment in self.of(p)]
+            pairs = [(p, f) for p in group["params"] for f in self._known.get(id(p)) or self.of(p)]
             group["params"] = [fragment for _, fragment in pairs]
             self._swapped += [(p, fragment) for p, fragment in pairs if fragment is not p]
-        for p, fragment in self._swapped:
+        for p, fragment in self._swapped if state else ():
             if p in state:
                 state[fragment] = state.pop(p)
 
@@ -163,6 +183,15 @@ class Fragments:
                         cut = cut.view(shape) if cut.numel() == value.numel() else cut
                         # The constructor used the dtype of the compute copy.
                         state[key] = cut.to(bucket.step_dtype) if cut.is_floating_point() else cut
+
+
+def _are_same(groups: Sequence[Sequence[Parameter]], others: Sequence[Sequence[Parameter]]) -> bool:
+    """Whether both have the same parameters in the same order."""
+    if len(groups) != len(others):
+        return False
+    return all(
+        len(some) == len(other) and all(map(is_, some, other)) for some, other in zip(groups, others, strict=True)
+    )
 
 
 def _needs_no_master(bucket: Bucket, parameter: Parameter) -> bool:

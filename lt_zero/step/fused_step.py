@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_zero import ops
-from lt_zero.common.compat import step_hooks
+from lt_zero.common.compat import step_hooks, without_grad
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.layout import ALIGN
 from lt_zero.step.fragments import Fragments, Member
@@ -71,6 +71,8 @@ class Run:
         self.steps = torch.zeros(len(members), dtype=fp32, device="cpu")  # 1D; on the CPU as torch's counters
         self._counted = torch.zeros_like(self.steps)  # increments of the last step
         self._new = [False] * len(members)  # without state before the last step
+        self._used: list[bool] = []  # members that ``_counted`` is of
+        self._has_views = bool(keys)
         self._views: list[dict[str, Tensor]] = []  # the state of each member
         for step, member in zip(self.steps, members, strict=True):
             lo, shape = member.piece.offset - self.lo, member.fragment.shape
@@ -94,9 +96,9 @@ class Run:
 
     def adopt(self, members: list[Member], state: dict[Any, Any]) -> None:
         """Make the optimizer's state of each fragment a view of this run's, keeping its values."""
+        if not self._has_views:
+            return
         for number, (member, views) in enumerate(zip(members, self._views, strict=True)):
-            if not views:
-                continue
             found = state.setdefault(member.fragment, {})
             self._new[number] = all(found.get(key) is None for key in views)
             if not self._kernel.counts and any(found.get(key) is not view for key, view in views.items()):
@@ -122,9 +124,12 @@ class Run:
     def parts(self, members: list[Member], group: Options) -> list[Part]:
         """Count a step with the numbers of a group; returns the ranges that have a gradient, with their options."""
         used = [member.used for member in members]
-        self._counted = torch.tensor(used, dtype=torch.float32, device="cpu")
+        if used != self._used:
+            self._counted, self._used = torch.tensor(used, dtype=torch.float32, device="cpu"), used
         self.steps += self._counted
         counts = self.steps.tolist()
+        if all(used) and not self._kernel.collective and counts.count(counts[0]) == len(counts):
+            return [Part(self, 0, self.hi - self.lo, members[0].piece.index, self._kernel.options(group, counts[0]))]
         stepped = {n for n, has in zip(counts, used, strict=True) if has}
         options = {n: self._kernel.options(group, n) for n in stepped}
         numbered = [(options[n] if m.used else None, m.piece) for n, m in zip(counts, members, strict=True)]
@@ -140,13 +145,16 @@ class Run:
     def uncount(self, members: list[Member], state: dict[Any, Any]) -> None:
         """Undo the counting of the last step; what had no state before it has none."""
         self.steps -= self._counted
-        self._counted = torch.zeros_like(self._counted)
+        self._counted, self._used = torch.zeros_like(self._counted), []
         for member, views, new in zip(members, self._views, self._new, strict=True):
             if new and (found := state.get(member.parameter)) is not None:
                 for key in views:
                     found.pop(key, None)
                 if not found:
                     del state[member.parameter]
+
+
+_Row = tuple[Run, int, list[Member]]  # a run, its group, and its members in a step
 
 
 # ---- the step --------------------------------------------------------------------------------------------------------
@@ -166,10 +174,11 @@ class FusedStep:
         # (parameter, group, whether it has states) of the members of a bucket, and their runs, which are valid as long
         # as these are the same.
         self._runs: dict[Bucket, tuple[list[tuple[int, int, bool]], list[Run]]] = {}
+        # Members of a bucket that are all used, and the states of the groups then -> what ``_find_runs`` found.
+        self._planned: dict[Bucket, tuple[list[Member], list[tuple[str, ...]], list[_Row]]] = {}
         self._last: list[tuple[Run, list[Member]]] = []  # of the last step
         self._groups: list[Options] | None = None  # numbers of the groups, for the running step
         self._keys: list[tuple[str, ...]] = []  # of the element-wise states, by group
-        self._number_of: dict[int, int] = {}  # group of a parameter, by id
         self._told = False
 
     @staticmethod
@@ -216,7 +225,7 @@ class FusedStep:
             self._kernel.options(group, 2.0) for group in now
         ]
 
-    @torch.no_grad()
+    @without_grad
     def step(self, bucket_members: dict[Bucket, list[Member]], found_inf: Tensor | None = None) -> None:
         """Step the fragments, which ``param_groups`` and ``state`` hold during a step (fragments.py).
 
@@ -236,8 +245,25 @@ class FusedStep:
         if self._groups is None:
             self._groups = [numbers_of(group) for group in self._optimizer.param_groups]
             self._keys = [self._kernel.keys if self._kernel.has_states(group) else () for group in self._groups]
-            self._number_of = {id(p): n for n, params in enumerate(self._fragments.groups()) for p in params}
         narrowed, state = self._fragments.narrowed, self._optimizer.state
+        known, keys, rows = self._planned.get(bucket, (None, None, []))
+        if not narrowed or known is not everyone or keys != self._keys:
+            found = self._find_runs(bucket, everyone)
+            if found is None:
+                return None
+            rows = found
+        parts = []
+        for run, number, some in rows:
+            if narrowed:
+                run.adopt(some, state)
+            self._last.append((run, some))
+            parts += run.parts(some, self._groups[number])
+        return parts
+
+    def _find_runs(self, bucket: Bucket, everyone: list[Member]) -> list[_Row] | None:
+        """The runs of a bucket, with group and members of each; None if states have to be moved into them first."""
+        narrowed, state = self._fragments.narrowed, self._optimizer.state
+        number_of = {id(p): n for n, params in enumerate(self._fragments.groups()) for p in params}
         members: list[tuple[int, list[Member]]] = []  # by group, also split where elements in between are not stepped
         states: list[list[Options]] = []
         signature, end = [], -1
@@ -245,7 +271,7 @@ class FusedStep:
             found = state.get(member.fragment if narrowed else member.parameter, {})
             if not member.used and all(value is None for value in found.values()):
                 continue
-            number, piece = self._number_of[id(member.parameter)], member.piece
+            number, piece = number_of[id(member.parameter)], member.piece
             if not members or members[-1][0] != number or piece.offset - end >= ALIGN:
                 members.append((number, []))
                 states.append([])
@@ -260,15 +286,13 @@ class FusedStep:
             initial = self._kernel.initial(self._optimizer)
             runs = [Run(bucket, some, self._keys[number], self._kernel, initial) for number, some in members]
             self._runs[bucket] = (signature, runs)
-        parts = []
-        for run, (number, some) in zip(runs, members, strict=True):
-            if narrowed:
-                run.adopt(some, state)
-            self._last.append((run, some))
-            parts += run.parts(some, self._groups[number])
-        return parts
+        rows = [(run, number, some) for run, (number, some) in zip(runs, members, strict=True)]
+        self._planned.pop(bucket, None)
+        if all(member.used for member in everyone):  # of others the states decide, which may change
+            self._planned[bucket] = everyone, self._keys, rows
+        return rows
 
-    @torch.no_grad()
+    @without_grad
     def launch(
         self,
         buckets: list[Bucket],

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.common.compat import without_grad
 from lt_zero.common.timing import phased
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.layout import ALIGN
@@ -77,13 +78,13 @@ class ReducedGrads:
         for (_, group), (rows, factor) in together.items():
             yield rows, factor, group
 
-    @torch.no_grad()
+    @without_grad
     def multiply(self, factor: Tensor) -> None:
         """Multiply the gradients by ``factor`` (0D, not negative), now or later in the kernel. Collective."""
         self.used()
         self._multiply(factor.to)
 
-    @torch.no_grad()
+    @without_grad
     def carry(self, scale: float) -> None:
         """Let all gradients, reduced or not, carry this loss scale. Not collective."""
         self._engine.exchange.set_loss_scale(scale)
@@ -121,7 +122,7 @@ class ReducedGrads:
         return torch.float64 if accumulators == {torch.float64} else torch.float32
 
     @phased("clip")
-    @torch.no_grad()
+    @without_grad
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The global norm (0D, fp32; fp64 if all accumulators are) of the accumulated gradients. Collective.
 
@@ -171,7 +172,7 @@ class ReducedGrads:
         self._engine.exchange.expect_clipping(max_norm)
 
     @phased("clip")
-    @torch.no_grad()
+    @without_grad
     def clip_norm(self, max_norm: float, norm: Tensor | None = None, norm_type: float = 2.0) -> Tensor:
         """Unscale the gradients and scale them down to a global norm of ``max_norm``, in one pass.
 
@@ -198,7 +199,7 @@ class ReducedGrads:
         return norm
 
     @phased("clip")
-    @torch.no_grad()
+    @without_grad
     def clip_value(self, limit: float) -> None:
         """Clamp each element of the averaged gradients to [-limit, limit]. Collective."""
         self._engine.exchange.check_clipping(None)
@@ -219,7 +220,7 @@ class ReducedGrads:
         return self._engine.exchange.clipped_norm(max_norm) if used else torch.zeros((), device=self._engine.device)
 
     @phased("clip")
-    @torch.no_grad()
+    @without_grad
     def unscale(self) -> None:
         """Divide the accumulated gradients by the loss scale that they carry. Collective."""
         if self.loss_scale != 1.0:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lt_zero.common.arguments import expect
-from lt_zero.common.compat import bare_step, version_of
+from lt_zero.common.compat import bare_step, version_of, without_grad
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import warn
 from lt_zero.engine.bucket import Bucket
@@ -239,14 +240,15 @@ class ShardedOptimizer(ProcessLocal):
         Waits for background steps of the buckets that this thread steps or publishes.
         """
         members = self.fragments.members({(bucket, index) for bucket, indices in used.items() for index in indices})
-        early = self.overlap.take_early(used)
+        overlaps = self.engine.offload_manager.overlaps  # the same on all ranks
+        early = self.overlap.take_early(used) if overlaps else set()
         for bucket in early:
             members.pop(bucket, None)
         for bucket in members:
             bucket.edits.check(values=True)
         if self.fused is not None and not early:
             self.fused.begin()
-        late = self.overlap.plan_late(members, early, used)
+        late = self.overlap.plan_late(members, early, used) if overlaps else {}
         for bucket in members:
             if late.get(bucket) is None:
                 bucket.wait_background_step()  # this thread steps it
@@ -283,7 +285,7 @@ class ShardedOptimizer(ProcessLocal):
 
     # ---- its parts -----------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @without_grad
     def _run(self, plan: list[BucketStep], method: Callable[[], Any] | None = None) -> None:
         """Run the plan up to the optimizer's own ``step``, for which the gradients are ready afterwards. Collective.
 
@@ -294,7 +296,9 @@ class ShardedOptimizer(ProcessLocal):
         Raises:
             SwapError: on all ranks, if states of one cannot be read or written.
         """
-        steps = {by: [step for step in plan if step.by is by] for by in By}
+        steps = defaultdict[By, list[BucketStep]](list)
+        for step in plan:
+            steps[step.by].append(step)
         for step in steps[By.BACKGROUND]:
             if not step.idle and step.bucket.streamed:
                 self._step_streamed([step], None)
@@ -384,7 +388,7 @@ class ShardedOptimizer(ProcessLocal):
                 group.clear()
                 group.update(saved, params=rest)
 
-    @torch.no_grad()
+    @without_grad
     def _finish(self) -> None:
         """After the optimizer's own ``step``: copy weights that it assigned (``p.data``) to the master weights."""
         for step in self._torch:
@@ -421,6 +425,12 @@ class ShardedOptimizer(ProcessLocal):
                 args = (args[0], closure, *args[2:])
         self._closure = closure if isinstance(closure, RanClosure) else None
         self._arguments = args[1:], kwargs
+        self._prepare()
+        return args, kwargs
+
+    @without_grad
+    def _prepare(self) -> None:
+        """Do all of a step that comes before the optimizer's own. Collective."""
         used = self.grads.used()
         self.engine.same_on_ranks.note(self.options)
         plan = self._plan_step(used)
@@ -433,7 +443,6 @@ class ShardedOptimizer(ProcessLocal):
             self.widen()
             raise
         self.fragments.drop(self.overlap.early)
-        return args, kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._staging:
@@ -445,7 +454,8 @@ class ShardedOptimizer(ProcessLocal):
         self.widen()
         self.engine.used_parameters.spent = True
         self.engine.publish(self._buckets() - self.overlap.late)
-        self.overlap.end_step()
+        if self.engine.offload_manager.overlaps:
+            self.overlap.end_step()
 
     def widen(self) -> None:
         """Put the module's parameters back into the groups; no-op outside of a step."""

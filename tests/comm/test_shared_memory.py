@@ -84,6 +84,39 @@ def test_a_barrier_is_complete_once_all_have_entered() -> None:
         assert ahead.is_completed()
 
 
+def test_maxima_are_exchanged_in_any_order_of_waits() -> None:
+    """Some are waited for later than others that follow, and some never; their windows are written again."""
+    arenas = [shared_memory.SharedArena() for _ in range(3)]
+    assert all(a.connect(rank, [other.address() for other in arenas], range(3)) for rank, a in enumerate(arenas))
+    problems: list[BaseException] = []
+
+    def exchange(rank: int) -> None:
+        maxima, launched = shared_memory.Maxima(arenas[rank]), list[tuple[shared_memory.Maximum, Tensor, Tensor]]()
+        for turn in range(60):
+            dtype, size = (torch.uint8, 5 + turn) if turn % 3 else (torch.int64, 2)
+            drawn = [(torch.arange(size) + 7 * turn) * (other + 2) % 251 for other in range(3)]
+            mine, expected = drawn[rank].to(dtype), torch.stack(drawn).amax(0).to(dtype)
+            launched.append((maxima.launch(mine, lambda barrier: barrier.wait(timedelta(minutes=1))), mine, expected))
+            waits = {4: (-1, -2, -3), 9: (-1,)}.get(turn % 15, ())  # of the others none
+            for number in waits:
+                launched[number][0].wait()
+        launched[-1][0].wait()  # has read all before it
+        assert all(torch.equal(result, expected) for _, result, expected in launched)
+
+    def run(rank: int) -> None:
+        try:
+            exchange(rank)
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+
+
 def test_a_forked_process_enters_no_barrier() -> None:
     """It would count as its parent's entry."""
     arenas = [shared_memory.SharedArena() for _ in range(2)]

@@ -77,6 +77,50 @@ def test_an_optimizer_may_be_sharded_again(pool: Pool) -> None:
     pool.run(2, _sharded_again)
 
 
+def _change(step: int, optimizer: torch.optim.Optimizer) -> None:
+    """Change the groups as user code may, also in place."""
+    first, second = (group["params"] for group in optimizer.param_groups[:2])
+    if step == 1:
+        second.append(first.pop(3))
+    elif step == 2:
+        optimizer.param_groups[0]["params"] = first[::-1]
+    elif step == 3:
+        first[2], second[1] = second[1], first[2]
+    elif step in (4, 6):
+        first[0].requires_grad_(step == 6)
+    elif step == 5:
+        second[0].requires_grad_(False)
+        optimizer.add_param_group({"params": [second.pop()], "lr": 0.3, "momentum": 0.0})
+    elif step == 7:
+        optimizer.param_groups[2]["momentum"] = 0.5
+
+
+def _groups_change(stage: int) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    reference = copy.deepcopy(net)
+    engine = lt_zero.shard(net, config_of(stage))
+    optimizers = []
+    for model in (net, reference):
+        params = list(model.parameters())
+        groups = [{"params": params[:9]}, {"params": params[9:], "lr": 0.02, "momentum": 0.8}]
+        optimizers.append(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    lt_zero.ShardedOptimizer(engine, optimizers[0])
+    for step in range(9):
+        for model, mine in zip((net, reference), optimizers, strict=True):
+            _change(step, mine)
+            next_token_loss(model, step, 0, 0).backward()
+            mine.step()
+            mine.zero_grad()
+    for name, value in full_values(engine).items():
+        torch.testing.assert_close(value, dict(reference.named_parameters())[name].detach())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_groups_may_change_between_steps(pool: Pool, stage: int) -> None:
+    pool.run(2, _groups_change, stage)
+
+
 class TwoAdams(BoringModel):
     def __init__(self) -> None:
         super().__init__()

@@ -78,12 +78,14 @@ def _is_package(frame: FrameType) -> bool:
 
 
 def _is_between(frame: FrameType) -> bool:
-    """True for decorators and contexts of Python and torch, which are nobody's step on the way, and comprehensions.
+    """True for comprehensions, decorators and contexts of Python and torch, and one like torch's, which are no steps.
 
-    The latter are frames until Python 3.11 only.
+    Comprehensions are frames until Python 3.11 only.
     """
     name, file = frame.f_code.co_name, frame.f_code.co_filename
-    return name.endswith("comp>") or file.endswith(("contextlib.py", "_contextlib.py", "c10d_logger.py"))
+    return name.endswith(("comp>", "in_no_grad")) or file.endswith(
+        ("contextlib.py", "_contextlib.py", "c10d_logger.py")
+    )
 
 
 def _file_of(frame: FrameType) -> str | None:
