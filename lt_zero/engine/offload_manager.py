@@ -13,7 +13,7 @@ from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.world import World
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks import OffloadOptimizer, OffloadParam
+from lt_zero.config.blocks import OffloadOptimizer
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.shard import NO_COPY
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
@@ -38,7 +38,6 @@ class OffloadManager:
     optim: NvmeFiles | None = None  # of master weights, states and gradients
     params: NvmeFiles | None = None  # of what gathers read
     how: OffloadOptimizer = OffloadOptimizer()
-    param_blocks: OffloadParam = OffloadParam()
     background: Background | None = None
     overlaps: bool = False  # there is, or was, a background thread on some rank
     has_files: bool = False  # on some rank
@@ -161,7 +160,7 @@ def open_offload_manager(
             log.info("zero_optimization.%s.device=cpu has no effect: the model is on the CPU already", name)
     if (optim.device, params.device) == ("none", "none"):
         return manager
-    manager.how, manager.param_blocks = optim, params
+    manager.how = optim
     pin = device.type == "cuda" and optim.pin_memory and params.pin_memory
     manager.has_files = bool(_TIERS.keys() & {optim.device, params.device})
     if manager.has_files:

@@ -27,6 +27,7 @@ from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.rules import one_bit
+from lt_zero.engine.bucket import Live
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan, plan_storage
@@ -109,32 +110,31 @@ class Gathered(NamedTuple):
     needs_weights: bool
 
 
-def _peak_gathered(units: Sequence[Gathered], limits: Residency, most_buckets: float, keeps_whole: bool) -> int:
+def _peak_gathered(units: Sequence[Gathered], limits: Residency, keeps_whole: bool) -> int:
     """Peak bytes of the micro-batches after the first one, which records the order, as ``Gatherer`` runs them.
 
     Args:
         units: all but the root, in forward order; small parameters, which are never released, are not counted.
-        limits: on what stays gathered, and on prefetched elements (0: no prefetching).
-        most_buckets: limit on prefetched buckets.
+        limits: on what stays gathered, and on what is prefetched.
         keeps_whole: units stay gathered after backward.
     """
     stays = limits.keep_after_forward([unit.numel for unit in units])
     keep = {i for i, unit in enumerate(units) if stays[i] and unit.needs_weights}
     here = set(keep) if keeps_whole else set[int]()
     early = set[int]()  # prefetched, not visited yet
-    live, nbytes = sum(units[i].numel for i in here), sum(units[i].nbytes for i in here)
+    live, nbytes = Live(elements=sum(units[i].numel for i in here)), sum(units[i].nbytes for i in here)
     peak = nbytes
     forward = list(range(len(units)))
     # A unit is released when its inputs have gradients, before backward reaches the previous unit.
     backward = [i for i in reversed(forward) if units[i].needs_weights]
     for order, kept in ((forward, keep), (backward, set[int]())):
-        flying = buckets = 0  # of ``early``
+        live.flying = live.launched = 0  # of ``early``
         # Index in ``order``: units before it were gathered, and stay so until they are visited.
         ahead = 0
         for position, index in enumerate(order):
             if index in early:
                 early.remove(index)
-                flying, buckets = flying - units[index].numel, buckets - units[index].buckets
+                live.flying, live.launched = live.flying - units[index].numel, live.launched - units[index].buckets
             # Gather the unit, and prefetch those that ``Gatherer.visit`` would.
             ahead = max(ahead, position)
             while ahead < (len(order) if limits.prefetch > 0 else position + 1):
@@ -142,19 +142,17 @@ def _peak_gathered(units: Sequence[Gathered], limits: Residency, most_buckets: f
                 unit = units[other]
                 if other not in here:
                     if other != index:
-                        large = flying + unit.numel > limits.prefetch and (bool(early) or most_buckets < float("inf"))
-                        full = live + unit.numel > limits.max_live or buckets + unit.buckets > most_buckets
-                        if len(early) >= limits.ahead or large or full:
+                        if not limits.may_prefetch(unit.numel, unit.buckets, live, len(early)):
                             break
                         early.add(other)
-                        flying, buckets = flying + unit.numel, buckets + unit.buckets
+                        live.flying, live.launched = live.flying + unit.numel, live.launched + unit.buckets
                     here.add(other)
-                    live, nbytes = live + unit.numel, nbytes + unit.nbytes
+                    live.elements, nbytes = live.elements + unit.numel, nbytes + unit.nbytes
                 ahead += 1
             peak = max(peak, nbytes)
             if index not in kept:
                 here.remove(index)
-                live, nbytes = live - units[index].numel, nbytes - units[index].nbytes
+                live.elements, nbytes = live.elements - units[index].numel, nbytes - units[index].nbytes
     return peak
 
 
@@ -275,22 +273,17 @@ class _Sums:
                 for buckets in (*(unit.buckets for unit in units), self.plan.rest)
             ]
             total.append((DEVICE, FRESH, max(fresh[:-2], default=0) + sum(fresh[-2:])))
-        zero, reads = self.zero, self.zero.param_offload.device == "nvme"
-        groups = {self.setup.group, *(row.group for row in self.rows)}
-        background, shards = all(g.gathers_in_background for g in groups), min(g.mesh.shards for g in groups)
-        ahead, most_buckets = zero.stage3_prefetch_bucket_size if background or reads else 0, float("inf")
-        if reads:
-            ahead, most_buckets = min(ahead, zero.param_offload.buffer_size), zero.param_offload.buffer_count
+        zero, groups = self.zero, {self.setup.group, *(row.group for row in self.rows)}
         inner = [self._gathered(unit.buckets, unit.needs_weights) for unit in units[:-1] if unit.buckets]
         root = self._gathered(units[-1].buckets, True)  # always stays gathered
-        limits = Residency(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, ahead)
+        limits = Residency.of(zero, groups)
         limits = limits if self.setup.training else limits.without_training()
         whole = root.numel + sum(unit.numel for unit in inner)
-        fits = whole <= limits.max_live and whole < limits.max_reuse_distance  # as Gatherer.fits_whole
-        peak = _peak_gathered(inner, limits, most_buckets, keeps_whole=self.setup.accumulates and fits)
+        peak = _peak_gathered(inner, limits, keeps_whole=self.setup.accumulates and limits.fits_whole(whole))
         total.append((DEVICE, GATHERED, root.nbytes + peak))
         others = whole - root.numel if self.setup.training else max((unit.numel for unit in inner), default=0)
-        most = min(ahead, others) + max(unit.numel for unit in [*inner, root])
+        most = min(limits.prefetch, others) + max(unit.numel for unit in [*inner, root])
+        shards = min(group.mesh.shards for group in groups)
         if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
             total.append((DEVICE, GATHERED, QUANTIZED_WEIGHTS.nbytes(most) if self.setup.world > 1 else 0))
         elif self.config.quantize is not None:

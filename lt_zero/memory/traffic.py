@@ -71,7 +71,7 @@ def forecast_traffic(
             gradients += reductions * links[row.group].reduced(row, bucket.compresses)
             if row.sharding.optim and not row.sharding.params:
                 weights += links[row.group].gathered(row, zero.zero_quantized_weights and zero.stage < 3)
-    limits = Residency(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+    limits = Residency.of(zero, links)
     units = [[table[b] for b in unit.buckets if b.sharding.params] for unit in plan.units[:-1]]
     stays = limits.keep_after_forward([sum(row.counted for row in rows) for rows in units])
     for rows, unit, keeps in zip(units, plan.units, stays, strict=False):

@@ -20,6 +20,7 @@ from lt_zero.config.blocks import Checkpoint
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine import storage_plan
 from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.gather import Residency
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan
 from lt_zero.engine.whole_model import full_state_dict
 from lt_zero.io.pinned import rounded
@@ -242,12 +243,13 @@ def _bytes_of(config: ZeroConfig) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by kind in memory, and of files: of a run, and as forecast."""
     model = Wide()
     cast = estimate(model, config, dist.get_world_size(), device="cpu")
-    engine, sharded, _, _ = train(model, config, "32-true", steps=1)
-    kinds = (WEIGHTS, MASTER, GRADS, MOMENTS, REDUCE)
+    engine, sharded, peaks, _ = train(model, config, "32-true", steps=1)
+    kinds = (WEIGHTS, MASTER, GRADS, MOMENTS, REDUCE, GATHERED)
     have, want = measured(engine, [sharded]), cast.kinds(HOST)
     engine.offload_manager.close()
-    files = {RESTING: have.get(RESTING, 0)}, {RESTING: sum(cast.kinds(NVME).values())}
-    return {k: have.get(k, 0) for k in kinds} | files[0], {k: want.get(k, 0) for k in kinds} | files[1]
+    have |= {GATHERED: peaks.gathered}
+    files = sum(cast.kinds(NVME).values())
+    return {k: have.get(k, 0) for k in (*kinds, RESTING)}, {k: want.get(k, 0) for k in kinds} | {RESTING: files}
 
 
 def _other_decisions(path: str) -> None:
@@ -256,6 +258,7 @@ def _other_decisions(path: str) -> None:
         (MASTER, everywhere, StoragePlan, "master_is_view", False),
         (WEIGHTS, config_for(3, "none", ""), StoragePlan, "copies_weights", property(lambda plan: plan.trains)),
         (REDUCE, everywhere, StoragePlan, "send_dtype", lambda plan, have: torch.bfloat16),
+        (GATHERED, config_for(3, "none", ""), Residency, "keep_after_forward", lambda _, numels: [False] * len(numels)),
         (RESTING, in_files, storage_plan, "choose_offloaded", lambda numels, *_: [(False, False)] * len(numels)),
     ]
     for kind, config, owner, name, other in plans:
