@@ -32,6 +32,7 @@ from lt_zero.engine.gather import Residency
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan, plan_storage
 from lt_zero.exchange.choose import codecs_of
+from lt_zero.exchange.gradient_compression import residual_numels
 from lt_zero.exchange.zero_plus_plus import GRADIENTS_INSIDE
 from lt_zero.exchange.zero_plus_plus import WEIGHTS as QUANTIZED_WEIGHTS
 from lt_zero.io.pinned import rounded
@@ -79,9 +80,10 @@ def _residual(bucket: BucketPlan, row: StoragePlan, config: ZeroConfig, policy: 
     layout = bucket.layout_in(setup.group.mesh.shards, setup.group.size)
     if config.communication.slow_node_tolerance:
         return 2 * layout.numel
-    sharded = (bucket.sharding.optim or bucket.sharding.params) and not one_bit(config)
-    each = layout.numel + (0 if sharded else layout.shard_numel)
-    return each * (2 if policy.check_overflow else 1) if bucket.compresses else 0
+    if not bucket.compresses:
+        return 0
+    whole = bool(one_bit(config)) or not (bucket.sharding.optim or bucket.sharding.params)
+    return sum(residual_numels(layout, whole)) * (2 if policy.check_overflow else 1)
 
 
 def _held(table: Mapping[BucketPlan, StoragePlan], everyone: GroupFacts) -> list[int]:
