@@ -48,9 +48,11 @@ from lt_zero.engine.offload_manager import open_offload_manager
 from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding, with_sizes
 from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.same_on_ranks import Snapshot, compare, compare_models
-from lt_zero.exchange.choose import exchange_of, gathers_of
+from lt_zero.engine.storage_plan import plan_storage
+from lt_zero.exchange.choose import codecs_of, exchange_of, gathers_of
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.memory.check import check_build
+from lt_zero.offload.host_store import is_apart
 from lt_zero.ops.library import missing
 
 log = logging.getLogger("lt_zero")
@@ -184,10 +186,11 @@ def _build(
     materializer, world = Materializer(module, device, saved, parts), group.world
     of_bucket = {bucket: groups.get(bucket.parameters[0][1], group) for bucket in plan.buckets}
     exchange = exchange_of(config, plan, group, of_bucket.values(), policy)
-    made = {b: Bucket(b, its, owner, policy, gathers_of(config, b, its)) for b, its in of_bucket.items()}
+    storage = plan_storage(plan, config, policy, group, is_apart(device), partial(codecs_of, config), training)
+    made = {b: Bucket(b, storage[b], its, owner, gathers_of(config, b, its)) for b, its in of_bucket.items()}
     offload_manager = open_offload_manager(world, list(made.values()), config, device)
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=world.rank) as work:
-        units, root = _move_in(plan, made, materializer, work, training)
+        units, root = _move_in(plan, made, materializer, work)
         materializer.fill_buffers()
     if policy.buffers is not None:
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
@@ -247,7 +250,6 @@ def _move_in(
     made: dict[BucketPlan, Bucket],
     materializer: Materializer,
     work: ProgressBar,
-    training: bool,
 ) -> tuple[list[Unit], Unit]:
     """Initialise parameters and move them into buckets, unit by unit; returns units with parameters, and the root."""
     units: list[Unit] = []
@@ -262,7 +264,7 @@ def _move_in(
     for planned, buckets in zip(plan.units, arriving, strict=True):
         materializer.fill([p for _, p in planned.parameters])
         for bucket in buckets:
-            bucket.adopt(materializer.fetch, training)
+            bucket.adopt(materializer.fetch)
             work.advance()
         if buckets:
             return_freed_memory()  # gaps that the module's parameters leave in the heap add up to a copy of the model

@@ -33,13 +33,13 @@ from lt_zero.comm.work import Work
 from lt_zero.common.compat import held_by_autograd, without_grad, without_torch_function
 from lt_zero.common.flat_storage import FlatStorage, brief_empty, flat_empty
 from lt_zero.common.timing import phase
-from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.guard import Owner, guard, own, sentinel, unguard
 from lt_zero.engine.inplace_edits import InplaceEdits
 from lt_zero.engine.layout import Piece, gaps_between
 from lt_zero.engine.lazy_tensor import elements_of, whole
 from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.shard import Accumulator, Weights
+from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep, Job
 from lt_zero.offload.store import Place, Store, Waits, device_place, put_away
 from lt_zero.ops.codecs import Codec
@@ -67,10 +67,12 @@ class GatherStrategy:
 
     Attributes:
         codec: updates of parameters that are not sharded are gathered encoded; None: as they are.
+        rests: what gathers read rests encoded; None: as it is.
         rounded: what was gathered last is not what the owners have.
     """
 
     codec: Codec | None = None
+    rests: Codec | None = None
     rounded = False
 
     def place(self, place: Place, device: torch.device) -> Place:
@@ -105,30 +107,30 @@ class Bucket:
     """Parameters of one dtype that are gathered, reduced and released together.
 
     Args:
+        storage: what is kept of it, and where.
         owner: returns the engine that handles uses of released parameters.
-        policy: dtypes of master weights, accumulators and gradients in collectives.
         gathers: how its weights are gathered; of this bucket alone.
     """
 
     def __init__(
         self,
         plan: BucketPlan,
+        storage: StoragePlan,
         group: ShardGroup,
         owner: Callable[[], Owner | None],
-        policy: DtypePolicy,
         gathers: GatherStrategy,
     ) -> None:
         self.name, self.dtype, self.sharding, self.group = plan.name, plan.dtype, plan.sharding, group
-        self.is_wide, self.compresses = plan.is_wide, plan.compresses
+        self.storage, self.is_wide, self.compresses = storage, plan.is_wide, plan.compresses
         dtype, sharding = plan.dtype, plan.sharding
         self.params = [p for _, p in plan.parameters]
         self.is_cut = sharding.optim or sharding.params  # this rank steps, and gets the gradients of, a shard
         self.layout = plan.layout_in(group.mesh.shards, group.size)
-        self.counted = plan.counted(self.layout)  # elements, where ranks of all groups have to decide alike
+        self.counted = storage.counted  # elements, where ranks of all groups have to decide alike
         self.shapes = [span.shape for span in self.layout.spans]
         # Dtypes to restore when the engine is removed; an fp64 run stays fp64.
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
-        self.step_dtype = policy.step_of(dtype)
+        self.step_dtype = storage.step
         self.shard_range = self.layout.shard(group.mesh.shard_rank) if self.is_cut else (0, self.layout.numel)
         self.pieces = self.layout.pieces(*self.shard_range)  # that master weights and accumulator of this rank hold
         self._piece_of = {piece.index: [piece] for piece in self.pieces}  # a bucket may have thousands
@@ -145,9 +147,8 @@ class Bucket:
             self._storage.free()
         self._background = BackgroundStep()
         gaps = gaps_between(((p.offset, p.offset + p.numel) for p in self.pieces), self.shard.numel())
-        self.gathers, master = gathers, policy.master_of(dtype)
-        self.weights = Weights(self.shard, master, sharding.params, gaps, self._background, gathers.codec)
-        self.grads = Accumulator(plan, self.layout, self.pieces, self.shard_range, group, policy, self._background)
+        self.gathers, self.weights = gathers, Weights(self.shard, storage, gaps, self._background)
+        self.grads = Accumulator(plan, storage, self.layout, self.pieces, self.shard_range, group, self._background)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
         self.average: Store | None = None  # of the master weights, and with their rows
 
@@ -184,20 +185,18 @@ class Bucket:
         self.grads.use(optim)
 
     @torch.no_grad()
-    def adopt(self, fetch: Callable[[list[Parameter]], Iterator[Tensor]], training: bool = True) -> None:
+    def adopt(self, fetch: Callable[[list[Parameter]], Iterator[Tensor]]) -> None:
         """Copy the parameters' full values from ``fetch``, broadcast them from rank 0, and keep this rank's shard.
 
-        Without ``training``, master weights are made later, by ``Weights.enable_training``.
+        If the plan does not train, master weights are made later, by ``Weights.enable_training``.
         """
-        train = training and self.wants_grad
-        # Values wider than the compute dtype are kept: in the master weights, or in a copy of frozen weights.
         if self._storage is not None:
             self._storage.allocate()
             for lo, hi in self.layout.gaps:
                 self.flat[lo:hi].zero_()
-        full, wider = self.flat, any(d.itemsize > self.dtype.itemsize for d in self.original)
-        if not self.weights.master_is_view and (train or (wider and self.weights.master_dtype != self.dtype)):
-            full = flat_empty(self.layout.numel, self.weights.master_dtype, self.flat.device)
+        full = self.flat
+        if self.storage.fills_apart:  # wider values are kept: in the master weights, or as frozen weights
+            full = flat_empty(self.layout.numel, self.storage.master, self.flat.device)
         filled = self.param_views if full is self.flat else self.layout.views(full)
         values = fetch(self.params)
         for parameter, view, place in zip(self.params, self.param_views, filled, strict=True):
@@ -208,11 +207,11 @@ class Bucket:
         self.group.broadcast(full, self.name)
         if full is not self.flat:
             self.flat.copy_(full)
-            self.weights.keep(full[self.shard_range[0] : self.shard_range[1]], train)
-        elif train:
+            self.weights.keep(full[self.shard_range[0] : self.shard_range[1]])
+        elif self.storage.trains:
             self.weights.enable_training()
         elif self.sharding.params:
-            self.weights.keep(self.shard, train)
+            self.weights.keep(self.shard)
         self.edits.note()
         if self.sharding.params:
             with torch.inference_mode(False):
@@ -391,7 +390,7 @@ class Bucket:
     @property
     def staged(self) -> bool:
         """Whether the optimizer steps copies in another dtype. See sharded_optimizer.py, Note [Staged buckets]."""
-        return not self.step_dtype == self.weights.master_dtype == self.grads.dtype
+        return self.storage.staged
 
     # ---- stores ------------------------------------------------------------------------------------------------
 

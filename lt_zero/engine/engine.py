@@ -128,14 +128,12 @@ class Engine(ProcessLocal):
         self.exchange = exchange
         exchange.bind(self.buckets)
         self.reducer = Reducer(self.peers, first_order, exchange, zero.overlap_comm, zero.reduce_bucket_size)
-        self._residency = Residency(
-            zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
-        )
+        self._residency = Residency.of(zero, groups)
         limits = self._residency if training else self._residency.without_training()
         # Whether the gathers of unsharded parameters after a step go on beside the next forward.
         self._publishes_later = zero.overlap_comm and all(group.gathers_in_background for group in self.groups)
         self._awaits_steps = offload_manager.overlaps or self._publishes_later
-        self.gatherer = Gatherer(units, root_unit, groups, limits, offload_manager, self._awaits_steps)
+        self.gatherer = Gatherer(units, root_unit, groups, limits, self._awaits_steps)
         self.in_backward = False
         self.backwards = 0  # backwards that have ended
         self.stepped = False  # a step has published the weights that there are

@@ -185,14 +185,14 @@ def install_load_hooks(engine: Engine) -> None:
     """
     if engine.plan.parts:
         _install_cutting(engine)
-    if all(bucket.weights.master_is_view or bucket.sharding.params for bucket in engine.buckets):
+    if all(bucket.weights.plan.master_is_view or bucket.sharding.params for bucket in engine.buckets):
         return
     for module in engine.root.modules():
         owned = ((n, engine.owner.get(id(p))) for n, p in module.named_parameters(recurse=False))
         places = {
             name: place
             for name, place in owned
-            if place is not None and not (place[0].weights.master_is_view or place[0].sharding.params)
+            if place is not None and not (place[0].weights.plan.master_is_view or place[0].sharding.params)
         }
         if not places:
             continue

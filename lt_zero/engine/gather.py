@@ -11,7 +11,7 @@ stays gathered through any number of passes, without a guard.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,8 +21,9 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import outside_of_transforms
 from lt_zero.common.tensor_tree import ReplacedTensors
 from lt_zero.common.timing import NOTHING, TimedSpan
+from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.engine.bucket import Bucket, Live, State
-from lt_zero.engine.offload_manager import OffloadManager
+from lt_zero.engine.partition import GroupFacts
 
 
 class Unit:
@@ -91,6 +92,18 @@ class Residency:
     max_reuse_distance: int = 1_000_000_000  # a unit stays gathered if fewer elements are used before its next use
     prefetch: int = 50_000_000  # elements to gather ahead of their use
     ahead: float = float("inf")  # the most units that these may belong to
+    most_buckets: float = float("inf")  # that are gathered at a time: buffers that files are read into
+
+    @classmethod
+    def of(cls, zero: ZeroOptimization, groups: Iterable[GroupFacts]) -> Residency:
+        """The limits of a configuration; ``groups``: of the buckets."""
+        limits = cls(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size)
+        params = zero.param_offload
+        if params.device == "nvme":
+            prefetch = min(limits.prefetch, params.buffer_size)
+            return replace(limits, prefetch=prefetch, most_buckets=params.buffer_count)
+        # A gather that does not overlap with computation is not worth the memory.
+        return limits if all(group.gathers_in_background for group in groups) else replace(limits, prefetch=0)
 
     def without_training(self) -> Residency:
         """Limits for evaluation: no unit stays gathered, and one is prefetched."""
@@ -108,6 +121,21 @@ class Residency:
             keep[index] = distance < self.max_reuse_distance and behind <= self.max_live
         return keep
 
+    def fits_whole(self, numel: int) -> bool:
+        """True if all units, of ``numel`` elements, may stay gathered from one evaluation batch to the next."""
+        return numel <= self.max_live and numel < self.max_reuse_distance
+
+    def may_prefetch(self, numel: int, buckets: int, live: Live, units: int) -> bool:
+        """True if a unit of ``numel`` elements may be gathered ahead, beside ``units`` others that ``live`` counts.
+
+        One unit may be larger than ``prefetch``, unless it is read from files: no block of a wide model would be
+        prefetched otherwise.
+        """
+        alone_fits = units == 0 and self.most_buckets == float("inf")
+        large = live.flying + numel > self.prefetch and not alone_fits
+        full = live.elements + numel > self.max_live or live.launched + buckets > self.most_buckets
+        return self.prefetch > 0 and units < self.ahead and not large and not full
+
 
 class Gatherer:
     """Gathers and releases the ``units`` of one engine; ``root_unit`` stays gathered during a pass.
@@ -121,13 +149,10 @@ class Gatherer:
         root_unit: Unit,
         groups: Sequence[ShardGroup],
         residency: Residency,
-        offload_manager: OffloadManager,
         awaits_steps: bool = False,
     ) -> None:
         self._units, self._root_unit = units, root_unit
-        self._offload_manager, self._awaits_steps = offload_manager, awaits_steps
-        self._groups = groups
-        self._overlaps = all(group.gathers_in_background for group in groups)
+        self._groups, self._awaits_steps = groups, awaits_steps
         self.limit(residency)
         root_unit.keep = True
         self._live = Live()  # of the units; the root's buckets are not counted
@@ -145,9 +170,7 @@ class Gatherer:
         numels = [unit.numel for unit in self._units]
         for unit, keep in zip(self._units, residency.keep_after_forward(numels), strict=True):
             unit.keep = keep
-        total = sum(numels) + self._root_unit.numel
-        # Whether all units may stay gathered from one evaluation batch to the next.
-        self.fits_whole = total <= residency.max_live and total < residency.max_reuse_distance
+        self.fits_whole = residency.fits_whole(sum(numels) + self._root_unit.numel)
 
     def forget_order(self) -> None:
         """Prefetch nothing until a pass was recorded."""
@@ -176,21 +199,13 @@ class Gatherer:
         """Record the use of ``unit``, and prefetch the units that followed it in the last pass."""
         self._order = order = self._backward if backward else self._forward
         order.visit(unit)
-        manager, limits, live = self._offload_manager, self._residency, self._live
-        if not self._overlaps and manager.params is None:
-            return
-        limit, most = limits.prefetch, float("inf")
-        if manager.params is not None:
-            limit, most = min(limit, manager.param_blocks.buffer_size), manager.param_blocks.buffer_count
+        limits, live = self._residency, self._live
         units = 1 if live.launched else 0
-        while order.ahead < len(order.last):
+        while limits.prefetch and order.ahead < len(order.last):
             upcoming = order.last[order.ahead]
             released = [bucket for bucket in upcoming.sharded if bucket.state is State.RELEASED]
             if released:
-                # One unit may be larger than the limit: no block of a wide model would be prefetched otherwise.
-                large = live.flying + upcoming.numel > limit and (units > 0 or not limit or manager.params is not None)
-                full = live.elements + upcoming.numel > limits.max_live
-                if units >= limits.ahead or large or full or live.launched + len(upcoming.sharded) > most:
+                if not limits.may_prefetch(upcoming.numel, len(upcoming.sharded), live, units):
                     return
                 units += 1
                 for bucket in released:

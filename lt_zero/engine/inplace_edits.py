@@ -60,7 +60,7 @@ class InplaceEdits:
     def note(self, released: bool = False) -> None:
         """Record the current values as unedited; ``released``: they were, and views of them may have been edited."""
         self._paused, self._sums = False, None
-        if not self._weights.master_is_view:
+        if not self._weights.plan.master_is_view:
             before, self._versions = self._versions, versions_of(self._bucket.params)
             if released and before != self._versions and self._weights.has_master:
                 edited = zip(self._bucket.layout.spans, self._versions, before, strict=True)

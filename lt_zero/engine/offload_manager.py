@@ -13,9 +13,10 @@ from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.world import World
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks import OffloadOptimizer, OffloadParam, ZeroOptimization
+from lt_zero.config.blocks import OffloadOptimizer
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.shard import NO_COPY
+from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.io.pinned import return_large_blocks
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.background import Background
@@ -37,7 +38,6 @@ class OffloadManager:
     optim: NvmeFiles | None = None  # of master weights, states and gradients
     params: NvmeFiles | None = None  # of what gathers read
     how: OffloadOptimizer = OffloadOptimizer()
-    param_blocks: OffloadParam = OffloadParam()
     background: Background | None = None
     overlaps: bool = False  # there is, or was, a background thread on some rank
     has_files: bool = False  # on some rank
@@ -160,7 +160,7 @@ def open_offload_manager(
             log.info("zero_optimization.%s.device=cpu has no effect: the model is on the CPU already", name)
     if (optim.device, params.device) == ("none", "none"):
         return manager
-    manager.how, manager.param_blocks = optim, params
+    manager.how = optim
     pin = device.type == "cuda" and optim.pin_memory and params.pin_memory
     manager.has_files = bool(_TIERS.keys() & {optim.device, params.device})
     if manager.has_files:
@@ -176,24 +176,20 @@ def open_offload_manager(
                 manager.params = manager.optim
             elif params.device in _TIERS:
                 manager.params = _TIERS[params.device](params.nvme_path, *files, pin=pin)
-    wide = [b.is_wide for b in buckets]
-    places = resting([b.counted for b in buckets], [b.sharding.params for b in buckets], wide, zero)
     link: HostLink | None = None
     if apart:
-        # Bytes of the largest shard that is cast from master weights in host memory to the compute dtype.
-        moved = [bucket for bucket, (moves, _) in zip(buckets, places, strict=True) if moves]
-        casts = [b.shard.numel() * b.dtype.itemsize for b in moved if b.dtype != b.weights.master_dtype]
-        link = manager.host_link = HostLink(device, pin, max(casts, default=0))
-    for record, (bucket, (moves, away)) in enumerate(zip(buckets, places, strict=True)):
-        gathers_from_host = bucket.sharding.params and params.device != "none"
-        cast = gathers_from_host or bucket.dtype != bucket.weights.master_dtype
-        rows = ((manager.optim, moves, moves), (manager.params, away, gathers_from_host))
+        link = manager.host_link = HostLink(device, pin, max((b.storage.cast_nbytes for b in buckets), default=0))
+    for record, bucket in enumerate(buckets):
+        keeps = bucket.storage
+        cast = keeps.weights != DEVICE or keeps.dtype != keeps.master
         found: list[Place] = []
-        for tier, is_away, in_host in rows:
-            if tier is not None and is_away:
+        for tier, kept in ((manager.optim, keeps.states), (manager.params, keeps.weights)):
+            if tier is not None and kept == NVME:
                 found.append(tier.place(record, link))
+            elif link is not None and kept == HOST:
+                found.append(host_place(link, pin_master=not cast))
             else:
-                found.append(host_place(link, pin_master=not cast) if link is not None and in_host else bucket.memory)
+                found.append(bucket.memory)
         bucket.use(*found)
     if optim.device == "none" or optim.overlap_step is False:
         return manager
@@ -206,23 +202,3 @@ def open_offload_manager(
         streaming = manager.optim.streaming if manager.optim is not None else nullcontext  # without the manager
         manager.background = Background(*pipeline, streaming, device)
     return manager
-
-
-def resting(
-    numels: Sequence[int], sharded: Sequence[bool], wide: Sequence[bool], zero: ZeroOptimization
-) -> list[tuple[bool, bool]]:
-    """Which buckets are offloaded: (master weights and states, weights that gathers read) of each.
-
-    ``offload_optimizer.ratio`` and ``offload_param.max_in_cpu`` (for nvme only) limit what is offloaded. A bucket that
-    ranks with other models have, too (``wide``), is offloaded on all of them or on none: with all others only.
-    """
-    optim, params = zero.offload_optimizer, zero.param_offload
-    room = optim.ratio * sum(numels) if optim.device != "none" else -1.0
-    stays = params.max_in_cpu if params.device == "nvme" else 0
-    found, moved, kept = [], 0, 0
-    for numel, shards, is_wide in zip(numels, sharded, wide, strict=True):
-        moves = moved + numel <= room and (optim.ratio == 1 or not is_wide)
-        moved += numel if moves else 0
-        kept += numel
-        found.append((moves, params.device != "none" and shards and kept > stays))
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,9 +13,9 @@ from lt_zero import ops
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Done
 from lt_zero.common.compat import without_grad
-from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.layout import BucketLayout, Piece
 from lt_zero.engine.partition import BucketPlan
+from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep
 from lt_zero.offload.store import Gap, Place, Reduce, Store, Waits, put_away
 from lt_zero.ops.codecs import Codec
@@ -40,11 +40,9 @@ class Weights:
     """The weights of one bucket on this rank: what the optimizer updates, and what gathers read."""
 
     shard: Tensor  # this rank's elements (1D) of the flat tensor
-    master_dtype: torch.dtype
-    sharded: bool  # parameters are sharded, so that the flat tensor is released at times
+    plan: StoragePlan  # says what is kept, and where; after ``enable_training`` that it trains
     gaps: Sequence[Gap]  # elements [lo, hi) of ``shard`` that belong to no parameter
     background: BackgroundStep  # of the bucket
-    codec: Codec | None  # updates of weights that are not sharded are gathered encoded
     # This rank's shard, or all elements if the optimizer is not sharded: a slice of the compute copy where that stays
     # in memory and has the master's dtype.
     master: Store | None = None
@@ -60,51 +58,61 @@ class Weights:
     def use(self, optim: Place, params: Place) -> None:
         """Keep master weights in ``optim``, and what gathers read in ``params``."""
         self._optim, self._params, self._compute = optim, params, Store.of(self.shard)
-        # Whether the master weights are a slice of the compute copy.
-        same = self.master_dtype == self.shard.dtype and self.codec is None
-        self.master_is_view = not self.sharded and same and not optim.offloads
 
-    def keep(self, values: Tensor, train: bool) -> None:
-        """Store this rank's ``values`` (1D, as ``shard``): as master weights if ``train``, as frozen weights if not."""
-        compute = self.shard.dtype
+    def keep(self, values: Tensor) -> None:
+        """Store this rank's ``values`` (1D, as ``shard``): as master weights if it trains, else as frozen weights."""
+        plan = self.plan
 
         def stored(place: Place, kind: str, dtype: torch.dtype) -> Store:
             store = place.store(kind, values.numel(), dtype)
             store.overwrite().copy_(values)
             return store
 
-        if not train:
-            self.frozen = stored(self._params, "weights", compute if values.dtype == compute else self.master_dtype)
-            if self._params.offloads and self.frozen.dtype != compute:  # else each gather would move wide values
-                self.copy = stored(self._params, "weights", compute)
-            return
-        self.master = stored(self._optim, "master", self.master_dtype)
-        serves = self._optim.streamed and self._params.streamed and self.master_dtype == compute
-        if not self.sharded:
-            self.copy = self._optim.fed(Store.of(self.shard))
-        elif self._optim.offloads and not serves:  # a gather must not wait until master weights are read
-            self.copy = self._optim.fed(stored(self._params, "weights", compute))
+        if not plan.trains:
+            self.frozen = stored(self._params, "weights", plan.precision)
+        else:
+            self.master = stored(self._optim, "master", plan.precision)
+        if plan.copies_weights:
+            self.copy = stored(self._params, "weights", plan.dtype)
+        elif plan.trains and not self.sharded:
+            self.copy = Store.of(self.shard)
+        if plan.trains and self.copy is not NO_COPY:
+            self.copy = self._optim.fed(self.copy)
 
     @without_grad
     def enable_training(self) -> None:
         """Make the master weights if there are none; called late when frozen parameters are unfrozen."""
         if self.master is not None:
             return
-        frozen, self.frozen = self.frozen, None
+        frozen, self.frozen, self.plan = self.frozen, None, replace(self.plan, trains=True)
         if self.copy is not NO_COPY:
             self.copy.discard()
             self.copy = NO_COPY
-        if self.master_is_view:
+        if self.plan.master_is_view:
             self.master = self._compute
         elif frozen is None:
-            self.keep(self.shard, train=True)
-        elif frozen.dtype == self.master_dtype and not self._optim.offloads and not frozen.streamed:
+            self.keep(self.shard)
+        elif frozen.dtype == self.plan.master and not self._optim.offloads and not frozen.streamed:
             self.master = frozen
             self.copy = NO_COPY if self.sharded else Store.of(self.shard)
         else:
-            self.keep(frozen.read(), train=True)
+            self.keep(frozen.read())
             frozen.discard()
         put_away(self.stores())  # the bucket may never be stepped
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are sharded, so that the flat tensor is released at times."""
+        return self.plan.sharding.params
+
+    @property
+    def codec(self) -> Codec | None:
+        """What updates of weights that are not sharded are gathered with."""
+        return self.plan.codec
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        return self.plan.master
 
     @property
     def trains(self) -> bool:
@@ -160,7 +168,7 @@ class Weights:
         ``covers``: whether the kernel writes all elements but the gaps.
         """
         self.gather_source.wait_sent()
-        return self.copy.kernel_target(self.master_dtype, covers)
+        return self.copy.kernel_target(self.plan.master, covers)
 
     def cancel_kernel(self) -> None:
         """Forget ``kernel_target`` after the kernel failed."""
@@ -238,18 +246,17 @@ class Accumulator:
     def __init__(
         self,
         plan: BucketPlan,
+        storage: StoragePlan,
         layout: BucketLayout,
         pieces: Sequence[Piece],  # of the layout, in ``shard_range``
         shard_range: tuple[int, int],  # the elements that this rank accumulates
         group: ShardGroup,
-        policy: DtypePolicy,
         background: BackgroundStep,
     ) -> None:
         self._name, self._params, self._layout, self._group = plan.name, [p for _, p in plan.parameters], layout, group
         self._gradient_of = plan.gradient_of
         self._numel, self._pieces = shard_range[1] - shard_range[0], pieces
-        self.dtype, self._wire = policy.accumulate_of(plan.dtype), policy.wire_of(plan.dtype)
-        self._sharded, self._background = plan.sharding.optim, background
+        self._plan, self.dtype, self._background = storage, storage.accumulate, background
         self._store = self._none = Store(self.dtype, partial(torch.empty, 0))  # of the place, kept from step to step
         self.values = self._none  # ``_store``, or what replaces it in this step; ``_none``: nothing is accumulated
         self.changes = 0  # counts changes of the gradients
@@ -265,9 +272,7 @@ class Accumulator:
 
     def send_dtype(self, have: torch.dtype) -> torch.dtype:
         """Dtype in which gradients of dtype ``have`` are sent: as configured, else ``have`` if that is as precise."""
-        if self._wire is not None:
-            return self._wire
-        return have if self._sharded and self._group.sums_wide else self.dtype
+        return self._plan.send_dtype(have)
 
     @without_grad
     def take(self, out: Tensor, add: bool, factor: float = 1.0) -> None:
@@ -303,7 +308,7 @@ class Accumulator:
     @property
     def direct(self) -> bool:
         """Whether ``launch_take`` gives what ``launch_reduce`` would: a single rank, and no other dtype on the wire."""
-        return self._group.alone and self._wire is None and self._group.predivide in (None, 1.0)
+        return self._plan.direct
 
     def launch_take(self) -> Waits:
         """Move the parameters' gradients into the accumulator of a single rank, without a send buffer."""

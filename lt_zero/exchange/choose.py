@@ -11,13 +11,14 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.rules import one_bit
 from lt_zero.engine.bucket import GatherStrategy
 from lt_zero.engine.exchange import GradientExchange, PlainExchange
-from lt_zero.engine.partition import BucketPlan, EnginePlan
+from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.exchange.compressed_momentum import MOMENTA, CompressedMomentum
 from lt_zero.exchange.gradient_compression import GradientCompression, codec_of
 from lt_zero.exchange.late_ranks import TolerantExchange
 from lt_zero.exchange.local_steps import LocalSteps
 from lt_zero.exchange.quantized import RestingGather, rests_quantized
 from lt_zero.exchange.zero_plus_plus import QuantizedGradients, sends_less
+from lt_zero.ops.codecs import Codec
 
 log = logging.getLogger("lt_zero")
 
@@ -56,8 +57,14 @@ def exchange_of(
     return PlainExchange(peers)
 
 
-def gathers_of(config: ZeroConfig, plan: BucketPlan, group: ShardGroup) -> GatherStrategy:
+def gathers_of(config: ZeroConfig, plan: BucketPlan, group: GroupFacts) -> GatherStrategy:
     """Make the strategy by which the weights of one bucket, which is in ``group``, are gathered."""
     if rests_quantized(config, plan):
         return RestingGather()
     return sends_less(config, plan, group) or GatherStrategy()
+
+
+def codecs_of(config: ZeroConfig, plan: BucketPlan, group: GroupFacts) -> tuple[Codec | None, Codec | None]:
+    """Return what encodes the updates of one bucket, and what encodes its weights at rest, as its strategy does."""
+    gathers = gathers_of(config, plan, group)
+    return gathers.codec, gathers.rests

@@ -28,7 +28,7 @@ from lt_zero.comm.work import Work
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.exchange import PlainExchange
-from lt_zero.engine.layout import gaps_between
+from lt_zero.engine.layout import BucketLayout, gaps_between
 from lt_zero.offload.store import Reduce
 from lt_zero.ops.codecs import TWO_BITS, BlockCodec, Codec, TopK
 
@@ -48,6 +48,14 @@ def codec_of(config: ZeroConfig) -> Codec | None:
     return {"1bit": SIGNS, "2bit": TWO_BITS}.get(block.algorithm)
 
 
+def residual_numels(layout: BucketLayout, whole: bool) -> tuple[int, int]:
+    """Elements of a rank's residuals of one bucket: of what it sends, and of the mean that it sends on (0: none).
+
+    ``whole``: all ranks need the mean of all elements.
+    """
+    return layout.numel, layout.shard_numel if whole else 0
+
+
 class ErrorFeedback:
     """The residuals of one bucket.
 
@@ -59,7 +67,7 @@ class ErrorFeedback:
     def __init__(self, owner: GradientCompression, bucket: Bucket) -> None:
         self._owner, self._device, self._group, self._name = owner, bucket.group.device, bucket.group, bucket.name
         whole = owner.everywhere or not bucket.is_cut
-        self._layout, self._whole = bucket.layout, whole
+        self._layout, self._numels = bucket.layout, residual_numels(bucket.layout, whole)
         shard = bucket.layout.shard(bucket.group.rank)
         pieces = bucket.layout.pieces(*shard)
         own = gaps_between(((p.offset, p.offset + p.numel) for p in pieces), bucket.layout.shard_numel)
@@ -72,8 +80,9 @@ class ErrorFeedback:
     def make(self) -> Residuals:
         """The residuals; zeros if there were none."""
         if self.residuals is None:
-            worker = torch.zeros(self._layout.numel, dtype=torch.float32, device=self._device)
-            server = worker.new_zeros(self._layout.shard_numel) if self._whole else None
+            sent, averaged = self._numels
+            worker = torch.zeros(sent, dtype=torch.float32, device=self._device)
+            server = worker.new_zeros(averaged) if averaged else None
             self.residuals, self.scale = Residuals(worker, server, *self._gaps), self._owner.scale
         return self.residuals
 

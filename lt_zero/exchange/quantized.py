@@ -22,6 +22,8 @@ from lt_zero.ops.codecs import INT8
 class RestingGather(GatherStrategy):
     """Gathers of one bucket whose weights rest encoded. They are exact, as nothing else is known of the weights."""
 
+    rests = INT8
+
     def place(self, place: Place, device: torch.device) -> Place:
         return coded_place(place, INT8, device)
 

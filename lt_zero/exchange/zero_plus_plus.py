@@ -28,7 +28,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import Bucket, GatherStrategy
 from lt_zero.engine.exchange import PlainExchange
 from lt_zero.engine.layout import gaps_between
-from lt_zero.engine.partition import BucketPlan
+from lt_zero.engine.partition import BucketPlan, GroupFacts
 from lt_zero.offload.store import Reduce, Waits
 from lt_zero.ops.codecs import INT4, INT8, Codec
 
@@ -107,9 +107,10 @@ class EncodedUpdates(GatherStrategy):
     codec = WEIGHTS
 
 
-def sends_less(config: ZeroConfig, plan: BucketPlan, group: ShardGroup) -> GatherStrategy | None:
+def sends_less(config: ZeroConfig, plan: BucketPlan, group: GroupFacts) -> GatherStrategy | None:
     """Make the strategy of a bucket of ``group`` if the configuration asks for fewer bytes between nodes, else None."""
-    zero, sharding, secondary = config.zero_optimization, plan.sharding, group.secondary_shards
+    zero, sharding = config.zero_optimization, plan.sharding
+    secondary = group.secondary_shards if sharding.params else 1
     codes = _codes(plan.dtype, group)
     quantizes, frozen_only = codes and zero.zero_quantized_weights, codes and zero.zero_quantized_nontrainable_weights
     if sharding.params and (quantizes or frozen_only or secondary > 1):
@@ -153,6 +154,6 @@ class QuantizedGradients(PlainExchange):
         return partial(bucket.group.reduce_compressed, flat=send.flat, residuals=residuals, name=bucket.name)
 
 
-def _codes(dtype: torch.dtype, group: ShardGroup) -> bool:
+def _codes(dtype: torch.dtype, group: GroupFacts) -> bool:
     """Whether weights and gradients can be sent encoded: there is no codec for 64 bits."""
     return dtype != torch.float64 and not group.alone

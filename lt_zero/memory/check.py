@@ -29,18 +29,16 @@ from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.partition import EnginePlan
+from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.io.pinned import return_freed_memory, return_large_blocks, rounded
 from lt_zero.memory import limits
 from lt_zero.memory.estimate import Machine, cheapest, states_of
 from lt_zero.memory.forecast import (
-    DEVICE,
     GATHERED,
     GRADS,
-    HOST,
     LOCAL,
     MASTER,
     MOMENTS,
-    NVME,
     OFFLOAD,
     REDUCE,
     RESIDUALS,

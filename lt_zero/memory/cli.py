@@ -19,9 +19,10 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.numbers import count_of
 from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
+from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.memory.comm_options import comm_options_table, fitting, recommended
 from lt_zero.memory.estimate import Fit, Machine, cheapest, estimate, kinds_table, settings_table
-from lt_zero.memory.forecast import DEVICE, HOST, NVME, Forecast
+from lt_zero.memory.forecast import Forecast
 from lt_zero.memory.limits import GB, amount
 from lt_zero.memory.meshes import Rates, TrainingJob, meshes_table, plans, reasons
 from lt_zero.memory.pipelines import activations_line, reductions, schedules_table, stages_table

@@ -27,7 +27,8 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import MODES, DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.engine.partition import EnginePlan, GroupFacts, plan_engine, with_sizes
-from lt_zero.memory.forecast import DEVICE, HOST, NVME, PLACES, Forecast, forecast
+from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.memory.forecast import PLACES, Forecast, forecast
 from lt_zero.memory.limits import amount
 from lt_zero.memory.setup import PlannedGroup, Setup
 from lt_zero.memory.sizes import Model, Sizes, Stage, fullest, parts_of_all, skeleton, stages_of_sizes

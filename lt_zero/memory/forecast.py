@@ -1,8 +1,4 @@
-"""Bytes of one rank by place, kind and phase: the buckets of a plan as rows of numbers, and their sums.
-
-Places are the ``device`` that computes, the ``host`` and ``nvme``. If the device is a CPU, the first two are the same,
-and offloading to the CPU changes nothing. ``offload_optimizer`` moves master weights, moments and gradient accumulators
-off the device, ``offload_param`` the shards that gathers read.
+"""Bytes of one rank by place, kind and phase: sums over what is kept of each bucket (engine/storage_plan.py).
 
 Note [Phases]
     Kinds that never exist together are not added: local gradients of an accumulation window give way to the
@@ -22,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,17 +27,18 @@ from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.rules import one_bit
+from lt_zero.engine.bucket import Live
 from lt_zero.engine.gather import Residency
-from lt_zero.engine.layout import BucketLayout, Sharding
-from lt_zero.engine.offload_manager import resting
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
+from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan, plan_storage
+from lt_zero.exchange.choose import codecs_of
+from lt_zero.exchange.gradient_compression import residual_numels
 from lt_zero.exchange.zero_plus_plus import GRADIENTS_INSIDE
 from lt_zero.exchange.zero_plus_plus import WEIGHTS as QUANTIZED_WEIGHTS
 from lt_zero.io.pinned import rounded
 from lt_zero.memory.setup import Setup
 from lt_zero.ops.codecs import INT8
 
-DEVICE, HOST, NVME = "device", "host", "nvme"
 PLACES = (DEVICE, HOST, NVME)
 PHASES = ("build", "accumulation", "backward", "step", "checkpoint")
 WEIGHTS, MASTER, MOMENTS = "weights", "master weights", "moments"
@@ -57,130 +55,52 @@ Part = tuple[str, str, int]  # place, kind, bytes
 Amounts = Mapping[tuple[str, str], int]  # (place, kind) -> bytes
 
 
-@dataclass(frozen=True)
-class BucketRow:
-    """One bucket in numbers."""
-
-    group: GroupFacts  # over which it is sharded
-    elements: int  # of its parameters, as this rank has them
-    whole: int  # of the tensors of which these are parts
-    numel: int  # of ``elements``, with padding
-    counted: int  # those with which it counts in limits: as ``Bucket.counted``
-    own: int  # elements of this rank's master weights or shard, with padding
-    held: int  # of ``own`` without padding: the size of moments
-    dtype: torch.dtype  # of the compute copy
-    master: torch.dtype
-    accum: torch.dtype  # of accumulators
-    step: torch.dtype  # of what the optimizer sees
-    send: torch.dtype | None  # of gradients on the wire; None: a single rank, which sends none (``Accumulator.direct``)
-    sharding: Sharding
-    trains: bool  # it has trainable parameters
-    wide: bool  # it is frozen and kept in a higher precision than ``dtype``
-    states: str  # place of master weights and moments
-    weights: str  # place of what gathers read
-    residual: int  # elements that compression, a 1-bit optimizer or late ranks keep in fp32
-    rounded: bool  # gathers of updates round the compute copy
-
-    @property
-    def master_is_view(self) -> bool:
-        """True if master weights are a view of the flat tensor (``Weights.master_is_view``)."""
-        same = self.master == self.dtype and not self.rounded
-        return not self.sharding.params and same and self.states == DEVICE
-
-    @property
-    def copies_weights(self) -> bool:
-        """True if gathers read a copy instead of the master or wide frozen weights (``Weights.keep``)."""
-        both = self.weights == self.states == NVME and self.master == self.dtype
-        copied = self.states != DEVICE and not both if self.trains else self.wide and self.weights != DEVICE
-        return self.sharding.params and copied
-
-    @property
-    def exact(self) -> torch.dtype:
-        """The dtype in a checkpoint, and of a frozen bucket."""
-        return self.master if self.trains or self.wide else self.dtype
-
-    def read_nbytes(self, states: float) -> int:
-        """Bytes that a step of this bucket reads from files: master weights, gradients, each state."""
-        dtypes = [self.master, self.accum, *[self.step] * int(states)]
-        partial = int(self.own * self.step.itemsize * (states - int(states)))
-        return sum(rounded(self.own * dtype.itemsize) for dtype in dtypes) + rounded(partial)
+def storage_of(
+    plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup
+) -> dict[BucketPlan, StoragePlan]:
+    """What one rank keeps of each bucket, as ``build`` plans it."""
+    apart, codecs = setup.device != "cpu", partial(codecs_of, config)
+    return plan_storage(plan, config, policy, setup.group, apart, codecs, setup.training)
 
 
-def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> list[BucketRow]:
-    """The buckets as rows, in the plan's order."""
-    zero, buckets, on_cpu, everyone = config.zero_optimization, plan.buckets, setup.device == "cpu", setup.group
-    layouts = [bucket.layout_in(everyone.mesh.shards, everyone.size) for bucket in buckets]
-    counted = [bucket.counted(layout) for bucket, layout in zip(buckets, layouts, strict=True)]
-    places = resting(counted, [b.sharding.params for b in buckets], [b.is_wide for b in buckets], zero)
-    optim, param = zero.offload_optimizer.device, zero.param_offload.device
-    rows = []
-    for bucket, layout, held, count, (moves, away) in zip(
-        buckets, layouts, _held(plan, layouts), counted, places, strict=True
-    ):
-        group = bucket.group or everyone
-        dtype, sharding = bucket.dtype, bucket.sharding
-        master, accum, trains = policy.master_of(dtype), policy.accumulate_of(dtype), bucket.trains and setup.training
-        sharded = sharding.optim or sharding.params
-        states = weights = DEVICE
-        if moves and not (optim == "cpu" and on_cpu):
-            states = NVME if optim == "nvme" else HOST
-        if sharding.params and param == "nvme" and away:
-            weights = NVME
-        elif sharding.params and param != "none" and not on_cpu:
-            weights = HOST
-        wire, shared = policy.wire_of(dtype), sharding.optim and group.sums_wide
-        direct = group.alone and wire is None and (config.prescale_gradients or config.gradient_predivide_factor == 1)
-        row = BucketRow(
-            group=group,
-            elements=layout.elements,
-            whole=sum(math.prod(spec.global_shape) for spec in bucket.specs),
-            numel=layout.numel,
-            counted=count,
-            own=layout.shard_numel if sharded else layout.numel,
-            held=held if sharded else layout.numel,
-            dtype=dtype,
-            master=master,
-            accum=accum,
-            step=policy.step_of(dtype),
-            send=None if direct else wire or (dtype if shared else accum),
-            sharding=sharding,
-            trains=trains,
-            wide=bucket.narrows and not trains and master != dtype,
-            states=states,
-            weights=weights,
-            residual=_residual(bucket, layout, config, policy) if trains and group.size > 1 else 0,
-            rounded=zero.zero_quantized_weights and zero.stage < 3 and sharding.optim and group.size > 1,
-        )
-        rows.append(row)
-    return rows
+def read_nbytes(row: StoragePlan, states: float) -> int:
+    """Bytes that a step of a bucket reads from files: master weights, gradients, each of the optimizer's states."""
+    dtypes = [row.master, row.accumulate, *[row.step] * int(states)]
+    partial = int(row.own * row.step.itemsize * (states - int(states)))
+    return sum(rounded(row.own * dtype.itemsize) for dtype in dtypes) + rounded(partial)
 
 
-def _residual(bucket: BucketPlan, layout: BucketLayout, config: ZeroConfig, policy: DtypePolicy) -> int:
+def _residual(bucket: BucketPlan, row: StoragePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> int:
     """Elements of a bucket's residuals, and of their copies where steps may be skipped (gradient_compression.py).
 
     Or of gradients that are late (comm/tolerance.py): those that a rank adds up, and those that are under way.
     """
+    if not row.trains or row.group.size == 1:
+        return 0
+    layout = bucket.layout_in(setup.group.mesh.shards, setup.group.size)
     if config.communication.slow_node_tolerance:
         return 2 * layout.numel
-    sharded = (bucket.sharding.optim or bucket.sharding.params) and not one_bit(config)
-    each = layout.numel + (0 if sharded else layout.shard_numel)
-    return each * (2 if policy.check_overflow else 1) if bucket.compresses else 0
+    if not bucket.compresses:
+        return 0
+    whole = bool(one_bit(config)) or not (bucket.sharding.optim or bucket.sharding.params)
+    return sum(residual_numels(layout, whole)) * (2 if policy.check_overflow else 1)
 
 
-def _held(plan: EnginePlan, layouts: Sequence[BucketLayout]) -> list[int]:
+def _held(table: Mapping[BucketPlan, StoragePlan], everyone: GroupFacts) -> list[int]:
     """Elements of each bucket on the rank of its group with most to step: ranks differ if parameters are not cut."""
-    if all(bucket.owners is None for bucket in plan.buckets):
-        return [layout.shard_numel for layout in layouts]
+    if all(bucket.owners is None for bucket in table):
+        return [row.own for row in table.values()]
     shares = []
-    for layout in layouts:
+    for bucket in table:
+        layout = bucket.layout_in(everyone.mesh.shards, everyone.size)
         shares.append([sum(p.numel for p in layout.pieces(*layout.shard(r))) for r in range(layout.world)])
     most: dict[GroupFacts | None, int] = {}  # the rank of each group
-    for group in dict.fromkeys(bucket.group for bucket in plan.buckets):
-        rows = zip(plan.buckets, shares, strict=True)
+    for group in dict.fromkeys(bucket.group for bucket in table):
+        rows = zip(table, shares, strict=True)
         trained = [share for bucket, share in rows if bucket.trains and bucket.group is group]
         totals = [sum(of_rank) for of_rank in zip(*trained, strict=True)]
         most[group] = totals.index(max(totals)) if totals else 0
-    return [share[most[bucket.group]] for bucket, share in zip(plan.buckets, shares, strict=True)]
+    return [share[most[bucket.group]] for bucket, share in zip(table, shares, strict=True)]
 
 
 class Gathered(NamedTuple):
@@ -192,32 +112,31 @@ class Gathered(NamedTuple):
     needs_weights: bool
 
 
-def _peak_gathered(units: Sequence[Gathered], limits: Residency, most_buckets: float, keeps_whole: bool) -> int:
+def _peak_gathered(units: Sequence[Gathered], limits: Residency, keeps_whole: bool) -> int:
     """Peak bytes of the micro-batches after the first one, which records the order, as ``Gatherer`` runs them.
 
     Args:
         units: all but the root, in forward order; small parameters, which are never released, are not counted.
-        limits: on what stays gathered, and on prefetched elements (0: no prefetching).
-        most_buckets: limit on prefetched buckets.
+        limits: on what stays gathered, and on what is prefetched.
         keeps_whole: units stay gathered after backward.
     """
     stays = limits.keep_after_forward([unit.numel for unit in units])
     keep = {i for i, unit in enumerate(units) if stays[i] and unit.needs_weights}
     here = set(keep) if keeps_whole else set[int]()
     early = set[int]()  # prefetched, not visited yet
-    live, nbytes = sum(units[i].numel for i in here), sum(units[i].nbytes for i in here)
+    live, nbytes = Live(elements=sum(units[i].numel for i in here)), sum(units[i].nbytes for i in here)
     peak = nbytes
     forward = list(range(len(units)))
     # A unit is released when its inputs have gradients, before backward reaches the previous unit.
     backward = [i for i in reversed(forward) if units[i].needs_weights]
     for order, kept in ((forward, keep), (backward, set[int]())):
-        flying = buckets = 0  # of ``early``
+        live.flying = live.launched = 0  # of ``early``
         # Index in ``order``: units before it were gathered, and stay so until they are visited.
         ahead = 0
         for position, index in enumerate(order):
             if index in early:
                 early.remove(index)
-                flying, buckets = flying - units[index].numel, buckets - units[index].buckets
+                live.flying, live.launched = live.flying - units[index].numel, live.launched - units[index].buckets
             # Gather the unit, and prefetch those that ``Gatherer.visit`` would.
             ahead = max(ahead, position)
             while ahead < (len(order) if limits.prefetch > 0 else position + 1):
@@ -225,29 +144,29 @@ def _peak_gathered(units: Sequence[Gathered], limits: Residency, most_buckets: f
                 unit = units[other]
                 if other not in here:
                     if other != index:
-                        large = flying + unit.numel > limits.prefetch and (bool(early) or most_buckets < float("inf"))
-                        full = live + unit.numel > limits.max_live or buckets + unit.buckets > most_buckets
-                        if len(early) >= limits.ahead or large or full:
+                        if not limits.may_prefetch(unit.numel, unit.buckets, live, len(early)):
                             break
                         early.add(other)
-                        flying, buckets = flying + unit.numel, buckets + unit.buckets
+                        live.flying, live.launched = live.flying + unit.numel, live.launched + unit.buckets
                     here.add(other)
-                    live, nbytes = live + unit.numel, nbytes + unit.nbytes
+                    live.elements, nbytes = live.elements + unit.numel, nbytes + unit.nbytes
                 ahead += 1
             peak = max(peak, nbytes)
             if index not in kept:
                 here.remove(index)
-                live, nbytes = live - units[index].numel, nbytes - units[index].nbytes
+                live.elements, nbytes = live.elements - units[index].numel, nbytes - units[index].nbytes
     return peak
 
 
 class _Sums:
-    """The bytes of each purpose, summed over the rows of a plan; ``forecast`` combines them into phases."""
+    """The bytes of each purpose, summed over the buckets of a plan; ``forecast`` combines them into phases."""
 
     def __init__(self, plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> None:
         self.plan, self.config, self.zero, self.setup = plan, config, config.zero_optimization, setup
-        self.table = dict(zip(plan.buckets, rows_of(plan, config, policy, setup), strict=True))
-        self.rows = list(self.table.values())
+        self.table = storage_of(plan, config, policy, setup)
+        self.rows, self.held = list(self.table.values()), _held(self.table, setup.group)
+        residuals = (_residual(b, row, config, policy, setup) for b, row in self.table.items())
+        self.residual = sum(residuals)  # elements that compression, a 1-bit optimizer or late ranks keep in fp32
         self.trained = [row for row in self.rows if row.trains]
         self.stored = [row for row in self.trained if row.states == NVME]  # in files between steps
         self.momenta = setup.world > 1 and one_bit(config) not in ("", "zerooneadam")
@@ -259,10 +178,6 @@ class _Sums:
         coded = dtype == torch.uint8
         return sum(rounded(INT8.nbytes(row.own) if coded else row.own * dtype.itemsize) for row in self.rows)
 
-    def _is_coded(self, row: BucketRow) -> bool:
-        """True if the weights of a bucket rest in 8 bits (exchange/quantized.py)."""
-        return self.config.quantize is not None and row.sharding.params and row.dtype != torch.float64
-
     def weights(self) -> list[Part]:
         """Weights and master weights (``Bucket.adopt``)."""
         total: list[Part] = []
@@ -272,14 +187,14 @@ class _Sums:
                 total.append((DEVICE, WEIGHTS, row.numel * row.dtype.itemsize))
             held = [(row.states, MASTER, row.master)] if row.trains and not row.master_is_view else []
             held += [(row.weights, WEIGHTS, row.dtype)] if row.copies_weights else []
-            rests = not row.trains and (row.wide or row.sharding.params)
-            if rests and self._is_coded(row):
+            rests = not row.trains and (row.freezes_wide or row.sharding.params)
+            if rests and row.rests is not None:
                 if row.weights == NVME:
                     files.add((WEIGHTS, torch.uint8))
                 else:
-                    total.append((row.weights, WEIGHTS, INT8.nbytes(row.own)))
+                    total.append((row.weights, WEIGHTS, row.rests.nbytes(row.own)))
             elif rests:
-                held.append((row.weights, WEIGHTS, row.exact))
+                held.append((row.weights, WEIGHTS, row.precision))
             for place, kind, dtype in held:
                 if place == NVME:
                     files.add((kind, dtype))
@@ -289,35 +204,39 @@ class _Sums:
 
     def states(self) -> list[Part]:
         """The optimizer's states, and the buffers that offloading keeps from step to step."""
-        states, trained = self.setup.states, self.trained
-        total = [(r.states, MOMENTS, int(r.held * r.step.itemsize * states)) for r in trained if r.states != NVME]
+        states = self.setup.states
+        total = [
+            (row.states, MOMENTS, int(held * row.step.itemsize * states))
+            for row, held in zip(self.rows, self.held, strict=True)
+            if row.trains and row.states != NVME
+        ]
         total += [(NVME, MOMENTS, int(self._file(dtype) * states)) for dtype in {row.step for row in self.stored}]
         # Free buffers that are kept for the next stored tensor (io.pinned.BufferPool).
         sizes = [row.own * row.master.itemsize for row in self.rows if NVME in (row.states, row.weights)]
         pools = 1 if all(row.states == NVME for row in self.rows if row.weights == NVME) else 2
         total.append((self.memory, OFFLOAD, 2 * pools * rounded(max(sizes, default=0))))
         # Staging buffers for low-precision weights from host memory to the device (HostLink).
-        cast = [r.own * r.dtype.itemsize for r in trained if r.states != DEVICE and r.dtype != r.master]
-        return [*total, (HOST, OFFLOAD, 2 * max(cast, default=0) if self.memory == HOST else 0)]
+        cast = max((row.cast_nbytes for row in self.rows), default=0)
+        return [*total, (HOST, OFFLOAD, 2 * cast if self.memory == HOST else 0)]
 
     def gradients(self, waiting: bool = False) -> list[Part]:
         """The accumulators (``Accumulator.launch_reduce``); without the fused step fp16 ones are unscaled in fp32.
 
         ``waiting``: those that there are in an accumulation window, beside ``local``.
         """
-        total = [(NVME, GRADS, self._file(dtype)) for dtype in {row.accum for row in self.stored}]
+        total = [(NVME, GRADS, self._file(dtype)) for dtype in {row.accumulate for row in self.stored}]
         for row in self.trained:
             if waiting and not row.sharding.grads:
                 continue
             if row.states != NVME:
-                unscaled = row.accum == torch.float16 and not self.setup.fused
-                total.append((row.states, GRADS, row.own * (4 if unscaled else row.accum.itemsize)))
+                unscaled = row.accumulate == torch.float16 and not self.setup.fused
+                total.append((row.states, GRADS, row.own * (4 if unscaled else row.accumulate.itemsize)))
         return total
 
     def residuals(self) -> list[Part]:
         """Residuals of compressed reductions (``ErrorFeedback``), and full momenta (``MomentumFeedback``)."""
         full = [row.numel for row in self.exchanged if row.sharding.optim]
-        kept = sum(row.residual for row in self.rows) * torch.float32.itemsize
+        kept = self.residual * torch.float32.itemsize
         return [(DEVICE, RESIDUALS, kept + sum(full) * (torch.float32.itemsize + torch.bool.itemsize))]
 
     def exchanging(self) -> list[Part]:
@@ -329,7 +248,7 @@ class _Sums:
 
     def second_copies(self) -> list[Part]:
         """Copies of all parameters on the ranks of a node (``zero_hpz_partition_size``)."""
-        rows = [(row, self.zero.secondary_shards(row.group.size)) for row in self.rows if row.sharding.params]
+        rows = [(row, row.group.secondary_shards) for row in self.rows if row.sharding.params]
         return [(DEVICE, WEIGHTS, row.numel * row.dtype.itemsize // shares) for row, shares in rows if shares > 1]
 
     @property
@@ -340,7 +259,7 @@ class _Sums:
     def local(self) -> list[Part]:
         """Gradients of an accumulation window before they are reduced (``Accumulator.local``)."""
         full = [row for row in self.trained if not row.sharding.grads] if self.accumulates else []
-        return [(DEVICE, LOCAL, row.numel * row.accum.itemsize) for row in full]
+        return [(DEVICE, LOCAL, row.numel * row.accumulate.itemsize) for row in full]
 
     def moving(self) -> list[Part]:
         """``p.grad`` between autograd and the accumulator, flat storages of gathered buckets, and read buffers."""
@@ -356,27 +275,22 @@ class _Sums:
                 for buckets in (*(unit.buckets for unit in units), self.plan.rest)
             ]
             total.append((DEVICE, FRESH, max(fresh[:-2], default=0) + sum(fresh[-2:])))
-        zero, reads = self.zero, self.zero.param_offload.device == "nvme"
-        groups = {self.setup.group, *(row.group for row in self.rows)}
-        background, shards = all(g.gathers_in_background for g in groups), min(g.mesh.shards for g in groups)
-        ahead, most_buckets = zero.stage3_prefetch_bucket_size if background or reads else 0, float("inf")
-        if reads:
-            ahead, most_buckets = min(ahead, zero.param_offload.buffer_size), zero.param_offload.buffer_count
+        zero, groups = self.zero, {self.setup.group, *(row.group for row in self.rows)}
         inner = [self._gathered(unit.buckets, unit.needs_weights) for unit in units[:-1] if unit.buckets]
         root = self._gathered(units[-1].buckets, True)  # always stays gathered
-        limits = Residency(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, ahead)
+        limits = Residency.of(zero, groups)
         limits = limits if self.setup.training else limits.without_training()
         whole = root.numel + sum(unit.numel for unit in inner)
-        fits = whole <= limits.max_live and whole < limits.max_reuse_distance  # as Gatherer.fits_whole
-        peak = _peak_gathered(inner, limits, most_buckets, keeps_whole=self.setup.accumulates and fits)
+        peak = _peak_gathered(inner, limits, keeps_whole=self.setup.accumulates and limits.fits_whole(whole))
         total.append((DEVICE, GATHERED, root.nbytes + peak))
         others = whole - root.numel if self.setup.training else max((unit.numel for unit in inner), default=0)
-        most = min(ahead, others) + max(unit.numel for unit in [*inner, root])
+        most = min(limits.prefetch, others) + max(unit.numel for unit in [*inner, root])
+        shards = min(group.mesh.shards for group in groups)
         if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
             total.append((DEVICE, GATHERED, QUANTIZED_WEIGHTS.nbytes(most) if self.setup.world > 1 else 0))
         elif self.config.quantize is not None:
             total.append((DEVICE, GATHERED, INT8.nbytes(most) + INT8.nbytes(most) // shards))
-        dtypes = [row.dtype if row.copies_weights else row.exact for row in self.rows if row.weights == NVME]
+        dtypes = [row.dtype if row.copies_weights else row.precision for row in self.rows if row.weights == NVME]
         if dtypes:
             total.append((self.memory, OFFLOAD, most // shards * max(dtype.itemsize for dtype in dtypes)))
         return total
@@ -404,8 +318,8 @@ class _Sums:
 
     def offloading(self) -> list[Part]:
         """Accumulators that are moved off the device in backward, and steps that overlap (step/overlap.py)."""
-        files = max((rounded(row.own * row.accum.itemsize) for row in self.stored), default=0)
-        landing = max((row.own * row.accum.itemsize for row in self.trained if row.states != DEVICE), default=0)
+        files = max((rounded(row.own * row.accumulate.itemsize) for row in self.stored), default=0)
+        landing = max((row.own * row.accumulate.itemsize for row in self.trained if row.states != DEVICE), default=0)
         total = [(self.memory, OFFLOAD, 4 * files)]  # two in flight, two being written
         total += [(DEVICE, OFFLOAD, 2 * landing)] if self.memory == HOST else []
         how = self.zero.offload_optimizer.overlap_step
@@ -413,22 +327,21 @@ class _Sums:
             return total
         return total + self.stepping([row for row in self.stored if how is True or row.sharding.params])
 
-    def stepping(self, trained: Sequence[BucketRow]) -> list[Part]:
+    def stepping(self, trained: Sequence[StoragePlan]) -> list[Part]:
         """Buckets in memory for a step: read from files, or fp32 copies (step/, Note [Staged buckets])."""
         optim, sizes = self.zero.offload_optimizer, list[int]()
         for row in trained:
             if row.states == NVME:  # what is read, and the weights that are written to another file
                 written = row.own * row.dtype.itemsize if row.copies_weights and row.weights == NVME else 0
-                sizes.append(row.read_nbytes(self.setup.states) + rounded(written))
+                sizes.append(read_nbytes(row, self.setup.states) + rounded(written))
         leaving = max(0, min(1, optim.buffer_count - 2)) if optim.pipeline_write else 0
         ahead = 1 if optim.pipeline_read and 2 + leaving <= optim.buffer_count else 0
         window = 1 + leaving + ahead
         most = max((sum(sizes[i : i + window]) for i in range(len(sizes))), default=0)
         copies = [
-            row.own * row.step.itemsize * (1 + (row.accum != row.step))
+            row.own * row.step.itemsize * (1 + (row.accumulate != row.step))
             for row in trained
-            if not row.step == row.master == row.accum
-            and not (self.setup.fused and row.step == row.master == torch.float32)
+            if row.staged and not (self.setup.fused and row.step == row.master == torch.float32)
         ]
         place = self.memory if any(row.states != DEVICE for row in trained) else DEVICE
         return [(self.memory, OFFLOAD, most), (place, STEP, max(copies, default=0))]
@@ -437,32 +350,31 @@ class _Sums:
         """One bucket in full precision while its shard is built (``Bucket.adopt``)."""
         most = 0
         for row in self.rows:
-            apart = row.wide or (row.trains and not row.master_is_view)
             flat = row.numel * row.dtype.itemsize if row.sharding.params else 0
             stored = rounded(row.own * row.master.itemsize) if NVME in (row.states, row.weights) else 0
-            most = max(most, (row.numel * row.master.itemsize if apart else 0) + flat + stored)
+            most = max(most, (row.numel * row.master.itemsize if row.fills_apart else 0) + flat + stored)
         return [(DEVICE, BUILD, most)]
 
     def saving(self) -> list[Part]:
         """A save on every rank: its shards are copied or written, or one bucket is gathered from all ranks."""
         rows, trained, states = self.rows, self.trained, self.setup.states
-        files = max((row.read_nbytes(states) for row in self.stored), default=0)
+        files = max((read_nbytes(row, states) for row in self.stored), default=0)
         if not self.config.sharded_checkpoints:  # full_params.gather_own
-            widest = [max(r.exact.itemsize, r.step.itemsize if r.trains and states else 0) for r in rows]
+            widest = [max(r.precision.itemsize, r.step.itemsize if r.trains and states else 0) for r in rows]
             sizes = [r.numel * itemsize for r, itemsize in zip(rows, widest, strict=True) if r.own != r.numel]
             joined = max((math.prod(spec.global_shape) for spec in self.plan.parts), default=0)  # full_params.joined
             copied = max(sizes, default=0) + joined * torch.float32.itemsize
             return [(DEVICE, COPY, copied), (self.memory, OFFLOAD, files)]
         copy = 0
         if self.config.checkpoint.async_save:
-            copy = sum(row.own * row.exact.itemsize for row in rows)
+            copy = sum(row.own * row.precision.itemsize for row in rows)
             copy += sum(int(row.own * row.step.itemsize * states) for row in trained)
-            copy += sum(row.residual for row in rows) * torch.float32.itemsize
+            copy += self.residual * torch.float32.itemsize
         return [(HOST, COPY, copy), (HOST, FILE, SAVE_BUFFERS), (self.memory, OFFLOAD, files)]
 
     def full_copy(self) -> list[Part]:
         """A full save: rank 0's copy, and the file, which Lightning builds in memory (``_atomic_save``)."""
-        total = sum(row.whole * row.exact.itemsize for row in self.rows)
+        total = sum(row.whole * row.precision.itemsize for row in self.rows)
         total += sum(int(row.whole * row.step.itemsize * self.setup.states) for row in self.trained)
         whole = sum(row.whole for row in self.rows)
         total += total * self.setup.elsewhere // max(1, whole)  # other stages are as this one

@@ -23,8 +23,8 @@ from rich.table import Table
 from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
+from lt_zero.engine.storage_plan import DEVICE
 from lt_zero.memory.estimate import Setting, estimate
-from lt_zero.memory.forecast import DEVICE
 from lt_zero.memory.limits import amount
 from lt_zero.memory.sizes import Sizes, Stage, fullest, stages_of_sizes
 from lt_zero.memory.transformer import Transformer

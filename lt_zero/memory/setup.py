@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lt_zero.comm.transport import Mesh
 from lt_zero.config.blocks import ZeroOptimization
@@ -24,6 +24,11 @@ class PlannedGroup:
     sums_wide: bool
     gathers_in_background: bool
     scratch: bool
+    zero: ZeroOptimization = field(compare=False, repr=False)
+
+    @property
+    def secondary_shards(self) -> int:
+        return self.zero.secondary_shards(self.size)
 
     def scratch_numel(self, numel: int) -> int:
         return numel if self.scratch else 0
@@ -41,6 +46,7 @@ class PlannedGroup:
             sums_wide=alone or shares or (on_cpu and zero.reduce_scatter),
             gathers_in_background=not alone and not shares,
             scratch=on_cpu and not alone,
+            zero=zero,
         )
 
     @classmethod
@@ -54,6 +60,7 @@ class PlannedGroup:
             group.sums_wide,
             group.gathers_in_background,
             group.scratch_numel(1) > 0,
+            zero,
         )
 
 

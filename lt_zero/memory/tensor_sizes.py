@@ -13,8 +13,8 @@ from rich.table import Table
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
+from lt_zero.engine.storage_plan import DEVICE, HOST
 from lt_zero.memory.estimate import Fit, Machine, cheapest
-from lt_zero.memory.forecast import DEVICE, HOST
 from lt_zero.memory.limits import amount
 from lt_zero.memory.sizes import Model
 

@@ -21,10 +21,11 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.rules import one_bit
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.partition import EnginePlan, GroupFacts
+from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.exchange.compressed_momentum import MOMENTA
 from lt_zero.exchange.gradient_compression import codec_of
 from lt_zero.exchange.zero_plus_plus import GRADIENTS, WEIGHTS
-from lt_zero.memory.forecast import BucketRow, rows_of
+from lt_zero.memory.forecast import storage_of
 from lt_zero.memory.setup import Setup
 
 
@@ -55,7 +56,8 @@ def forecast_traffic(
     plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup, micro_batches: int = 1
 ) -> Traffic:
     """The traffic of a step with ``micro_batches`` backwards. ``setup.per_node`` ranks are on each node."""
-    zero, table = config.zero_optimization, dict(zip(plan.buckets, rows_of(plan, config, policy, setup), strict=True))
+    zero = config.zero_optimization
+    table = storage_of(plan, config, policy, setup)
     links = {
         group: _GroupLinks(group, config, setup) for group in {setup.group, *(row.group for row in table.values())}
     }
@@ -69,7 +71,7 @@ def forecast_traffic(
             gradients += reductions * links[row.group].reduced(row, bucket.compresses)
             if row.sharding.optim and not row.sharding.params:
                 weights += links[row.group].gathered(row, zero.zero_quantized_weights and zero.stage < 3)
-    limits = Residency(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+    limits = Residency.of(zero, links)
     units = [[table[b] for b in unit.buckets if b.sharding.params] for unit in plan.units[:-1]]
     stays = limits.keep_after_forward([sum(row.counted for row in rows) for rows in units])
     for rows, unit, keeps in zip(units, plan.units, stays, strict=False):
@@ -104,18 +106,18 @@ class _GroupLinks:
         secondary = config.zero_optimization.secondary_shards(group.size)
         self._second = _Links(Mesh(group.size, 0, secondary), self._nodes, backend, ()) if secondary > 1 else None
 
-    def reduced(self, row: BucketRow, compresses: bool) -> float:
+    def reduced(self, row: StoragePlan, compresses: bool) -> float:
         """Bytes of a reduction of a bucket's gradients."""
         quantized = self._config.zero_optimization.zero_quantized_gradients and row.sharding.optim
         if (compresses or quantized) and row.send is not None:
             return self._alike * _compressed(row, self._config, self._nodes, self._size)
         return self._alike * self._links.reduced(row)
 
-    def gathered(self, row: BucketRow, codes: bool) -> float:
+    def gathered(self, row: StoragePlan, codes: bool) -> float:
         """Bytes of a gather of a bucket's updated weights; ``codes``: quantised."""
         return self._alike * self._links.gathered(row, codes)
 
-    def gathers(self, row: BucketRow, times: int) -> float:
+    def gathers(self, row: StoragePlan, times: int) -> float:
         """Bytes of ``times`` gathers of a sharded bucket in a step."""
         zero = self._config.zero_optimization
         codes = zero.zero_quantized_weights or (zero.zero_quantized_nontrainable_weights and not row.trains)
@@ -126,7 +128,7 @@ class _GroupLinks:
         return self._alike * sent
 
 
-def _compressed(row: BucketRow, config: ZeroConfig, nodes: list[list[int]], world: int) -> float:
+def _compressed(row: StoragePlan, config: ZeroConfig, nodes: list[list[int]], world: int) -> float:
     """Bytes of a compressed reduction of a bucket's gradients; with Huffman codes at most. See comm/compression.py."""
     codec, inner, nested = codec_of(config), whole_nodes(nodes) or 1, config.gradient_compression.hierarchical_compress
     both = not (row.sharding.optim or row.sharding.params)
@@ -151,11 +153,11 @@ class _Links:
         self._dimensions = [lines(mesh, sizes, number) for number in range(len(sizes))]
         self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
 
-    def reduced(self, row: BucketRow) -> float:
+    def reduced(self, row: StoragePlan) -> float:
         """Bytes of a reduction of a bucket's gradients."""
         if row.send is None:
             return 0.0
-        mesh, wide = self._mesh, max(row.accum.itemsize, torch.float32.itemsize)
+        mesh, wide = self._mesh, max(row.accumulate.itemsize, torch.float32.itemsize)
         if not row.sharding.optim and not row.sharding.params:
             everyone = [list(range(mesh.world))]
             return self._scattered(row, everyone, wide) + self._shared(row.numel * row.send.itemsize, everyone)
@@ -163,7 +165,7 @@ class _Links:
         summed = row.own * (wide if self._gloo else row.send.itemsize)
         return self._scattered(row, self._rows, wide) + self._around(2 * summed, columns)
 
-    def gathered(self, row: BucketRow, codes: bool = False) -> float:
+    def gathered(self, row: StoragePlan, codes: bool = False) -> float:
         """Bytes of a gather of a bucket's weights; ``codes``: quantised."""
         shards = self._mesh.shards
         nbytes = shards * WEIGHTS.nbytes(row.numel // shards) if codes else row.numel * row.dtype.itemsize
@@ -178,7 +180,7 @@ class _Links:
             sent += nbytes * (len(ranks) - 1) / len(ranks) * crossed
         return sent / self._count
 
-    def _scattered(self, row: BucketRow, groups: list[list[int]], wide: int) -> float:
+    def _scattered(self, row: StoragePlan, groups: list[list[int]], wide: int) -> float:
         """Bytes of a reduce-scatter in each of the ``groups``; ``wide``: bytes of an element of a partial sum."""
         assert row.send is not None
         if not self._gloo:

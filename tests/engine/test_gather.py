@@ -10,7 +10,6 @@ from torch import nn
 
 from lt_zero.engine.bucket import Live, State
 from lt_zero.engine.gather import Gatherer, Residency, Unit
-from lt_zero.engine.offload_manager import OffloadManager
 
 
 class Row:
@@ -44,7 +43,7 @@ class Row:
 def _gatherer(count: int, **limits: Any) -> tuple[Gatherer, list[Unit]]:
     units = [Unit(str(i), nn.Identity(), [cast(Any, Row())], True) for i in range(count)]
     groups = cast(Any, [SimpleNamespace(gathers_in_background=True)])
-    return Gatherer(units, Unit("", nn.Identity(), [], True), groups, Residency(**limits), OffloadManager()), units
+    return Gatherer(units, Unit("", nn.Identity(), [], True), groups, Residency(**limits)), units
 
 
 def _use(gatherer: Gatherer, unit: Unit) -> None:

@@ -18,8 +18,8 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import restore_whole
+from lt_zero.engine.storage_plan import DEVICE
 from lt_zero.memory.estimate import estimate
-from lt_zero.memory.forecast import DEVICE
 from lt_zero.optim import Lamb
 from lt_zero.optim.muon import orthogonalize
 from tests.support.parity import STAGES, config_of, full_values

@@ -18,22 +18,22 @@ from lt_zero import Sizes, ZeroConfig, estimate
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
 from lt_zero.config.blocks import Checkpoint
 from lt_zero.config.precision import dtype_policy
+from lt_zero.engine import storage_plan
 from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.gather import Residency
+from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan
 from lt_zero.engine.whole_model import full_state_dict
 from lt_zero.io.pinned import rounded
 from lt_zero.memory.check import RESTING, measured
 from lt_zero.memory.estimate import states_of
 from lt_zero.memory.forecast import (
     COPY,
-    DEVICE,
     FILE,
     GATHERED,
     GRADS,
-    HOST,
     LOCAL,
     MASTER,
     MOMENTS,
-    NVME,
     OFFLOAD,
     REDUCE,
     RESIDUALS,
@@ -217,10 +217,14 @@ def _second_copies() -> None:
 
 
 def _master_weights_apart() -> None:
-    config, model = ZeroConfig.of({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}), Wide()
-    cast = estimate(model, config, dist.get_world_size(), device="cpu")
-    engine, sharded, _, _ = train(model, config, "32-true")
-    close(measured(engine, [sharded])[MASTER], cast.kinds(HOST)[MASTER], "master weights")
+    config = ZeroConfig.of({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}})
+    for mode in ("32-true", "64-true"):
+        model = Wide()
+        cast = estimate(model, config, dist.get_world_size(), device="cpu", precision=mode)
+        engine, sharded, _, _ = train(model, config, mode, steps=1)
+        have, want = measured(engine, [sharded]).get(MASTER, 0), cast.kinds(HOST).get(MASTER, 0)
+        close(have, want, mode)
+        assert (have > 0) == (mode == "32-true"), "no codec is for 64 bits"
 
 
 def test_zero_plus_plus(pool: Pool) -> None:
@@ -233,6 +237,42 @@ def test_zero_plus_plus(pool: Pool) -> None:
 )
 def test_forecast_is_what_an_engine_takes(pool: Pool, tmp_path: Path, stage: int, mode: str, world: int) -> None:
     pool.run(world, _compare, mode, stage, str(tmp_path))
+
+
+def _bytes_of(config: ZeroConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by kind in memory, and of files: of a run, and as forecast."""
+    model = Wide()
+    cast = estimate(model, config, dist.get_world_size(), device="cpu")
+    engine, sharded, peaks, _ = train(model, config, "32-true", steps=1)
+    kinds = (WEIGHTS, MASTER, GRADS, MOMENTS, REDUCE, GATHERED)
+    have, want = measured(engine, [sharded]), cast.kinds(HOST)
+    engine.offload_manager.close()
+    have |= {GATHERED: peaks.gathered}
+    files = sum(cast.kinds(NVME).values())
+    return {k: have.get(k, 0) for k in (*kinds, RESTING)}, {k: want.get(k, 0) for k in kinds} | {RESTING: files}
+
+
+def _other_decisions(path: str) -> None:
+    everywhere, in_files = config_for(2, "none", ""), config_for(2, "optimizer", path)
+    plans: list[tuple[str, ZeroConfig, Any, str, Any]] = [
+        (MASTER, everywhere, StoragePlan, "master_is_view", False),
+        (WEIGHTS, config_for(3, "none", ""), StoragePlan, "copies_weights", property(lambda plan: plan.trains)),
+        (REDUCE, everywhere, StoragePlan, "send_dtype", lambda plan, have: torch.bfloat16),
+        (GATHERED, config_for(3, "none", ""), Residency, "keep_after_forward", lambda _, numels: [False] * len(numels)),
+        (RESTING, in_files, storage_plan, "choose_offloaded", lambda numels, *_: [(False, False)] * len(numels)),
+    ]
+    for kind, config, owner, name, other in plans:
+        before, _ = _bytes_of(config)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, other)
+            after, want = _bytes_of(config)
+        assert after[kind] != before[kind], (name, "changes nothing")
+        for each, got in after.items():
+            close(got, want[each], (name, each))
+
+
+def test_the_engine_and_its_forecast_have_one_plan(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _other_decisions, str(tmp_path))
 
 
 def _overlapped(path: str) -> None:

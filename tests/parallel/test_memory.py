@@ -16,23 +16,11 @@ from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.storage_plan import DEVICE, HOST
 from lt_zero.memory import NotEnoughMemory, limits
 from lt_zero.memory.check import check_optimizers, measured, setup_of
 from lt_zero.memory.estimate import estimate_traffic
-from lt_zero.memory.forecast import (
-    COPY,
-    DEVICE,
-    FRESH,
-    GATHERED,
-    GRADS,
-    HOST,
-    LOCAL,
-    MASTER,
-    MOMENTS,
-    REDUCE,
-    WEIGHTS,
-    forecast,
-)
+from lt_zero.memory.forecast import COPY, FRESH, GATHERED, GRADS, LOCAL, MASTER, MOMENTS, REDUCE, WEIGHTS, forecast
 from lt_zero.memory.limits import Available
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from tests.support.cut_blocks import RULES, CutBlocks

@@ -1,0 +1,208 @@
+"""The plan of what one rank keeps of each bucket: sizes, dtypes and places of tensors. Pure data: no tensors, no ranks.
+
+``Weights`` and ``Accumulator`` (shard.py) are made from it, and memory planning adds it up: what is decided here is
+decided nowhere else.
+
+Places are the ``DEVICE`` that computes, the ``HOST`` and ``NVME``. If the device is a CPU, the first two are the same,
+and offloading to the CPU changes nothing. ``offload_optimizer`` moves master weights, states and accumulators off the
+device, ``offload_param`` the shards that gathers read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks import ZeroOptimization
+from lt_zero.config.precision import DtypePolicy
+from lt_zero.engine.layout import Sharding
+from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
+from lt_zero.ops.codecs import Codec
+
+DEVICE, HOST, NVME = "device", "host", "nvme"
+CodecsOf = Callable[[BucketPlan, GroupFacts], tuple[Codec | None, Codec | None]]
+
+
+@dataclass(frozen=True)
+class StoragePlan:
+    """One bucket on one rank. Elements are those of the layout, with padding, unless it says otherwise.
+
+    Attributes:
+        group: over which it is sharded.
+        elements: of its parameters, as this rank has them, without padding.
+        whole: elements of the tensors of which these are parts.
+        numel: elements of the flat tensor.
+        counted: elements with which it counts in limits, the same on all ranks.
+        own: elements of this rank's master weights or shard.
+        sharding: what is sharded.
+        dtype: of the compute copy.
+        master: dtype of the master weights.
+        accumulate: dtype of the accumulator.
+        step: dtype of what the optimizer sees, and of its states.
+        wire: dtype in which gradients have to be sent; None: any.
+        trains: it has master weights and gradients.
+        narrows: parameters come in a wider dtype than ``dtype``.
+        codec: updates of parameters that are not sharded are gathered encoded; None: as they are.
+        rests: what gathers read rests encoded; None: as it is.
+        direct: gradients go to the accumulator without a reduction: a single rank, and no other dtype on the wire.
+        states: place of master weights, optimizer states and accumulator.
+        weights: place of what gathers read.
+    """
+
+    group: GroupFacts
+    elements: int
+    whole: int
+    numel: int
+    counted: int
+    own: int
+    sharding: Sharding
+    dtype: torch.dtype
+    master: torch.dtype
+    accumulate: torch.dtype
+    step: torch.dtype
+    wire: torch.dtype | None
+    trains: bool
+    narrows: bool
+    codec: Codec | None
+    rests: Codec | None
+    direct: bool
+    states: str
+    weights: str
+
+    @property
+    def master_is_view(self) -> bool:
+        """True if master weights, if there are any, are a slice of the compute copy, which stays in memory."""
+        same = self.master == self.dtype and self.codec is None
+        return not self.sharding.params and same and self.states == DEVICE
+
+    @property
+    def freezes_wide(self) -> bool:
+        """True if the bucket is frozen, and its values are kept in a wider dtype than the compute copy."""
+        return self.narrows and not self.trains and self.master != self.dtype
+
+    @property
+    def precision(self) -> torch.dtype:
+        """Dtype of the master or frozen weights, and of both in checkpoints."""
+        return self.master if self.trains or self.freezes_wide else self.dtype
+
+    @property
+    def fills_apart(self) -> bool:
+        """True if full values arrive in the master dtype, in a tensor of their own, before this rank's are kept."""
+        return self.freezes_wide or (self.trains and not self.master_is_view)
+
+    @property
+    def copies_weights(self) -> bool:
+        """True if gathers read a copy of the master, or wide frozen, weights.
+
+        Gathers must not wait until offloaded master weights are read, nor move wide values.
+        """
+        serves = self.weights == self.states == NVME and self.master == self.dtype
+        if self.trains:
+            return self.sharding.params and self.states != DEVICE and not serves
+        return self.sharding.params and self.freezes_wide and self.weights != DEVICE
+
+    @property
+    def staged(self) -> bool:
+        """True if the optimizer steps copies in another dtype. See sharded_optimizer.py, Note [Staged buckets]."""
+        return not self.step == self.master == self.accumulate
+
+    @property
+    def cast_nbytes(self) -> int:
+        """Bytes of weights that are cast to the compute dtype on their way from the host to the device."""
+        return self.own * self.dtype.itemsize if self.states != DEVICE and self.dtype != self.master else 0
+
+    def send_dtype(self, have: torch.dtype) -> torch.dtype:
+        """Dtype in which gradients of dtype ``have`` are sent: as configured, else ``have`` if that is as precise."""
+        if self.wire is not None:
+            return self.wire
+        return have if self.sharding.optim and self.group.sums_wide else self.accumulate
+
+    @property
+    def send(self) -> torch.dtype | None:
+        """Dtype in which the gradients of one backward are sent; None: they are not."""
+        return None if self.direct else self.send_dtype(self.dtype)
+
+
+def plan_storage(
+    plan: EnginePlan,
+    config: ZeroConfig,
+    policy: DtypePolicy,
+    everyone: GroupFacts,
+    apart: bool,
+    codecs_of: CodecsOf,
+    training: bool = True,
+) -> dict[BucketPlan, StoragePlan]:
+    """Plan what one rank keeps of each bucket, in the plan's order. Ranks of a group have equal plans.
+
+    Args:
+        plan: of the engine.
+        config: says what is offloaded.
+        policy: says the dtypes.
+        everyone: shards the buckets without a group of their own.
+        apart: the device has memory of its own.
+        codecs_of: returns ``StoragePlan.codec`` and ``StoragePlan.rests`` of a bucket, which is in the group.
+        training: there are gradients.
+    """
+    zero, buckets = config.zero_optimization, plan.buckets
+    layouts = [bucket.layout_in(everyone.mesh.shards, everyone.size) for bucket in buckets]
+    counted = [bucket.counted(layout) for bucket, layout in zip(buckets, layouts, strict=True)]
+    offloaded = choose_offloaded(counted, buckets, zero)
+    optim, param = zero.offload_optimizer.device, zero.param_offload.device
+    predivides = not config.prescale_gradients and config.gradient_predivide_factor != 1
+    found = {}
+    for bucket, layout, count, (moves, away) in zip(buckets, layouts, counted, offloaded, strict=True):
+        group, dtype, sharding = bucket.group or everyone, bucket.dtype, bucket.sharding
+        states = weights = DEVICE
+        if moves and (optim == "nvme" or apart):
+            states = NVME if optim == "nvme" else HOST
+        if sharding.params and param == "nvme" and away:
+            weights = NVME
+        elif sharding.params and param != "none" and apart:
+            weights = HOST
+        wire, (codec, rests) = policy.wire_of(dtype), codecs_of(bucket, group)
+        found[bucket] = StoragePlan(
+            group=group,
+            elements=layout.elements,
+            whole=sum(math.prod(spec.global_shape) for spec in bucket.specs),
+            numel=layout.numel,
+            counted=count,
+            own=layout.shard_numel if sharding.optim or sharding.params else layout.numel,
+            sharding=sharding,
+            dtype=dtype,
+            master=policy.master_of(dtype),
+            accumulate=policy.accumulate_of(dtype),
+            step=policy.step_of(dtype),
+            wire=wire,
+            trains=bucket.trains and training,
+            narrows=bucket.narrows,
+            codec=codec,
+            rests=rests,
+            direct=group.alone and wire is None and not predivides,
+            states=states,
+            weights=weights,
+        )
+    return found
+
+
+def choose_offloaded(
+    numels: Sequence[int], buckets: Sequence[BucketPlan], zero: ZeroOptimization
+) -> list[tuple[bool, bool]]:
+    """Choose the buckets (of ``numels`` elements) that are offloaded: (states, weights that gathers read) of each.
+
+    ``offload_optimizer.ratio`` and ``offload_param.max_in_cpu`` (for nvme only) limit what is offloaded. A bucket that
+    ranks with other models have, too, is offloaded on all of them or on none: with all others only.
+    """
+    optim, params = zero.offload_optimizer, zero.param_offload
+    room = optim.ratio * sum(numels) if optim.device != "none" else -1.0
+    stays = params.max_in_cpu if params.device == "nvme" else 0
+    found, moved, kept = [], 0, 0
+    for numel, bucket in zip(numels, buckets, strict=True):
+        moves = moved + numel <= room and (optim.ratio == 1 or not bucket.is_wide)
+        moved += numel if moves else 0
+        kept += numel
+        found.append((moves, params.device != "none" and bucket.sharding.params and kept > stays))
+    return found
