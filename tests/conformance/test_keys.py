@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import lt_zero
 from lt_zero import ConfigError, ZeroConfig
-from lt_zero.config import blocks
+from lt_zero.common import fields
 from lt_zero.config.applicability import _SCRIPTS, _WITHOUT_EFFECT
 from lt_zero.config.applicability import Face as Who
 from lt_zero.config.cli import config_command
@@ -32,7 +32,7 @@ Read = set[tuple[str, str]]  # a block's class, and a key of it
 def _recording() -> Iterator[Read]:
     """Which keys of a configuration are read by code outside of ``lt_zero.config``."""
     read: Read = set()
-    original = blocks.Block.__getattribute__
+    original = fields.Block.__getattribute__
 
     def recorded(self: Any, name: str) -> Any:
         caller = sys._getframe(1)
@@ -43,7 +43,7 @@ def _recording() -> Iterator[Read]:
         return original(self, name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks.Block, "__getattribute__", recorded)
+        patch.setattr(fields.Block, "__getattribute__", recorded)
         yield read
 
 
