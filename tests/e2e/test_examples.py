@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.lightning_tools import torchrun_env
+from tests.support.matrix import only
 from tests.support.paths import ROOT
 from tests.support.pool import Pool
 
@@ -25,7 +26,7 @@ def _main(name: str, *arguments: str) -> Any:
         sys.path.pop(0)
 
 
-@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("quantize", only([False], [False, True]))
 def test_inference_beyond_memory(pool: Pool, tmp_path: Path, quantize: bool) -> None:
     """Ranks write texts of different lengths with weights that do not fit into the memory that they may have."""
     small = ("--depth", "32", "--width", "192", "--context", "16", "--length", "6", "--nvme", str(tmp_path))

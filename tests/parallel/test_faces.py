@@ -17,6 +17,7 @@ from lt_zero import FabricZeroStrategy
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.full_params import full_parameters
 from tests.support.lightning_tools import quick, sharded_trainer, torchrun_env
+from tests.support.matrix import only
 from tests.support.parallel_module import Module
 from tests.support.parallel_nets import Net, batch, parallelize
 from tests.support.pool import Pool
@@ -59,7 +60,7 @@ def _loop(stage: int) -> tuple[float, int]:
     return differences(engine.engine, size // 2), engine.global_samples
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", only([3], [1, 3]))
 def test_a_loop_trains_as_one_process(pool: Pool, stage: int) -> None:
     for far, samples in pool.run(4, _loop, stage):
         assert far < 1e-6
@@ -90,7 +91,7 @@ def _fabric(stage: int) -> tuple[float, float]:
     return differences(strategy.session.engines[0], data), total
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", only([2], [2, 3]))
 def test_fabric_trains_as_one_process_and_ranks_of_one_model_read_the_same_data(pool: Pool, stage: int) -> None:
     for far, total in pool.run(4, _fabric, stage):
         assert far < 1e-6

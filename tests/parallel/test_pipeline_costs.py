@@ -49,7 +49,7 @@ def _waiting(block: dict[str, Any], count: int) -> None:
 
 
 def _all_waiting(schedule: str) -> None:
-    for count in (1, 3, 4, 5):
+    for count in (1, 4, 5):
         _waiting({"schedule": schedule}, count)
 
 

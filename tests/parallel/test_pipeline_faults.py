@@ -27,7 +27,7 @@ from tests.support.pipeline_module import Module
 from tests.support.pipelines import mean_loss, specs
 from tests.support.pool import Pool
 
-STEP, NUMBER = 2, 2  # the batch and the micro-batch of the fault
+STEP, NUMBER = 1, 2  # the batch and the micro-batch of the fault
 
 
 class _FailsInBackward(torch.autograd.Function):

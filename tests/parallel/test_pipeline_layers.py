@@ -24,7 +24,7 @@ from tests.support.parity import OPTIMIZERS
 from tests.support.pipelines import LENGTH, VOCABULARY, WIDTH, Block, Model, Ranks, all_weights, batch, specs, start
 from tests.support.pool import Pool
 
-STEPS = 3
+STEPS = 2
 
 
 class Pair(nn.Module):

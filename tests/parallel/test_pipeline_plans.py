@@ -16,6 +16,7 @@ from lt_zero.parallel import LayerSpec
 from lt_zero.parallel.mesh import ParallelMesh
 from lt_zero.parallel.plan import PlanRow, parallelize
 from tests.support import pipelines
+from tests.support.matrix import only
 from tests.support.parity import OPTIMIZERS
 from tests.support.pipelines import VOCABULARY, WIDTH, Block, Model, Ranks, all_weights, reference_step, start
 from tests.support.plans import config, rule
@@ -46,7 +47,7 @@ def _train(specs: Any, partition: dict[str, Any], stage: int) -> tuple[float, li
     run = start(RANKS, stage, "sgd", specs, prepare=prepare, zero=None)
     reference = Model(specs)
     plain = OPTIMIZERS["sgd"](reference.parameters())
-    for number in range(3):
+    for number in range(2):
         run.step(number)
         reference_step(reference, plain, number, 1)
     found = all_weights(run.engine)
@@ -55,7 +56,7 @@ def _train(specs: Any, partition: dict[str, Any], stage: int) -> tuple[float, li
     return max(float((found[name] - p.detach()).abs().max()) for name, p in expected.items()), names
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", only([3], [1, 3]))
 def test_rules_match_layers_of_some_stages(pool: Pool, stage: int) -> None:
     only_of_the_second = [*PAIR, rule(r"pipe\.layers\.3\.", gather_output=True)]
     found = pool.run(4, _train, layers, {"layer_specs": only_of_the_second}, stage)

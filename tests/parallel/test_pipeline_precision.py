@@ -146,7 +146,7 @@ def _gated(stage: int, layer: str, bad: set[int], drop: bool) -> dict[str, Tenso
     return all_weights(run.engine)
 
 
-@pytest.mark.parametrize("stage", only([0, 3], STAGES))
+@pytest.mark.parametrize("stage", only([3], STAGES))
 @pytest.mark.parametrize("layer", only(["pipe.layers.2.up.bias"], ["pipe.layers.2.up.bias", "pipe.layers.5.up.bias"]))
 def test_all_stages_skip_a_step_that_overflows_in_one(pool: Pool, stage: int, layer: str) -> None:
     with_overflow, without = (pool.run(2, _gated, stage, layer, {1, 2}, drop)[0] for drop in (False, True))

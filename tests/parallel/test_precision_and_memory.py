@@ -157,7 +157,7 @@ def _gated(stage: int, bad: set[int], drop: bool) -> dict[str, Tensor]:
     return all_weights(run.engine)
 
 
-@pytest.mark.parametrize("stage", only([0, 3], STAGES))
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_all_ranks_skip_a_step_that_overflows_on_one(pool: Pool, stage: int) -> None:
     with_overflow, without = (pool.run(4, _gated, stage, {1, 4}, drop)[0] for drop in (False, True))
     assert all(torch.equal(value, with_overflow[name]) for name, value in without.items())
@@ -285,6 +285,6 @@ def _compiles(stage: int) -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("stage", only([0, 3], STAGES))
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_compiled_blocks(pool: Pool, stage: int) -> None:
     pool.run(2, _compiles, stage)

@@ -34,7 +34,7 @@ from tests.support.pool import Pool
 
 CUT = "layers.1.down.weight"  # along its columns
 NAMES = [CUT, "layers.0.up.weight", "layers.0.up.bias", "layers.2.norm.weight", "head.weight"]
-FAST = [0, 3]
+FAST = [3]
 MESH = Ranks(2, 2)
 
 
@@ -80,7 +80,7 @@ def _read(stage: int) -> None:
         assert state == {}
 
 
-@pytest.mark.parametrize("stage", only(FAST, STAGES))
+@pytest.mark.parametrize("stage", only([0, 3], STAGES))
 def test_functions_of_a_tensor_read_all_of_it(pool: Pool, stage: int) -> None:
     pool.run(4, _read, stage)
 
@@ -132,7 +132,7 @@ def _norms(stage: int, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("ranks", only([MESH], [Ranks(1, 2), MESH]))
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only([0, 2, 3], STAGES))
 def test_norms_of_gradients_are_those_of_the_tensors(pool: Pool, stage: int, ranks: Ranks) -> None:
     pool.run(ranks.all, _norms, stage, ranks)
 
@@ -237,7 +237,7 @@ def _plain_edits(stage: int) -> None:
         close(value, reference.get_parameter(name), name)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", only([0, 2], [0, 1, 2]))
 def test_edits_without_a_context(pool: Pool, stage: int) -> None:
     pool.run(4, _plain_edits, stage)
 
