@@ -53,7 +53,7 @@ class State(Enum):
 
 @dataclass
 class Live:
-    """What buckets that share this object have gathered, or are gathering."""
+    """Counts of what the buckets that share this object have gathered, or are gathering."""
 
     elements: int = 0
     flying: int = 0  # elements that are being gathered
@@ -61,7 +61,7 @@ class Live:
 
 
 class GatherStrategy:
-    """How the ranks gather the weights of one bucket, for which it is made. This one sends them as they are.
+    """Gathers the weights of the one bucket that it is made for. This class sends them as they are.
 
     Others are in ``exchange/``.
 
@@ -76,7 +76,7 @@ class GatherStrategy:
     rounded = False
 
     def place(self, place: Place, device: torch.device) -> Place:
-        """Where what gathers read is kept, if the bucket keeps it in ``place``."""
+        """The place of the tensor that gathers read, for a bucket that keeps it in ``place``."""
         return place
 
     def gather(self, bucket: Bucket, exact: bool) -> Callable[[], Waits]:
@@ -94,7 +94,7 @@ class GatherStrategy:
         """Begin the next gather at the owners of the weights."""
 
     def decoded(self, shard: Tensor) -> Tensor:
-        """What a gather that rounds makes of this rank's ``shard`` (1D, in the compute dtype)."""
+        """This rank's ``shard`` (1D, in the compute dtype) as a gather that rounds would deliver it."""
         return shard
 
     @property
@@ -247,11 +247,11 @@ class Bucket:
 
     @property
     def exact(self) -> bool:
-        """Whether the last gather did not round."""
+        """True if the last gather did not round."""
         return not self.gathers.rounded
 
     def gather(self, exact: bool = False) -> None:
-        """To RESIDENT from any state: parameters are readable afterwards, without a guard. ``exact``: not rounded."""
+        """Go to RESIDENT from any state: parameters are readable then, without a guard. ``exact``: not rounded."""
         if exact and not self.exact:
             self.release()
         if self.state is State.RELEASED:
@@ -279,7 +279,7 @@ class Bucket:
         self.live.launched -= 1
 
     def release(self) -> None:
-        """To RELEASED, if the parameters are sharded: free the memory and replace parameters by sentinels.
+        """Go to RELEASED, if the parameters are sharded: free the memory and replace parameters by sentinels.
 
         Memory that something else holds weights of is kept until it lets go. The state is RELEASED all the same: which
         objects live on is not the same on all ranks.
@@ -341,7 +341,7 @@ class Bucket:
 
     @property
     def readable(self) -> bool:
-        """Whether code outside of the owning unit's forward may read the values."""
+        """True if code outside of the owning unit's forward may read the values."""
         return self.resident and not self._guarded
 
     def guard(self) -> None:
@@ -365,7 +365,7 @@ class Bucket:
         return self.group if self.layout.spans[index].spec.is_whole else self.group.holders
 
     def repeats(self, index: int) -> bool:
-        """Whether other ranks' elements of parameter ``index`` count instead of this one's in sums over ``holders``.
+        """True if other ranks' elements of parameter ``index`` count instead of this one's in sums over ``holders``.
 
         ``combine_rows`` leaves out replicas of shards by itself, but not where ranks have parts.
         """
@@ -378,25 +378,25 @@ class Bucket:
         return any(p.requires_grad for p in self.params)
 
     def has_grads(self) -> bool:
-        """Whether a parameter has a gradient that is not in the accumulator yet."""
+        """True if a parameter has a gradient that is not in the accumulator yet."""
         with without_torch_function():  # guards would intercept each access
             return any([p.grad is not None for p in self.params])
 
     def grads_complete(self) -> bool:
-        """Whether each trainable parameter, of which there is one, has got its gradient in the running backward."""
+        """True if the bucket has trainable parameters and all of them have a gradient from the running backward."""
         trainable = [p for p in self.params if p.requires_grad]
         return bool(trainable) and all([p.grad is not None for p in trainable])
 
     @property
     def staged(self) -> bool:
-        """Whether the optimizer steps copies in another dtype. See sharded_optimizer.py, Note [Staged buckets]."""
+        """True if the optimizer steps copies in another dtype. See sharded_optimizer.py, Note [Staged buckets]."""
         return self.storage.staged
 
     # ---- stores ------------------------------------------------------------------------------------------------
 
     @property
     def streamed(self) -> bool:
-        """Whether a step has to read the master weights before, and to write them after."""
+        """True if a step has to read the master weights first, and to write them back afterwards."""
         return self.weights.master is not None and self.weights.master.streamed
 
     def state_store(self, key: str, dtype: torch.dtype) -> Store | None:
@@ -431,7 +431,7 @@ class Bucket:
 
     @property
     def can_step_early(self) -> bool:
-        """Whether a step leaves alone what the running backward may still read."""
+        """True if a step writes nothing that the running backward may still read."""
         # Streamed master weights are read once, so the compute copy is written with them.
         return self.sharding.params if self.streamed else self.offloaded
 
@@ -494,7 +494,7 @@ class Bucket:
     # ---- values ------------------------------------------------------------------------------------------------
 
     def expected_shard(self) -> Tensor:
-        """What ``shard`` is, unless it was edited, while the bucket is resident."""
+        """The value of ``shard`` while the bucket is resident and nobody has edited it."""
         shard = self.weights.values().to(self.shard.device, self.shard.dtype)
         return self.gathers.decoded(shard) if self.gathers.rounded else shard
 

@@ -113,7 +113,11 @@ class BufferSync(ProcessLocal):
         self._unfinished = False
 
     def report(self) -> list[int]:
-        """What this rank saw since all had the same values: a number for each buffer, and whether others are there."""
+        """Report to the other ranks, in numbers.
+
+        One for each buffer says what this rank saw of it since all ranks had the same values. The last is 1 if this
+        rank has other buffers than those that the ranks agreed upon.
+        """
         if not self.enabled:
             return []
         self._observe(_CHANGED, values=self._windows % _INTERVAL == 0)

@@ -190,7 +190,7 @@ class Engine(ProcessLocal):
 
     @property
     def running(self) -> bool:
-        """Whether a forward or a backward is running."""
+        """True if a forward or a backward is running."""
         return self._depth > 0 or self.in_backward or in_running_backward()
 
     # ---- forward -----------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class Engine(ProcessLocal):
             _call_uncompiled(partial(self.leave_forward, None), None)
 
     def enter_forward(self, entry: nn.Module | None = None, trains: bool = True) -> None:
-        """``entry``: the module that is called."""
+        """Begin a forward. ``entry``: the module that is called."""
         if transform := running_transform():
             self._depth += 1
             self.gatherer.use_in_transform(self.root_unit, transform)
@@ -312,7 +312,7 @@ class Engine(ProcessLocal):
         return call.inputs.value
 
     def _stays_gathered(self, unit: Unit) -> bool:
-        """Whether the weights of ``unit`` stay after its forward."""
+        """True if the weights of ``unit`` stay gathered after its forward."""
         return unit.keep and (unit.backward_needs_weights if torch.is_grad_enabled() else self.gatherer.fits_whole)
 
     def post_forward(self, unit: Unit, output: Any) -> None:
@@ -558,7 +558,7 @@ class Engine(ProcessLocal):
 
 
 def has_groups(groups: Sequence[ShardGroup]) -> bool:
-    """Whether some parameters are not the same on all ranks of the run, or have a divisor of their own."""
+    """True if some parameters are not the same on all ranks of the run, or have a divisor of their own."""
     return len(groups) > 1 or groups[0].size < groups[0].world.size
 
 

@@ -29,7 +29,7 @@ from lt_zero.optim.exchanging import ExchangingOptimizer
 
 
 class OptimizerFragments(Protocol):
-    """What an exchange asks of an optimizer's fragments (step/fragments.py)."""
+    """The view of an optimizer's fragments that an exchange needs (step/fragments.py)."""
 
     def groups(self) -> list[list[Parameter]]:
         """The module's parameters, by group."""
@@ -42,7 +42,7 @@ class OptimizerFragments(Protocol):
 
 
 class BucketResiduals(Protocol):
-    """What one bucket has not sent so far, as checkpoints keep it.
+    """The part of one bucket's gradients that was not sent so far, as checkpoints keep it.
 
     Attributes:
         residuals: None if nothing was held back yet.
@@ -60,9 +60,9 @@ class BucketResiduals(Protocol):
 
 
 class GradientExchange:
-    """How the ranks of one engine exchange what backward leaves on each of them.
+    """Exchanges what backward leaves on each rank of one engine.
 
-    All but ``reduction`` is what an exchange does that sends the mean of each step, and keeps nothing.
+    All methods but ``reduction`` are those of an exchange that sends the mean of each step and keeps nothing.
 
     Attributes:
         of_bucket: what buckets have not sent so far; {} if everything is sent at once.
@@ -89,7 +89,7 @@ class GradientExchange:
 
     @property
     def reduces_at_step(self) -> bool:
-        """Whether gradients that are not sharded wait for the step in this backward; the same on all ranks."""
+        """True if gradients that are not sharded wait for the step in this backward; the same on all ranks."""
         return False
 
     def begin_flush(self, buckets: Sequence[Bucket]) -> None:
@@ -101,7 +101,7 @@ class GradientExchange:
 
     @property
     def sums_late(self) -> bool:
-        """Whether a reduction may lack the gradients of late ranks, which then are in a later one."""
+        """True if a reduction may lack the gradients of late ranks; a later reduction then has them."""
         return False
 
     # ---- a step ------------------------------------------------------------------------------------------------
@@ -125,12 +125,12 @@ class GradientExchange:
 
     @property
     def ranks_step_apart(self) -> bool:
-        """Whether each rank steps with its own gradients."""
+        """True if each rank steps with its own gradients."""
         return False
 
     @property
     def clips_before_exchange(self) -> bool:
-        """Whether the running step's gradients are clipped before they are exchanged, so by ``clipped_norm``."""
+        """True if the running step clips gradients before the exchange; ``clipped_norm`` then gives the norm."""
         return False
 
     def expect_clipping(self, max_norm: float) -> None:
@@ -157,7 +157,7 @@ class GradientExchange:
 
     @property
     def remembers(self) -> bool:
-        """Whether it keeps something from step to step, which belongs to one model and its checkpoints."""
+        """True if the exchange keeps state from step to step; the state belongs to one model and its checkpoints."""
         return False
 
     def resume(self, steps: int) -> None:

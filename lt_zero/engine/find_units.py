@@ -63,7 +63,7 @@ class UnitRules:
         return sum([self.sizes[p] if p in self.sizes else p.numel() for p in module.parameters()])
 
     def forces(self, name: str, module: nn.Module) -> bool:
-        """Whether the user asks for this module to be a unit."""
+        """True if the user asks for this module to be a unit."""
         plain = clean_name(f"{name}.").removesuffix(".")
         by_suffix = plain != "" and plain.endswith(self.leaf_suffixes)
         return by_suffix or plain in self.leaf_names or class_matches(module, self.leaf_classes)
@@ -73,7 +73,7 @@ _ALIKE = UnitRules(alike=True)
 
 
 def class_matches(module: nn.Module, names: Iterable[str]) -> bool:
-    """Whether the module's class, or a base of it, has one of the names (``Block`` or ``pkg.module.Block``)."""
+    """True if the module's class, or a base of it, has one of the names (``Block`` or ``pkg.module.Block``)."""
     wanted = set(names)
     return any(c.__name__ in wanted or f"{c.__module__}.{c.__qualname__}" in wanted for c in type(module).__mro__)
 
@@ -174,7 +174,7 @@ def _repeated_children(module: nn.Module, rules: UnitRules) -> dict[str, int]:
 
 
 def _are_experts(name: str, module: nn.Module, rules: UnitRules) -> bool:
-    """Whether ``module`` is a list of modules of which each rank calls some. See Note [Experts]."""
+    """True if ``module`` is a list from which each rank calls only some modules. See Note [Experts]."""
     if not rules.joins_experts or not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
     if rules.forces(name, module):
@@ -188,7 +188,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _are_alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether a quarter of the smaller one is in the other. Modules that both contain blocks (stages) are not alike."""
+    """True if the two share a quarter of the smaller one. Modules that both contain blocks (stages) are not alike."""
     held, theirs = ({(n, p.shape): p.numel() for n, p in m.named_parameters()} for m in (one, other))
     common = sum(numel for place, numel in held.items() if place in theirs)
     similar = common > 0 and 4 * common >= min(sum(held.values()), sum(theirs.values()))

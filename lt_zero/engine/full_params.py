@@ -30,7 +30,7 @@ def described(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 
 def _parameters_of(target: Any) -> list[Parameter]:
-    """What a user passed to ``gathered``, one by one.
+    """List the parameters that a user passed to ``gathered``.
 
     Raises:
         TypeError: it is something else.
@@ -114,7 +114,7 @@ def _has_parts(bucket: Bucket) -> bool:
 
 
 def _versions(bucket: Bucket) -> list[int]:
-    """What changes if a parameter, or its memory, is written to."""
+    """Version counters, one of which changes when a parameter, or its memory, is written to."""
     return versions_of([*bucket.params, bucket.flat])
 
 
@@ -230,7 +230,7 @@ def _install_cutting(engine: Engine) -> None:
 
 
 def joined(engine: Engine, parameter: Parameter, part: Tensor) -> Tensor:
-    """All of the tensor of which this rank's group has ``part``. Collective."""
+    """The full tensor, of which this rank's group has ``part``. Collective."""
     bucket, index = engine.owner[id(parameter)]
     return part if bucket.layout.spans[index].spec.is_whole else engine.parts.join(parameter, part)
 
@@ -285,7 +285,7 @@ def restore_whole(engine: Engine, join: bool = False) -> None:
 
 
 def owns_all(engine: Engine) -> bool:
-    """Whether the model has the parameters that it had when it was sharded."""
+    """True if the model has the parameters that it had when it was sharded."""
     return {id(p) for p in engine.root.parameters()} == engine.owner.keys()
 
 

@@ -70,7 +70,7 @@ class GatherOrder:
             self._places.setdefault(unit, []).append(place)
 
     def next(self, unit: Unit) -> int:
-        """Where ``unit`` is used next in ``last``; its end if it is not."""
+        """The position of the next use of ``unit`` in ``last``; the end of ``last`` if there is none."""
         places = self._places.get(unit, [])
         following = bisect_left(places, self._cursor)
         return places[following] if following < len(places) else len(self.last)
@@ -86,7 +86,7 @@ class GatherOrder:
 
 @dataclass(frozen=True)
 class Residency:
-    """How many parameters may stay gathered, in elements (``stage3_*`` keys of the same names)."""
+    """Limits on gathered parameters, in elements (``stage3_*`` keys of the same names)."""
 
     max_live: int = 1_000_000_000  # no prefetch, and no keeping after forward, beyond this many gathered elements
     max_reuse_distance: int = 1_000_000_000  # a unit stays gathered if fewer elements are used before its next use
@@ -110,7 +110,7 @@ class Residency:
         return replace(self, max_reuse_distance=0, ahead=1)
 
     def keep_after_forward(self, numels: Sequence[int]) -> list[bool]:
-        """Which units (sizes in forward order) stay gathered from their forward to their backward.
+        """Choose the units (sizes in forward order) that stay gathered from their forward to their backward.
 
         Before the next use of a unit, the units after it run forward and backward.
         """
@@ -284,11 +284,11 @@ class Gatherer:
             self.pin(bucket, again=torch.is_grad_enabled())
 
     def is_pinned(self, bucket: Bucket) -> bool:
-        """Whether the running forward and backward use ``bucket`` outside of its unit."""
+        """True if the running forward or backward uses ``bucket`` outside of its unit."""
         return bucket in self._pinned or bucket in self._outside
 
     def is_only_pinned(self, bucket: Bucket) -> bool:
-        """Whether the end of a pass would release ``bucket``, although code outside of its unit may read it."""
+        """True if the end of a pass would release ``bucket``, although code outside of its unit may read it."""
         return bucket in self._pinned and bucket not in self._held
 
     def hold(self, bucket: Bucket) -> None:

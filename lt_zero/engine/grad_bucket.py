@@ -81,13 +81,13 @@ class Reducer:
             self._head += 1
 
     def _is_awaited(self, bucket: Bucket) -> bool:
-        """Whether this backward ends with a reduction of ``bucket``."""
+        """True if this backward ends with a reduction of ``bucket``."""
         found = self.scope is None or bucket in self.scope or bucket.grads.local is not None
         return bucket.wants_grad and found
 
     @property
     def active(self) -> bool:
-        """Whether a bucket became ready since the last backward ended."""
+        """True if a bucket became ready since the last backward ended."""
         return bool(self._ready)
 
     def finish(self) -> None:
@@ -185,5 +185,5 @@ class Reducer:
 
 
 def _wide_last(buckets: list[Bucket]) -> list[Bucket]:
-    """``buckets``, and at the end, in the order in which they were, those that other ranks have, too."""
+    """Move ``buckets`` that other ranks have, too, to the end, in their old order."""
     return [*(bucket for bucket in buckets if not bucket.is_wide), *(bucket for bucket in buckets if bucket.is_wide)]

@@ -104,7 +104,7 @@ def is_guarded(tensor: Tensor) -> bool:
 
 
 def shares_storage(tensor: Tensor, flat: Tensor) -> bool:
-    """Whether ``tensor`` is a view of ``flat``."""
+    """True if ``tensor`` is a view of ``flat``."""
     if is_guarded(tensor) or tensor.layout is not torch.strided or tensor.device != flat.device:
         return False
     address = flat.untyped_storage().data_ptr()

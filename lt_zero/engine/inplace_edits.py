@@ -81,7 +81,7 @@ class InplaceEdits:
         return self._bucket.offloaded or (self._bucket.shard.device.type == "cpu" and self._weights.has_master)
 
     def seen(self) -> bool:
-        """Whether versions or the digest have changed since ``note``."""
+        """True if versions or the digest have changed since ``note``."""
         if self._paused:  # the compute copy is of another step, or is being written
             return False
         digest, shard = self._digest, self._bucket.shard

@@ -266,13 +266,13 @@ class ConstructionSharder:
 
     @torch.no_grad()
     def _has(self, parameter: Parameter, mine: Tensor) -> bool:
-        """Whether this rank's elements of a whole parameter are those of ``mine``."""
+        """True if this rank's elements of a whole parameter have the bits of ``mine``."""
         lo = self._group.mesh.shard_rank * mine.numel()
         row = parameter.detach().reshape(-1)[lo : lo + mine.numel()]
         return torch.equal(row.contiguous().view(torch.uint8), mine[: row.numel()].view(torch.uint8))
 
     def _put_back(self, parameter: Parameter, mine: Tensor) -> None:
-        """Shard a parameter again, whose elements of this rank are ``mine``."""
+        """Shard a parameter again; ``mine`` are this rank's elements of it."""
         self._slices[parameter] = mine
         parameter.data = sentinel(parameter, tuple(parameter.shape))
         guard(parameter)
@@ -287,7 +287,7 @@ class ConstructionSharder:
 
 
 def _is_owned(parameter: Parameter) -> bool:
-    """Whether a sharder, or an engine that still runs its model, has a parameter."""
+    """True if a sharder, or an engine that still runs its model, has a parameter."""
     owner: Any = owner_of(parameter)
     return owner is not None and getattr(owner, "attached", True)
 
@@ -330,7 +330,7 @@ class Materializer:
 
     @cached_property  # before the first parameter is filled, and never if none is to be
     def _owners(self) -> dict[Parameter, list[int]]:
-        """Of parameters on the meta device: the numbers in ``_named`` of their modules."""
+        """Numbers in ``_named`` of the modules that own each parameter on the meta device."""
         owners: dict[Parameter, list[int]] = {}
         for number, (_, module) in enumerate(self._named):
             for parameter in module.parameters(recurse=False):
@@ -339,7 +339,7 @@ class Materializer:
         return owners
 
     def fetch(self, parameters: Iterable[Parameter]) -> Iterator[Tensor]:
-        """What this rank has of ``parameters``, one by one. Collective if they were sharded at construction."""
+        """Yield this rank's values of ``parameters``, one by one. Collective if they were sharded at construction."""
         sharded: dict[ConstructionSharder, list[Parameter]] = {}
         for parameter in parameters:
             owner = owner_of(parameter)

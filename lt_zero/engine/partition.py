@@ -42,7 +42,7 @@ GradientOf = Callable[[Parameter], torch.Tensor | None]
 
 
 class GroupFacts(Protocol):
-    """What plans and forecasts ask of the ranks over which a bucket is sharded.
+    """Facts that plans and forecasts need about the ranks that shard a bucket.
 
     ``ShardGroup`` answers it in a run. A forecast assumes the answers, and has no processes.
     """
@@ -65,7 +65,7 @@ class GroupFacts(Protocol):
 
 
 class Kind(NamedTuple):
-    """What parameters of one bucket have in common."""
+    """The properties that all parameters of one bucket share."""
 
     dtype: torch.dtype  # of the gathered weights
     trains: bool
@@ -126,7 +126,7 @@ class UnitPlan:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether its backward reads the weights."""
+        """True if its backward reads the weights."""
         return not self.name or not isinstance(self.module, (nn.Embedding, nn.EmbeddingBag))
 
 
@@ -150,7 +150,7 @@ class EnginePlan:
 
     @property
     def joins(self) -> bool:
-        """Whether a bucket has parameters of several units."""
+        """True if a bucket has parameters of several units."""
         held = ({p for bucket in unit.buckets for _, p in bucket.parameters} for unit in self.units)
         return any(not some <= {p for _, p in unit.parameters} for some, unit in zip(held, self.units, strict=True))
 
@@ -401,14 +401,14 @@ def _cut(
 
 
 class Widths(NamedTuple):
-    """What tells the hidden size of a model: the one that it names, with its place, and shapes of matrices by name."""
+    """Evidence of a model's hidden size: the one that it names, with its place, and shapes of matrices by name."""
 
     named: tuple[int, str] | None
     matrices: dict[str, tuple[int, ...]]
 
 
 def widths_of(root: nn.Module, specs: Iterable[ParamSpec] = ()) -> Widths:
-    """Those of a module. Only shapes of parameters are read."""
+    """The widths of a module. Only shapes of parameters are read."""
     for name, module in root.named_modules():
         config = getattr(module, "config", None)
         for place in (config, getattr(config, "text_config", None)):

@@ -17,7 +17,7 @@ class Parts(Protocol):
 
     @property
     def joins(self) -> bool:
-        """Whether users see whole tensors, which ``join`` gives."""
+        """True if users see whole tensors, which ``join`` gives."""
 
     @property
     def ranks(self) -> PartRanks | None:
@@ -27,7 +27,7 @@ class Parts(Protocol):
         """The part of ``value``, which is for all of ``parameter``, that belongs here; of a lazy tensor a lazy one."""
 
     def show(self, parameter: Parameter, part: Tensor) -> Tensor:
-        """``part`` as users see it, who see ``parameter``. It shares memory."""
+        """The view of ``part`` that users see, who see ``parameter``. It shares memory."""
 
     def gradient(self, parameter: Parameter) -> Tensor | None:
         """The gradient that backward left, in the shape of the part; as it counts in the mean of the group."""
@@ -36,7 +36,7 @@ class Parts(Protocol):
         """A parameter like ``empty``, which is on the meta device, with its part of ``full``."""
 
     def join(self, parameter: Parameter, part: Tensor) -> Tensor:
-        """All of the tensor, of which ranks have parts. Collective over these ranks."""
+        """The full tensor, joined from the parts of all ranks that have one. Collective over these ranks."""
 
     def check_graph(self, name: str, parameters: Iterable[Parameter]) -> None:
         """Check that a backward of module ``name``, which uses ``parameters``, can itself be differentiated.

@@ -42,13 +42,13 @@ Facts = Mapping[str, Any]  # what -> its value on this rank
 
 
 def digest_of(value: object) -> bytes:
-    """Of a value of plain types, or of anything whose ``repr`` is the same on all ranks."""
+    """The digest of a value of plain types, or of anything whose ``repr`` is the same on all ranks."""
     return hashlib.blake2b(repr(value).encode(), digest_size=_DIGEST).digest()
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank has.
+    """The state of one rank, for a comparison.
 
     Attributes:
         digest: equal on ranks that have the same.
@@ -75,13 +75,13 @@ class _Exchange(NamedTuple):
 
 
 class Source(Protocol):
-    """What has values that change in training."""
+    """An object with values that change in training."""
 
     def snapshot(self) -> Snapshot: ...
 
 
 class SameOnRanks:
-    """What an engine's ranks compare in training. See Note [Compared without a message].
+    """Compares values of an engine's ranks in training. See Note [Compared without a message].
 
     Args:
         peers: the ranks that have the same parameters.
@@ -144,7 +144,7 @@ class SameOnRanks:
             self._noted = []
 
     def flags(self) -> tuple[int, ...]:
-        """This rank's bytes of an exchange, whose maximum over the ranks ``check`` gets."""
+        """This rank's bytes of an exchange; ``check`` gets their maximum over the ranks."""
         if self._peers.alone:
             return _NOTHING
         now = [source.snapshot() for source in self._sources]
@@ -192,7 +192,7 @@ class SameOnRanks:
         return f"The ranks step with different options. {_REMEDY}", True
 
     def _frozen_parameters(self) -> Snapshot:
-        """Which of the engine's parameters are frozen: a rank that froze others would count as one that uses none."""
+        """A snapshot of the frozen parameters: a rank that froze others would count as one that uses none."""
         with without_torch_function():
             trains = bytes([p.requires_grad for p in self._owned.values()])
         if trains != self._trains:
@@ -202,7 +202,7 @@ class SameOnRanks:
         return self._frozen
 
     def _named(self, frozen: Collection[int]) -> Facts:
-        """Whether each parameter is ``frozen``, by name."""
+        """Facts, by name, that say of each owned parameter if it is frozen or trainable."""
         named = {f"parameter {name!r}": id(p) for name, p in self._root.named_parameters()}
         return {name: "frozen" if key in frozen else "trainable" for name, key in named.items() if key in self._owned}
 
@@ -258,7 +258,7 @@ _NOTHING = (0,) * _DIGEST + (255,) * _DIGEST  # the flags where nothing is compa
 
 
 def _equal(flags: Sequence[int]) -> bool:
-    """Whether all ranks had the same digest: the maximum of a byte, and that of its complement, are complements."""
+    """True if all ranks had the same digest: the maximum of a byte, and that of its complement, are complements."""
     return all(one + other == 255 for one, other in zip(flags[:_DIGEST], flags[_DIGEST:], strict=True))
 
 
@@ -310,7 +310,7 @@ _counts: list[int] = []  # registrations of parameters and modules in this proce
 
 
 def _registered() -> int:
-    """How many parameters and modules were registered in modules of this process since the first call."""
+    """The number of parameters and modules registered in modules of this process since the first call."""
     if not _counts:
         _counts.append(0)
         register_module_parameter_registration_hook(_count)

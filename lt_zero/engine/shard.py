@@ -102,12 +102,12 @@ class Weights:
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are sharded, so that the flat tensor is released at times."""
+        """True if parameters are sharded, so that the flat tensor is released at times."""
         return self.plan.sharding.params
 
     @property
     def codec(self) -> Codec | None:
-        """What updates of weights that are not sharded are gathered with."""
+        """The codec with which updates of unsharded weights are gathered."""
         return self.plan.codec
 
     @property
@@ -124,7 +124,7 @@ class Weights:
 
     @property
     def has_master(self) -> bool:
-        """Whether master or frozen weights are stored apart from the flat tensor."""
+        """True if master or frozen weights are stored apart from the flat tensor."""
         return self._kept is not self._compute
 
     def stores(self) -> list[Store]:
@@ -159,11 +159,11 @@ class Weights:
 
     @property
     def gather_source(self) -> Store:
-        """What a gather of sharded parameters reads (1D, as ``shard``)."""
+        """The store that a gather of sharded parameters reads (1D, as ``shard``)."""
         return self._kept if self.copy is NO_COPY else self.copy
 
     def kernel_target(self, covers: Callable[[], bool]) -> Tensor | None:
-        """Where the kernel can write the compute copy while it updates the master weights; None: ``refresh`` does.
+        """The tensor where the kernel writes the compute copy as it updates master weights; None: ``refresh`` copies.
 
         ``covers``: whether the kernel writes all elements but the gaps.
         """
@@ -307,7 +307,7 @@ class Accumulator:
 
     @property
     def direct(self) -> bool:
-        """Whether ``launch_take`` gives what ``launch_reduce`` would: a single rank, and no other dtype on the wire."""
+        """True if ``launch_take`` does the work of ``launch_reduce``: one rank, and no other dtype on the wire."""
         return self._plan.direct
 
     def launch_take(self) -> Waits:
@@ -341,7 +341,7 @@ class Accumulator:
         return self.values is not self._none
 
     def stored(self) -> tuple[Tensor, Tensor | None]:
-        """What is stored (1D, elements [shard_range)), read-only, and the factor (0D) that it lacks; None: 1."""
+        """The stored values (1D, elements [shard_range)), read-only, and the factor (0D) that they lack; None: 1."""
         _own(self._background)
         return self.values.read(), self._factor
 
@@ -405,7 +405,7 @@ class Accumulator:
 
     @property
     def streamed(self) -> bool:
-        """Whether there is an accumulator that takes memory only while it is used."""
+        """True if there is an accumulator that takes memory only while it is used."""
         return self.values.streamed
 
     def end_use(self) -> None:

@@ -22,7 +22,7 @@ _DONE, _FAILED = -(1 << 40), 1 << 40
 
 
 class _Meeting:
-    """What the ranks do next: an even number is a launch, the following odd one a wait."""
+    """Agreement on what the ranks do next: an even number is a launch, the following odd one a wait."""
 
     def __init__(self, engines: list[Engine]) -> None:
         self.world = engines[0].world

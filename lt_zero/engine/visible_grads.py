@@ -62,13 +62,13 @@ def _local(bucket: Bucket, index: int, write: bool = True) -> list[Tensor]:
 
 
 def _is_whole(bucket: Bucket) -> bool:
-    """Whether ``_local`` is a single row with all elements."""
+    """True if ``_local`` is a single row with all elements."""
     grads = bucket.grads
     return bucket.shard_range == (0, bucket.layout.numel) if grads.local is None else not grads.accumulated
 
 
 def is_view(bucket: Bucket) -> bool:
-    """Whether ``p.grad`` is a view of the accumulator."""
+    """True if ``p.grad`` is a view of the accumulator."""
     local = bucket.grads.local
     if local is None and bucket.offloaded:
         return False
@@ -477,7 +477,7 @@ class UsedParameters:
             bucket.grads.clear(indices if bucket in left else bucket.grads.held)
 
     def unreduced(self, places: list[tuple[Bucket, int, Parameter]]) -> list[Tensor]:
-        """Those of these parameters' gradients that are in no accumulator yet."""
+        """The gradients of these parameters that are in no accumulator yet."""
         with without_torch_function():
             return [p.grad for b, i, p in places if p.grad is not None and self._shown.get((b, i)) is None]
 

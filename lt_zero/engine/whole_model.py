@@ -76,7 +76,7 @@ class WholeModel:
         self._last: tuple[int, int] | None = None  # the bucket that was asked for last, by the rank that counts
 
     def _of_firsts(self, value: _T, empty: _T, name: str) -> list[_T]:
-        """What the first ranks of groups have, by rank; of others ``empty``. Collective."""
+        """Values of the first rank of each group, by rank; ``empty`` for all other ranks. Collective."""
         engine = self._engine
         return engine.world.host_gather(value if engine.peers.rank == 0 else empty, name)
 
@@ -94,13 +94,13 @@ class WholeModel:
         return iter(sorted(self.tensors, key=lambda name: (self._holders[name], *self.tensors[name][2:4])))
 
     def is_here(self, name: str) -> bool:
-        """Whether rank 0 has all of a tensor now, so that ``read`` on other ranks does nothing."""
+        """True if rank 0 has all of a tensor now, so that ``read`` on other ranks does nothing."""
         told, holder = self.tensors[name], self._holders[name]
         return holder == 0 and (told.bucket < 0 or (not told.part and self._last == (holder, told.bucket)))
 
     @torch.no_grad()
     def read(self, name: str) -> Tensor | None:
-        """All of a tensor on rank 0, on any device, until the next one is read. Collective unless it ``is_here``.
+        """The full tensor on rank 0, on any device, until the next one is read. Collective unless it ``is_here``.
 
         Raises:
             RuntimeError: on all ranks, if those that have the tensor failed to gather it.
@@ -120,7 +120,7 @@ class WholeModel:
         return value
 
     def _value(self, name: str) -> Tensor | None:
-        """All of a tensor; None if this rank has nothing of it."""
+        """The full tensor; None if this rank has nothing of it."""
         value, engine = self._own.get(name), self._engine
         place = engine.owner.get(id(value))
         if value is None or place is None:

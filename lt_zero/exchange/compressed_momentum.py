@@ -35,7 +35,7 @@ _NO_MEAN = "not with a 1-bit optimizer: after freeze_step no rank has the mean g
 
 
 class CompressedMomentum(GradientCompression):
-    """What the ranks exchange for a 1-bit optimizer. See Note [Averages of momenta].
+    """The exchange of a 1-bit optimizer. See Note [Averages of momenta].
 
     Args:
         peers, keeps: as for ``GradientCompression``.

@@ -162,7 +162,7 @@ class GradientCompression(PlainExchange):
 
     @property
     def compresses(self) -> bool:
-        """Whether the running step's gradients are compressed."""
+        """True if the running step's gradients are compressed."""
         return self.steps >= self._warmup
 
     def reduction(self, bucket: Bucket, send: SendBuffer) -> Reduce:

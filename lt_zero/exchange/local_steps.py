@@ -28,7 +28,7 @@ from lt_zero.optim.zero_one import ZeroOneAdam
 
 
 class LocalSteps(GradientCompression):
-    """What the ranks exchange for 0/1 Adam. See Note [Ranks that step apart].
+    """The exchange of 0/1 Adam. See Note [Ranks that step apart].
 
     Args:
         peers, keeps: as for ``GradientCompression``.

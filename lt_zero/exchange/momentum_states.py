@@ -26,11 +26,11 @@ class OptimizerMomenta:
 
     @property
     def frozen(self) -> bool:
-        """Whether the running step averages momenta; the same on all ranks."""
+        """True if the running step averages momenta; the same on all ranks."""
         return self._optimizer.frozen
 
     def rules(self, bucket: Bucket) -> list[tuple[float, float]]:
-        """Of each parameter the decay rate of its momentum, and the factor of that in the exchange. May be collective.
+        """The decay rate of each parameter's momentum, and its factor in the exchange. May be collective.
 
         The factors stay the same from the freeze on.
         """

@@ -35,6 +35,6 @@ class RestingGather(GatherStrategy):
 
 
 def rests_quantized(config: ZeroConfig, plan: BucketPlan) -> bool:
-    """Whether the parameters of a bucket are sharded, and kept in as many bits as ``quantize`` says."""
+    """True if the parameters of a bucket are sharded, and kept in as many bits as ``quantize`` says."""
     known = plan.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return config.quantize is not None and plan.sharding.params and known

@@ -52,7 +52,7 @@ class ZeroPlusPlusGather(GatherStrategy):
         self._kept_rounded = False  # the copy was decoded
 
     def _codec_for(self, bucket: Bucket) -> Codec | None:
-        """What gathers from the owners are encoded with."""
+        """The codec of gathers from the owners; None: they are sent as they are."""
         return WEIGHTS if self._quantizes or (self._frozen_only and not bucket.wants_grad) else None
 
     def gather(self, bucket: Bucket, exact: bool) -> Callable[[], Waits]:
@@ -155,5 +155,5 @@ class QuantizedGradients(PlainExchange):
 
 
 def _codes(dtype: torch.dtype, group: GroupFacts) -> bool:
-    """Whether weights and gradients can be sent encoded: there is no codec for 64 bits."""
+    """True if weights and gradients can be sent encoded: there is no codec for 64 bits."""
     return dtype != torch.float64 and not group.alone

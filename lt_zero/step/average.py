@@ -182,7 +182,7 @@ class WeightAverage:
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def rows(self, bucket: Bucket, averaged: bool) -> Callable[[], Tensor] | None:
-        """What reads this rank's averages (1D, as ``shard``), or else its weights; None: what it has now."""
+        """The function that reads this rank's averages (1D, as ``shard``), or its weights; None: the model has them."""
         if bucket.average is None:
             return None
         if (kept := self._kept.get(bucket)) is not None:

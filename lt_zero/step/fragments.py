@@ -129,7 +129,7 @@ class Fragments:
 
     @property
     def narrowed(self) -> bool:
-        """Whether groups and state hold fragments."""
+        """True if groups and state hold fragments."""
         return self._wide is not None
 
     def narrow(self) -> None:
@@ -186,7 +186,7 @@ class Fragments:
 
 
 def _are_same(groups: Sequence[Sequence[Parameter]], others: Sequence[Sequence[Parameter]]) -> bool:
-    """Whether both have the same parameters in the same order."""
+    """True if both have the same parameters in the same order."""
     if len(groups) != len(others):
         return False
     return all(
@@ -195,5 +195,5 @@ def _are_same(groups: Sequence[Sequence[Parameter]], others: Sequence[Sequence[P
 
 
 def _needs_no_master(bucket: Bucket, parameter: Parameter) -> bool:
-    """Whether ``parameter`` is frozen, in a bucket that has never trained. The same on all ranks."""
+    """True if ``parameter`` is frozen, in a bucket that has never trained. The same on all ranks."""
     return not parameter.requires_grad and not bucket.weights.trains

@@ -88,7 +88,7 @@ class Run:
         return self._own or [stored.tensor[self.lo : self.hi] for stored in self._stored if stored is not None]
 
     def holds(self, states: list[Options]) -> bool:
-        """Whether ``states`` are this run's views, not replaced by others."""
+        """True if ``states`` are this run's views, not replaced by others."""
         return all(
             all(found.get(key) is view for key, view in views.items())
             for found, views in zip(states, self._views, strict=True)
@@ -183,7 +183,7 @@ class FusedStep:
 
     @staticmethod
     def fits(optimizer: Optimizer) -> bool:
-        """Whether a kernel computes the updates of optimizers of this class."""
+        """True if a kernel computes the updates of optimizers of this class."""
         return type(optimizer) in KERNELS
 
     def takes(self, buckets: Iterable[Bucket]) -> set[Bucket]:
@@ -198,7 +198,7 @@ class FusedStep:
         }
 
     def steps_alone(self, bucket: Bucket) -> bool:
-        """Whether this rank steps a bucket without collectives; the same on all ranks."""
+        """True if this rank steps a bucket without collectives; the same on all ranks."""
         return not self._kernel.collective or bucket.shard_range == (0, bucket.layout.numel)
 
     def refusal(self, otherwise: str = "master weights that are not fp32, or kernels that are not available") -> str:
@@ -218,7 +218,7 @@ class FusedStep:
         self._last, self._groups = [], None
 
     def has_same_groups(self) -> bool:
-        """Whether the kernel's options are those that the running step was planned with."""
+        """True if the kernel's options are those that the running step was planned with."""
         # Other keys do not matter, such as what a schedule notes in a group. The second step shows ``lr_decay``, too.
         planned, now = self._groups or [], map(numbers_of, self._optimizer.param_groups)
         return [self._kernel.options(group, 2.0) for group in planned] == [
@@ -339,7 +339,7 @@ class FusedStep:
 
 
 def _covers(bucket: Bucket, parts: list[Part]) -> bool:
-    """Whether ``parts`` step all of this rank's pieces of a bucket."""
+    """True if ``parts`` step all of this rank's pieces of a bucket."""
     mine = sorted((part.run.lo + part.lo, part.run.lo + part.hi) for part in parts if part.run.bucket is bucket)
     for piece in bucket.pieces:
         before = bisect.bisect_right(mine, piece.offset, key=lambda row: row[0]) - 1

@@ -124,7 +124,7 @@ KERNELS: dict[type[Optimizer], Kernel] = {
 
 
 def is_plain(kernel: Kernel, group: Options) -> bool:
-    """Whether the kernel supports the group's options, and its numbers are on the host."""
+    """True if the kernel supports the group's options, and its numbers are on the host."""
     numbers = [group["lr"], *group.get("betas", ())]
     on_host = all(not isinstance(n, Tensor) or (n.device.type == "cpu" and n.numel() == 1) for n in numbers)
     return on_host and kernel.takes(group) and not group.get("capturable") and not group.get("differentiable")

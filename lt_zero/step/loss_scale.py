@@ -86,7 +86,7 @@ class LossScaler:
 
     @property
     def at_minimum(self) -> bool:
-        """Whether an overflow can no longer lower the scale."""
+        """True if an overflow can no longer lower the scale."""
         return self.rules.dynamic and self.scale <= self.rules.minimum
 
     def update(self, overflow: bool) -> bool:
@@ -143,7 +143,7 @@ class _SkipFlag:
             self._copied.record()
 
     def wait(self) -> bool:
-        """Whether the step was skipped."""
+        """Wait for the flag; returns True if the step was skipped."""
         if self._copied is not None:
             self._copied.synchronize()
         return bool(self._value)
@@ -266,7 +266,7 @@ class LossScaleController:
         return all(counter.consecutive == 0 for counter in self._counters)
 
     def proceeds(self, sharded: ShardedOptimizer) -> bool:
-        """Whether ``step`` is called; checks again, as user code may have run since ``examine``."""
+        """True if ``step`` is to be called; checks again, as user code may have run since ``examine``."""
         if sharded.found_inf is not None and not sharded.skips_on_device():
             self.skip, sharded.found_inf = bool(sharded.found_inf), None
         return not self.skip

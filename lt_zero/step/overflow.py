@@ -40,7 +40,7 @@ class _Visit:
 
 
 class FiniteWatch:
-    """While open, records for each module's forward whether its output is finite, without synchronising a GPU.
+    """Records, while open, if the output of each module's forward is finite, without synchronising a GPU.
 
     With ``training_only`` forwards without gradients (validation) are ignored.
     """
@@ -98,7 +98,7 @@ class FiniteWatch:
         return f"{repr(name) if name else 'the model'} ({type(module).__name__})"
 
     def _ignores(self, module: nn.Module) -> bool:
-        """Whether to skip this call: of a shallow copy, which shares the hooks, or of recomputation in backward."""
+        """True for calls to skip: those of a shallow copy, which shares the hooks, and recomputation in backward."""
         untrained = self._training_only and not torch.is_grad_enabled()
         return untrained or module not in self._names or in_running_backward()
 
@@ -125,7 +125,7 @@ def _bad(flag: Tensor | None) -> bool:
 
 @torch.no_grad()
 def _finite(value: Any) -> Tensor | None:
-    """Whether all floating-point tensors in ``value`` are finite (0D), None if there are none."""
+    """True (0D) if all floating-point tensors in ``value`` are finite, None if there are none."""
     total = None
     for tensor in iter_tensors(value):
         readable = not is_guarded(tensor) and tensor.is_floating_point() and tensor.itemsize >= 2
@@ -138,7 +138,7 @@ def _finite(value: Any) -> Tensor | None:
 
 
 def _extremes(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Whether all elements are finite, the minimum and the maximum (0D; NaN if any element is).
+    """A flag that all elements are finite, the minimum and the maximum (0D; NaN if any element is).
 
     ``isfinite`` of all elements would need temporary memory of the tensor's size.
     """

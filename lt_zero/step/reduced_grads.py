@@ -48,7 +48,7 @@ class ReducedGrads:
         return {bucket: sorted(indices) for bucket, indices in found.items()}
 
     def exist(self) -> bool:
-        """Whether any rank has a gradient for this optimizer. Collective."""
+        """True if any rank has a gradient for this optimizer. Collective."""
         used = self._engine.finish_reductions()
         return bool(self._foreign()) or any(used(b, i) for b, i, _ in self._fragments.places())
 
@@ -158,7 +158,7 @@ class ReducedGrads:
         return (total ** (1.0 / norm_type)).to(local.dtype)
 
     def _share(self, group: ShardGroup) -> float:
-        """By what this rank's sums over the gradients of ``group`` are multiplied in a sum over the world.
+        """The factor of this rank's sums over the gradients of ``group`` in a sum over the world.
 
         So each element counts once: replicas, and other ranks that have all of it, contribute nothing.
         """

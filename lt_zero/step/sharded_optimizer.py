@@ -218,7 +218,7 @@ class ShardedOptimizer(ProcessLocal):
     # ---- steps that the device may skip --------------------------------------------------------------------------
 
     def skips_on_device(self) -> bool:
-        """Whether kernels that take ``found_inf`` do all of a step."""
+        """True if kernels that take ``found_inf`` do all of a step."""
         places, buckets = self.fragments.places(), self._buckets()
         if any(bucket.offloaded for bucket in buckets):
             return False  # a skipped step would still be copied to the device or written to files

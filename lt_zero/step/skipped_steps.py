@@ -35,7 +35,7 @@ class SkipCounter:
 
     @property
     def assumed(self) -> bool:
-        """Whether the last success is only assumed."""
+        """True if the last success is only assumed."""
         return self._before is not None
 
     def assume_success(self, find_out: Callable[[], object]) -> None:
@@ -78,7 +78,7 @@ class SkipCounter:
         self.consecutive = 0
 
     def only_skips_after(self, attempt: int) -> bool:
-        """Whether there were attempts after number ``attempt`` and all were skipped."""
+        """True if there were attempts after number ``attempt`` and all were skipped."""
         return self._last_success <= attempt < self.attempts
 
     def state_dict(self) -> dict[str, int]:
@@ -96,7 +96,7 @@ class _Hold:
     mark: int  # the counter's attempts at the scheduler's last call
 
     def waits(self, scheduler: Any) -> bool:
-        """Whether this call of the scheduler does nothing: all steps since its last call were skipped."""
+        """True if this call of the scheduler does nothing: all steps since its last call were skipped."""
         if not all(hasattr(scheduler, name) for name in ("optimizer", "state_dict", "load_state_dict")):
             self.counter.find_out()  # it cannot be restored
         mark, self.mark = self.mark, self.counter.attempts

@@ -39,7 +39,7 @@ class StepOptions:
         self._read: dict[int, tuple[Tensor, int, Any]] = {}  # tensors on a GPU, at the version that was read
 
     def snapshot(self) -> Snapshot:
-        """What the optimizer's groups have now."""
+        """A snapshot of the options and members that the optimizer's groups have now."""
         groups, params = self._optimizer.param_groups, self._fragments.groups()
         members = [list(map(id, some)) for some in params]
         if members != self._members:
@@ -63,7 +63,7 @@ class StepOptions:
         return [{k: self._plain(v) for k, v in group.items() if k not in _MEMBERS} for group in groups]
 
     def _has_same(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the groups have the very objects of the last snapshot, none of which can change in place."""
+        """True if the groups have the very objects of the last snapshot, none of which can change in place."""
         if len(groups) != len(self._raw):
             return False
         pairs = zip(groups, self._raw, strict=True)
@@ -124,7 +124,7 @@ class StepOptions:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a value cannot change in place."""
+    """True if a value cannot change in place."""
     return type(value) in _PLAIN or type(value) is int or (type(value) is tuple and all(map(_is_fixed, value)))
 
 

@@ -122,7 +122,7 @@ def check_parts(optimizer: Optimizer, parts: Mapping[int, str]) -> None:
 
 
 def divides(optimizer: Optimizer, whole: bool) -> bool | None:
-    """Whether two optimizers with a part of the elements each compute what one with all of them does; None: unknown.
+    """True if two optimizers with a part of the elements each compute what one with all of them does; None: unknown.
 
     ``whole``: the parts are full parameters.
     """
