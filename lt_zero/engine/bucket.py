@@ -195,12 +195,16 @@ class Bucket:
             for lo, hi in self.layout.gaps:
                 self.flat[lo:hi].zero_()
         full = self.flat
-        if self.storage.fills_apart:  # wider values are kept: in the master weights, or as frozen weights
+        # Wider values than the compute copy are kept as master or frozen weights, so they arrive in a tensor of their
+        # own.
+        if self.storage.fills_apart:
             full = flat_empty(self.layout.numel, self.storage.master, self.flat.device)
         filled = self.param_views if full is self.flat else self.layout.views(full)
         values = fetch(self.params)
         for parameter, view, place in zip(self.params, self.param_views, filled, strict=True):
-            place.copy_(next(values))  # not in the zip, which keeps a value until it has the next one
+            # Take the value here: zip would keep it alive until it has the next one, with two full parameters in
+            # memory.
+            place.copy_(next(values))
             unguard(parameter)
             parameter.data = view
             own(parameter, self._owner)
@@ -215,7 +219,8 @@ class Bucket:
         self.edits.note()
         if self.sharding.params:
             with torch.inference_mode(False):
-                one_each = sentinel(self.flat, (len(self.params),)).clone()  # each has an address of its own
+                # The clone gives each sentinel an address of its own; the expanded tensor has one for all.
+                one_each = sentinel(self.flat, (len(self.params),)).clone()
                 self._sentinels = [one.expand(shape) for one, shape in zip(one_each.unbind(), self.shapes, strict=True)]
         self.release()
         self.put_away()
@@ -237,6 +242,7 @@ class Bucket:
             if not self.lent:
                 self._references = self._storage.references
             self._storage.allocate()
+            # The background step owns what the gather reads until its job is done.
             if self._background.job is not None:
                 self._background.wait()
             self._pending = self.gathers.gather(self, exact)()
@@ -292,7 +298,8 @@ class Bucket:
             return
         if self.state is State.GATHERING:
             with phase("gather", self.name):
-                self._land()  # a collective still writes into the memory that is freed below
+                # Wait first: a collective still writes into the memory that is freed below.
+                self._land()
             self.state = State.RELEASED
         else:
             self.edits.check(released=True)
@@ -379,7 +386,8 @@ class Bucket:
 
     def has_grads(self) -> bool:
         """True if a parameter has a gradient that is not in the accumulator yet."""
-        with without_torch_function():  # guards would intercept each access
+        # Guards would intercept each access to ``.grad``, although it needs no values.
+        with without_torch_function():
             return any([p.grad is not None for p in self.params])
 
     def grads_complete(self) -> bool:
@@ -401,7 +409,8 @@ class Bucket:
 
     def state_store(self, key: str, dtype: torch.dtype) -> Store | None:
         """The store of the optimizer's element-wise state ``key``; None if states stay beside their fragments."""
-        if key in self.states and self.states[key].dtype == dtype:  # else loaded from a run with other dtypes
+        # A store of another dtype was loaded from a run with other dtypes, and is replaced.
+        if key in self.states and self.states[key].dtype == dtype:
             return self.states[key]
         store = self.step_place.state(key, self.shard.numel(), dtype)
         if store is not None:
@@ -481,6 +490,8 @@ class Bucket:
         if self._unpublished:
             self._unpublished, waited = False, True
             while self in self.unpublished:
+                # Launch in the order of steps, which is the same on all ranks, up to this bucket: a rank that used
+                # another bucket first would otherwise launch its collectives in another order.
                 self.unpublished.popleft().launch_background_gather()
             if self._arriving is not None:
                 with phase("gather", self.name):
@@ -531,10 +542,13 @@ class Bucket:
     @torch.no_grad()
     def write(self, index: int, value: Tensor) -> None:
         """Set parameter ``index`` to ``value`` (full shape, the same on every rank) in every copy this rank holds."""
-        if self.state is State.GATHERING:  # prefetched, and not used: the old values would arrive
+        # A prefetch that nobody has used yet would deliver the old values after the write.
+        if self.state is State.GATHERING:
             self.release()
         if self.resident and not self.exact:
-            self.gather(exact=True)  # all of them: shown values are compared with master weights
+            # Gather the whole bucket again, not only this parameter: all values shown are compared with master
+            # weights.
+            self.gather(exact=True)
         self.group.before_write()
         self.gathers.weights_changed()
         if self.resident or self.lent:

@@ -236,7 +236,8 @@ class BufferSync(ProcessLocal):
         forms = [(buffer.name, buffer.form) for buffer in self._buffers]
         mine = zlib.crc32(repr(forms).encode())
         extremes = torch.tensor([mine, -mine])
-        self._peers.host_max(extremes, "shapes of buffers").wait()  # the maximum, and the negative minimum
+        # The maximum and the negative minimum over the ranks: their sum is 0 if all have the same.
+        self._peers.host_max(extremes, "shapes of buffers").wait()
         if not extremes.sum():
             return
         ranks = [dict(theirs) for theirs in self._peers.host_gather(forms, "shapes of buffers")]
@@ -263,7 +264,9 @@ class BufferSync(ProcessLocal):
                         "dense tensor, or keep it as an attribute that is no buffer."
                     )
                 tied.setdefault(id(tensor), []).append(buffer)
-        groups = sorted(tied.values(), key=lambda group: -_of(group).itemsize)  # so that rows can be viewed
+        # Large elements first, so that each buffer of a chunk begins at a multiple of its element size and can be
+        # viewed.
+        groups = sorted(tied.values(), key=lambda group: -_of(group).itemsize)
         with torch.inference_mode(False):
             for chunk in split_by_size([_of(group).nbytes for group in groups], _CHUNK):
                 self._send_chunk([groups[index] for index in chunk])

@@ -14,7 +14,8 @@ _RAN = (
 
 def remedy(one: Launch, other: Launch | None) -> str:
     """Tell the user what to do if ranks ran these two collectives."""
-    if other is None or not ("all-gather" in one.operation and "all-gather" in other.operation):  # of weights
+    # Only gathers of weights differ for the reasons below.
+    if other is None or not ("all-gather" in one.operation and "all-gather" in other.operation):
         return _RAN
     inside = one.name.rpartition(".")[0]
     if inside and other.name != one.name and other.name.rpartition(".")[0] == inside:

@@ -198,7 +198,8 @@ class Engine(ProcessLocal):
     @contextmanager
     def forward_scope(self, trains: bool = True) -> Iterator[None]:
         """Context for code that runs the model: root parameters are readable inside. ``trains``: a training step."""
-        _call_uncompiled(partial(self.enter_forward, trains=trains), None)  # a user may compile what enters this
+        # A user may compile the code that enters this context, so this breaks the graph.
+        _call_uncompiled(partial(self.enter_forward, trains=trains), None)
         depth = self._depth
         try:
             yield
@@ -213,9 +214,11 @@ class Engine(ProcessLocal):
             self.gatherer.use_in_transform(self.root_unit, transform)
             return
         if self.in_backward and not in_running_backward() and not self._explicit:
-            self.abort_backward()  # an exception ended it, and the caller caught that
+            # The backward was ended by an exception that the caller caught.
+            self.abort_backward()
         if self._depth == 0 and not self.in_backward:
-            self.reducer.scope = None  # of a backward that never came
+            # This scope was set for a backward that never came.
+            self.reducer.scope = None
         self._depth += 1
         begins = entry is not None and self._entered == 0
         self._entered = self._depth if begins else self._entered
@@ -224,12 +227,14 @@ class Engine(ProcessLocal):
             if self.training and trains and torch.is_grad_enabled() and (entry is None or entry.training):
                 self.buffers.before_forward(self.reducer.sync)
             self.gatherer.begin_forward(entry)
-        elif begins and not self.training:  # generation calls a model many times in one step of the user's
+        elif begins and not self.training:
+            # Generation calls a model many times in one step of the user's, and each call repeats the same order.
             self.gatherer.begin_order(entry)
 
     def leave_forward(self, output: Any) -> None:
         if self._depth == 0:
-            return  # always-called hook after an error before enter_forward
+            # An error came before ``enter_forward``; torch calls this hook all the same.
+            return
         self._entered = 0 if self._depth == self._entered else self._entered
         self._depth -= 1
         if self.in_backward or running_transform():
@@ -242,12 +247,14 @@ class Engine(ProcessLocal):
             self._saved_weights.end_pass()
         for unit in reversed(self.units):
             for call in unit.calls:
-                call.range.close()  # an exception ended it
+                # An exception ended this forward before its own hook could close the range.
+                call.range.close()
             unit.calls.clear()
         if not torch.is_grad_enabled():
             self.gatherer.end_pass(keep=True)
             return
-        for unit in self.units:  # prefetched but not used in this pass
+        # Release what was prefetched and not used in this pass.
+        for unit in self.units:
             if unit.leases == 0 and not unit.keep:
                 self.gatherer.release(unit)
 
@@ -335,9 +342,11 @@ class Engine(ProcessLocal):
             return
         for bucket in unit.sharded:
             if any([shares_storage(t, bucket.flat) for t in tensors]):
-                self.gatherer.pin(bucket, again=True)  # a weight, or a view of one, left the unit
+                # The unit returned a weight, or a view of one, so code outside may read it until the end of backward.
+                self.gatherer.pin(bucket, again=True)
         if unit.calls:
-            return  # an outer call of the same module is still running
+            # An outer call of the same module is still running, and needs the weights.
+            return
         if self._stays_gathered(unit):
             self.gatherer.guard(unit)
         elif unit.leases == 0:
@@ -380,7 +389,8 @@ class Engine(ProcessLocal):
 
     def _arm(self) -> None:
         if not self.in_backward:
-            self.used_parameters.hide(fresh=in_running_backward())  # autograd must not add to visible gradients
+            # Hide first: autograd would add to the gradients that ``p.grad`` shows, and count them twice.
+            self.used_parameters.hide(fresh=in_running_backward())
             self.in_backward = True
             if not self._explicit:
                 self._span = phase("backward").open()
@@ -401,7 +411,8 @@ class Engine(ProcessLocal):
             unit.leases += 1
         if unit.sharded and unit.backward_needs_weights:
             self.gatherer.gather(unit)
-            if torch.is_grad_enabled():  # create_graph: the nodes of this backward save weights, and have no hooks
+            # With create_graph, the nodes of this backward save weights, and no hook gathers them later.
+            if torch.is_grad_enabled():
                 for bucket in unit.sharded:
                     self.gatherer.pin(bucket, again=True)
             self.gatherer.visit(unit, backward=True)
@@ -417,14 +428,17 @@ class Engine(ProcessLocal):
             self._pre_backward(unit, call)
         else:
             self._arm()
-        if not bucket.readable:  # saved by another unit than its own
+        # Another unit than its own saved this weight, so no lease has gathered the bucket.
+        if not bucket.readable:
             self.gatherer.pin(bucket, again=torch.is_grad_enabled())
 
     def unit_done(self, unit: Unit, call: Call) -> None:
         """Called when a call's input gradients are there. See grad_bucket.py, Note [When a bucket is ready]."""
         if not self.in_backward:
             return
-        if call.passed and not call.held:  # before its reduction, for which ranks wait that gather
+        # Gather before the reduction is launched: ranks that gather here wait for this one, which would wait in the
+        # reduction.
+        if call.passed and not call.held:
             self._pre_backward(unit, call)
         self._ranges.leave(unit.name)
         unit.awaited -= 0 if call.done else 1
@@ -456,10 +470,12 @@ class Engine(ProcessLocal):
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
         passed, self._passed = self._passed, False
         if arrived or (explicit and not passed):
-            with torch.no_grad():  # once: what these call would enter it for each bucket
+            # Enter it once: the functions below would enter it for each bucket.
+            with torch.no_grad():
                 self.reducer.finish()
                 self.used_parameters.record()
-        elif explicit:  # whether the loss is finite was not known when ``whole_passes`` recorded
+        elif explicit:
+            # When ``whole_passes`` recorded, it was not known whether the loss is finite: record again.
             self.reducer.scope = None
             self.used_parameters.record()
         else:
@@ -516,23 +532,27 @@ class Engine(ProcessLocal):
         self.gatherer.after_step()
         for unit in self.units:
             unit.awaited = 0
-        first = self.root_unit.buckets  # every forward begins with it
+        # Every forward begins with the root unit, so its gather is launched first.
+        first = self.root_unit.buckets
         changed = [bucket for bucket in dict.fromkeys([*first, *self.buckets]) if bucket in buckets]
         for bucket in self.buckets:
             bucket.end_lending(bucket in buckets)
         for bucket in changed:
             bucket.refresh_after_step()
         for bucket in changed:
-            bucket.weights.copy.wait_copied()  # other ranks read it next
+            # Peers may read this copy directly in the gathers below, so it has to be complete.
+            bucket.weights.copy.wait_copied()
         for group in self.groups:
             group.after_write()
+        # Launch all gathers before the first wait, so that they overlap; all ranks have them in the same order.
         gathers = [(bucket, bucket.launch_publish()) for bucket in changed]
         for bucket, gather in gathers:
             if gather is not None and self._publishes_later:
                 bucket.publish_later(gather)
             elif gather is not None:
                 gather.wait()
-        self.before_write()  # user code may write to the parameters now
+        # User code may write to the parameters from here on, so no rank may still read them.
+        self.before_write()
         for bucket, gather in gathers:
             if gather is None or not self._publishes_later:
                 bucket.edits.note()
@@ -644,7 +664,8 @@ def hook_bare_parameters(root: nn.Module, owned: dict[int, tuple[Bucket, int]], 
     for parameter in dict.fromkeys(p for m in composite for p in m.parameters(recurse=False)):
         if id(parameter) in owned and parameter.is_floating_point():
             trainable = parameter.requires_grad
-            parameter.requires_grad_(True)  # a frozen parameter cannot be hooked, and may be unfrozen later
+            # A frozen parameter cannot be hooked, and may be unfrozen later.
+            parameter.requires_grad_(True)
             handles.append(parameter.register_hook(lambda grad: fn()))
             parameter.requires_grad_(trainable)
     return handles

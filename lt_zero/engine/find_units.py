@@ -117,7 +117,8 @@ def _check_values(names: Mapping[Parameter, Sequence[str]]) -> None:
             continue
         address = parameter.data_ptr()
         other = located.setdefault(address, name)
-        if other != name and address:  # a DTensor that is not an engine's yet has none
+        # Address 0 says nothing: a DTensor that no engine has yet has no memory of its own.
+        if other != name and address:
             raise ValueError(
                 f"Parameters {other!r} and {name!r} share memory but are two objects, so they would be trained apart. "
                 "Tie them by assigning the parameter itself (`b.weight = a.weight`, not `b.weight.data = ...`)."
@@ -178,7 +179,8 @@ def _are_experts(name: str, module: nn.Module, rules: UnitRules) -> bool:
     if not rules.joins_experts or not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
     if rules.forces(name, module):
-        return not _has_forward(module)  # else it is a unit itself
+        # A list with a forward is a unit itself.
+        return not _has_forward(module)
     named = "expert" in name.rpartition(".")[2].lower()
     return named and not any(rules.forces(f"{name}.{n}", c) for n, c in module.named_children())
 

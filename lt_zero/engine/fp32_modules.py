@@ -113,7 +113,8 @@ class _Search:
     def add(self, module: nn.Module, pattern: str = "") -> None:
         """Make ``module`` an fp32 module, or its children if it is a container that is never called."""
         module = self.readers.get(module, module)
-        if "" in self.paths[module]:  # the root, or the module inside a wrapper
+        # The path is empty for the root, and for the module inside a wrapper.
+        if "" in self.paths[module]:
             raise ValueError(
                 f"fp16_override_modules: {pattern!r} matches the whole model. Use Trainer(precision='32-true')."
             )
@@ -160,7 +161,9 @@ def install_fp32_modules(
         if module not in mine:
             return None
         if torch.get_default_dtype() in _LOW:
-            calls.open.clear()  # not inside of an fp32 module: left by a KeyboardInterrupt, which skips hooks
+            # The default dtype shows that no fp32 module runs: what is open was left by a KeyboardInterrupt, which
+            # skips hooks.
+            calls.open.clear()
         context = torch.autocast(device_type, enabled=False)
         calls.open.append((module, context, torch.get_default_dtype()))
         context.__enter__()
@@ -179,14 +182,16 @@ def install_fp32_modules(
         return map_tensors(output, _caster((torch.float32,), dtype))
 
     handles: list[RemovableHandle] = []
-    for _, module in fp32_modules.modules:  # torch.compile breaks the graph at these; they run outside of other hooks
+    # torch.compile breaks the graph at these hooks. They are registered to run outside of all other hooks.
+    for _, module in fp32_modules.modules:
         handles.append(module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(Hook(after), always_call=True))
     return handles
 
 
 def _caster(sources: tuple[torch.dtype, ...], target: torch.dtype) -> Callable[[Tensor], Tensor]:
-    done: dict[int, Tensor] = {}  # attention checks whether query, key and value are the same object
+    # One cast per object: attention checks whether query, key and value are the same object.
+    done: dict[int, Tensor] = {}
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype not in sources:

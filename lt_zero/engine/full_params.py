@@ -102,7 +102,8 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
                 bucket.adopt_edits()
     except BaseException:
         for bucket in found:
-            bucket.edits.note()  # do not report a lost edit instead of this error
+            # Forget the edits, or a lost edit would be reported instead of this error.
+            bucket.edits.note()
         raise
     finally:
         for bucket, keep in held.items():
@@ -269,7 +270,8 @@ def restore_whole(engine: Engine, join: bool = False) -> None:
             views = bucket.layout.views(flat)
             for parameter, value, dtype in zip(bucket.params, views, bucket.original, strict=True):
                 whole = engine.parts.join(parameter, value) if join else value
-                full = whole.to("cpu", dtype, copy=True)  # a full model need not fit on a GPU
+                # Copy to the CPU: a full model need not fit on a GPU.
+                full = whole.to("cpu", dtype, copy=True)
                 if whole is value:
                     parameter.data = full
                 else:
@@ -278,7 +280,8 @@ def restore_whole(engine: Engine, join: bool = False) -> None:
     for module in engine.root.modules() if replaced else ():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             module.register_parameter(name, replaced.get(id(parameter), parameter))
-    engine.offload_manager.rest()  # reading files has started threads
+    # Reading files has started threads again.
+    engine.offload_manager.rest()
 
 
 # ---- the model's parameters and buffers ------------------------------------------------------------------------------
@@ -306,7 +309,8 @@ def take_over_assigned(engine: Engine) -> None:
             parameter, view = bucket.params[index], bucket.param_views[index]
             if described(parameter.data) == described(view):
                 assigned.add(number)
-            elif id(parameter) in names:  # others get the engine's values when the model is whole again
+            elif id(parameter) in names:
+                # Parameters without a name get the engine's values when the model is whole again.
                 what = f"{tuple(view.shape)}, {view.dtype}, {view.device}"
                 changed.append(f"{names[id(parameter)]!r} (it was {what})")
     told = engine.peers.host_gather((assigned, changed), "assigned parameters")
@@ -361,7 +365,8 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
         with without_torch_function():
             return func(*args, **kwargs)
     name, world = bucket.layout.spans[index].name, engine.world.size
-    if func is Tensor.detach and len(buckets) == 1:  # this is what state_dict() puts into a state dict
+    # ``state_dict()`` calls this, and puts the result into the state dict.
+    if func is Tensor.detach and len(buckets) == 1:
 
         def refuse(lo: int, hi: int, box: Box) -> Tensor:
             raise RuntimeError(
@@ -373,7 +378,8 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
 
         with without_torch_function():
             return AbsentTensor(tuple(parameters[0].shape), parameters[0].dtype, refuse, parameters[0].device)
-    if func is torch.equal:  # Lightning's finetuning callbacks search an optimizer's parameters with it
+    # Lightning's finetuning callbacks search an optimizer's parameters with ``torch.equal``.
+    if func is torch.equal:
         one, other = args
         if one is other or one.shape != other.shape:
             return one is other

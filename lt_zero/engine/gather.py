@@ -79,7 +79,8 @@ class GatherOrder:
         """Record the use of ``unit``."""
         self._now.append(unit)
         place = self.next(unit)
-        if place < len(self.last):  # else the sequence has changed
+        # A unit that the recorded pass does not use from here on shows that the sequence has changed.
+        if place < len(self.last):
             self._cursor = place + 1
             self.ahead = max(self.ahead, self._cursor)
 

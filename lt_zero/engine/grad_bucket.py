@@ -131,6 +131,7 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.weights.enable_training()
+        # Two in flight let one bucket travel while the next is copied; more would hold more send buffers.
         while len(self._flying) >= 2:
             self._land()
         grads, buffers, send = bucket.grads, self._buffers[bucket.group], None
@@ -146,7 +147,8 @@ class Reducer:
                 grads.take(send.flat, add=False, factor=send.factor)
                 work = grads.launch_reduce(self._exchange.reduction(bucket, send))
             except BaseException:
-                buffers.give_back(send, unused=True)  # the caller may go on: out of memory, with a smaller batch
+                # After running out of memory the caller may go on with a smaller batch, and needs the buffer.
+                buffers.give_back(send, unused=True)
                 raise
         self._flying.append((bucket, work, send))
         if not self._overlap:
@@ -156,6 +158,7 @@ class Reducer:
         bucket, pending, send = self._flying.popleft()
         with torch.no_grad(), phase("reduce", bucket.name):
             pending.wait()
+        # Only after the wait: until then the collective reads the buffer.
         if send is not None:
             self._buffers[bucket.group].give_back(send)
         taken = self.on_landed is not None and self.on_landed(bucket)
@@ -163,6 +166,7 @@ class Reducer:
             bucket.grads.end_use()
             self._leaving.append(bucket.grads)
             if len(self._leaving) > 1:
+                # Wait for all writes but the last, so that the accumulators do not fill the memory.
                 self._leaving.popleft().put_away()
 
     def abort(self) -> None:
@@ -185,5 +189,5 @@ class Reducer:
 
 
 def _wide_last(buckets: list[Bucket]) -> list[Bucket]:
-    """Move ``buckets`` that other ranks have, too, to the end, in their old order."""
+    """A list of ``buckets`` in which those that other ranks have, too, come last, otherwise in their order."""
     return [*(bucket for bucket in buckets if not bucket.is_wide), *(bucket for bucket in buckets if bucket.is_wide)]

@@ -65,14 +65,16 @@ def _guarded_function(
     cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     kwargs = kwargs or {}
-    if func in PASSING or (func is Tensor.type and len(args) == 1 and not kwargs):  # without a dtype it only names one
+    # ``Tensor.type`` without a dtype only returns the name of one, so it needs no values.
+    if func in PASSING or (func is Tensor.type and len(args) == 1 and not kwargs):
         with without_torch_function():
             return func(*args, **kwargs)
     parameters = []
     for parameter in guarded_parameters((args, kwargs)):
         if parameter in _owners:
             parameters.append(parameter)
-        else:  # a deep copy: an ordinary parameter of its own
+        else:
+            # No owner knows a deep copy: it is an ordinary parameter of its own.
             parameter.__class__ = type(parameter).__mro__[1]
     if not parameters:
         return func(*args, **kwargs)

@@ -82,7 +82,8 @@ class InplaceEdits:
 
     def seen(self) -> bool:
         """True if versions or the digest have changed since ``note``."""
-        if self._paused:  # the compute copy is of another step, or is being written
+        # The compute copy is from another step than the noted values, or is being written.
+        if self._paused:
             return False
         digest, shard = self._digest, self._bucket.shard
         changed = self._has_digest and (digest is None or bool(digest != digest_of(shard)))

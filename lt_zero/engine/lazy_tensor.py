@@ -104,7 +104,8 @@ class LazyTensor(Tensor):
         kwargs = {k: _read_all(value, kept if k in names else None) for k, value in (kwargs or {}).items()}
         out = func(*args, **kwargs)
         for lazy in kept.values():
-            if lazy.keep().shape != lazy.shape:  # a tensor cannot take on another shape
+            # The wrapper subclass has a fixed shape, and cannot follow.
+            if lazy.keep().shape != lazy.shape:
                 lazy._held.kept = None
                 raise RuntimeError(
                     f"{func} changes the shape of a tensor of a checkpoint in place: `clone()` it before."

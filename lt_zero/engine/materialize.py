@@ -113,7 +113,9 @@ class ConstructionSharder:
         named, self._named = self._named, []
         if exc[0] is None:
             if any(self._is_free(parameter) for _, parameter in _registered_now(named)):
-                gc.collect()  # so that all ranks have the same modules left, also of those in cycles
+                # Collect cycles first, so that the same modules are left on all ranks: the slices are taken by
+                # collectives.
+                gc.collect()
                 self._take(_registered_now(named))
             self._shard_open(0)
 
@@ -328,7 +330,8 @@ class Materializer:
         self._device, self._modules, self._saved = device, dict(root.named_modules()), saved or {}
         self._named = list(self._modules.items())
 
-    @cached_property  # before the first parameter is filled, and never if none is to be
+    # Computed before the first parameter is filled, and never if none is to be.
+    @cached_property
     def _owners(self) -> dict[Parameter, list[int]]:
         """Numbers in ``_named`` of the modules that own each parameter on the meta device."""
         owners: dict[Parameter, list[int]] = {}
@@ -371,7 +374,8 @@ class Materializer:
         for number in sorted(unfilled):
             self._fill_module(*self._named[number])
         if unfilled:
-            gc.collect(0)  # cycles with tensors that initialisation left behind: it is paused (build.py)
+            # Initialisation leaves cycles with tensors behind, and build.py has paused the garbage collector.
+            gc.collect(0)
 
     @torch.no_grad()
     def _free(self, parameter: Parameter) -> None:
@@ -418,7 +422,8 @@ class Materializer:
         if callable(reset):
             reset()
         parents = ["", *accumulate(path.split("."), "{}.{}".format)]
-        for parent in reversed(parents):  # the module itself, then its parents from the nearest to the root
+        # Ask the module itself, then its parents from the nearest to the root.
+        for parent in reversed(parents):
             initializer = getattr(self._modules[parent], "_init_weights", None)
             if callable(initializer):
                 initializer(module)
@@ -433,7 +438,8 @@ class Materializer:
         for name, parameter in aside.items():
             filled, module._parameters[name] = module._parameters[name], parameter
             assert filled is not None
-            if name in made or not _is_unset(filled):  # another module that it is tied to may have filled it
+            # A module to which the parameter is tied may have filled it already.
+            if name in made or not _is_unset(filled):
                 torch.utils.swap_tensors(parameter, self._parts.place(parameter, filled))
 
 

@@ -173,7 +173,8 @@ class SameOnRanks:
             if snapshot.problem:
                 raise RuntimeError(snapshot.problem)
         self._sources = {}
-        if len(self._told) > 1:  # what the one before had is in both
+        # Notes that the exchange before this one covered were compared in both, and can go.
+        if len(self._told) > 1:
             del self._noted[: max(0, self._told[-2].notes - self._dropped)]
             self._dropped = max(self._dropped, self._told[-2].notes)
 

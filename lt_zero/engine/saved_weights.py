@@ -80,7 +80,9 @@ class _SavedWeight:
         version = self.bucket.params[self.index]._version + self.bucket.changes - self.changes
         if version != self.version:
             raise modified(view, version, self.version)
-        return view.data  # with a version counter of its own: refilling the flat tensor counts as a write
+        # ``data`` gives the view a version counter of its own: refilling the flat tensor would count as a write to
+        # it.
+        return view.data
 
 
 class _Passed:
@@ -116,7 +118,8 @@ class SavedWeights:
 
     def open(self) -> bool:
         """Enter the hooks; returns whether ``close`` has to be called. No-op if they are the innermost already."""
-        if not saves_under_hooks():  # inside of a transform of torch.func
+        # A transform of torch.func is running, which does not call saved-tensor hooks.
+        if not saves_under_hooks():
             return False
         innermost, outer = _innermost_of_engines(), saved_tensor_hooks()
         if innermost is not None and (innermost is self._hooks or innermost in self._around.values()):

@@ -98,7 +98,8 @@ class Weights:
         else:
             self.keep(frozen.read())
             frozen.discard()
-        put_away(self.stores())  # the bucket may never be stepped
+        # Do not leave it to a step: the bucket may never be stepped.
+        put_away(self.stores())
 
     @property
     def sharded(self) -> bool:
@@ -204,7 +205,8 @@ class Weights:
             edited &= before != shown
             self.note_shown()
         if not self._optim.offloads:
-            self.writable_values().copy_(torch.where(edited, shown.to(kept.dtype), kept))  # does not wait for the GPU
+            # Select with ``where``: indexing by a mask would wait for the GPU.
+            self.writable_values().copy_(torch.where(edited, shown.to(kept.dtype), kept))
             self.follow_edit()
         elif bool(edited.any()):
             master = self.writable_values()
@@ -277,7 +279,8 @@ class Accumulator:
     @without_grad
     def take(self, out: Tensor, add: bool, factor: float = 1.0) -> None:
         """Move the parameters' gradients times ``factor``, or zeros, into ``out`` (1D, all elements), or add them."""
-        targets, grads = [], []  # for the kernel: torch would need two passes
+        # Collected for the kernel, which casts and scales in one pass; torch would need two.
+        targets, grads = [], []
         for index, (parameter, span) in enumerate(zip(self._params, self._layout.spans, strict=True)):
             grad, target = self._gradient_of(parameter), out[span.lo : span.hi].view(span.shape)
             if grad is None:
@@ -295,7 +298,8 @@ class Accumulator:
                 target.copy_(grad)
                 target.mul_(factor) if factor != 1.0 else None
             else:
-                torch.mul(grad, factor, out=target)  # multiplied before it is rounded
+                # Multiply before the product is rounded to the narrower dtype.
+                torch.mul(grad, factor, out=target)
             self.used.add(index)
             parameter.grad = None
         if targets and add:

@@ -111,7 +111,8 @@ def synced(module: nn.Module) -> Iterator[None]:
     except BaseException:
         meeting.fail()
         meeting.attend(False)
-        with suppress(RuntimeError):  # a rank has ended
+        # A rank may have ended, so that its collectives fail.
+        with suppress(RuntimeError):
             for engine in found.values():
                 engine.gatherer.end_pass()
                 engine.gatherer.forget_order()

@@ -109,10 +109,12 @@ class ShardedGrad(Tensor):
         if func is Tensor.__repr__:
             return f"ShardedGrad(shape={tuple(args[0].shape)}, dtype={args[0].dtype}, device={str(args[0].device)!r})"
         stand_ins = [t for t in iter_tensors(args) if isinstance(t, ShardedGrad)]
-        if all(_is_whole(grad._owners()[0]) for grad in stand_ins):  # no view only because of its dtype
+        # The whole gradient is here, and the stand-in is no view of it only because of its dtype.
+        if all(_is_whole(grad._owners()[0]) for grad in stand_ins):
             whole = map_tensors(args, _accumulated)
             result = func(*whole, **map_tensors(kwargs, _accumulated))
-            return args[0] if args and result is whole[0] else result  # in place: `p.grad *= 2` assigns it again
+            # An operation in place returns the stand-in, because ``p.grad *= 2`` assigns the result to ``p.grad``.
+            return args[0] if args and result is whole[0] else result
         if getattr(func, "__name__", "") == "_foreach_zero_":  # optimizer.zero_grad(set_to_none=False)
             for grad in args[0]:
                 grad._apply(Tensor.zero_) if isinstance(grad, ShardedGrad) else grad.zero_()
@@ -275,7 +277,8 @@ class UsedParameters:
         late = [bucket for bucket, flag in zip(self._buckets, row[-3 - count : -3], strict=True) if flag]
         if late:
             if stays:
-                self.hide()  # reductions take what ``p.grad`` has
+                # Hide first: the second reduction takes what ``p.grad`` has, and must not take stand-ins.
+                self.hide()
                 stays = False
             self._reducer.reduce_again(late)
             flags[-count - 3 :] = 0
@@ -297,7 +300,8 @@ class UsedParameters:
         for bucket, accumulator in zip(self._buckets, self._accumulators, strict=True):
             if bucket.grads.local is not None or bucket.grads.values is not accumulator:
                 return False
-        with without_torch_function():  # the others as well: a gradient may have been set where no rank had one
+        # Compare all parameters, not only those shown: a gradient may have been set where no rank had one.
+        with without_torch_function():
             places = ((bucket, index, p) for bucket in self._buckets for index, p in enumerate(bucket.params))
             return all(p.grad is self._shown.get((bucket, index)) for bucket, index, p in places)
 
@@ -379,7 +383,8 @@ class UsedParameters:
         with without_torch_function():  # guards would intercept each access
             for bucket, index in places:
                 parameter = bucket.params[index]
-                if parameter.grad is not None:  # late: it stays there until its second reduction
+                # A late gradient stays in ``p.grad`` until its second reduction.
+                if parameter.grad is not None:
                     self._shown[(bucket, index)] = None
                     continue
                 local = _local(bucket, index) if views[bucket] else []

@@ -110,7 +110,8 @@ class WholeModel:
             return self._value(name) if world.rank == 0 else None
         asked = holder, told.bucket
         if asked != self._last:
-            self._flat, self._last = None, asked if told.bucket >= 0 else None  # free it before the next one is there
+            # Free the last bucket before the next one is gathered, so that only one is in memory.
+            self._flat, self._last = None, asked if told.bucket >= 0 else None
         with nullcontext() if self._engine.everywhere else world.agree(f"gathering {name!r}", RuntimeError):
             value = self._value(name)
         if holder > 0:
@@ -143,7 +144,8 @@ def sent(
         assert value is not None
         made.copy_(value)
     if made.numel():
-        world.broadcast(made.view(-1).view(torch.uint8), name, rank)  # bytes: gloo does not know every dtype
+        # Send bytes: gloo does not know every dtype.
+        world.broadcast(made.view(-1).view(torch.uint8), name, rank)
     return made
 
 
