@@ -115,7 +115,8 @@ def shard(
         )
     group = group or ShardGroup.of_all(World.join(device, config))
     group.world.advise(remedy)
-    with group.world.together("lt_zero.shard"):  # reads files, and calls the initialisation of the user's modules
+    # Inside, files are read and the user's modules initialised: an error of one rank is raised on all.
+    with group.world.together("lt_zero.shard"):
         return _shard(module, config, device, policy, group, training, saved, specs, group_of, parts or Unjoined())
 
 
@@ -136,7 +137,8 @@ def _shard(
     if training:
         refuse_quantized(config)
     elif config.quantize is not None:
-        policy = replace(policy, low_master=True)  # no wider values are kept beside the codes
+        # No wider values are kept beside the codes.
+        policy = replace(policy, low_master=True)
     zero = config.zero_optimization
     groups = _groups_of(module, config, group, group_of)
     apart = [p for p in module.parameters() if groups.get(p, group).size < group.size]
@@ -149,14 +151,16 @@ def _shard(
     _check_groups(config, distinct)
     for each in distinct:
         each.configure(config)
-    with without_torch_function():  # guards of parameters that are sharded already would intercept each access
+    # Parameters that are sharded already have guards, which would intercept each access.
+    with without_torch_function():
         _check_specs(module, specs)
         plan = plan_engine(module, config, policy, group.mesh.shards, specs, groups, sizes, parts.gradient, wide)
         _compare_wide(plan, groups)
         _check_whole(plan)
         _check_hooks(plan)
         if training:
-            check_modules(module, config.activation_checkpointing, group)  # raises before the module is changed
+            # Check now, to raise before the module is changed.
+            check_modules(module, config.activation_checkpointing, group)
         if group.world.rank == 0:
             warn_of_padding(plan, zero, group.mesh.shards)
         check_build(plan, config, policy, group, training)
@@ -253,11 +257,13 @@ def _move_in(
 ) -> tuple[list[Unit], Unit]:
     """Initialise parameters and move them into buckets, unit by unit; returns units with parameters, and the root."""
     units: list[Unit] = []
-    if plan.joins:  # a bucket needs the values of later units
+    # Fill all units first: a bucket may need the values of later ones.
+    if plan.joins:
         for planned in plan.units:
             materializer.fill(p for _, p in planned.parameters)
     arriving = [[made[bucket] for bucket in planned.buckets] for planned in plan.units]
-    arriving[-1] += [made[bucket] for bucket in plan.rest]  # the root is the last
+    # The root is the last unit, and gets the buckets of no unit.
+    arriving[-1] += [made[bucket] for bucket in plan.rest]
     ordered = [bucket for buckets in arriving for bucket in buckets]
     for group in dict.fromkeys(bucket.group for bucket in ordered):
         group.foresee_broadcasts((bucket.name, bucket.layout.numel) for bucket in ordered if bucket.group is group)
@@ -267,7 +273,8 @@ def _move_in(
             bucket.adopt(materializer.fetch)
             work.advance()
         if buckets:
-            return_freed_memory()  # gaps that the module's parameters leave in the heap add up to a copy of the model
+            # The gaps that the module's parameters leave in the heap would add up to a copy of the model.
+            return_freed_memory()
         units.append(Unit(planned.name, planned.module, buckets, planned.needs_weights))
     *others, root = units
     return [unit for unit in others if unit.buckets], root
@@ -376,7 +383,8 @@ def _check_kernels(config: ZeroConfig, device: torch.device, world: World) -> No
 
 def _cast_buffers(root: nn.Module, dtype: torch.dtype, fp32_modules: Fp32Modules, names: str | tuple[str, ...]) -> None:
     kept = {child for _, module in fp32_modules.modules for child in module.modules()}
-    if isinstance(names, str):  # "auto": transformers' models have this attribute
+    # For "auto": transformers' models name such modules in this attribute.
+    if isinstance(names, str):
         names = tuple(n for m in root.modules() for n in getattr(m, "_keep_in_fp32_modules", None) or ())
     for path, module in root.named_modules():
         if any(fnmatchcase(part, name) for part in path.split(".") for name in names):

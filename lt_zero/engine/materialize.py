@@ -152,7 +152,8 @@ class ConstructionSharder:
         """True if a parameter is to be sharded and has no owner yet."""
         if parameter.is_meta or is_lazy(parameter) or is_guarded(parameter) or parameter.numel() < self._threshold:
             return False
-        return not (_is_owned(parameter) or is_wrapper(parameter))  # a DTensor is a part already
+        # A DTensor is a part already, and is left as it is.
+        return not (_is_owned(parameter) or is_wrapper(parameter))
 
     def _keep_open(self, parameter: Parameter) -> None:
         if parameter not in self._open:
@@ -174,12 +175,15 @@ class ConstructionSharder:
             return
         facts = {f"parameter {self._names[p]!r}": described(p) for p in parameters}
         compare(self._group, Snapshot.of(facts), "parameters at construction")
-        flat = _zeros(sum(p.nbytes for p in parameters), torch.uint8, self._group.device)  # bytes: of any dtypes
+        # Bytes, so that parameters of any dtypes travel in one broadcast.
+        flat = _zeros(sum(p.nbytes for p in parameters), torch.uint8, self._group.device)
         rows = flat.split([p.nbytes for p in parameters])
         for parameter, row in zip(parameters, rows, strict=True):
-            plain = parameter.resolve_conj().resolve_neg().contiguous()  # only then its bytes are its values
+            # Resolve lazy conjugation and strides: only then the bytes are the values.
+            plain = parameter.resolve_conj().resolve_neg().contiguous()
             row.copy_(plain.view(-1).view(torch.uint8))
-        self._group.broadcast(flat, self._name(parameters))  # ranks may have drawn different numbers
+        # Ranks may have drawn different random numbers: those of rank 0 count.
+        self._group.broadcast(flat, self._name(parameters))
         for parameter, row in zip(parameters, rows, strict=True):
             spec, mesh = ParamSpec.whole("", tuple(parameter.shape)), self._group.mesh
             lo, hi = plan_bucket([spec], mesh.shards).shard(mesh.shard_rank)
@@ -188,7 +192,8 @@ class ConstructionSharder:
             mine.view(torch.uint8)[: kept.numel()].copy_(kept)
             self._put_back(parameter, mine)
         if flat.nbytes >= _LARGE:
-            return_freed_memory()  # small tensors would be put into the gap, and the next parameter beyond it
+            # Otherwise small tensors are put into the gap, and the next large parameter beyond it.
+            return_freed_memory()
 
     def whole(self, parameters: Sequence[Parameter]) -> Iterator[Tensor]:
         """The full values of ``parameters``; frees this rank's slices. Collective, unless they are gathered."""
@@ -200,11 +205,13 @@ class ConstructionSharder:
 
     @torch.no_grad()
     def _gather(self, parameters: list[Parameter]) -> dict[Parameter, Tensor]:
-        parameters = sorted(parameters, key=lambda p: -p.itemsize)  # each begins at a multiple of its element's size
+        # Large elements first, so that each piece begins at a multiple of its element size.
+        parameters = sorted(parameters, key=lambda p: -p.itemsize)
         pieces: list[Tensor] = [self._slices.pop(parameter) for parameter in parameters]
         sizes = [piece.nbytes for piece in pieces]
         flat = _zeros(self._group.mesh.shards * sum(sizes), torch.uint8, self._group.device)
-        columns = flat.view(self._group.mesh.shards, sum(sizes)).split(sizes, dim=1)  # a row is a rank's
+        # Each row is what one rank contributes.
+        columns = flat.view(self._group.mesh.shards, sum(sizes)).split(sizes, dim=1)
         for column, piece in zip(columns, pieces, strict=True):
             column[self._group.mesh.shard_rank].copy_(piece.view(torch.uint8))
         if parameters:
@@ -224,7 +231,8 @@ class ConstructionSharder:
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Gather parameters that initialisation code uses, and call it."""
-        self._shard_open(_LARGE)  # of these arguments, too: the operation needs all of them at the same time
+        # Shard what is open first, arguments included: the operation then gathers all that it needs at the same time.
+        self._shard_open(_LARGE)
         for parameter in self._unguarded(guarded_parameters((args, kwargs))):
             self._keep_open(parameter)
         return func(*args, **kwargs)
@@ -257,7 +265,8 @@ class ConstructionSharder:
                     changed |= not self._has(parameter, before[parameter])
                     self._put_back(parameter, before[parameter])
         if write:
-            self._shard_open(0)  # not after an error, which other ranks may not have
+            # Not in ``finally``: after an error that other ranks do not have, this collective would hang.
+            self._shard_open(0)
             return
         if self._group.problems("changed" if changed else None, "changes of gathered parameters"):
             raise RuntimeError(

@@ -150,6 +150,7 @@ def plan_storage(
     zero, buckets = config.zero_optimization, plan.buckets
     layouts = [bucket.layout_in(everyone.mesh.shards, everyone.size) for bucket in buckets]
     counted = [bucket.counted(layout) for bucket, layout in zip(buckets, layouts, strict=True)]
+    # Decide by ``counted``: it is the same on all ranks, so they offload the same buckets.
     offloaded = choose_offloaded(counted, buckets, zero)
     optim, param = zero.offload_optimizer.device, zero.param_offload.device
     predivides = not config.prescale_gradients and config.gradient_predivide_factor != 1

@@ -37,6 +37,7 @@ class _Meeting:
             RuntimeError: on all ranks, if one has failed, or they do different things.
         """
         done, failed = what == _DONE, what == _FAILED
+        # The maxima of a number and of its negative show in one exchange if all ranks said the same.
         said = [_DONE, _DONE] if done else [what, -what]
         flags = torch.tensor([*said, self.world.rank + 1 if failed else 0])
         self.world.host_max(flags, "lt_zero.synced").wait()
@@ -73,6 +74,8 @@ class _Meeting:
         while (what := self.say(_DONE)) != _DONE:
             bucket = self.buckets[what // 2]
             if what % 2:
+                # The others wait for this bucket. Releasing it waits, too, and keeps nothing that this rank does not
+                # use.
                 bucket.release()
             elif bucket.state is State.RELEASED:
                 bucket.launch_gather()

@@ -81,12 +81,15 @@ class CompressedMomentum(GradientCompression):
         self._clipped = None
         if not (self._limit and self.compresses):
             return
+        # In fp64, where the squares of gradients that carry a loss scale do not overflow.
         group, total = self._peers, torch.zeros((), dtype=torch.float64, device=self._peers.device)
         for bucket in buckets:
             assert bucket.grads.local is not None
-            bucket.grads.take(bucket.grads.local, add=True)  # those that came late
+            # Add gradients that came after their bucket was taken: they count in the norm.
+            bucket.grads.take(bucket.grads.local, add=True)
             total += torch.linalg.vector_norm(bucket.grads.local, dtype=torch.float64).square()
         before, after = group.factors(torch.float32)
+        # The root mean square over the ranks is one number for all: each rank clips by the same factor.
         norm = (group.sum_scalar(total, "gradient norm") / group.size).sqrt() * (
             before * after * group.size / self.scale
         )
@@ -212,7 +215,8 @@ class MomentumFeedback(ErrorFeedback):
         states, last, group = self._exchange.states, self._last(), self._group
         assert states is not None
         mine, after = send.to(torch.float32, copy=True), group.factors(torch.float32)[1]
-        mine.mul_(group.factors(send.dtype)[1] / after)  # 16-bit gradients may have other factors
+        # Gradients in 16 bits may carry other factors than the fp32 sum below.
+        mine.mul_(group.factors(send.dtype)[1] / after)
         share = self._exchange.scale / (after * group.size)
         rules = states.rules(self._bucket)
         for span, (beta, factor) in zip(self._layout.spans, rules, strict=True):

@@ -96,6 +96,7 @@ class ErrorFeedback:
         if not owner.compresses:
             return None
         self.make()
+        # Copy before the first reduction of a step changes the residuals: a skipped step restores them.
         if owner.keeps and self._kept_at != owner.steps:
             self._kept = self._kept or [torch.empty_like(tensor) for tensor in self._tensors()]
             for kept, tensor in zip(self._kept, self._tensors(), strict=True):

@@ -51,7 +51,8 @@ class TolerantExchange(PlainExchange):
     def replace_late_gradients(self, read: Callable[[Bucket], tuple[Tensor, Tensor]]) -> None:
         self._settled()
         owed = dict[str, tuple[Tensor, Tensor]]()
-        for bucket in self._buckets if self._tolerance.is_first else ():  # one member owes all
+        # The ranks of the first member owe all that is loaded, so that it counts once.
+        for bucket in self._buckets if self._tolerance.is_first else ():
             lo, hi = self._tolerance.part(bucket.layout.numel)
             rows, counts = read(bucket)
             owed[bucket.name] = rows[lo:hi], counts[lo:hi]

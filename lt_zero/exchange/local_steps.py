@@ -59,7 +59,8 @@ class LocalSteps(GradientCompression):
         """Average values of ``tensors``, which are fragments: optim/zero_one.py, ``Average``. Collective."""
         wanted, found = set(map(id, tensors)), dict[Bucket, list[tuple[Piece, Tensor]]]()
         for bucket, index, parameter in fragments.places():
-            for piece, fragment in zip(bucket.pieces_of(index), fragments.of(parameter), strict=False):  # some frozen
+            # A frozen parameter has pieces, but no fragments.
+            for piece, fragment in zip(bucket.pieces_of(index), fragments.of(parameter), strict=False):
                 if id(fragment) in wanted:
                     found.setdefault(bucket, []).append((piece, fragment))
         for bucket, rows in found.items():
@@ -119,7 +120,8 @@ class LocalFeedback(ErrorFeedback):
     def average(self, flat: Tensor) -> Tensor:
         """The mean of ``flat`` (1D fp32, all elements) over the ranks. Collective."""
         residuals = self.make()
-        for rows in self._tensors() if self.scale != 1.0 else ():  # they were loaded
+        # Loaded residuals carry the loss scale of their run; changes of weights carry none.
+        for rows in self._tensors() if self.scale != 1.0 else ():
             rows.div_(self.scale)
         self.scale = 1.0
         flat = flat / (self._group.factors(flat.dtype)[1] * self._group.size)

@@ -57,7 +57,8 @@ class ZeroPlusPlusGather(GatherStrategy):
 
     def gather(self, bucket: Bucket, exact: bool) -> Callable[[], Waits]:
         codec = self._codec_for(bucket)
-        serves = self._valid and not (self._kept_rounded and codec is None)  # else parameters were unfrozen
+        # A rounded copy serves only rounded gathers: when frozen parameters were unfrozen, gathers became exact.
+        serves = self._valid and not (self._kept_rounded and codec is None)
         rounds = self._kept_rounded if serves else codec is not None
         self.rounded, self._keeps = rounds and not exact, False
         if rounds and exact:
@@ -70,7 +71,8 @@ class ZeroPlusPlusGather(GatherStrategy):
         if codec is None:
             return super().gather(bucket, exact)
 
-        def gather(own: Tensor | None) -> Work:  # the shard is in place, and encoded there
+        # The shard is in its place in the flat tensor, and is encoded there.
+        def gather(own: Tensor | None) -> Work:
             return bucket.group.all_gather_encoded(bucket.flat, bucket.name, codec)
 
         return partial(bucket.weights.gather_source.launch_gather, bucket.shard, gather)
@@ -80,7 +82,9 @@ class ZeroPlusPlusGather(GatherStrategy):
             return
         part, self._keeps, self._valid = self._part(bucket), False, True
         if self._kept is None:
-            with torch.inference_mode(False):  # a validation may release what it has not used
+            # A validation in inference mode finishes a gather when it releases it unused. Training writes to this copy
+            # later, so it must not be an inference tensor.
+            with torch.inference_mode(False):
                 self._kept = torch.empty_like(part)
         self._kept.copy_(part)
 

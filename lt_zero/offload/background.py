@@ -110,7 +110,8 @@ class Job:
             try:
                 self._step()
             finally:
-                self._leaving = self._stores()  # asked again: the first step creates states
+                # Ask again: the first step creates states, and they have to be written, too.
+                self._leaving = self._stores()
                 for store in self._leaving:
                     store.end_use()
 
@@ -122,7 +123,8 @@ class Job:
         with self._reporting():
             if self._publish is not None:
                 self._publish()
-        self._step = self._publish = None  # a job that is still referenced must not keep the gradients alive
+        # A bucket may refer to the finished job for long: it must not keep the gradients alive.
+        self._step = self._publish = None
         self._ended.set()
 
     def fail(self, error: BaseException) -> None:
@@ -245,7 +247,8 @@ def _serve(queue: _Queue, _: None) -> None:
             queue.jobs.clear()
             queue.changed.notify_all()
         while jobs:
-            jobs.popleft().fail(error)  # without a name: this frame stays, and would keep the job's bucket alive
+            # Give the job no name here: this frame stays, and would keep the job's bucket alive.
+            jobs.popleft().fail(error)
 
 
 def _work(queue: _Queue) -> None:
@@ -264,6 +267,7 @@ def _work(queue: _Queue) -> None:
             ahead.prefetch()
         job.run()
         while len(begun) > queue.behind:
+            # Remove the job only after it is finished: if ``finish`` raises, ``_serve`` fails all jobs in ``begun``.
             begun[0].finish()
             begun.popleft()
     while begun:

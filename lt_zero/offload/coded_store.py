@@ -65,6 +65,7 @@ class CodedStore(Store):
 
     def launch_codes(self, gather: Callable[[Tensor], Waits]) -> Waits:
         """Start copying the codes to the device, and the ``gather`` of them (1D uint8)."""
+        # Encode edits first: the gather reads only the codes.
         self.end_use()
         here = torch.empty(self._coded_nbytes, dtype=torch.uint8, device=self._device)
         return self.codes.launch_gather(here, lambda own: gather(here))

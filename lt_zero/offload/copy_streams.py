@@ -68,7 +68,8 @@ class CopyStream:
         """An event after all work that the current stream has queued; None without streams."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event(blocking=True)  # a host thread that waits sleeps instead of spinning
+        # ``blocking``: a host thread that waits sleeps instead of spinning.
+        event = torch.cuda.Event(blocking=True)
         event.record()
         return event
 
@@ -85,6 +86,7 @@ class CopyStream:
         if self._limit is not None:
             self._begun.append(event)
             if len(self._begun) > self._limit:
+                # Wait for the oldest copy: each copy in flight keeps its tensors alive.
                 self._begun.popleft().synchronize()
         return event
 

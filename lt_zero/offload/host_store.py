@@ -84,7 +84,8 @@ class HostStore(Store):
         self._link = link
         # What is reduced on the device comes by a copy: its event, and the buffer if it is to be added.
         self._incoming: tuple[CopyEvent, Tensor | None] | None = None
-        self._lock = threading.Lock()  # the background thread and the one that launches reductions take ``_incoming``
+        # The background thread and the thread that launches reductions both take ``_incoming``.
+        self._lock = threading.Lock()
 
     def read(self) -> Tensor:
         self.wait_arrived()
@@ -112,6 +113,7 @@ class HostStore(Store):
     def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
         assert self._link is not None
         self._sent = self._link.to_device.copy(shard, self.tensor)
+        # The gather reads ``shard``, so it runs on the copy stream after the copy that fills it.
         with self._link.to_device.in_line():
             return _Then([self._sent, gather(None)])
 
@@ -122,6 +124,7 @@ class HostStore(Store):
         link, landing = self._link, flat_empty(out.numel(), out.dtype, self._link.device)
 
         def receive() -> None:
+            # What is added arrives in a buffer of its own: the host adds it when the copy has ended.
             buffer = link.landing.take(landing.nbytes) if add else None
             target = self.tensor if buffer is None else buffer[: landing.nbytes].view(landing.dtype)
             self._incoming = link.to_host.copy(target, landing), buffer
@@ -142,6 +145,7 @@ class HostStore(Store):
         # Wait without the lock, so that a thread waits for no copy but its own.
         event.synchronize()
         with self._lock:
+            # Another thread has taken it meanwhile: adding it again would count the gradient twice.
             if self._incoming is not incoming:
                 return
             if buffer is not None:
@@ -205,6 +209,7 @@ class StreamedStore(HostStore):
             shard.copy_(self.read())
             self.end_use()
             self.wait_written()
+            # Gather only now, when the file was read: a collective cannot be launched before its input is there.
             gather(None).wait()
 
         return _Then([], finish)

@@ -118,6 +118,7 @@ class NvmeStore(StreamedStore):
 
     def overwrite(self) -> Tensor:
         self.wait_arrived()
+        # A transfer in flight still reads or fills the buffer that is overwritten.
         self._wait()
         if self._at is _At.AWAY:
             self._allocate()
@@ -127,6 +128,7 @@ class NvmeStore(StreamedStore):
 
     def end_use(self) -> None:
         self.wait_arrived()
+        # A prefetch that nobody used still fills the buffer, and has to end before the buffer is given back.
         if self._at is _At.COMING:
             self._have()
         if self._at is not _At.HERE:
@@ -154,6 +156,7 @@ class NvmeStore(StreamedStore):
         self._buffers.give(self._buffer)
         self._buffer = self._tensor = None
         self._at = _At.AWAY
+        # The buffer is free for others from here on: lent views must read NaN instead of foreign values.
         self._show()
 
     def _start(self, move: Callable[[int, Tensor], Transfer], buffer: Tensor) -> None:
@@ -203,7 +206,8 @@ class NvmeFiles:
         self._files: dict[str, SwapFile | Nowhere] = {}
         self.problem: SwapError | None = None
         self._buffers = BufferPool(spare=room + 1, make=partial(host_buffer, pin=True)) if pin else BufferPool()
-        self._lock = threading.Lock()  # any thread may create stored tensors
+        # Any thread may create stored tensors.
+        self._lock = threading.Lock()
 
     def place(self, record: int, link: HostLink | None) -> Place:
         """The place of the stores of bucket ``record``; ``link`` to the device, if that is not the CPU."""
@@ -221,7 +225,8 @@ class NvmeFiles:
         """The file of a kind of values of all buckets; ``sizes``: bytes of each."""
         with self._lock:
             if name not in self._files:
-                plain = re.sub(r"[^\w.-]", "_", name)  # state names of custom optimizers may hold any character
+                # State names of custom optimizers may hold any character.
+                plain = re.sub(r"[^\w.-]", "_", name)
                 try:
                     self.folder.require(sum(sizes))
                     with progress_bar(f"Reserving {in_words(sum(sizes))} in {self.folder.path}"):
@@ -292,7 +297,8 @@ def probe(folder: SwapFolder, pool: IoPool, nbytes: int = 256 << 20) -> Speed:
     file = SwapFile(folder.path / f"probe-{secrets.token_hex(4)}", [size] * count, pool)
     try:
         buffers = [aligned_buffer(file.size_of(0)) for _ in range(2)]  # 1D
-        noise = torch.empty(min(size, 4 << 20), dtype=torch.uint8)  # incompressible
+        # Noise cannot be compressed, so the measured speed is that of the disk.
+        noise = torch.empty(min(size, 4 << 20), dtype=torch.uint8)
         noise.random_(0, 256, generator=torch.Generator().manual_seed(nbytes))
         for part in (part for buffer in buffers for part in buffer.split(noise.numel())):
             part.copy_(noise[: part.numel()])

@@ -181,7 +181,8 @@ class _Slots:
 
     def _back(self, loan: Loan) -> None:
         self._used -= 1
-        insort(self._free, loan, key=lambda free: -free.tensor.data_ptr())  # reuse the lowest address first
+        # Sorted so that the lowest address is reused first.
+        insort(self._free, loan, key=lambda free: -free.tensor.data_ptr())
 
     def _count_freed(self, nbytes: int) -> None:
         self._used -= 1

@@ -462,7 +462,8 @@ class _InFile(InHost):
 
     def _fail(self, error: SwapError) -> None:
         self._files.note(error)
-        self._buffer().fill_(0xFF)  # NaN in every floating dtype
+        # These bytes are NaN in every floating dtype.
+        self._buffer().fill_(0xFF)
 
     def _send(self) -> None:
         self._finish_read()

@@ -68,7 +68,8 @@ class WeightAverage:
         self._engine.same_on_ranks.note_value("the decay of the average of weights", decay)
         for bucket in self._buckets():
             weights = bucket.weights.values()
-            if bucket.average is None:  # the first update, or its parameters were unfrozen since
+            # It is the first update, or the parameters were unfrozen since the last one.
+            if bucket.average is None:
                 wide = torch.promote_types(weights.dtype, torch.float32)
                 bucket.average = bucket.step_place.store(AVERAGE, weights.numel(), wide)
                 bucket.average.overwrite().copy_(weights)

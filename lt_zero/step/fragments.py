@@ -109,7 +109,8 @@ class Fragments:
         call if nothing has changed; the caller leaves them as they are.
         """
         places = self.places()
-        with without_torch_function():  # guards would intercept each access
+        # Guards would intercept each access to ``requires_grad``, although it needs no values.
+        with without_torch_function():
             trained = [not _needs_no_master(bucket, parameter) for bucket, _, parameter in places]
         if self._members is not None and self._members[:2] == (trained, used):
             return dict(self._members[2])

@@ -102,7 +102,8 @@ class Run:
             found = state.setdefault(member.fragment, {})
             self._new[number] = all(found.get(key) is None for key in views)
             if not self._kernel.counts and any(found.get(key) is not view for key, view in views.items()):
-                self.steps[number] = 0.0 if self._new[number] else 1.0  # only the first step differs from the others
+                # Without a counter it only matters whether a step is the first.
+                self.steps[number] = 0.0 if self._new[number] else 1.0
             for key, view in views.items():
                 given = found.get(key)
                 if given is view:
@@ -288,7 +289,8 @@ class FusedStep:
             self._runs[bucket] = (signature, runs)
         rows = [(run, number, some) for run, (number, some) in zip(runs, members, strict=True)]
         self._planned.pop(bucket, None)
-        if all(member.used for member in everyone):  # of others the states decide, which may change
+        # Only then the rows can be kept: for unused members the states decide, and these may change.
+        if all(member.used for member in everyone):
             self._planned[bucket] = everyone, self._keys, rows
         return rows
 

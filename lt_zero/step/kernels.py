@@ -152,7 +152,8 @@ class Rows:
         self.places.append((bucket, index))
         self.params.append(bucket.weights.master_rows[lo:hi])
         self.grads.append(bucket.grads.stored()[0][lo:hi])
-        for rows, state in zip(self.states, states, strict=False):  # a group may have none
+        # A group without states has none to add (SGD without momentum).
+        for rows, state in zip(self.states, states, strict=False):
             rows.append(state)
         if out is not None:
             self.outs.append(out[lo:hi])
@@ -218,7 +219,8 @@ class FullNorms:
         held = [(number, row) for number, row in enumerate(rows) if row is not None]
         counts = [row not in self._repeats for _, row in held]
         columns = [[number for number, _ in held], [row for _, row in held], counts]
-        index = torch.tensor(columns, dtype=torch.int64, pin_memory=table.is_cuda)  # pageable, the host would wait
+        # Pinned: the copy of pageable memory would make the host wait for the GPU.
+        index = torch.tensor(columns, dtype=torch.int64, pin_memory=table.is_cuda)
         devices = squares.device, table.device, squares.device
         numbers, places, count = (i.to(device, non_blocking=True) for i, device in zip(index, devices, strict=True))
         table[places] = (squares[numbers] * count[:, None]).to(table.device)

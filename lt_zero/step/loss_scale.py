@@ -199,7 +199,8 @@ class LossScaleController:
         """Check that the loss is finite if its gradients are not checked. See Note [Unchecked steps]."""
         self._losses += 1
         if not self._told and (not loss.is_cuda or self._losses % _EVERY == 1):
-            plain = type(loss) is Tensor and loss.numel() == 1 and loss.is_floating_point()  # four operations less
+            # An ordinary loss is checked on the host, with four operations less.
+            plain = type(loss) is Tensor and loss.numel() == 1 and loss.is_floating_point()
             finite = math.isfinite(loss.item()) if plain else bool(torch.isfinite(loss.detach()).all())
             engine.used_parameters.nonfinite |= not finite
 
@@ -313,7 +314,8 @@ class LossScaleController:
         if limit > 0 and (clipped := self.clip_norm(sharded, limit)) is not None:
             norm = clipped
         if taken := self.proceeds(sharded):
-            self.unscale(sharded)  # unless clipping did
+            # A no-op if clipping has unscaled already.
+            self.unscale(sharded)
             try:
                 call()
             finally:
@@ -332,7 +334,8 @@ class LossScaleController:
         """
         skip, some, found_inf = self.skip, self._some, sharded.found_inf
         self._forget()
-        sharded.engine.used_parameters.spent = True  # if it was skipped, too
+        # The gradients are spent even if the step was skipped.
+        sharded.engine.used_parameters.spent = True
         if not self.checks or not some:
             return
         counter = self.counter(number)
@@ -374,7 +377,8 @@ class LossScaleController:
             wanted = scaler.at_minimum
         else:
             wanted = self._raises or counter.consecutive > 0
-        if wanted:  # it costs a pass over the outputs of modules
+        # Watch only when it is wanted: it costs a pass over the outputs of modules.
+        if wanted:
             self._watch = self._watch or FiniteWatch(engine.root, training_only=True)
             self._watch.open()
             self._watch.reset()

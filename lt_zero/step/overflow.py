@@ -94,7 +94,8 @@ class FiniteWatch:
         return None
 
     def _label(self, module: nn.Module) -> str:
-        name = clean_name(f"{self._names[module]}.").removesuffix(".")  # prefixes end with a dot, also at the end
+        # ``clean_name`` removes prefixes that end with a dot, so append one and remove it again.
+        name = clean_name(f"{self._names[module]}.").removesuffix(".")
         return f"{repr(name) if name else 'the model'} ({type(module).__name__})"
 
     def _ignores(self, module: nn.Module) -> bool:
@@ -113,7 +114,8 @@ class FiniteWatch:
             return
         while self._running:
             visit = self._running.pop()
-            if visit.module is module:  # calls that were popped before it ended with an exception
+            # Calls that were popped before this one ended with an exception.
+            if visit.module is module:
                 visit.made = _finite(output)
                 self._finished.append(visit)
                 return
@@ -131,7 +133,8 @@ def _finite(value: Any) -> Tensor | None:
         readable = not is_guarded(tensor) and tensor.is_floating_point() and tensor.itemsize >= 2
         if readable and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta) and tensor.numel():
             finite, low, high = _extremes(tensor)
-            if not tensor.requires_grad:  # an additive attention mask is full of -inf by design
+            # An additive attention mask is full of -inf by design.
+            if not tensor.requires_grad:
                 finite = finite | ((low == -torch.inf) & (high <= 0))
             total = finite if total is None else total & finite
     return total
@@ -153,7 +156,8 @@ def nonfinite_parameters(engine: Engine) -> list[str]:
     for bucket in engine.buckets:
         grads = bucket.grads
         if grads.streamed and engine.offload_manager.partially_stepped:
-            continue  # a background step may have discarded it
+            # A background step may have discarded the gradients.
+            continue
         for piece in bucket.pieces:
             if grads.accumulated and piece.index in grads.valid:
                 names.append(bucket.layout.spans[piece.index].name)
@@ -203,7 +207,8 @@ def overflow_report(parameters: list[str], culprits: Sequence[str | None], skipp
     steps = f"{skipped} optimizer step{'s were' if skipped != 1 else ' was'} skipped"
     what = f"Gradients are not finite{f' at loss scale {scale:g}' if scale is not None else ''}, {steps}."
     named = tuple(f"{culprit.split(_QUOTE)[1]}." for culprit in culprits if culprit is not None and _QUOTE in culprit)
-    parameters = sorted(parameters, key=lambda name: not name.startswith(named))  # the culprit's own first
+    # Name the culprit's own parameters first.
+    parameters = sorted(parameters, key=lambda name: not name.startswith(named))
     if parameters:
         what += f" Parameters: {_some([repr(name) for name in parameters])}."
     ranks: dict[str | None, list[str]] = {}

@@ -57,7 +57,8 @@ class Overlap:
 
         No effect where nothing can be stepped early. See Note [Beside backward].
         """
-        self._end_early()  # if no step followed the last backward, the engine stays partially stepped
+        # If no step followed the last backward, the engine stays partially stepped, and the next check says so.
+        self._end_early()
         if not self._can_begin():
             yield
             return
@@ -73,7 +74,8 @@ class Overlap:
             reducer.on_landed = None
             self._backwards = self._engine.backwards
             for bucket in self._early:
-                bucket.stepped_early = False  # later forwards may gather it
+                # Backward is over, so later forwards may gather the bucket again.
+                bucket.stepped_early = False
 
     def _can_begin(self) -> bool:
         fused, manager = self._fused, self._offload_manager
@@ -94,13 +96,15 @@ class Overlap:
         """Called when the gradients of ``bucket`` are reduced; returns whether it is stepped now."""
         members, fused = self._members.get(bucket, []), self._fused
         if not members or bucket in self._early or self._engine.gatherer.is_pinned(bucket) or bucket.has_grads():
-            return False  # ``take_early`` notices a second gradient of a stepped bucket
+            # A second gradient of a bucket that was stepped comes too late: ``take_early`` notices it and raises.
+            return False
         if bucket.grads.used != bucket.grads.valid or not bucket.grads.valid <= self._indices[bucket]:
             return False
         if not bucket.sharding.params and bucket.edits.seen():
             return False
         assert fused is not None
-        parts = fused.plan(bucket, members)  # counts the step
+        # Planning counts the step, so it comes after all checks.
+        parts = fused.plan(bucket, members)
         if parts is None:
             return False
         self._early[bucket] = bucket.grads.changes
@@ -120,7 +124,8 @@ class Overlap:
         if bucket.sharding.params:
             bucket.weights.refresh()
         if bucket.streamed:
-            bucket.grads.values.discard()  # saves a write and a read; ``end_step`` clears it
+            # Discarding saves a write and a read of the file; ``end_step`` clears the gradients.
+            bucket.grads.values.discard()
 
     def take_early(self, used: dict[Bucket, list[int]]) -> set[Bucket]:
         """The buckets that were stepped beside backward. Collective.

@@ -241,7 +241,8 @@ def _edges(bucket: Bucket, indices: Collection[int]) -> list[tuple[int, int]]:
     edges: list[tuple[int, int]] = []
     wanted = set(indices)
     for lo, hi in ((p.offset, p.offset + p.numel) for p in bucket.pieces if p.index in wanted):
-        if edges and lo - edges[-1][1] < ALIGN:  # a parameter in between would take at least ALIGN
+        # Less than ALIGN elements between two pieces are zeros: a parameter in between would take at least as many.
+        if edges and lo - edges[-1][1] < ALIGN:
             edges[-1] = edges[-1][0], hi
         else:
             edges.append((lo, hi))
@@ -258,7 +259,8 @@ def _squares(grads: list[Tensor], device: torch.device) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     for rows in simple.values():
         total = total + ops.norm_squared(rows).to(device)
-    for grad in others:  # of parameters that the engine does not own
+    # These are of parameters that the engine does not own, or that the kernel does not take.
+    for grad in others:
         dense = grad.to_dense() if grad.layout is not torch.strided else grad
         dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
         total = total + dense.double().square().sum().to(device)

@@ -177,7 +177,8 @@ class ShardedOptimizer(ProcessLocal):
         # Hooks and one attribute: the optimizer keeps its class, and copies and pickles have neither.
         before = ShardedOptimizer.of(optimizer)
         for handle in before._handles if before is not None else ():
-            handle.remove()  # of an earlier engine
+            # These hooks are of an earlier engine.
+            handle.remove()
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -221,7 +222,8 @@ class ShardedOptimizer(ProcessLocal):
         """True if kernels that take ``found_inf`` do all of a step."""
         places, buckets = self.fragments.places(), self._buckets()
         if any(bucket.offloaded for bucket in buckets):
-            return False  # a skipped step would still be copied to the device or written to files
+            # A step that the device skips would still be copied to the device or written to files.
+            return False
         return len(places) == len(self.parameters()) and self.taken(buckets) == buckets
 
     def uncount_step(self) -> None:
@@ -251,10 +253,13 @@ class ShardedOptimizer(ProcessLocal):
         late = self.overlap.plan_late(members, early, used) if overlaps else {}
         for bucket in members:
             if late.get(bucket) is None:
-                bucket.wait_background_step()  # this thread steps it
+                # This thread steps the bucket, so the background step of the last step has to be over.
+                bucket.wait_background_step()
         for bucket in early - late.keys():
-            bucket.wait_background_step()  # this thread publishes it
-            bucket.weights.copy.note_readers()  # the rest of backward may have read unsharded parameters meanwhile
+            # The background thread has stepped the bucket beside backward, and this thread publishes it.
+            bucket.wait_background_step()
+            # The rest of backward may have read unsharded parameters meanwhile: note that work again before the copy.
+            bucket.weights.copy.note_readers()
         plan = []
         for bucket, parts in late.items():
             mine, stored = members.pop(bucket, []), bucket.streamed
@@ -304,8 +309,10 @@ class ShardedOptimizer(ProcessLocal):
                 self._step_streamed([step], None)
             elif not step.idle:
                 self._step_kernel([step])
-                step.bucket.weights.refresh()  # frees its staging buffer, which earlier jobs wait for
-            self.overlap.hand_over(step.bucket, step.parts)  # overlap.py, Note [Beside the next forward]
+                # Refresh now to give the staging buffer back: jobs that were handed over earlier wait for one.
+                step.bucket.weights.refresh()
+            # See overlap.py, Note [Beside the next forward].
+            self.overlap.hand_over(step.bucket, step.parts)
         self._step_streamed(steps[By.STREAMED], method)
         for step in steps[By.HOST]:
             if not step.idle:
@@ -376,7 +383,8 @@ class ShardedOptimizer(ProcessLocal):
                 if self._closure is not None:
                     self._closure.expect(member.fragment for member in members)
                 args, kwargs = self._arguments
-                bare_step(self.optimizer)(self.optimizer, *args, **kwargs)  # hooks run once, around the whole step
+                # Call the bare step: hooks run once, around the whole step.
+                bare_step(self.optimizer)(self.optimizer, *args, **kwargs)
             for member, row in zip(members, rows, strict=True):
                 _keep(member.fragment, row)
         finally:
@@ -404,7 +412,8 @@ class ShardedOptimizer(ProcessLocal):
         if self._staging:
             return None
         if self.fragments.narrowed and self._entered == self.engine.backwards:
-            self._depth += 1  # a subclass calls its parent's step; torch runs the hooks for both
+            # A subclass calls its parent's step, and torch runs the hooks for both.
+            self._depth += 1
             if self._closure is not None:
                 self._closure.called_now = False
             return None
@@ -523,7 +532,8 @@ class ShardedOptimizer(ProcessLocal):
         if not self.by_bucket:
             for bucket in self._buckets():
                 for store in bucket.step_stores():
-                    store.write()  # the caller may edit it
+                    # Mark the states as changed: the caller of ``state_dict`` may edit them.
+                    store.write()
 
 
 def _keep(fragment: Parameter, row: Tensor) -> bool:

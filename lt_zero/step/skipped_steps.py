@@ -98,7 +98,8 @@ class _Hold:
     def waits(self, scheduler: Any) -> bool:
         """True if this call of the scheduler does nothing: all steps since its last call were skipped."""
         if not all(hasattr(scheduler, name) for name in ("optimizer", "state_dict", "load_state_dict")):
-            self.counter.find_out()  # it cannot be restored
+            # Find out now: a scheduler without these cannot be restored if the assumed success turns out wrong.
+            self.counter.find_out()
         mark, self.mark = self.mark, self.counter.attempts
         if self.counter.assumed and mark < self.mark:
             restore = _snapshot(scheduler)
@@ -155,7 +156,8 @@ def _held_class(cls: type) -> type:
             return parts
         make, args, *rest = (original if part is held else part for part in parts)
         args = tuple(original if arg is held else arg for arg in args)
-        if getattr(make, "__name__", "") == "__newobj__":  # pickle requires the object's own class there
+        # Pickle requires the ``__new__`` of the object's own class.
+        if getattr(make, "__name__", "") == "__newobj__":
             make = original.__new__
         return (make, args, *rest)
 

@@ -64,7 +64,8 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) ->
         raise TypeError(f"{name} evaluates its closure several times per step, which ZeRO does not support. Use AdamW.")
     if "SparseAdam" in names:
         raise TypeError(f"{name} needs sparse gradients; ZeRO reduces dense buckets. Use Adam and sparse=False.")
-    if not sharded or isinstance(optimizer, Lamb):  # asks for the norms of full parameters
+    # Lamb asks for the norms of full parameters, so it may get fragments.
+    if not sharded or isinstance(optimizer, Lamb):
         return
     if names & _WHOLE and not whole:
         ours = "lt_zero.optim.Lamb" if names & {"Lamb", "LAMB"} else "stage 0"
@@ -181,7 +182,8 @@ def _stepped(optimizer: Optimizer, group: dict[str, Any], rows: Sequence[Sequenc
     """The weights ``rows[0]`` after steps of a new optimizer of the same class with gradients ``rows[1:]``."""
     parameters = [Parameter(row.clone()) for row in rows[0]]
     trial = _trial(optimizer, group, parameters)
-    getattr(trial, "train", lambda: None)()  # required by schedule-free optimizers
+    # Schedule-free optimizers refuse a step outside of their train mode.
+    getattr(trial, "train", lambda: None)()
     closes = "closure" in inspect.signature(trial.step).parameters
     for grads in rows[1:]:
         for parameter, grad in zip(parameters, grads, strict=True):
