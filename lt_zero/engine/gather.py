@@ -228,6 +228,7 @@ class Gatherer:
             for bucket in unit.buckets:
                 bucket.wait_background_step()
         for bucket in unit.sharded:
+            # Launch all before waiting for the first, so that the buckets of a unit travel together.
             if bucket.state is State.RELEASED:
                 bucket.launch_gather()
         for bucket in unit.sharded:
@@ -244,6 +245,7 @@ class Gatherer:
         for bucket in unit.sharded:
             if bucket not in self._pinned and bucket not in self._held:
                 bucket.release()
+        # A released unit has to be prefetched again before its next use.
         self._order.ahead = min(self._order.ahead, self._order.next(unit))
 
     def release_all(self, keep: bool = False) -> None:

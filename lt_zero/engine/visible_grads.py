@@ -432,6 +432,7 @@ class UsedParameters:
             for (bucket, index), grad in shown.items():
                 parameter = bucket.params[index]
                 current = parameter.grad
+                # None is shown for a late gradient, which stays for its second reduction.
                 if grad is None and current is not None:
                     continue
                 parameter.grad = None

@@ -170,6 +170,7 @@ class _Slots:
 
     def _renew(self) -> None:
         for loan in self._free:
+            # A copy may still use the memory that is freed below.
             loan.after.synchronize()
         # Free the old block before allocating the new one.
         self._free, self._memory = [], torch.empty(0)

@@ -234,6 +234,7 @@ def put_away(stores: Iterable[Store]) -> None:
     """Write streamed stores and free their memory."""
     stores = list(stores)
     for store in stores:
+        # Start all writes before waiting for the first: they go on side by side.
         store.end_use()
     for store in stores:
         store.wait_written()
