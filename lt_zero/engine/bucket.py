@@ -80,7 +80,7 @@ class GatherStrategy:
         return place
 
     def gather(self, bucket: Bucket, exact: bool) -> Callable[[], Waits]:
-        """Prepare filling the flat tensor, whose memory is there, for computation; returns what launches it.
+        """Prepare to fill the (allocated) flat tensor for computation; returns the function that launches the gather.
 
         ``exact``: without rounding.
         """
@@ -310,7 +310,7 @@ class Bucket:
         self._free()
 
     def _hide(self) -> None:
-        """Replace parameters by sentinels, but those that are read without a guard: these keep the memory."""
+        """Replace parameters by sentinels, except those that are read without a guard, which keep the memory."""
         with torch.inference_mode(False):
             if self._guarded:
                 self._guard(False)
@@ -333,7 +333,7 @@ class Bucket:
             self._storage.free()
 
     def end_lending(self, changes: bool) -> None:
-        """Graphs from before a step are over. What still holds weights that change reads NaN until the next gather."""
+        """End graphs from before a step: anything that still holds changed weights reads NaN until the next gather."""
         self.handed_over = False
         if changes or self.lent:
             self.release()
@@ -368,7 +368,7 @@ class Bucket:
         return self._piece_of.get(index, [])
 
     def holders(self, index: int) -> Ranks:
-        """The ranks that together have all of the tensor of which parameter ``index`` is, perhaps, a part."""
+        """The ranks that together have the full tensor of parameter ``index``, which may be a part of one."""
         return self.group if self.layout.spans[index].spec.is_whole else self.group.holders
 
     def repeats(self, index: int) -> bool:
@@ -452,8 +452,8 @@ class Bucket:
     def await_publication(self) -> Callable[[], object] | None:
         """Guard the compute copy until ``wait_background_step``: the background step updates it.
 
-        Returns what the background calls after this rank's shard was stepped (collective); None if nothing is sharded,
-        or if the thread that waits does that.
+        Returns the function that the background calls after this rank's shard was stepped (collective); None if nothing
+        is sharded, or if the thread that waits does that.
         """
         sharded = self.sharding.params
         if not sharded:
@@ -529,7 +529,7 @@ class Bucket:
         return self.group.all_gather(self.flat, self.name, self.flat)
 
     def round_as_steps_do(self) -> None:
-        """After the weights of a trained model were loaded: go on with the compute copy that its last step left.
+        """Restore the compute copy that the last step of a trained model left, after its weights were loaded.
 
         Collective.
         """

@@ -126,7 +126,7 @@ class BufferSync(ProcessLocal):
         return [*(buffer.seen for buffer in self._buffers), int(others)]
 
     def exchanged(self, work: Work, seen: Tensor) -> None:
-        """``seen`` has the largest of all ranks' numbers when ``work`` is done."""
+        """Note that ``seen`` has the largest numbers of all ranks when ``work`` is done."""
         self._sent = (work, seen) if self.enabled else None
 
     def sync(self) -> None:
@@ -160,7 +160,7 @@ class BufferSync(ProcessLocal):
                     buffer.seen = max(buffer.seen, _CHANGED if buffer.left else _LATE)
 
     def _kin(self, buffer: _Buffer) -> Iterator[_Buffer]:
-        """Those that change with ``buffer``: torch's kernel for batch norms updates statistics without a version."""
+        """The buffers that change with it: torch's kernel for batch norms updates statistics without a version."""
         if isinstance(buffer.module, BATCH_NORMS):
             yield from (b for b in self._buffers if b.module is buffer.module and not b.changes)
 
@@ -272,7 +272,7 @@ class BufferSync(ProcessLocal):
                 self._send_chunk([groups[index] for index in chunk])
 
     def _send_chunk(self, groups: Sequence[list[_Buffer]]) -> None:
-        """Send the buffers of ``groups``, of each of which all have the same tensor."""
+        """Send one tensor for each of ``groups``, which all buffers of the group share."""
         rows = [_bytes(_of(group)).to(self._peers.device) for group in groups]
         # A large buffer is sent from and to its own memory, unless autograd may have saved it.
         row = rows[0] if len(rows) == 1 and not self._unfinished else torch.cat(rows)

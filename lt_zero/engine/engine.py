@@ -563,7 +563,7 @@ class Engine(ProcessLocal):
                 listener()
 
     def before_write(self) -> None:
-        """Before writing to parameters, or what gathers read: wait until no rank reads them."""
+        """Wait, before a write to parameters or to what gathers read, until no rank reads them."""
         for group in self.groups:
             group.before_write()
 

@@ -1,4 +1,4 @@
-"""What ranks exchange of the gradients of an engine: one protocol, and the plain way, which is their mean.
+"""The exchange of gradients between the ranks of an engine: one protocol, and the plain way, which is the mean.
 
 An engine is built with one of these objects, which decides everything that is not the mean of each step's gradients.
 Nothing in ``engine/`` and ``step/`` asks which one it is. The others are in ``exchange/``.
@@ -96,7 +96,7 @@ class GradientExchange:
         """Prepare what ``buckets`` have accumulated locally (``grads.local``), which is reduced next. Collective."""
 
     def reduction(self, bucket: Bucket, send: SendBuffer) -> Reduce:
-        """Prepare the next reduction of ``bucket``; returns what launches it from ``send``, all of the gradients."""
+        """Prepare the next reduction of ``bucket``; returns the function that launches it from ``send``."""
         raise NotImplementedError
 
     @property
@@ -164,20 +164,20 @@ class GradientExchange:
         """Begin without residuals after ``steps`` optimizer steps."""
 
     def late_gradients(self) -> Iterator[tuple[Bucket, Tensor, Tensor]]:
-        """Yield what is in no sum yet, bucket by bucket, if anything is: nothing unless ``sums_late``. Collective.
+        """Yield late gradients that are in no sum yet, bucket by bucket; nothing unless ``sums_late``. Collective.
 
-        That is a bucket, the sum over all ranks (1D fp32, all elements), and of how many ranks each element is.
+        Each item is a bucket, the sum over all ranks (1D fp32, all elements), and the number of ranks in each element.
         """
         return iter(())
 
     def replace_late_gradients(self, read: Callable[[Bucket], tuple[Tensor, Tensor]]) -> None:
-        """Drop what is in no sum yet, and go on with what ``read`` gives of a bucket, if ``sums_late``. Collective.
+        """Replace late gradients that are in no sum yet by those that ``read`` returns, if ``sums_late``. Collective.
 
-        ``read``: a sum and counts as ``late_gradients`` yields them; called on the ranks that need it.
+        ``read``: returns sum and counts of a bucket as ``late_gradients`` yields them; called where they are needed.
         """
 
     def forget_states(self) -> None:
-        """Forget what was taken from the optimizer's states, which are replaced."""
+        """Forget copies of the optimizer's states, which are replaced."""
 
     @property
     def nbytes(self) -> int:

@@ -128,7 +128,7 @@ class _Search:
         self.grow(module.parameters(), pattern)
 
     def grow(self, parameters: Iterable[Parameter], pattern: str) -> None:
-        """Keep ``parameters``, and make modules that own them, but call no module with parameters, fp32 modules."""
+        """Keep ``parameters``; their owners become fp32 modules unless they call modules with parameters."""
         for parameter in parameters:
             if parameter in self.kept:
                 continue

@@ -219,7 +219,7 @@ class Gatherer:
         self.release_all(keep)
 
     def after_step(self) -> None:
-        """After a step: no backward of earlier forwards will follow."""
+        """Forget uses outside of units: after a step no backward of earlier forwards follows."""
         self._outside.clear()
 
     def gather(self, unit: Unit) -> None:

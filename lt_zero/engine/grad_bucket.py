@@ -68,7 +68,7 @@ class Reducer:
         self.scope: Collection[Bucket] | None = None
 
     def mark_ready(self, bucket: Bucket) -> None:
-        """All gradients of ``bucket`` are there: launch its reduction when its turn has come."""
+        """Launch the reduction of ``bucket``, whose gradients are all there, when its turn has come."""
         if bucket in self._ready:
             return
         self._ready[bucket] = None

@@ -127,7 +127,7 @@ class InplaceEdits:
             self.note()
 
     def forget(self) -> None:
-        """The engine writes to the compute copy."""
+        """Forget the noted sums of bits: the engine writes to the compute copy."""
         self._sums = None
 
     def _sum_pieces(self) -> Tensor:

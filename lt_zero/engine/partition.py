@@ -103,7 +103,7 @@ class BucketPlan:
         return self.layout(shards if self.sharding.optim or self.sharding.params else world)
 
     def counted(self, layout: BucketLayout) -> int:
-        """The elements with which it counts where ranks of all groups have to decide alike."""
+        """The number of elements that counts in decisions which ranks of all groups have to take alike."""
         return layout.numel if self.most is None else self.most
 
     def layout(self, world: int) -> BucketLayout:
@@ -254,7 +254,8 @@ def stay_whole(root: nn.Module, zero: ZeroOptimization, sizes: Mapping[Parameter
 
     whole: set[Parameter] = set()
     total, limit = 0, zero.stage3_model_persistence_threshold if zero.stage == 3 else None
-    with without_torch_function():  # of parameters that are sharded already
+    # Parameters that are sharded already have guards, which would intercept the access.
+    with without_torch_function():
         numels = [(sizes.get(p, p.data.numel()), p) for p in root.parameters()]
     for numel, parameter in sorted(numels, key=itemgetter(0)):
         total += numel

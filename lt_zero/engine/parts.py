@@ -65,4 +65,4 @@ class Unjoined:
         return full
 
     def check_graph(self, name: str, parameters: Iterable[Parameter]) -> None:
-        """Any can: collectives of modules that were made for parts are theirs."""
+        """Accept any module: the collectives of modules that were made for parts are their own."""

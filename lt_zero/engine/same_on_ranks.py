@@ -1,4 +1,4 @@
-"""What has to be the same on all ranks: the model when it is set up, and in training what optimizers step with.
+"""Checks that all ranks have the same model when it is set up, and in training the same options of optimizers.
 
 Note [Compared without a message]
     Ranks that step with different learning rates, or clip to different norms, move the parts of a weight differently,
@@ -104,7 +104,7 @@ class SameOnRanks:
         self._unknown: list[tuple[str, Parameter]] = []
 
     def note(self, source: Source) -> None:
-        """A step is taken with what ``source`` has now.
+        """Note that a step is taken with the current values of ``source``.
 
         Raises:
             RuntimeError: it has a problem.
@@ -118,7 +118,7 @@ class SameOnRanks:
         self._sources[source] = None
 
     def note_value(self, what: str, value: float) -> None:
-        """The next step is taken with this value."""
+        """Note that the next step is taken with this value."""
         if not self._peers.alone:
             self._noted.append(Snapshot.of({what: float(value)}))
 
@@ -249,7 +249,8 @@ def _sentence(ranks: Ranks, facts: Sequence[Facts], problems: Sequence[str]) -> 
     return " ".join(told) if told else f"The ranks differ: {differences(differ)}. {_REMEDY}"
 
 
-@lru_cache(maxsize=8)  # one for each engine that steps as it did before
+# An engine that steps as it did before hashes nothing: one entry for each of a few engines.
+@lru_cache(maxsize=8)
 def _flags(data: bytes) -> tuple[int, ...]:
     digest = hashlib.blake2b(data, digest_size=_DIGEST).digest()
     return *digest, *(255 - byte for byte in digest)
@@ -284,7 +285,8 @@ def model_snapshot(root: nn.Module, policy: DtypePolicy | None, apart: Collectio
     if policy is not None:
         facts |= {"precision": policy.mode, "the dtype of computation": str(policy.compute)}
     first, differ = dict[int, str](), set(map(id, apart))
-    with without_torch_function():  # of parameters that are sharded already
+    # Parameters that are sharded already have guards, which would intercept the access.
+    with without_torch_function():
         for path, module in root.named_modules(remove_duplicate=False):
             prefix, kind = f"{path}." if path else "", type(module).__name__
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

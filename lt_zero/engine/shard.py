@@ -183,7 +183,7 @@ class Weights:
         self.written, self.shown = True, None
 
     def follow_edit(self) -> None:
-        """After an edit of ``writable_values()``: update what gathers read, and write streamed stores."""
+        """Update what gathers read after an edit of ``writable_values()``, and write streamed stores."""
         if self.sharded:
             self.written = False
             self.refresh()
@@ -216,7 +216,7 @@ class Weights:
             put_away(self.stores())
 
     def note_shown(self, rows: slice = slice(None)) -> None:
-        """After an edit of these elements: remember the compute copy until the next step."""
+        """Remember the compute copy of these elements, which were edited, until the next step."""
         if self.codec is None:
             return
         if self.shown is None:
@@ -324,7 +324,7 @@ class Accumulator:
         return self.launch_reduce(take)
 
     def launch_reduce(self, reduce: Reduce) -> Waits:
-        """Start a reduction of all elements into the accumulator: of gradients that ``reduce`` has."""
+        """Start ``reduce``, which has the gradients of all elements, into the accumulator."""
         add = self._begin()
         return self.values.launch_reduce(reduce, add)
 

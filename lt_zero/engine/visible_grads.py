@@ -230,7 +230,8 @@ class UsedParameters:
         """Launch the exchange of flags: what is the same on all ranks, used parameters, late buckets, errors."""
         for bucket in self._buckets:
             bucket.edits.check()
-        with without_torch_function():  # guards would intercept each access
+        # Guards would intercept each access to ``.grad``, although it needs no values.
+        with without_torch_function():
             got = [[p.grad is not None for p in b.params] for b in self._buckets]
         self.late = {b for b, some in zip(self._buckets, got, strict=True) if any(some)}
         used = [g or i in b.grads.used for b, some in zip(self._buckets, got, strict=True) for i, g in enumerate(some)]
@@ -380,7 +381,8 @@ class UsedParameters:
         self._places, self.norms = places, {}
         self._accumulators = [bucket.grads.values for bucket in self._buckets]
         views = {bucket: is_view(bucket) for bucket in {bucket for bucket, _ in places}}
-        with without_torch_function():  # guards would intercept each access
+        # Guards would intercept each access to ``.grad``, although it needs no values.
+        with without_torch_function():
             for bucket, index in places:
                 parameter = bucket.params[index]
                 # A late gradient stays in ``p.grad`` until its second reduction.

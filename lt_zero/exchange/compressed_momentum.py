@@ -175,7 +175,7 @@ class MomentumFeedback(ErrorFeedback):
                 self._next[span.lo : span.hi] = self._momentum[span.lo : span.hi]
 
     def keep(self) -> None:
-        """The running step was taken."""
+        """Note that the running step was taken."""
         if self._next is not None:
             self._momentum, self._next = self._next, None
 

@@ -1,4 +1,4 @@
-"""What ranks exchange for 0/1 Adam (optim/zero_one.py): gradients, some in 1 bit; later changes of weights, at times.
+"""The exchange of 0/1 Adam (optim/zero_one.py): gradients, some in 1 bit; later, at times, changes of weights.
 
 Note [Ranks that step apart]
     While steps are local, gradients are not exchanged: an accumulator gets this rank's own. The optimizer calls

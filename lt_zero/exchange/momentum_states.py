@@ -1,4 +1,4 @@
-"""What the exchange of a 1-bit optimizer (compressed_momentum.py) asks of the optimizer's states."""
+"""The optimizer's states as the exchange of a 1-bit optimizer (compressed_momentum.py) needs them."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Job:
 
 
 class BackgroundStep:
-    """The background step that has a bucket, if one has. Other threads wait before they access the bucket's stores.
+    """The background step that owns a bucket, if any. Other threads wait before they access the bucket's stores.
 
     Attributes:
         job: that has the bucket; None: there is nothing to wait for.

@@ -84,7 +84,7 @@ class Fragments:
         return [p for params in self.groups() for p in params]
 
     def places(self) -> list[tuple[Bucket, int, Parameter]]:
-        """(bucket, index in it, parameter) of all parameters that the engine owns, in the order of the groups.
+        """A (bucket, index in it, parameter) for each parameter that the engine owns, in the order of the groups.
 
         The same list until a group changes; the caller leaves it as it is.
         """

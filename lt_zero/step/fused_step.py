@@ -203,7 +203,7 @@ class FusedStep:
         return not self._kernel.collective or bucket.shard_range == (0, bucket.layout.numel)
 
     def refusal(self, otherwise: str = "master weights that are not fp32, or kernels that are not available") -> str:
-        """Why the optimizer's own step runs; ``otherwise`` if that is because of buckets or the machine."""
+        """The reason why the optimizer's own step runs; ``otherwise`` if that is because of buckets or the machine."""
         # The kernel runs where torch's step would begin: hooks around it, or a ``GradScaler`` that passes it a scale,
         # would come too late or find no fragments.
         if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")) or any(

@@ -209,7 +209,7 @@ class FullNorms:
         return self._combined([self._row_of.get(id(fragment)) for fragment in fragments], values, maximum=True)
 
     def at(self, places: list[tuple[Bucket, int]], squares: Tensor) -> Tensor:
-        """The same for fragments of these (bucket, index of a parameter). Collective."""
+        """Squared norms as from ``__call__``, for fragments of these (bucket, index of a parameter). Collective."""
         return self._combined([self._rows.get(place) for place in places], squares)
 
     def _combined(self, rows: list[int | None], squares: Tensor, maximum: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether a step is taken: the loss scale, overflow agreed on by all ranks before any update, skipped steps.
+"""The decision to take a step: the loss scale, overflow agreed on by all ranks before any update, skipped steps.
 
 The global norm is the overflow test: it is finite exactly if all gradients of all ranks are. The same norm clips, and
 unscaling is multiplied into the clipping factor, so a step reads the gradients once.
@@ -213,7 +213,7 @@ class LossScaleController:
     def before_backward(self, optimizers: list[ShardedOptimizer], factor: float = 1.0) -> None:
         """Rescale accumulated gradients to the current loss scale. See Note [The scale that gradients carry].
 
-        ``factor``: by which the losses are too large beside that, as if the loss scale were.
+        ``factor``: the losses are too large by this factor as well, as if the loss scale were.
         """
         self.read_skip_flag()
         self._forget()

@@ -53,7 +53,7 @@ class FiniteWatch:
         self.reset()
 
     def open(self) -> None:
-        """Install the hooks; no-op if they are."""
+        """Install the hooks; no-op if they are installed."""
         if self._handles:
             return
         # Scripted modules take no hooks.

@@ -208,6 +208,6 @@ class Overlap:
         self.early, self.late = set(), set()
 
     def forget_states(self) -> None:
-        """After states were loaded: the next step is not a background step, and moves states to the bucket stores."""
+        """Make the next step no background step, as it moves states, which were loaded, to the bucket stores."""
         self._steady, self._offload_manager.partially_stepped = {}, ""
         self._end_early()

@@ -398,7 +398,7 @@ class ShardedOptimizer(ProcessLocal):
 
     @without_grad
     def _finish(self) -> None:
-        """After the optimizer's own ``step``: copy weights that it assigned (``p.data``) to the master weights."""
+        """Copy weights that the optimizer's own ``step`` assigned (``p.data``) to the master weights."""
         for step in self._torch:
             for member in step.members:
                 row = _row_of(step.bucket, member)

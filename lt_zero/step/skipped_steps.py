@@ -150,7 +150,7 @@ def _held_class(cls: type) -> type:
         return None if hold is not None and hold.waits(self) else original.step(self, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """Copies and pickles have the original class, and are not held."""
+        """Reduce to the original class: copies and pickles are not held."""
         parts = original.__reduce_ex__(self, protocol)
         if isinstance(parts, str):
             return parts

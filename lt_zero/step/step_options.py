@@ -97,7 +97,7 @@ class StepOptions:
         )
 
     def _plain(self, value: Any) -> Any:
-        """``value`` as something that is compared by ``==`` and has the same ``repr`` on all ranks."""
+        """Convert ``value`` to a form that ``==`` compares and whose ``repr`` is the same on all ranks."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, Real):
