@@ -195,15 +195,13 @@ class Bucket:
             for lo, hi in self.layout.gaps:
                 self.flat[lo:hi].zero_()
         full = self.flat
-        # Wider values than the compute copy are kept as master or frozen weights, so they arrive in a tensor of their
-        # own.
+        # Wider values are kept as master or frozen weights, so they arrive in a tensor of their own.
         if self.storage.fills_apart:
             full = flat_empty(self.layout.numel, self.storage.master, self.flat.device)
         filled = self.param_views if full is self.flat else self.layout.views(full)
         values = fetch(self.params)
         for parameter, view, place in zip(self.params, self.param_views, filled, strict=True):
-            # Take the value here: zip would keep it alive until it has the next one, with two full parameters in
-            # memory.
+            # Take the value here: zip would keep it until it has the next one, with two in memory.
             place.copy_(next(values))
             unguard(parameter)
             parameter.data = view
@@ -546,8 +544,7 @@ class Bucket:
         if self.state is State.GATHERING:
             self.release()
         if self.resident and not self.exact:
-            # Gather the whole bucket again, not only this parameter: all values shown are compared with master
-            # weights.
+            # Gather the whole bucket again: all values that are shown are compared with master weights.
             self.gather(exact=True)
         self.group.before_write()
         self.gathers.weights_changed()

@@ -264,8 +264,7 @@ class BufferSync(ProcessLocal):
                         "dense tensor, or keep it as an attribute that is no buffer."
                     )
                 tied.setdefault(id(tensor), []).append(buffer)
-        # Large elements first, so that each buffer of a chunk begins at a multiple of its element size and can be
-        # viewed.
+        # Large elements first: each buffer of a chunk begins at a multiple of its element size, and can be viewed.
         groups = sorted(tied.values(), key=lambda group: -_of(group).itemsize)
         with torch.inference_mode(False):
             for chunk in split_by_size([_of(group).nbytes for group in groups], _CHUNK):

@@ -436,7 +436,7 @@ class Engine(ProcessLocal):
         """Called when a call's input gradients are there. See grad_bucket.py, Note [When a bucket is ready]."""
         if not self.in_backward:
             return
-        # Gather before the reduction is launched: ranks that gather here wait for this one, which would wait in the
+        # Gather before the reduction: ranks that used weights wait in that gather, and this one would wait in a
         # reduction.
         if call.passed and not call.held:
             self._pre_backward(unit, call)

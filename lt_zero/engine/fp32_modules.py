@@ -161,8 +161,7 @@ def install_fp32_modules(
         if module not in mine:
             return None
         if torch.get_default_dtype() in _LOW:
-            # The default dtype shows that no fp32 module runs: what is open was left by a KeyboardInterrupt, which
-            # skips hooks.
+            # No fp32 module runs with this default: what is open was left by a KeyboardInterrupt, which skips hooks.
             calls.open.clear()
         context = torch.autocast(device_type, enabled=False)
         calls.open.append((module, context, torch.get_default_dtype()))

@@ -52,17 +52,16 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
 
     Args:
         target: a parameter, several, or a module (all of its parameters).
-        write: keep changes made inside. The values of rank 0 win, or of a tensor in parts those of the first rank
-            that has each; master weights and compute copies of all ranks follow. Without it, changes of sharded
+        write: keep changes made inside. The values of rank 0 win (of a tensor in parts, those of the first rank that
+            has the part); master weights and compute copies of all ranks follow. Without it, changes of sharded
             parameters are an error.
 
     Parameters that no engine owns are left as they are, so the code also runs without ZeRO. Those that were built in
     ``lt_zero.Init`` may be an engine's or not yet.
 
     Raises:
-        RuntimeError: on all ranks, if some do not enter and something is to be gathered or written; or at the end, if
-            parameters that are not an engine's yet were changed without ``write``; or ranks have parts of tensors, and
-            changed not all of them.
+        RuntimeError: on all ranks, if some do not enter and something is to be gathered or written; at the end, if
+            parameters without an engine were changed without ``write``, or only some parts of a tensor were changed.
     """
     found: dict[Bucket, Engine] = {}
     held: dict[Bucket, bool] = {}  # -> whether it was gathered; a bucket in use outside of this context is not held

@@ -113,8 +113,7 @@ class ConstructionSharder:
         named, self._named = self._named, []
         if exc[0] is None:
             if any(self._is_free(parameter) for _, parameter in _registered_now(named)):
-                # Collect cycles first, so that the same modules are left on all ranks: the slices are taken by
-                # collectives.
+                # Collect cycles first, so that all ranks have the same modules left for the collectives below.
                 gc.collect()
                 self._take(_registered_now(named))
             self._shard_open(0)

@@ -80,8 +80,7 @@ class _SavedWeight:
         version = self.bucket.params[self.index]._version + self.bucket.changes - self.changes
         if version != self.version:
             raise modified(view, version, self.version)
-        # ``data`` gives the view a version counter of its own: refilling the flat tensor would count as a write to
-        # it.
+        # ``data`` has a version counter of its own: refilling the flat tensor would count as a write to the view.
         return view.data
 
 

@@ -74,8 +74,7 @@ class _Meeting:
         while (what := self.say(_DONE)) != _DONE:
             bucket = self.buckets[what // 2]
             if what % 2:
-                # The others wait for this bucket. Releasing it waits, too, and keeps nothing that this rank does not
-                # use.
+                # The others wait for this bucket. Releasing it waits, too, and frees what is not used here.
                 bucket.release()
             elif bucket.state is State.RELEASED:
                 bucket.launch_gather()

@@ -445,6 +445,7 @@ class ShardedOptimizer(ProcessLocal):
         plan = self._plan_step(used)
         self.fragments.narrow()
         self._depth, self._entered = 1, self.engine.backwards
+        # Wait until no peer reads the weights that this step writes.
         self.engine.before_write()
         try:
             self._run(plan)
@@ -462,6 +463,7 @@ class ShardedOptimizer(ProcessLocal):
         self._finish()
         self.widen()
         self.engine.used_parameters.spent = True
+        # The background thread publishes the buckets in ``late`` when it has stepped them.
         self.engine.publish(self._buckets() - self.overlap.late)
         if self.engine.offload_manager.overlaps:
             self.overlap.end_step()
