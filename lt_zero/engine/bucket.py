@@ -132,13 +132,13 @@ class Bucket:
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
         self.step_dtype = storage.step
         self.shard_range = self.layout.shard(group.mesh.shard_rank) if self.is_cut else (0, self.layout.numel)
-        self.pieces = self.layout.pieces(*self.shard_range)  # that master weights and accumulator of this rank hold
+        self.pieces = self.layout.pieces(*self.shard_range)  # this rank's pieces
         self._piece_of = {piece.index: [piece] for piece in self.pieces}  # a bucket may have thousands
         self._storage = FlatStorage(self.layout.numel, dtype, group.device) if sharding.params else None
-        self._references = 0  # of the engine itself to the storage
+        self._references = 0  # the engine's own references to the storage
         self.lent = False  # released, and its memory is kept: user code, or autograd, holds weights or views of them
         self.handed_over = False  # Python objects hold the parameters themselves until the next gather
-        self.changes = 0  # of the weights: steps
+        self.changes = 0  # number of steps that changed the weights
         self.flat = self._storage.tensor if self._storage else group.allocate(self.layout.numel, dtype)  # 1D
         self.param_views = self.layout.views(self.flat)
         self.shard = self.flat[self.shard_range[0] : self.shard_range[1]]  # 1D, elements [shard_range) of ``flat``
@@ -150,7 +150,7 @@ class Bucket:
         self.gathers, self.weights = gathers, Weights(self.shard, storage, gaps, self._background)
         self.grads = Accumulator(plan, storage, self.layout, self.pieces, self.shard_range, group, self._background)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
-        self.average: Store | None = None  # of the master weights, and with their rows
+        self.average: Store | None = None  # the average of the master weights, in the same rows
 
         def readable_by_peers(numel: int, dtype: torch.dtype) -> Tensor:
             window = group.allocate(numel, dtype)
@@ -168,11 +168,11 @@ class Bucket:
         self._owner = owner
         self._sentinels: list[Tensor] = []  # one for each parameter, with sharded parameters
         self.edits = InplaceEdits(self)
-        self.stepped_early = False  # in the running backward; see overlap.py, Note [Beside backward]
+        self.stepped_early = False  # beside the running backward; see overlap.py, Note [Beside backward]
         # Buckets whose updates the thread that waits gathers, in the order of their steps; one for an engine.
         self.unpublished: deque[Bucket] = deque()
-        self._unpublished = False  # the compute copy has yet to be updated: by the background step, or
-        self._arriving: Work | None = None  # by this gather of the other ranks' updates
+        self._unpublished = False  # the compute copy awaits the background step, or ``_arriving``
+        self._arriving: Work | None = None  # a gather of the other ranks' updates
         self._pending: Waits | None = None
 
     # ---- construction ------------------------------------------------------------------------------------------

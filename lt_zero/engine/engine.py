@@ -94,7 +94,7 @@ class Engine(ProcessLocal):
         parts: as for ``lt_zero.shard``.
     """
 
-    plan: EnginePlan  # that it was built by
+    plan: EnginePlan  # the plan that the engine was built by
     on_guarded_use: Callable[[list[Tensor], Callable[..., Any], Any, Any], Any]  # set to full_params.py, use_outside
 
     def __init__(

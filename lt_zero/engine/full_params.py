@@ -126,7 +126,8 @@ def _check_changed(before: list[tuple[Engine, Bucket, list[int]]]) -> None:
     """
     for peers in dict.fromkeys(engine.peers for engine, _, _ in before):
         mine = [_versions(bucket) != versions for engine, bucket, versions in before if engine.peers is peers]
-        first = [bucket.group.rank == 0 for engine, bucket, _ in before if engine.peers is peers]  # whose values win
+        # The first rank of each group wins.
+        first = [bucket.group.rank == 0 for engine, bucket, _ in before if engine.peers is peers]
         told = peers.host_gather(
             [changed if wins else None for changed, wins in zip(mine, first, strict=True)], "edits"
         )

@@ -44,10 +44,10 @@ class Unit:
 class Call:
     """One forward of a unit, until its backward."""
 
-    range: TimedSpan = NOTHING  # in a profiler, while it runs
+    range: TimedSpan = NOTHING  # its span in a profiler, while it runs
     inputs: ReplacedTensors | None = None  # the arguments with aliases, while it runs
     saves: bool = False  # it runs under the saved-tensor hooks of saved_weights.py, which it entered
-    references: list[int] = field(default_factory=list)  # of Python objects to the unit's parameters, at its beginning
+    references: list[int] = field(default_factory=list)  # by Python objects, at its beginning
     held: bool = False  # it has a lease
     done: bool = False  # its backward has ended
     passed: bool = False  # it returned no more than its inputs
@@ -93,7 +93,7 @@ class Residency:
     max_reuse_distance: int = 1_000_000_000  # a unit stays gathered if fewer elements are used before its next use
     prefetch: int = 50_000_000  # elements to gather ahead of their use
     ahead: float = float("inf")  # the most units that these may belong to
-    most_buckets: float = float("inf")  # that are gathered at a time: buffers that files are read into
+    most_buckets: float = float("inf")  # that may be gathered at a time: each needs a buffer for its file
 
     @classmethod
     def of(cls, zero: ZeroOptimization, groups: Iterable[GroupFacts]) -> Residency:
@@ -178,7 +178,7 @@ class Gatherer:
         # By the module that was called; None: a step of the user's.
         self._forwards: dict[nn.Module | None, GatherOrder] = {}
         self._forward, self._backward = GatherOrder(), GatherOrder()
-        self._order = self._forward  # of the running pass
+        self._order = self._forward  # the order of the running pass
 
     def begin_forward(self, entry: nn.Module | None) -> None:
         """Begin a pass through the module ``entry``, or, if it is None, through code of the user's."""

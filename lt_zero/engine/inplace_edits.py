@@ -52,10 +52,10 @@ class InplaceEdits:
         self.lost: list[str] = []  # names of parameters whose edits are lost
         self.handed_out = False  # user code got a tensor whose writes change no version counter
         self._versions: list[int] = []
-        self._digest: Tensor | None = None  # of this rank's shard
+        self._digest: Tensor | None = None  # the digest of this rank's shard
         self._paused = False  # master weights are ahead of the compute copy
         self._watches = 2  # training forwards whose values are still to be compared
-        self._sums: Tensor | None = None  # of each piece, when it was gathered for such a forward
+        self._sums: Tensor | None = None  # sums of the pieces when they were gathered for such a forward
 
     def note(self, released: bool = False) -> None:
         """Record the current values as unedited; ``released``: they were, and views of them may have been edited."""

@@ -92,7 +92,7 @@ class ConstructionSharder:
         # Registered, or gathered for initialisation code: to be sharded, small ones together.
         self._open: dict[Parameter, None] = {}
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its name, for messages
-        self._nbytes = 0  # of them
+        self._nbytes = 0  # bytes of the open parameters
         self._handles: list[Any] = []
         # Registered parameters: those of the outermost module are sharded last, as no other registers that.
         self._named: list[tuple[weakref.ref[nn.Module], str]] = []

@@ -35,8 +35,8 @@ _TIERS: dict[str, Callable[..., NvmeFiles]] = {"nvme": NvmeFiles}
 class OffloadManager:
     """Files, host link and background thread of one engine."""
 
-    optim: NvmeFiles | None = None  # of master weights, states and gradients
-    params: NvmeFiles | None = None  # of what gathers read
+    optim: NvmeFiles | None = None  # files of master weights, states and gradients
+    params: NvmeFiles | None = None  # files of the weights that gathers read
     how: OffloadOptimizer = OffloadOptimizer()
     background: Background | None = None
     overlaps: bool = False  # there is, or was, a background thread on some rank

@@ -91,14 +91,14 @@ class SameOnRanks:
     def __init__(self, peers: Ranks, root: nn.Module, parameters: Iterable[Parameter]) -> None:
         self._peers, self._root = peers, root
         self._owned = {id(p): p for p in parameters}
-        self._noted: list[Snapshot] = []  # of steps, until an exchange that had them is checked
+        self._noted: list[Snapshot] = []  # snapshots of steps, until an exchange that had them is checked
         # Of these steps. References are strong, and dropped by the check: were they weak, the garbage collector, which
         # runs at other times on other ranks, would decide what is compared.
         self._sources: dict[Source, None] = {}
         self._dropped = 0  # notes before those
         self._told: deque[_Exchange] = deque(maxlen=_KEPT)
         self._error = ""  # steps were taken with different values: what follows, such as a save, fails as well
-        self._trains: bytes | None = None  # of the owned parameters, in ``_frozen``
+        self._trains: bytes | None = None  # ``requires_grad`` of the owned parameters, as in ``_frozen``
         self._frozen = Snapshot.of({})
         self._seen = _registered()
         self._unknown: list[tuple[str, Parameter]] = []

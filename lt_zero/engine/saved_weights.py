@@ -39,7 +39,7 @@ from lt_zero.engine.gather import Call, Unit
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 
-_entered: list[saved_tensors_hooks] = []  # by all engines, innermost last
+_entered: list[saved_tensors_hooks] = []  # hooks that engines entered, innermost last
 
 
 def _innermost_of_engines() -> saved_tensors_hooks | None:
@@ -117,7 +117,7 @@ class SavedWeights:
 
     def open(self) -> bool:
         """Enter the hooks; returns whether ``close`` has to be called. No-op if they are the innermost already."""
-        # A transform of torch.func is running, which does not call saved-tensor hooks.
+        # A transform of torch.func is running, and forbids saved-tensor hooks.
         if not saves_under_hooks():
             return False
         innermost, outer = _innermost_of_engines(), saved_tensor_hooks()

@@ -259,7 +259,7 @@ class Accumulator:
         self._gradient_of = plan.gradient_of
         self._numel, self._pieces = shard_range[1] - shard_range[0], pieces
         self._plan, self.dtype, self._background = storage, storage.accumulate, background
-        self._store = self._none = Store(self.dtype, partial(torch.empty, 0))  # of the place, kept from step to step
+        self._store = self._none = Store(self.dtype, partial(torch.empty, 0))  # from the place, kept from step to step
         self.values = self._none  # ``_store``, or what replaces it in this step; ``_none``: nothing is accumulated
         self.changes = 0  # counts changes of the gradients
         self._dropping = False  # ``_drop`` is queued

@@ -181,7 +181,7 @@ class UsedParameters:
         same_on_ranks: SameOnRanks,
         buffers: BufferSync,
     ) -> None:
-        self._same_on_ranks, self._buffers = same_on_ranks, buffers  # whose news travel with the flags
+        self._same_on_ranks, self._buffers = same_on_ranks, buffers  # their news travel with the flags
         self._peers, self._reducer, self._buckets, self.parts = peers, reducer, buckets, parts
         self._wide: dict[ShardGroup, list[Bucket]] = {}  # of ranks with other models, which have flags of their own
         for bucket in buckets:
@@ -196,10 +196,10 @@ class UsedParameters:
         self._earlier: tuple[Work, Tensor] | None = None  # the flags of the step before, if ranks may be late
         self._hold = False  # user code reads p.grad: ``finish_reductions`` goes on showing it
         self._shown: dict[Place, Tensor | None] = {}  # shown in p.grad; None: p.grad is a late gradient
-        self._hidden: dict[Place, ShardedGrad] = {}  # of the last backward, for reuse
-        self._places: set[Place] = set()  # of all shown gradients
-        self._accumulators: list[Store] = []  # of the buckets, when gradients were shown
-        self._found: set[Place] | None = None  # by ``finish_reductions``, valid while ``_shows_reduced``
+        self._hidden: dict[Place, ShardedGrad] = {}  # stand-ins of the last backward, for reuse
+        self._places: set[Place] = set()  # the places of all shown gradients
+        self._accumulators: list[Store] = []  # the accumulators when gradients were shown
+        self._found: set[Place] | None = None  # the result of ``finish_reductions``, valid while ``_shows_reduced``
         self.norms: dict[float, dict[Place, Tensor]] = {}  # norm type -> norms of shown gradients, until these change
         self.aside = False  # gradients are not shown: ``put_aside``
         self.spent = False  # a step has used, or skipped, what was accumulated

@@ -50,7 +50,7 @@ class CompressedMomentum(GradientCompression):
         super().__init__(peers, 0, keeps)
         self.of_bucket: Mapping[Bucket, MomentumFeedback] = {}
         self.states: OptimizerMomenta | None = None
-        self._limit = 0.0  # of the norm of the running step's gradients; 0: none
+        self._limit = 0.0  # the norm to which the running step clips; 0: none
         # (limit, norm before clipping) of the gradients that were exchanged last; None: they were not clipped
         self._clipped: tuple[float, Tensor] | None = None
 
@@ -163,7 +163,7 @@ class MomentumFeedback(ErrorFeedback):
         self._sharded = bucket.shard_range != (0, bucket.layout.numel)
         self._momentum: Tensor | None = None  # stage 1: that of the last step (1D fp32, all elements)
         self._moves: Tensor | None = None  # and which of its elements the optimizer updates
-        self._next: Tensor | None = None  # that of the running step
+        self._next: Tensor | None = None  # the momentum of the running step
 
     def forget(self) -> None:
         self._momentum = self._moves = self._next = None

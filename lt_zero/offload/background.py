@@ -63,7 +63,7 @@ class Job:
         self._leaving: list[Store] = []
         self._ended = threading.Event()
         self._pid = os.getpid()
-        self.thread: threading.Thread | None = None  # that runs this job
+        self.thread: threading.Thread | None = None  # the thread that runs this job
 
     @property
     def done(self) -> bool:

@@ -234,7 +234,7 @@ class FedStore(Store):
         self.overwrite()
         self._link = link
         self._staging: StagingBuffer | None = None  # where the kernel writes the copy
-        self._coming: CopyEvent | None = None  # of the copy of updated weights
+        self._coming: CopyEvent | None = None  # the end of the copy of updated weights
         self._after: object = None  # event on the device, after which the copy may be written
 
     def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:

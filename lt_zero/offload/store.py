@@ -56,7 +56,7 @@ class Store:
     def __init__(self, dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
         self.dtype, self._make = dtype, make
         self._tensor: Tensor | None = None  # 1D
-        self._sent: CopyEvent | None = None  # of the last copy to the device that reads host memory
+        self._sent: CopyEvent | None = None  # the end of the last copy to the device that reads host memory
 
     @classmethod
     def of(cls, tensor: Tensor) -> Store:

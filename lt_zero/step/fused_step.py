@@ -177,9 +177,9 @@ class FusedStep:
         self._runs: dict[Bucket, tuple[list[tuple[int, int, bool]], list[Run]]] = {}
         # Members of a bucket that are all used, and the states of the groups then -> what ``_find_runs`` found.
         self._planned: dict[Bucket, tuple[list[Member], list[tuple[str, ...]], list[_Row]]] = {}
-        self._last: list[tuple[Run, list[Member]]] = []  # of the last step
+        self._last: list[tuple[Run, list[Member]]] = []  # the runs and members of the last step
         self._groups: list[Options] | None = None  # numbers of the groups, for the running step
-        self._keys: list[tuple[str, ...]] = []  # of the element-wise states, by group
+        self._keys: list[tuple[str, ...]] = []  # keys of the element-wise states, by group
         self._told = False
 
     @staticmethod

@@ -182,9 +182,9 @@ class FullNorms:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._rows: dict[tuple[Bucket, int], int] = {}  # of a parameter
-        self._row_of: dict[int, int] = {}  # of a fragment, by id
-        self._groups: list[Ranks] = []  # of each row
+        self._rows: dict[tuple[Bucket, int], int] = {}  # the row of a parameter
+        self._row_of: dict[int, int] = {}  # the row of a fragment, by id
+        self._groups: list[Ranks] = []  # the ranks of each row
         self._repeats: set[int] = set()  # rows that another rank contributes
 
     def expect(self, members: Mapping[Bucket, Sequence[Member]]) -> None:

@@ -26,7 +26,7 @@ from lt_zero.step.fragments import Fragments, Member
 from lt_zero.step.fused_step import FusedStep, Part
 from lt_zero.step.reduced_grads import ReducedGrads
 
-_WAITING = 1  # if gradients are in files: most buckets that are queued with their gradients in memory
+_WAITING = 1  # the most buckets that are queued with gradients in memory, if gradients are in files
 
 
 class Overlap:
@@ -43,8 +43,8 @@ class Overlap:
         self._engine, self._offload_manager = fragments.engine, fragments.engine.offload_manager
         self._early: dict[Bucket, int] = {}  # stepped beside the last backward -> ``Accumulator.changes`` then
         self._backwards = 0  # ``Engine.backwards`` after that backward
-        self.early: set[Bucket] = set()  # of the running step: buckets that were stepped beside backward
-        self.late: set[Bucket] = set()  # of the running step: buckets that the background thread publishes
+        self.early: set[Bucket] = set()  # buckets of the running step that were stepped beside backward
+        self.late: set[Bucket] = set()  # buckets of the running step that the background thread publishes
         self._members: dict[Bucket, list[Member]] = {}
         self._indices: dict[Bucket, set[int]] = {}  # this optimizer's parameters in a bucket
         self._steady: dict[Bucket, list[int]] = {}  # used parameters of a bucket in the last step

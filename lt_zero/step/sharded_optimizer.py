@@ -156,7 +156,7 @@ class ShardedOptimizer(ProcessLocal):
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the running step
         self._torch: list[BucketStep] = []  # what the optimizer's own ``step`` updates now
         self._told = False
-        self._norms: FullNorms | None = None  # for an optimizer whose step is collective
+        self._norms: FullNorms | None = None  # set if the optimizer's step is collective
         if isinstance(optimizer, Lamb):
             self._norms = FullNorms(engine.device)
             optimizer.combine(self._norms, self._norms.maxima)
