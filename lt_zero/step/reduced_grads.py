@@ -135,6 +135,7 @@ class ReducedGrads:
         found = ((rows, factor, self._share(group) if sums else 1.0) for rows, factor, group in self._by_factor())
         ranks = engine.world.size if apart else 1
         if norm_type == 2.0:
+            # In fp64: squares of finite fp32 gradients may overflow fp32, and the norm is the test for overflow.
             total = torch.zeros((), dtype=torch.float64, device=device)
             for rows, factor, share in found:
                 squares = _squares(rows, device)
