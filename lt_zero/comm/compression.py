@@ -33,7 +33,7 @@ _PROBE = 1 << 20  # bytes to each rank
 
 
 class Residuals(NamedTuple):
-    """What was not sent so far of one bucket, in the units in which its gradients are sent.
+    """Compression errors of one bucket that were not sent yet, in the units in which its gradients are sent.
 
     Attributes:
         worker: 1D fp32, all elements: of this rank's gradients; empty: what codes do not represent is lost.
@@ -304,7 +304,7 @@ def _clear(flat: Tensor, gaps: Sequence[tuple[int, int]]) -> None:
 
 
 def _swapped(rows: Tensor, group: Group) -> Tensor:
-    """What the ranks of ``group`` have for this one ([ranks, ...]), if ``rows`` is what it has for each of them."""
+    """Exchange rows: row i of ``rows`` ([ranks, ...]) goes to rank i of ``group``, row i of the result is from it."""
     received = torch.empty_like(rows)
     if rows.is_cuda:
         dist.all_to_all_single(received, rows, group=group)

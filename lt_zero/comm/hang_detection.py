@@ -76,7 +76,9 @@ _END_PATIENCE = 1.0  # seconds to wait for a closed connection
 
 @dataclass(frozen=True)
 class Patience:
-    """In seconds. ``poll``: between polls of the store. ``ask``: in a wait before asking for those who have not come.
+    """Durations in seconds.
+
+    ``poll``: between polls of the store. ``ask``: in a wait, before asking for the ranks that have not come.
     ``stuck``: in the same collective. ``limit``: for a rank that could still come to a call of the user.
     """
 
@@ -196,7 +198,7 @@ class HangDetector:
             self._first_question = self._first_question or asks
 
     def _state_of(self, rank: int, launch: Launch, now: float) -> RankState:
-        """What another rank is doing, and whether it will never launch ``launch``."""
+        """State of another rank: its activity, and whether it will never launch ``launch``."""
         key = f"doing/{rank}"
         answer: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {"asks": 0}
         last, since = self._last_answers.get(rank, (0, now))
@@ -287,7 +289,7 @@ class HangDetector:
         return self._watch.verdict or self.explain_end()
 
     def explain_end(self) -> str | None:
-        """Which rank has ended, and where to look; None if none has."""
+        """Text that names the rank that has ended and where to look; None if none has."""
         if self._end is None:
             until = time.monotonic() + _END_PATIENCE
             while (cause := self._told()) is None and time.monotonic() < until:
@@ -392,7 +394,7 @@ class _Reporter:
 
     @property
     def server_gone(self) -> bool:
-        """Whether the store is to be left alone: its client would log pages after the error that names the rank."""
+        """True if the store must be left alone: its client would log pages after the error that names the rank."""
         return self._ends.server_gone
 
     def read_verdict(self) -> bool:
@@ -478,9 +480,10 @@ class _Reporter:
         return _collective_of(frame) or (self.layers if _in_layer(frame) else None) or None
 
     def _frame(self) -> FrameType | None:
-        """Where the thread is; if it polls a barrier, where it waits for it.
+        """Innermost frame of the thread; if it polls a barrier, the frame that waits for the barrier.
 
-        Backward may run on other threads, for which the thread waits: then where one of these waits inside of a layer.
+        Backward may run on other threads while this thread waits for them. Then it is the frame of one of those, if
+        it waits inside of a layer.
         """
         frames = sys._current_frames()
         frame = frames.get(self._thread)
@@ -525,7 +528,7 @@ def _close_all(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _is_removed(store: Any) -> bool:
-    """Whether the file of a store was removed: a client would wait for it until a timeout."""
+    """True if the file of a store was removed: a client would wait for it until a timeout."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     path = getattr(store, "path", None)
@@ -572,13 +575,13 @@ def _collective_of(frame: FrameType) -> list[int] | None:
 
 
 def _in_layer(frame: FrameType) -> bool:
-    """Whether a frame waits for a functional collective, which those inside of layers are. It has no group."""
+    """True if a frame waits for a functional collective, as layers launch them. Such a collective has no group."""
     called = frame.f_locals.get("self") if frame.f_code.co_filename == torch._ops.__file__ else None
     return str(called).startswith("_c10d_functional.wait_tensor")
 
 
 def in_collective(error: BaseException) -> bool:
-    """Whether an error came out of torch.distributed, or of a wait for it."""
+    """True if an error came out of torch.distributed, or of a wait for it."""
     frame = innermost(error.__traceback__)
     if frame is None:
         return False

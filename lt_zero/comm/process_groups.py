@@ -39,7 +39,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def one_queue() -> bool:
-    """Whether all kernels of a GPU take one queue: then collectives of different groups cannot pass each other."""
+    """True if all kernels of a GPU take one queue: then collectives of different groups cannot pass each other."""
     return dist.get_backend() != "gloo" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
@@ -140,7 +140,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def exists(group: dist.ProcessGroup) -> bool:
-    """Whether a process group of this rank has not been destroyed."""
+    """True if a process group of this rank has not been destroyed."""
     try:
         dist.get_process_group_ranks(group)
     except KeyError:
@@ -262,7 +262,7 @@ def own_gpu(local_rank: int) -> int:
 
 
 def is_part(group: dist.ProcessGroup) -> bool:
-    """Whether a process group has not all ranks."""
+    """True if a process group does not have all ranks."""
     return dist.get_world_size(group) != dist.get_world_size()
 
 

@@ -322,7 +322,7 @@ class ShardGroup(Ranks):
 
     @property
     def gathers_in_threads(self) -> bool:
-        """Whether ``background_gather`` may run in the background thread.
+        """True if ``background_gather`` may run in the background thread.
 
         A GPU runs the collectives of several groups in the order of their launches. If a thread launched some, the
         order would differ from rank to rank, and they could wait for each other for ever.
@@ -344,7 +344,7 @@ class ShardGroup(Ranks):
         return self.log.follow(opened, work)
 
     def background_fence(self) -> Work:
-        """In the background thread: wait until all ranks have written their windows."""
+        """Waits until all ranks have written their windows. Called in the background thread."""
         if self._arena is None:
             return Done()
         opened = self.log.open("barrier", "background", 0)
@@ -359,12 +359,12 @@ class ShardGroup(Ranks):
 
     @property
     def gathers_in_background(self) -> bool:
-        """Whether all-gathers overlap with computation; reading a peer's memory does not."""
+        """True if all-gathers overlap with computation; reading a peer's memory does not."""
         return self.process_group is not None and self._transport.overlaps
 
     @property
     def sums_wide(self) -> bool:
-        """Whether ``reduce_scatter`` adds in the dtype of ``out``, in whatever dtype gradients are sent."""
+        """True if ``reduce_scatter`` adds in the dtype of ``out``, whatever the dtype in which gradients are sent."""
         return self.process_group is None or self._sums.sums_wide
 
     def factors(self, wire: torch.dtype) -> tuple[float, float]:
@@ -391,7 +391,7 @@ class ShardGroup(Ranks):
 
     @property
     def shares_sends(self) -> bool:
-        """Whether peers read buffers for reductions where they are, so that no scratch memory is needed."""
+        """True if peers read buffers for reductions in place, so that no scratch memory is needed."""
         return self.process_group is not None and self._sums.sends_from() is not None
 
     def before_write(self) -> None:

@@ -55,7 +55,7 @@ _OPEN = 4  # exchanges of small tensors that may be open at a time
 
 
 def supported() -> bool:
-    """Whether this system supports windows, and they are not disabled (``LT_ZERO_SHARED_MEMORY=0``)."""
+    """True if this system supports windows, and they are not disabled (``LT_ZERO_SHARED_MEMORY=0``)."""
     wanted = switched("LT_ZERO_SHARED_MEMORY", True)
     return wanted and sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "preadv")
 
@@ -208,7 +208,7 @@ class SharedArena:
             raise RuntimeError("A forked process is no rank. Call what needs all ranks in rank processes only.")
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` starts where a window starts."""
+        """True if ``tensor`` starts at the start of a window."""
         return tensor.data_ptr() in self._offsets
 
     def read(self, peer: int, window: Tensor, first: int, out: Tensor) -> None:

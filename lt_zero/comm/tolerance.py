@@ -64,7 +64,7 @@ class Contribution(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """Whether a contribution of a member is in a sum, and how long it took (or has taken), in parts of what it may."""
+    """Arrival of a member's contribution: if it is in the sum, and its time so far as a share of the time allowed."""
 
     present: bool
     share: float
@@ -92,7 +92,7 @@ class _OpenSum:
 
 
 class _Flow:
-    """What is summed under one name, turn after turn."""
+    """Sums of one name, turn after turn, and the contributions that are carried from one to the next."""
 
     def __init__(self, name: str, number: int, total: Tensor, members: int) -> None:
         self.name, self.number, self.turn = name, number, 0
@@ -426,7 +426,7 @@ class TolerantSum:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is a rank of the first member."""
+        """True if this is a rank of the first member."""
         return self._me == 0
 
     def part(self, numel: int) -> tuple[int, int]:
@@ -435,16 +435,16 @@ class TolerantSum:
         return self._mesh.shard_rank * each, (self._mesh.shard_rank + 1) * each
 
     def column(self, of_ranks: list[Any]) -> list[Any]:
-        """What the ranks that this one sums with have, of what all ranks have."""
+        """Select the entries of this rank's shard column from a list over all ranks."""
         return [of_ranks[rank] for rank in self._mesh.column(self._mesh.shard_rank)]
 
     def owed(self, gather: Callable[[list[int]], list[list[int]]]) -> dict[str, tuple[Tensor, Tensor]]:
-        """What this member keeps of contributions that are in no sum yet: their sum, and counts of each element.
+        """Contributions of this member that are in no sum yet, by name: their sum, and counts of each element.
 
         Collective: between steps, and no message is under way afterwards.
 
         Args:
-            gather: what the members have given to it, by member.
+            gather: collects a list of each member; returns them by member.
         """
         sent = gather(list(self._sent))
         with self._changed:

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and in which dimensions collectives run: ``communication.topology``."""
+"""Ranks that share a node, and the dimensions in which collectives run: ``communication.topology``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def group_by_node(identities: Sequence[Any]) -> list[list[int]]:
 
 
 def whole_nodes(nodes: Sequence[Sequence[int]]) -> int | None:
-    """How many ranks each node has, if these are neighbours and all nodes have as many; else None."""
+    """Number of ranks per node, if it is the same for all nodes and their ranks are consecutive; else None."""
     size = len(nodes[0])
     return size if all(list(node) == list(range(node[0], node[0] + size)) for node in nodes) else None
 

@@ -44,7 +44,7 @@ class Mesh:
 
     @property
     def shard_rank(self) -> int:
-        """Which shard this rank has."""
+        """Index of this rank's shard."""
         return self.rank % self.shards
 
     @property
@@ -94,11 +94,11 @@ class Transport:
         return 0
 
     def shares(self, tensor: Tensor | None) -> bool:
-        """Whether gathers of peers read ``tensor`` where it is."""
+        """True if peers read ``tensor`` in place when they gather."""
         return False
 
     def sends_from(self) -> SharedArena | None:
-        """Where buffers for reductions are best allocated; None: anywhere."""
+        """The arena for buffers of reductions, which peers read in place; None: any memory will do."""
         return None
 
     def _own(self, flat: Tensor) -> Tensor:

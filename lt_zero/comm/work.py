@@ -60,7 +60,7 @@ class Launch(NamedTuple):
         return f"the {self.operation} of {self.name!r}"
 
     def like(self, other: Launch | None) -> bool:
-        """Whether both are the same operation of the same name and size."""
+        """True if both are the same operation of the same name and size."""
         return other is not None and self[2:] == other[2:]
 
 

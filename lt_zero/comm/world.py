@@ -277,7 +277,7 @@ class World(Ranks):
 
     @property
     def progress(self) -> dict[str, int]:
-        """How many collectives of each order this rank has launched."""
+        """Number of collectives that this rank has launched, by channel."""
         return {name: channel.launched for name, channel in self.watch.channels.items()}
 
 

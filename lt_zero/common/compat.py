@@ -114,7 +114,7 @@ def clean_name(name: str) -> str:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether the values are those of other tensors, as of a DTensor."""
+    """True if ``tensor`` wraps other tensors that have its values, as a DTensor does."""
     return is_traceable_wrapper_subclass(tensor)
 
 
@@ -158,12 +158,12 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def in_transform() -> bool:
-    """Whether a function that torch.func transforms (grad, vmap, jvp, jacrev, ...) is running."""
+    """True if a function that torch.func transforms (grad, vmap, jvp, jacrev, ...) is running."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
 def asks_for_tangents() -> bool:
-    """Whether forward-mode derivatives or transforms of torch.func may be asked for here."""
+    """True if forward-mode derivatives or transforms of torch.func may be asked for here."""
     return in_transform() or torch.autograd.forward_ad._current_level >= 0
 
 
@@ -248,7 +248,7 @@ def storage_references(storage: torch.UntypedStorage) -> int:
 
 
 def held_by_autograd(parameter: torch.nn.Parameter) -> bool:
-    """Whether a node of autograd has saved ``parameter`` itself, outside of saved-tensor hooks."""
+    """True if a node of autograd has saved ``parameter`` itself, outside of saved-tensor hooks."""
     # One reference is Python's, one that of the node that accumulates the gradient.
     return int(parameter._use_count()) > (2 if parameter.requires_grad else 1)  # type: ignore[attr-defined]
 
@@ -261,7 +261,7 @@ def python_references(parameter: torch.nn.Parameter) -> int:
 
 @functools.cache
 def _references_from_cpp() -> bool:
-    """Whether a tensor that C++ code holds, too, counts that as one more reference of Python's."""
+    """True if a tensor that C++ code holds as well counts one more reference in Python."""
     with torch.inference_mode(False), torch.enable_grad():
         parameter = torch.nn.Parameter(torch.zeros(1))
         before = sys.getrefcount(parameter)
@@ -270,7 +270,7 @@ def _references_from_cpp() -> bool:
 
 
 def saves_under_hooks() -> bool:
-    """Whether saved-tensor hooks may be entered, which transforms of ``torch.func`` forbid."""
+    """True if saved-tensor hooks may be entered, which transforms of ``torch.func`` forbid."""
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
@@ -311,7 +311,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def in_running_backward() -> bool:
-    """Whether the calling thread is executing a backward."""
+    """True if the calling thread is executing a backward."""
     return backward_id() != -1
 
 
@@ -321,7 +321,7 @@ def current_node() -> Any:
 
 
 def is_higher_order(func: Any) -> bool:
-    """Whether an operator takes functions as arguments (flex_attention, cond)."""
+    """True if an operator takes functions as arguments (flex_attention, cond)."""
     return isinstance(func, HigherOrderOperator)
 
 
@@ -337,7 +337,7 @@ def compiled_frames() -> int:
 
 
 def has_compiled_nodes(loss: torch.Tensor) -> bool:
-    """Whether the autograd graph of ``loss`` contains compiled nodes."""
+    """True if the autograd graph of ``loss`` contains compiled nodes."""
     seen, stack = set[Any](), [loss.grad_fn]
     while stack:
         node = stack.pop()
@@ -351,12 +351,12 @@ def has_compiled_nodes(loss: torch.Tensor) -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``module`` is compiled, by ``torch.compile`` or ``compile()``."""
+    """True if ``module`` is compiled, by ``torch.compile`` or ``compile()``."""
     return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
 
 
 def profiling() -> bool:
-    """Whether a profiler of torch is recording in this process, ``emit_nvtx`` included.
+    """True if a profiler of torch is recording in this process, ``emit_nvtx`` included.
 
     ``record_function`` costs microseconds even without a profiler, so callers check first.
     """
@@ -406,7 +406,7 @@ def override_dtype(module: torch.nn.Module, dtype: torch.dtype) -> list[tuple[to
 
 
 def is_plain_closure(closure: Any) -> bool:
-    """Whether ``closure`` is that of Lightning's automatic optimization: one training step, one backward, nothing
+    """True if ``closure`` is that of Lightning's automatic optimization: one training step, one backward, nothing
     after it.
     """
     cls = type(closure)
@@ -480,7 +480,7 @@ def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | 
 
 
 def is_default_logger(logger: Any, root: str) -> bool:
-    """Whether ``Trainer(logger=None)`` or ``logger=True`` made this logger, or user code an equal one.
+    """True if ``Trainer(logger=None)`` or ``logger=True`` made this logger, or user code an equal one.
 
     Trainer does not record it, but a default logger that was not used yet equals a new one in all attributes.
 
@@ -508,7 +508,7 @@ def yaml_loader(text: str) -> Any:
 
 
 def is_part_of_config(config: Any) -> bool:
-    """Whether an OmegaConf container has a parent, to which interpolations may refer."""
+    """True if an OmegaConf container has a parent, to which interpolations may refer."""
     return config._get_parent() is not None
 
 

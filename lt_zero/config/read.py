@@ -172,7 +172,7 @@ def _from_file(given: str) -> Document:
 
 
 def _refuse_text(given: str) -> None:
-    """What is no path at all: a message about a missing file would mislead, and hold the whole text."""
+    """Raise an error for text that is no path: "file not found" would mislead, and quote the whole text."""
     if not given.strip():
         raise ConfigError("the path of the configuration is empty; leave it out, or name a file")
     if "\0" in given or "\n" in given:

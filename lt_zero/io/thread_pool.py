@@ -59,7 +59,7 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has ended, successfully or not."""
+        """True if the transfer has ended, successfully or not."""
         return self._ended.is_set()
 
     def wait(self) -> None:

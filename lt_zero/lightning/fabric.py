@@ -64,7 +64,7 @@ log = logging.getLogger("lt_zero")
 
 
 class ShardedModule(nn.Module):
-    """What Fabric calls for a module. Methods that are marked as forward methods pass through it, too."""
+    """Module that Fabric calls in place of the user's. Methods marked as forward methods pass through it, too."""
 
     def __init__(self, module: nn.Module, engine: Engine) -> None:
         super().__init__()
@@ -462,7 +462,7 @@ class FabricZeroStrategy(DDPStrategy):
     def _parts(
         self, state: Mapping[str, Any], kept: Mapping[str, Callable[[str, Any], bool]], own: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What each item is saved as; ``own``: of those that are sharded. Collective."""
+        """Saved form of each item; ``own``: the forms of sharded items. Collective."""
         parts = dict[str, Any]()
         with self.world.agree("reading what is to be saved", CheckpointError):
             for key, value in state.items():
@@ -564,7 +564,7 @@ class FabricZeroStrategy(DDPStrategy):
         return saved
 
     def _opened(self, path: str, weights_only: bool | None) -> tuple[tuple[Opened, bool], Callable[[], Identity]]:
-        """What a checkpoint has, whether that is by keys of items, and what tells its identity."""
+        """The opened checkpoint, True if its contents are by keys of items, and a function that tells its identity."""
         if is_directory(path):
             use = partial(open_directory, weights_only=weights_only)
             opened, identify = opened_source(path, use, self._reading.rank == 0)

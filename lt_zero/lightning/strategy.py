@@ -148,12 +148,12 @@ class ZeroStrategy(DDPStrategy):
 
     @cached_property
     def checkpoints(self) -> CheckpointService:
-        """What Lightning saves and loads."""
+        """The service behind Lightning's saves and loads."""
         return CheckpointService(self.data)
 
     @cached_property
     def monitor(self) -> RunMonitor:
-        """What is shown of a run."""
+        """Monitors and loggers of the run."""
         return RunMonitor(self.config, self.session.trial)
 
     @override
@@ -325,7 +325,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Of all ranks, with or without different data: they have to go on in the same way."""
+        """Decide over all ranks, also those that see the same data: all must go on in the same way."""
         if self.session.mesh is None:
             return super().reduce_boolean_decision(decision, all)
         number = torch.tensor(int(decision), device=self.root_device)
@@ -383,7 +383,7 @@ class ZeroStrategy(DDPStrategy):
         self._signals = Signals(trainer, world.agreement)
 
     def _loss_weight(self) -> float:
-        """What Lightning multiplies losses with."""
+        """Factor by which Lightning multiplies losses."""
         module = self._module
         return 1.0 / module.trainer.accumulate_grad_batches if module.automatic_optimization else 1.0
 

@@ -107,7 +107,7 @@ def step_adam(
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """What the ``closure`` of a step returns; it computes gradients."""
+    """Call the ``closure`` of a step, which computes gradients, and return its result."""
     if closure is None:
         return None
     with torch.enable_grad():

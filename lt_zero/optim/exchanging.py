@@ -18,7 +18,7 @@ class ExchangingOptimizer(Optimizer):
 
     @property
     def pending(self) -> bool:
-        """Whether the ranks have stepped apart since the last exchange."""
+        """True if the ranks have stepped apart since the last exchange."""
         return False
 
     def end_interval(self) -> None:

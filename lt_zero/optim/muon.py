@@ -253,7 +253,7 @@ def divide(model: nn.Module) -> tuple[list[tuple[str, Parameter]], list[tuple[st
 
 
 def _is_by_name(name: str) -> bool:
-    """Whether a weight of this name is an embedding or an output layer."""
+    """True if a weight of this name is an embedding or an output layer."""
     low = name.lower()
     *path, _ = low.split(".")
     listed = any(part.isdecimal() for part in path)

@@ -30,7 +30,7 @@ BACKENDS = ("nccl", "mpi", "hccl", "compressed")
 
 
 class OneBitOptimizer(ExchangingOptimizer):
-    """What 1-bit optimizers have in common. Their groups have ``freeze_step``, and count ``steps``.
+    """Base of 1-bit optimizers. Their groups have ``freeze_step``, and count ``steps``.
 
     Attributes:
         scales_momenta: the exchange scales momenta to one magnitude, by ``scaling_coeff`` of each parameter's state.
@@ -43,7 +43,7 @@ class OneBitOptimizer(ExchangingOptimizer):
 
     @property
     def frozen(self) -> bool:
-        """Whether the next step averages momenta."""
+        """True if the next step averages momenta."""
         group = self.param_groups[0]
         return bool(group["steps"] >= group["freeze_step"])
 

@@ -106,7 +106,7 @@ Anything = Annotated[Any, BeforeValidator(_numbers)]  # text that is a number, a
 
 
 def remedy_of(kind: Any) -> str:
-    """What to write for a type, in words."""
+    """Text that tells what to write for a type."""
     found = [part.description for part in get_args(kind) if isinstance(part, FieldInfo) and part.description]
     return found[-1]
 

@@ -84,25 +84,25 @@ class ZeroOneAdam(ExchangingOptimizer):
 
     @property
     def local(self) -> bool:
-        """Whether each rank steps with its own gradients."""
+        """True if each rank steps with its own gradients."""
         group = self.param_groups[0]
         return bool(group["steps"] >= group["var_freeze_step"])
 
     @property
     def begins_local(self) -> bool:
-        """Whether the next step is the first local one."""
+        """True if the next step is the first local one."""
         group = self.param_groups[0]
         return bool(group["steps"] == group["var_freeze_step"] and not group["pending"])
 
     @property
     def compresses(self) -> bool:
-        """Whether gradients are averaged in 1 bit."""
+        """True if gradients are averaged in 1 bit."""
         group = self.param_groups[0]
         return not self.local and (group["steps"] + 1) % group["var_interval"] != 0
 
     @property
     def pending(self) -> bool:
-        """Whether the ranks have stepped apart since the last exchange."""
+        """True if the ranks have stepped apart since the last exchange."""
         return bool(self.param_groups[0]["pending"])
 
     def exchange_by(self, average: Average) -> None:

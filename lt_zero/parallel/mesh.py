@@ -87,7 +87,7 @@ class ParallelSizes:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all ranks are data ranks."""
+        """True if all ranks are data ranks."""
         return self.tensor == self.pipeline == 1
 
     @property
@@ -100,7 +100,7 @@ class ParallelSizes:
         return range(0, self.of_stage, self.tensor)
 
     def data_rank(self, rank: int) -> int:
-        """Which data rank a rank is in."""
+        """Index of the data rank to which ``rank`` belongs."""
         return rank % self.of_stage // self.tensor
 
 
@@ -179,13 +179,13 @@ class ParallelMesh:
         return cut_sharded(module, cut) if self.sizes.tensor > 1 else {}
 
     def _of_stages(self, value: Any) -> list[Any]:
-        """What the first rank of each stage gives. Collective."""
+        """Values of the first ranks of all stages, in order of the stages. Collective."""
         if self.sizes.pipeline == 1:
             return [value]
         return self._world.host_gather(value, "a plan")[:: self.sizes.of_stage]
 
     def arguments(self, module: nn.Module, group: ShardGroup, config: ZeroConfig) -> dict[str, Any]:
-        """Of ``lt_zero.shard``, for a module some of whose parameters are DTensors, or of one stage.
+        """Arguments of ``lt_zero.shard`` for a module that is one stage, or has parameters that are DTensors.
 
         ``group``: all ranks. Collective. Errors are those of ``localize``, ``make_plain`` and ``pipeline_of``.
         """

@@ -1,4 +1,4 @@
-"""Which module is cut how over tensor ranks: what users did, rules of the configuration, or the model's own plan.
+"""The plan by which modules are cut over tensor ranks: the user's cuts, rules of the configuration, the model's plan.
 
 Note [Plans]
     Nothing is guessed. A model that its user has parallelized is left as it is. Otherwise the rules of
@@ -58,7 +58,7 @@ REST = "(all others)"  # row of modules that no pattern matches
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What is done with the modules of one pattern."""
+    """Treatment of the modules of one pattern."""
 
     pattern: str
     style: str
@@ -67,7 +67,7 @@ class PlanRow:
     elements: int  # on a rank; of stages that with the most
 
     def plus(self, other: PlanRow) -> PlanRow:
-        """That of the modules of two stages."""
+        """Row of the same pattern for the modules of two stages."""
         return replace(
             self,
             modules=self.modules + other.modules,
@@ -122,7 +122,7 @@ def _problems(stages: list[tuple[list[Problem], dict[tuple[int, str], Problem], 
 
 
 def planned_parts(module: nn.Module, ranks: int, config: ZeroConfig) -> list[ParamSpec]:
-    """What the first of ``ranks`` tensor ranks has of each parameter that is cut, or that ``parallelize`` would cut.
+    """Parts that the first of ``ranks`` tensor ranks has of parameters that are cut, or that ``parallelize`` would cut.
 
     Nothing is changed, and no process group is needed.
 
@@ -366,7 +366,7 @@ def check_shared(stages: list[dict[str, str]]) -> None:
 
 
 def placements(module: nn.Module, parameters: Collection[Parameter]) -> dict[str, str]:
-    """How each of ``parameters`` of ``module`` is cut, by its name."""
+    """Placement of each of ``parameters`` of ``module``, by its name."""
     named = ((name, p) for name, p in module.named_parameters() if p in parameters)
     return {name: str(p.placements[0]) if isinstance(p, DTensor) else styles.WHOLE for name, p in named}
 

@@ -202,7 +202,7 @@ def _add_module(
 def _kind(
     spec: LayerRule, sub: nn.Linear | nn.Embedding, place: str, rules: PartitionConfig
 ) -> tuple[str, tuple[int, ...], str]:
-    """What a rule does with a module, the sizes of fused outputs, and what is wrong with that."""
+    """Style that a rule gives a module, the sizes of fused outputs, and the text of what is wrong ("": nothing)."""
     if spec.partition_type == "skip":
         return styles.PARTIAL if spec.grad_allreduce else styles.WHOLE, (), ""
     if isinstance(sub, nn.Embedding):
@@ -266,7 +266,7 @@ def _unpaired(plan: ParallelPlan) -> Iterator[Problem]:
 
 
 def _is_near(place: str, top: str) -> bool:
-    """Whether ``place`` is one or two levels below ``top``."""
+    """True if ``place`` is one or two levels below ``top``."""
     inside = place.removeprefix(f"{top}.") if top else place
     return (not top or inside != place) and inside.count(".") < 2
 

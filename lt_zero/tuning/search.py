@@ -37,7 +37,7 @@ class TuningError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of the script gave.
+    """Result of a run of the script.
 
     Attributes:
         seconds: of optimizer steps; () if it failed.
@@ -213,7 +213,7 @@ class Tuner:
     # ---- what fits -----------------------------------------------------------------------------------------------
 
     def _exists(self, candidate: Candidate) -> bool:
-        """Whether it differs from the others: small models have the same buckets at several sizes."""
+        """True if it differs from the others: small models have the same buckets at several sizes."""
         return (candidate.setting, candidate.bucket, False) in self._plans
 
     def _plan(self, candidate: Candidate) -> Plan:
@@ -222,7 +222,7 @@ class Tuner:
 
     @property
     def samples(self) -> int | None:
-        """Of an optimizer step, on all ranks; None: not known."""
+        """Samples of an optimizer step, on all ranks; None: not known."""
         return self.facts.data_ranks * self._micro * self.facts.accumulation if self._micro else None
 
     def need(self, candidate: Candidate) -> int:
@@ -251,7 +251,7 @@ class Tuner:
         return ""
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether it was measured, and has kept to the limit."""
+        """True if it was measured, and kept to the limit."""
         return candidate in self.measured and not self.measured[candidate].problem
 
     def _allowed(self, candidate: Candidate) -> bool:

@@ -1,4 +1,4 @@
-"""What ``lt-zero tune`` can try: candidates, the memory that each needs by its plan, and facts about the script."""
+"""The search space of ``lt-zero tune``: candidates, the memory that each needs by its plan, facts about the script."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Candidate:
         return ", ".join(parts)
 
     def overrides(self, base: ZeroConfig, nvme: str | None = None) -> list[str]:
-        """What changes ``base`` into this candidate, in Hydra's grammar; ``nvme``: folder for offload to files."""
+        """Overrides, in Hydra's grammar, that make ``base`` this candidate; ``nvme``: folder for offload to files."""
         zero, stage, found = base.zero_optimization, self.setting.stage, dict[str, Any]()
         if self.setting != configured(base):
             found[f"{_Z}.stage"] = stage
@@ -110,7 +110,7 @@ def configured(config: ZeroConfig) -> Setting:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the memory planner says of a setting with a bucket size.
+    """Forecast of the memory planner for a setting with a bucket size.
 
     Attributes:
         accumulates: there are several micro-batches per step.
@@ -129,7 +129,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run of the script tells before its first step.
+    """Facts that a run of the script reports before its first step.
 
     Attributes:
         device: type of the device that computes.

@@ -31,7 +31,7 @@ ORDER, FACTS, REPORT = "order.json", "facts.json", "report.json"
 
 @dataclass(frozen=True)
 class Order:
-    """What a trial is asked for.
+    """Task of a trial.
 
     Attributes:
         warmup: optimizer steps before those that are timed; one more comes first.

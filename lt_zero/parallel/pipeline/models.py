@@ -86,7 +86,7 @@ class ModelParts:
         return ties
 
     def key(self, number: int) -> str:
-        """Of the tie that a module is in; empty without one."""
+        """Name of the tie that module ``number`` is in; empty without one."""
         return next((name for name, numbers in self.ties.items() if number in numbers), "")
 
     def keep(self, own: Collection[int], find: Callable[[str], nn.Module]) -> dict[str, nn.Module]:
@@ -213,7 +213,7 @@ class ModelParts:
 
 
 def targets_of(labels: Tensor) -> tuple[Tensor, Tensor, int]:
-    """What the loss of a micro-batch needs: labels, the tokens of the whole batch that count (0D), and its rows.
+    """Inputs of the loss of a micro-batch: labels, tokens of the whole batch that count (0D), rows of the batch.
 
     Micro-batches may have different numbers of tokens. The mean of their losses is then still that over all tokens.
     """
@@ -221,7 +221,7 @@ def targets_of(labels: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 class _Place(nn.Module):
-    """Where a module was in the model; it has the module's attributes."""
+    """Stand-in at a module's place in the model; it has the module's attributes."""
 
     def __init__(self, visit: Callable[..., Any], number: int, module: nn.Module) -> None:
         super().__init__()

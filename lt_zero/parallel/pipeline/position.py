@@ -1,4 +1,4 @@
-"""Where this rank is in pipelines, known before modules are made: a pipeline makes its own layers only."""
+"""The position of this rank in pipelines, known before modules are made: a pipeline makes its own layers only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Position:
         return range(self.rank, self.stages, self.ranks)
 
     def rank_of(self, stage: int) -> int:
-        """Which rank has a stage."""
+        """Rank that has ``stage``."""
         return stage % self.ranks
 
 
@@ -57,7 +57,7 @@ def current() -> Position:
 
 
 def of_first_rank(call: Callable[[], Any]) -> Any:
-    """What a function returns on the first rank of the run; all call it, as it may make modules together. Collective.
+    """Result of ``call`` on the first rank of the run. All ranks call it, as it may make modules together. Collective.
 
     Raises:
         Exception: what it raises; RuntimeError where only other ranks failed.

@@ -61,7 +61,7 @@ Signature = tuple[Any, ...]
 
 @dataclass
 class _Batch:
-    """What stages need of the batch that runs."""
+    """State of the running batch that its stages need."""
 
     inputs: list[Any]  # of the first layer, by micro-batch
     targets: list[Any] | None
@@ -520,7 +520,7 @@ class _Anchored(torch.autograd.Function):
 
 
 class _Received(torch.autograd.Function):
-    """What a stage has received, as a tensor that its first layer may write to, as activations in place do."""
+    """Make a received tensor one that the first layer may write to, as in-place activations do."""
 
     @staticmethod
     def forward(context: Any, leaf: Tensor) -> Tensor:
