@@ -89,7 +89,8 @@ class Agreement:
             RuntimeError: a rank has ended without posting its count.
         """
         if self._requests and self._open:
-            self._post()  # before counting, so that this point may be the one
+            # Posted before this point is counted, so that the requests can be served here already.
+            self._post()
         points, others = self._count
         self._count = (points + 1, 0.0) if trains else (points, others + 1)
         if not self._posted:

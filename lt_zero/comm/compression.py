@@ -93,7 +93,9 @@ def gather_encoded(
 
     def decode() -> None:
         decoding = time.perf_counter()
-        if codes.is_cuda:  # it was allocated on the stream of the launch
+        # ``codes`` was allocated on the stream of the launch. Without a record on the stream that decodes, its memory
+        # could be reused while it is still being read.
+        if codes.is_cuda:
             codes.record_stream(torch.cuda.current_stream(flat.device))
         for part, row in zip(parts, codes.unbind(), strict=True):
             codec.decode_sum([row], part)
@@ -178,7 +180,8 @@ class Compressor:
             else:
                 store(out, total, add, factor)
             dense, peers = flat.nbytes * (1 if residuals.server is None else 2), self._world
-            if self._hierarchical:  # of what is left to send after the sum inside the node
+            # Count what is left to send after the sum inside the node.
+            if self._hierarchical:
                 dense, peers = dense // self._inner, self._nodes
             costs.dense = dense * (peers - 1) // peers
             self.costs.add(costs)
@@ -190,6 +193,7 @@ class Compressor:
     def _launch(self, run: Callable[[], None], launch: Launch) -> Compressed:
         if self._stream is None:
             return Compressed([self._thread.submit(run)], None, self._watch, launch)
+        # The gradients are still being written on the current stream.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
             run()
@@ -206,7 +210,8 @@ class Compressor:
             blocks = flat.view(nodes, inner, -1).transpose(0, 1).reshape(inner, -1)
             if self._inside is not None:
                 parts = self._exchange(blocks.unbind(), [None] * inner, self._inside, self._node, costs).chunk(nodes)
-                costs.sent = 0  # inside the node
+                # Bytes inside the node do not count.
+                costs.sent = 0
             else:
                 start = time.perf_counter()
                 received = _swapped(blocks, self._node)
@@ -258,7 +263,9 @@ class Compressor:
         """Send this rank's sum to all; returns ``factor`` times all sums, in ``out`` if they replace what is there."""
         mine = self._encoded([total], [residual], self._codec, self._everyone, costs)[0]
         start = time.perf_counter()
-        rows = mine.new_empty(self._nodes, mine.numel())  # of the ranks with the same place in their node
+        # First between the ranks that have the same place in their nodes, then inside the node: each sum crosses
+        # between two nodes once.
+        rows = mine.new_empty(self._nodes, mine.numel())
         _gather(rows, mine, self._across)
         rows = rows.unsqueeze(0)
         if self._node is not None:

@@ -223,8 +223,10 @@ class HangDetector:
             state.compare(launch, Launch(*ran))
         elif theirs is not None and channel is not None and channel.launched >= theirs.number:
             mine = channel.find(theirs.number)
-            state.never = mine is not None and not mine.like(theirs)  # otherwise it is on its way
-        elif theirs is not None:  # in a channel of others it waits for these, who find out whether they come
+            # This rank has launched that number, too. If it was the same collective, the other is on its way.
+            state.never = mine is not None and not mine.like(theirs)
+        elif theirs is not None:
+            # In a channel without this rank it waits for other ranks, and they find out if those never come.
             state.never = stuck and channel is not None
         else:
             state.never = stuck and answer["ranks"] is not None and self._ranks[self._rank] in answer["ranks"]

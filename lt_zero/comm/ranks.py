@@ -244,7 +244,8 @@ class Ranks(ProcessLocal):
         labels = [("broadcast", name, numel) for name, numel in tensors]
         mine = zlib.crc32(repr(labels).encode())
         extremes = torch.tensor([mine, -mine])
-        self.host_max(extremes, "broadcasts to come").wait()  # the maximum, and the negative minimum
+        # The result is the maximum and the negative minimum, whose sum is zero if all ranks have the same number.
+        self.host_max(extremes, "broadcasts to come").wait()
         if not extremes.sum():
             self.order.foresee(labels)
 

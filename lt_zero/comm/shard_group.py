@@ -150,7 +150,8 @@ class ShardGroup(Ranks):
         zero = config.zero_optimization
         self.sums_gradients = config.gradient_allreduce_op == "sum"
         self.predivide = None
-        if config.prescale_gradients:  # many files set gradient_predivide_factor=1 beside it
+        # ``prescale_gradients`` comes first: many files set gradient_predivide_factor=1 beside it.
+        if config.prescale_gradients:
             self.predivide = self.divisor
         elif config.gradient_predivide_factor != 1.0:
             self.predivide = config.gradient_predivide_factor
@@ -160,11 +161,13 @@ class ShardGroup(Ranks):
             self._configured = wanted
             if self.rank == 0 and self.process_group is not None and len(self.nodes) > 1:
                 log.info("Collectives over %d nodes: %s.", len(self.nodes), self.topology.why)
-        if len(set(map(len, self._parts))) == 1:  # else some have a model beside this group's, and are not sharded
+        # With parts of different sizes, some ranks have a model beside this group's, and are not sharded.
+        if len(set(map(len, self._parts))) == 1:
             self._share_parameters(zero.secondary_shards(self.size))
         self._tolerate(config.communication.slow_node_tolerance, zero.stage > 0)
         optim = zero.offload_optimizer
-        if optim.device != "none" and optim.overlap_step is True:  # here, where ranks have all groups in one order
+        # This makes process groups. It is done here, where all ranks configure their groups in one order.
+        if optim.device != "none" and optim.overlap_step is True:
             self.allow_background()
 
     def _choose(self, division: int, topology: str | int, scatters: bool) -> None:
@@ -194,7 +197,8 @@ class ShardGroup(Ranks):
         )
         if self.topology.sizes:
             make, node = partial(self._new_group, backend), next(n for n in self.nodes if self.rank in n)
-            nested = whole_nodes(self.nodes) == self.topology.sizes[0]  # the same on all ranks
+            # The same on all ranks, so that all share memory or none do: sharing is collective.
+            nested = whole_nodes(self.nodes) == self.topology.sizes[0]
             arenas = [self._share_memory(node) for _ in range(3)] if nested else []
             shared = [arena for arena in arenas if arena is not None]
             self._transport = Hierarchy(*common, self.watch, self.topology.sizes, make, shared)
@@ -223,7 +227,8 @@ class ShardGroup(Ranks):
         groups = Groups(self.reductions, self.process_group, self.reductions)
         if self._gloo:
             arena = self._share_memory(mesh.row(mesh.replica)) if self.device.type == "cpu" else None
-            arenas = [arena] * 3 if arena is not None else []  # it gathers only, in one thread
+            # One arena serves for all three: this transport only gathers, in one thread.
+            arenas = [arena] * 3 if arena is not None else []
             self._in_node = Hierarchy(mesh, groups, self.device, False, self.watch, [size], new_group, arenas)
         else:
             row = new_group([mesh.row(replica) for replica in range(self.size // size)])
@@ -344,7 +349,7 @@ class ShardGroup(Ranks):
         return self.log.follow(opened, work)
 
     def background_fence(self) -> Work:
-        """Waits until all ranks have written their windows. Called in the background thread."""
+        """Wait, in the background thread, until all ranks have written their windows."""
         if self._arena is None:
             return Done()
         opened = self.log.open("barrier", "background", 0)
@@ -493,7 +498,8 @@ class ShardGroup(Ranks):
     def sum_scalar(self, value: Tensor, name: str) -> Tensor:
         """The sum over the ranks of one replica, on all, of an fp64 tensor, which may be overwritten."""
         if self.mesh.replica > 0:
-            value.zero_()  # so that all get the same bits
+            # All ranks sum the values of one replica. A sum over each replica by itself could differ in its last bits.
+            value.zero_()
         return self.sum_all(value, name)
 
 

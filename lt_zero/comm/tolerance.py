@@ -321,7 +321,8 @@ class TolerantSum:
             total = total.add_(row.data)
         found = Contribution(turn, sum(row.weight for row in rows), total)
         others = [peer for peer in range(self._members) if peer != self._me]
-        for peer in others:  # one sum of a piece at a time: a peer that receives slowly is waited for
+        # One sum of a piece at a time: otherwise sums would pile up here for a peer that receives slowly.
+        for peer in others:
             if (work := self._published.get((peer, flow, piece))) is not None:
                 work.wait()
         with self._changed:
@@ -362,7 +363,8 @@ class TolerantSum:
                 if ends:
                     with self._changed:
                         self._ends[kind, peer] += 1
-                        if self._ends[kind, peer] >= self._runs:  # else this member is in its next run already
+                        # With fewer ends than runs, this member is in its next run, which the thread serves as well.
+                        if self._ends[kind, peer] >= self._runs:
                             del self._threads[kind, peer]
                             return
                     continue
@@ -378,7 +380,8 @@ class TolerantSum:
                 self._received[peer] += 1
                 self._take(peer, flow, piece, what)
             else:
-                while what.turn > self._turns[flow] + 1 and self._running:  # the peer is ahead: let it wait
+                # A peer that is ahead waits, as nothing more of it is received meanwhile.
+                while what.turn > self._turns[flow] + 1 and self._running:
                     self._changed.wait(1.0)
                 arrivals = [Arrival(bool(present), share) for present, share in header[_HEADER:].view(-1, 2).tolist()]
                 self._sums[flow, what.turn, piece] = what, arrivals
@@ -500,7 +503,8 @@ def _seconds(groups: Sequence[Group]) -> list[float]:
     following, before = (me + 1) % members, (me - 1) % members
     received, times = torch.empty(_PROBE, dtype=torch.uint8), [0.0]
     sent = torch.zeros_like(received)
-    for senders in range(2):  # neighbours one after the other: what one sends delays what the other is acknowledged
+    # Neighbours send one after the other: what one sends would delay the acknowledgements for the other.
+    for senders in range(2):
         dist.barrier(groups[0])
         works = [dist.isend(sent, peers[following], groups[0]) for _ in range(_PROBES if me % 2 == senders else 0)]
         for _ in range(_PROBES if before % 2 == senders else 0):

@@ -118,9 +118,12 @@ class Transport:
         if not self._scatters:
             work = dist.all_reduce(flat, group=groups.everyone, async_op=True)
         else:
-            work = self._reduce_scatter(mine, flat, group=groups.reductions, async_op=True)  # in place
+            # In place: the output is this rank's shard of the input.
+            work = self._reduce_scatter(mine, flat, group=groups.reductions, async_op=True)
             if groups.across is not None:
-                with torch.cuda.stream(self._side):  # waits for the first without stopping the computation
+                # The sum over replicas needs the result of the first. Waiting on a stream of its own orders the two
+                # without stopping the computation, as a wait on the current stream would.
+                with torch.cuda.stream(self._side):
                     work.wait()
                     work = dist.all_reduce(mine, group=groups.across, async_op=True)
         return All([work], lambda: store(out, mine, add, factor))
@@ -236,7 +239,9 @@ class Windows(Gloo):
             if world <= _ALL_SUM_ALL:
                 self._arena.sum(flat, 0, out, add, factor)
                 return
-            part = flat.numel() // world  # its rank alone reads it on this rank until the barrier
+            # Each rank sums one part and writes the sum over its own copy of that part. No peer reads that copy before
+            # the barrier, as each reads only the part that it sums itself.
+            part = flat.numel() // world
             self._arena.sum(flat, rank * part, flat.narrow(0, rank * part, part), False, factor)
             self._watch.wait(Barrier(self._arena, REDUCTIONS), launch)
             self._arena.gather(flat, flat, self._ranks)
@@ -347,7 +352,8 @@ class SendBuffers:
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A reusable buffer for the life of a run, in shared memory if possible, and its scratch."""
         arena = self._transport.sends_from() if self._transport is not None else None
-        if arena is not None:  # peers read it in place
+        # Peers read a window in place, so the reduction needs no scratch.
+        if arena is not None:
             return arena.allocate(numel, dtype), flat_empty(0, dtype, self._device)
         return flat_empty(numel, dtype, self._device), self._scratch(numel, dtype)
 

@@ -130,14 +130,17 @@ class World(Ranks):
     def _destroy_unused(self) -> None:
         """Destroy the groups of worlds that are gone on all ranks: those of NCCL hold 100s of MB. Collective."""
         weakref.finalize(self, _unused.append, self.process_groups).atexit = False
-        _unused[:] = [groups for groups in _unused if exists(groups[0])]  # others ended with their default group
+        # Groups that no longer exist ended with their default group.
+        _unused[:] = [groups for groups in _unused if exists(groups[0])]
         named = {tuple(group.group_name for group in groups): groups for groups in list(_unused)}
         everywhere = self.host_gather(list(named), "unused groups")
-        for names in everywhere[0]:  # in the same order on all ranks, as NCCL may wait for the others
+        # All ranks destroy in rank 0's order: NCCL may wait for the others in each, so different orders could deadlock.
+        for names in everywhere[0]:
             if all(names in of_rank for of_rank in everywhere):
                 _unused.remove(named[names])
                 for group in reversed(named[names]):
-                    with suppress(ValueError):  # the default group, and all with it, was destroyed since
+                    # The default group, and all groups with it, may have been destroyed since.
+                    with suppress(ValueError):
                         dist.destroy_process_group(group)
 
     # ---- sets of ranks -------------------------------------------------------------------------------------------
