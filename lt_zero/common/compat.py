@@ -197,7 +197,8 @@ def wrapper_tensor(
 ) -> Any:
     """A tensor of a subclass with shape, dtype and device, but no memory."""
     device = device or torch.device("cpu")
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # entering it is slow
+    # The mode is left only where it is on, because entering a context of it is slow.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
 
 

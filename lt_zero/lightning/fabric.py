@@ -312,7 +312,8 @@ class FabricZeroStrategy(DDPStrategy):
         """Step, unless the gradients overflowed; clipped to ``gradient_clipping``. Returns what the closure does."""
         output, closure = None, kwargs.pop("closure", None)
         self.session.before_step()
-        if closure is not None:  # before the step, which works on shards
+        # The closure computes gradients of whole parameters, so it runs before the step, which works on shards.
+        if closure is not None:
             with torch.enable_grad():
                 output = closure()
         sharded, limit = self._sharded(optimizer), float(self.config.gradient_clipping or 0.0)
@@ -545,7 +546,8 @@ class FabricZeroStrategy(DDPStrategy):
         self, path: str, state: nn.Module | Optimizer | dict[str, Any] | None, strict: bool, weights_only: bool | None
     ) -> dict[str, Any]:
         world = self._reading
-        self.session.saver.wait(world)  # it may be the one being written
+        # The checkpoint may be the one that is being written in the background.
+        self.session.saver.wait(world)
         opened, of_items = load_same(world, path, partial(self._opened, path, weights_only))
         saved = opened.saved
         if not state:

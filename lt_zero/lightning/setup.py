@@ -156,7 +156,8 @@ def find_engine(
     """
     owners = {id(e): e for e in map(owner_of, module.parameters()) if isinstance(e, Engine) and e.attached}
     if last is not None and last.attached and last.root is module:
-        owners[id(last)] = last  # all of its parameters may have been replaced
+        # If all of its parameters were replaced, no parameter leads to it.
+        owners[id(last)] = last
     for engine in owners.values():
         if engine.world is not world:
             _check_end(engine.world, world)

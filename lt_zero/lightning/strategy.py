@@ -393,12 +393,14 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        self._reset_optimizers_and_schedulers()  # those of an earlier run refer to freed fragments
+        # Optimizers of an earlier run refer to fragments that were freed.
+        self._reset_optimizers_and_schedulers()
         of_ranks = partial(self.session.peers.ask_all, name="parameters to train")
         self._reconciler.lend_optimizers(trainer.lightning_module, of_ranks)
         with set_up.naming_idle_stage(self._module, self.session.peers):
             super().setup_optimizers(trainer)
-        self._reconciler.take_back()  # copies of the module made during training must not contain the replacement
+        # Copies of the module that are made during training must not contain the replaced method.
+        self._reconciler.take_back()
         set_up.shard_optimizers(self.run, trainer, self.lr_scheduler_configs)
 
     @override
@@ -567,7 +569,8 @@ class ZeroStrategy(DDPStrategy):
             self.run.refuse_parent("the optimizer states")
         if self.world is not None:
             self.world.roll_call("Strategy.save_checkpoint")
-        path = str(self.broadcast(filepath))  # ranks may have computed different paths
+        # Ranks may have computed different paths, for example with a time in the name; rank 0's is used.
+        path = str(self.broadcast(filepath))
         self.checkpoints.save(self.run, checkpoint, path, storage_options)
 
     @override
@@ -615,7 +618,8 @@ class ZeroStrategy(DDPStrategy):
             uninstall(engine)
         self.checkpoints.close(self.run, clean)
         if engine is not None and clean and self._start_method != "popen":
-            restore_whole(engine, join=True)  # the launcher sends rank 0's state dict to the parent process
+            # The launcher sends rank 0's state dict to the parent process, so it must be whole.
+            restore_whole(engine, join=True)
         fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if engine is not None and module is not None and fitted and self._layer_sync:
             self._layer_sync.revert(module)

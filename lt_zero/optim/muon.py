@@ -216,7 +216,8 @@ def _by_gram(matrix: Tensor, steps: int) -> Tensor:
         step.diagonal().add_(_A)
         product = step if product is None else step @ product
         if number + 1 not in (steps, _RESTART):
-            gram = step @ gram @ step  # valid as both are symmetric and commute
+            # Valid because both are symmetric and commute: ``step`` is a polynomial of ``gram``.
+            gram = step @ gram @ step
     if product is not None:
         x = product @ x
     return x.T if tall else x

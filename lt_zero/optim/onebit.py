@@ -235,7 +235,8 @@ class OneBitLamb(OneBitOptimizer, Lamb):
     def _update_momentum(self, parameter: Tensor, group: dict[str, Any], averaged: bool) -> Tensor:
         """Returns the squared norms of the update without and with decay, and the largest quotient (fp64)."""
         state, (beta1, beta2), eps = self.state[parameter], group["betas"], group["eps"]
-        if not state:  # its first gradient: its second moment stays zero
+        # A parameter whose first gradient comes after the freeze: its second moment stays zero.
+        if not state:
             for moment in ("exp_avg", "exp_avg_sq"):
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["lamb_coeff_freeze"] = torch.zeros((), device=parameter.device)

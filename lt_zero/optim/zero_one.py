@@ -162,7 +162,8 @@ class ZeroOneAdam(ExchangingOptimizer):
         state = self.state[parameter]
         if _CHANGE not in state:
             state[_CHANGE], state[_EXCHANGED] = torch.zeros_like(parameter), parameter.detach().clone()
-        elif not group["pending"]:  # weights may have been edited since the last exchange
+        # Weights may have been edited since the last exchange, so the first local step after it starts from them anew.
+        elif not group["pending"]:
             state[_EXCHANGED].copy_(parameter)
         change = state[_CHANGE].add_(update, alpha=-float(group["lr"]))
         torch.add(state[_EXCHANGED], change, out=parameter)

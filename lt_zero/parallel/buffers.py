@@ -38,7 +38,8 @@ class _InForward:
         for name, (plain, shown, version) in self._shown.items():
             now = getattr(module, name)
             if now is shown:
-                if shown._version != version:  # operations on a DTensor do not count for its local tensor
+                # A write to a DTensor does not count as one to its local tensor, so the version is raised here.
+                if shown._version != version:
                     increment_version(plain)
                 setattr(module, name, plain)
             elif isinstance(now, DTensor):

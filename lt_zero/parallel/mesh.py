@@ -193,7 +193,8 @@ class ParallelMesh:
         if self.peers is not None:
             given["group"] = self.peers
             self._share(set(pipeline.shared.values()) if pipeline is not None else set())
-        for each in (group, self.peers, self._cut, *self._shared.values()):  # on all ranks, whatever they have of them
+        # ``configure`` is collective, so all ranks call it for every group, whatever parameters they have in it.
+        for each in (group, self.peers, self._cut, *self._shared.values()):
             if each is not None:
                 each.configure(config)
         if self.sizes.tensor > 1:
@@ -303,5 +304,6 @@ def _warn_of_traffic(engine: Engine, config: ZeroConfig) -> None:
 
 def _compare(engine: weakref.ref[Engine], first: FirstGradients) -> None:
     known = engine()
-    if known is not None and known.backwards > 0:  # a failed backward of this rank is not counted
+    # A backward that failed on this rank is not counted.
+    if known is not None and known.backwards > 0:
         first.compare()

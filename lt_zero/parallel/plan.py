@@ -186,7 +186,8 @@ def _apply(plan: ParallelPlan, mesh: DeviceMesh) -> None:
             buffers = list(each.module.named_buffers())
             frozen = [name for name, p in each.module.named_parameters() if not p.requires_grad]
             parallelize_module(each.module, mesh, style)
-            for name in frozen:  # torch's parameters are new ones, which are trained
+            # torch has replaced the parameters by new ones that require gradients.
+            for name in frozen:
                 each.module.get_parameter(name).requires_grad_(False)
             # torch makes them DTensors, which the engine cannot send. Numbers may be plain in operations on DTensors.
             for name, buffer in buffers:
@@ -327,7 +328,8 @@ def keeping_ties(module: nn.Module) -> Iterator[None]:
                 "along the same axis, or none of them; or untie them before."
             )
         if first.is_meta or is_guarded(first) or all(torch.equal(first.to_local(), other.to_local()) for other in rest):
-            _tie_again([places])  # otherwise the user has changed one
+            # With different values the user has changed one of them, and the tie is not made again.
+            _tie_again([places])
 
 
 def _warn_of_lost_ties(module: nn.Module) -> None:

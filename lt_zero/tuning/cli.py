@@ -252,7 +252,8 @@ class Runs:
         finally:
             for process in processes:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # also ranks and workers that it has started
+                    # The group includes ranks and workers that the process has started.
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return "", next((process.returncode for process in processes if process.returncode), 0)
 

@@ -242,7 +242,8 @@ class Pipeline(nn.Module):
                 self._functions[number] = self._tied(spec)
             elif number in own and not isinstance(spec, (LayerSpec, nn.Module)):
                 self._functions[number] = spec
-        self._specs = []  # they may hold modules of other stages
+        # Specs may hold modules of other stages, whose memory would stay allocated.
+        self._specs = []
 
     def _make(self, number: int, spec: LayerSpec, here: bool) -> nn.Module | None:
         """Layer ``number``; None if this rank neither has it nor draws its values."""

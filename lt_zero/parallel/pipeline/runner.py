@@ -428,7 +428,8 @@ class _Stage(PipelineStage):
     def _named(self, ops: list[Any], number: int, source: int, step: int) -> list[Any]:
         transfers, what = self._runner.transfers, "outputs" if step > 0 else "gradients"
         for op in ops:
-            op.tensor = op.tensor.contiguous()  # of what is sent: the layers' outputs and gradients may be views
+            # Outputs of layers, and their gradients, may be views that are not contiguous, as sends need them.
+            op.tensor = op.tensor.contiguous()
         if transfers is None:
             return ops
         name = f"{what} of micro-batch {number} from stage {source} to stage {source + step}"
@@ -444,7 +445,8 @@ def _keeping_buffers(root: nn.Module) -> Iterator[None]:
         yield
     finally:
         for table, buffers in tables:
-            table.update(buffers)  # a forward may assign others
+            # A forward may have assigned other tensors to the names of buffers.
+            table.update(buffers)
         with torch.no_grad():
             for buffer, before in values:
                 buffer.copy_(before)
