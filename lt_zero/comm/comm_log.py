@@ -222,7 +222,7 @@ class CommLog(Unlogged):
             self._sums[key] = new
 
     def records(self, wait: bool = True) -> list[CommRecord]:
-        """By operation, larger messages first.
+        """Records of all collectives, by operation, larger messages first.
 
         Args:
             wait: for the GPU. False after an error: the GPU may wait for a rank that has ended, so only collectives
@@ -239,7 +239,7 @@ class CommLog(Unlogged):
 
 
 def comm_table(records: Iterable[CommRecord], rank: int = 0) -> Table:
-    """For rich; bandwidths in GB/s (1e9 bytes), times in ms."""
+    """Table of ``records`` for rich; bandwidths in GB/s (1e9 bytes), times in ms."""
     records = list(records)
     table = Table(title=f"Collectives of rank {rank}", title_justify="left")
     named = any(record.name for record in records)

@@ -77,7 +77,7 @@ class Compressed(All):
 def gather_encoded(
     flat: Tensor, mesh: Mesh, codec: Codec, gather: Callable[[Tensor], Work], own: Tensor | None = None
 ) -> Compressed:
-    """Fill ``flat`` (1D) with what is decoded of the ranks' encoded shards, the own one too, which is in place already.
+    """Fill ``flat`` (1D) with the decoded shards of all ranks, the own one too. This rank's shard is in place already.
 
     ``gather``: starts an all-gather of bytes (1D, one equal part per shard), of which the own part is in place.
     ``own``: this rank's encoded shard, which is not in place then.
@@ -107,7 +107,7 @@ def gather_encoded(
 
 
 class _Event:
-    """The end of what was launched on a stream."""
+    """End of the work that was launched on a stream so far."""
 
     def __init__(self, stream: Any) -> None:
         self._event = torch.cuda.Event()

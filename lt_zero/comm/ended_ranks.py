@@ -217,7 +217,7 @@ class EndedRanks:
             return found
 
     def _concerned(self, ranks: set[int] | None) -> tuple[int, End] | None:
-        """The first of the errors that have been read which ends what this rank is in."""
+        """The first known error that ends a run or an operation of this rank."""
         for rank, end in self._errors.items():
             if (ranks is None or rank in ranks) and end.concerns(self.scopes):
                 now = self.of(rank)  # one that runs again has taken it back
@@ -247,7 +247,7 @@ class EndedRanks:
         return [rank for rank in range(self._world) if rank != self._rank and self.has_ended(rank)]
 
     def first_cause(self, ended: list[int]) -> str:
-        """Why ranks have ended: the error of one, the cause that one passes on, or that they have told none."""
+        """Reason why ranks have ended: the error of one, the cause that one passes on, or that they have told none."""
         silent, over, causes = list[int](), list[int](), list[str]()
         for rank in ended[:_MANY]:
             try:
@@ -281,7 +281,7 @@ class EndedRanks:
         )
 
     def _of_gone_hosts(self, ended: list[int]) -> list[int]:
-        """Those of the ``ended`` ranks whose whole host has ended: the others may have ended because of them."""
+        """Ranks of ``ended`` on hosts where all ranks have ended: the others may have ended because of them."""
         alive = {host for rank, host in enumerate(self.hosts) if rank not in ended}
         return [rank for rank in ended if self.hosts and self.hosts[rank] not in alive]
 

@@ -283,7 +283,7 @@ class HangDetector:
         return self._end
 
     def cause(self) -> str | None:
-        """Why a collective failed: the verdict, or the end of a rank; None if neither is known."""
+        """Reason why a collective failed: the verdict, or the end of a rank; None if neither is known."""
         if self._end is not None:
             return self._end
         with contextlib.suppress(dist.DistError):
@@ -303,7 +303,7 @@ class HangDetector:
         return self._end
 
     def _told(self) -> str | None:
-        """Why a rank has ended; None if none has."""
+        """Reason why a rank has ended; None if none has."""
         if ended := self.ends.ended():
             return self.ends.first_cause(ended)
         with contextlib.suppress(dist.DistError):  # the process that serves the store has ended
@@ -353,7 +353,7 @@ class HangDetector:
                     time.sleep(self._patience.poll / 20)
 
     def go_on(self) -> None:
-        """This rank told of an error and launches a collective: what is over has not ended it."""
+        """Take back an error of this rank that is over: it has caught the error, and launches a collective."""
         with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
             self._end = None if self.ends.go_on() else self._end
 
@@ -461,7 +461,7 @@ class _Reporter:
             _close_all(self._groups_of(frame))
 
     def _groups_of(self, frame: FrameType) -> list[dist.ProcessGroup]:
-        """The groups of others, in one of which ``frame`` still waits.
+        """Process groups of other packages; ``frame`` still waits in one of them.
 
         No more than these: a script that goes on after the error makes its next groups over the default one.
         """
@@ -478,7 +478,7 @@ class _Reporter:
         return process_groups()  # the user's: the call does not tell in which it is
 
     def _needs(self, frame: FrameType) -> list[int] | None:
-        """The global ranks of the collective of others in which this frame waits; None if it waits in none."""
+        """Global ranks of another package's collective in which this frame waits; None if it waits in none."""
         return _collective_of(frame) or (self.layers if _in_layer(frame) else None) or None
 
     def _frame(self) -> FrameType | None:

@@ -150,7 +150,7 @@ class _Staging:
         self._arena, self._window = arena, torch.empty(0, dtype=torch.uint8)
 
     def gather(self, blocks: Tensor, ranks: Sequence[int], group: Group) -> None:
-        """Fill ``blocks`` ([blocks, ranks, elements]) with what each of the ``ranks`` has of its own in each block."""
+        """Fill ``blocks`` ([blocks, ranks, elements]): row i of each block comes from rank i of ``ranks``."""
         nbytes = blocks[:, 0].numel() * blocks.itemsize
         # A smaller window stays allocated after a larger one replaces it. Buckets have few sizes, so that is little.
         if self._window.numel() < nbytes:

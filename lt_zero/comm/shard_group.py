@@ -117,7 +117,7 @@ class ShardGroup(Ranks):
         return f"ranks {parts}{more}, divisor {self.divisor:g}, norm_share {self.norm_share:g}"
 
     def _connect(self, gathers: dist.ProcessGroup, everyone: bool) -> None:
-        """Make what the collectives of this group need besides the process group for gathers."""
+        """Make the process groups and shared memory of this group, besides the process group for gathers."""
         world, order, backend = self.world, self.order, dist.get_backend(gathers)
         self.reductions = gathers if one_queue() else world.new_group(None, self._parts, closes=True)
         if not everyone:
@@ -138,7 +138,7 @@ class ShardGroup(Ranks):
         return self.world.new_group(backend, [ranks for ranks in wanted if ranks], timeout)
 
     def _share_memory(self, ranks: Sequence[int]) -> SharedArena | None:
-        """Windows that ``ranks`` of the group, of which this is one, read; None if some cannot. Collective."""
+        """Windows for ``ranks`` of the group, this one among them; None if some cannot share memory. Collective."""
         return self.world.share_memory([self.ranks[rank] for rank in ranks])
 
     def configure(self, config: ZeroConfig) -> None:
@@ -335,7 +335,7 @@ class ShardGroup(Ranks):
         return self._gloo or self.process_group is None
 
     def background_gather(self, flat: Tensor, codec: Codec | None = None) -> Work:
-        """After a background step: fill ``flat`` as ``all_gather`` does, or with ``codec`` as ``all_gather_encoded``.
+        """Fill ``flat`` after a background step, as ``all_gather``, or with ``codec`` as ``all_gather_encoded``, does.
 
         In the same order on all ranks.
 
@@ -400,12 +400,12 @@ class ShardGroup(Ranks):
         return self.process_group is not None and self._sums.sends_from() is not None
 
     def before_write(self) -> None:
-        """Before writing to a tensor from ``allocate``: wait until no rank reads it."""
+        """Wait until no rank reads a tensor from ``allocate``. Call it before writing to one."""
         if self._read:
             self.fence()
 
     def after_write(self) -> None:
-        """After writing to a tensor from ``allocate``: the next reader waits until all ranks have written."""
+        """Let the next reader wait until all have written. Call it after writing to a tensor from ``allocate``."""
         self._written = self._arena is not None
 
     def fence(self) -> None:
@@ -433,7 +433,7 @@ class ShardGroup(Ranks):
         return self.log.follow(opened, self._transport.all_gather(flat, own, launch))
 
     def all_gather_encoded(self, flat: Tensor, name: str, codec: Codec, own: Tensor | None = None) -> Work:
-        """``all_gather`` of encoded shards: all ranks, the owner too, get what is decoded.
+        """``all_gather`` of encoded shards: all ranks, the owner too, get the decoded values.
 
         Where ranks share memory, codes are sent between processes all the same. ``own``: this rank's shard, encoded.
         """

@@ -280,7 +280,7 @@ class TolerantSum:
                 self._fail(error)
 
     def _due(self, key: tuple[int, int], opened: _OpenSum, now: float) -> float:
-        """When the sum may be closed, as far as is known now."""
+        """Time at which the sum may be closed, as far as is known now."""
         missing = set(range(self._members)) - opened.parts.keys()
         if (
             key[0] >= len(self._flows)
@@ -294,7 +294,7 @@ class TolerantSum:
         return opened.enough + self._limit(key[0], opened)
 
     def _limit(self, flow: int, opened: _OpenSum) -> float:
-        """Seconds that a contribution may take: twice those on a usual link, and what ranks differ anyway."""
+        """Seconds that a contribution may take: twice its time on a usual link, and the usual lag of a rank."""
         nbytes = self._flows[flow].numel * self._flows[flow].dtype.itemsize
         return 2 * nbytes / self._rate + max(0.05, opened.lasted / 10)
 
@@ -484,7 +484,7 @@ class TolerantSum:
                 opened.begin(opened.turn)
 
     def _take_over(self, flow: _Flow) -> None:
-        """Let a flow carry what was restored for it. A piece has one weight, its largest count: padding has none."""
+        """Let a flow carry its restored contributions. A piece has one weight, its largest count: padding has none."""
         rows, counts = self._restored.pop(flow.name, (None, None))
         if rows is None or counts is None:
             return

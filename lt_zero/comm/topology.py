@@ -80,7 +80,7 @@ def choose(wanted: str | int, mesh: Mesh, nodes: list[list[int]], transport: str
 
 
 def _needs_no_nodes(mesh: Mesh, nodes: list[list[int]]) -> str:
-    """Why nothing is gained by nodes; "" if there is."""
+    """Reason why a dimension of nodes gains nothing; "" if it does."""
     if len(nodes) == 1:
         return "there is one node"
     if len(nodes) == mesh.world:
@@ -93,7 +93,7 @@ def _inside(mesh: Mesh, nodes: list[list[int]]) -> bool:
 
 
 def _cannot_use_nodes(mesh: Mesh, nodes: list[list[int]]) -> str:
-    """Why a shard group has no dimension of nodes; "" if it has."""
+    """Reason why a shard group cannot have a dimension of nodes; "" if it can."""
     size = len(nodes[0])
     if any(len(node) != size for node in nodes):
         return f"nodes have different numbers of ranks ({', '.join(str(len(node)) for node in nodes)})"

@@ -251,7 +251,7 @@ class Windows(Gloo):
 
 
 def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Group) -> None:
-    """Send tensors to ranks of a gloo ``group``, and fill others from them; what a rank has for itself is left out.
+    """Send tensors to ranks of a gloo ``group``, and fill others from them. A rank's tensors for itself are left out.
 
     Args:
         sends, receives: (global rank, contiguous tensor); those of two ranks are matched in their order.

@@ -187,7 +187,7 @@ class World(Ranks):
         return PointToPoint(group, self.process_group, self.watch)
 
     def order_of(self, ranks: Sequence[int]) -> LaunchOrder:
-        """The order of launches of some of the ranks, of which this is one; new unless it is that of all."""
+        """Order of launches for ``ranks``, this one among them: the run's own for all ranks, else a new one."""
         if len(ranks) == self.size:
             return self.order
         order = LaunchOrder(self.watch, ranks, f"{zlib.crc32(repr(list(ranks)).encode()):08x}")
@@ -195,7 +195,7 @@ class World(Ranks):
         return order
 
     def share_memory(self, ranks: Sequence[int]) -> SharedArena | None:
-        """Windows that ``ranks``, of which this is one, read; None if some cannot, on any host. Collective."""
+        """Windows for ``ranks``, this one among them; None if ranks on any host cannot share memory. Collective."""
         arena = SharedArena(self.timeout) if supported() else None
         addresses = self.host_gather(arena.address() if arena else None, "shared memory")
         connects = arena is not None and arena.connect(self.rank, addresses, ranks)
@@ -274,7 +274,7 @@ class World(Ranks):
         return self.detector is not None and self.detector.explain(error)
 
     def post_error(self, error: BaseException) -> None:
-        """Before an error ends the run on this rank: explain it, or tell the ranks that fail because of it."""
+        """Explain an error that ends the run on this rank, or tell the ranks that fail because of it."""
         if self.detector is not None and not self.detector.explain(error):
             self.detector.ends.tell(True, summary(error))
 

@@ -423,7 +423,7 @@ def parse_yaml(text: str, name: str) -> Document:
 
 
 class _Nodes:
-    """From PyYAML's nodes to values; errors are collected as far as the tree makes sense.
+    """Conversion of PyYAML's nodes to values; errors are collected as far as the tree makes sense.
 
     Making the values here, instead of letting PyYAML construct objects, is what refuses tags of Python and keys that
     are not text, and what finds keys that stand twice.

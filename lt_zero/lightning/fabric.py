@@ -268,7 +268,7 @@ class FabricZeroStrategy(DDPStrategy):
 
     @property
     def engines(self) -> list[Engine]:
-        """One for each module, in the order in which they were set up."""
+        """Engines, one for each module, in the order in which they were set up."""
         return self.session.engines
 
     def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
@@ -330,7 +330,7 @@ class FabricZeroStrategy(DDPStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Returns the norm (0D) before clipping. A step that is skipped for overflow is no error. Collective.
+        """Clip, and return the norm (0D) from before. A step that is skipped for overflow is no error. Collective.
 
         Raises:
             RuntimeError: the norm is not finite, and ``error_if_nonfinite``.

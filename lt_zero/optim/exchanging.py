@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 
 class ExchangingOptimizer(Optimizer):
-    """An optimizer that needs an exchange of its own on several ranks, for which these are prepared.
+    """An optimizer that needs an exchange of its own on several ranks, which are prepared for it.
 
     Attributes:
         prepared_at: the stages at which they can be, for messages.

@@ -233,7 +233,7 @@ class OneBitLamb(OneBitOptimizer, Lamb):
         return rates
 
     def _update_momentum(self, parameter: Tensor, group: dict[str, Any], averaged: bool) -> Tensor:
-        """Returns the squared norms of the update without and with decay, and the largest quotient (fp64)."""
+        """Update moments; returns squared norms of the update without and with decay, and the largest ratio (fp64)."""
         state, (beta1, beta2), eps = self.state[parameter], group["betas"], group["eps"]
         # A parameter whose first gradient comes after the freeze: its second moment stays zero.
         if not state:

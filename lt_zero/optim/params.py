@@ -79,7 +79,7 @@ Flag = Annotated[bool, Field(strict=True, description="true or false")]
 
 
 def only(position: bool, remedy: str) -> Any:
-    """A switch of which only one position is supported."""
+    """Type of a switch that supports one position only."""
 
     def check(value: bool) -> bool:
         if value is not position:

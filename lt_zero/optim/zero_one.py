@@ -106,7 +106,7 @@ class ZeroOneAdam(ExchangingOptimizer):
         return bool(self.param_groups[0]["pending"])
 
     def exchange_by(self, average: Average) -> None:
-        """Average what the ranks have changed by this collective function; without one, this is a single rank."""
+        """Set the collective function that averages the changes of the ranks; without one, this is a single rank."""
         self._average = average
 
     # ---- steps ---------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class ZeroOneAdam(ExchangingOptimizer):
         torch.add(state[_EXCHANGED], change, out=parameter)
 
     def _exchange(self) -> None:
-        """Average what ranks have changed since the last exchange."""
+        """Average the changes of the ranks since the last exchange."""
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
 
         def root(parameter: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class ZeroOneAdam(ExchangingOptimizer):
 
 
 def _lengthen(group: dict[str, Any], local: bool) -> None:
-    """After a step: double the distance between updates of the variance, or between exchanges, when it is time."""
+    """Double the distance between updates of the variance, or between exchanges, if it is time. Called after a step."""
     if local:
         group["local_step_counter"] += 1
         if group["local_step_counter"] == group["local_step_scaler"]:

@@ -45,7 +45,7 @@ class LocalTensor(DTensor):
 
 
 class LocalParameter(LocalTensor):
-    """A parameter that is a DTensor, of which the engine has the local tensor."""
+    """A parameter that is a DTensor; the engine has its local tensor."""
 
     def _copied(self) -> Any:
         return Parameter(self._read(copied, {}), self.requires_grad)
@@ -77,7 +77,7 @@ class LocalParameter(LocalTensor):
         return made
 
     def storage_offset(self) -> int:
-        """That of the local tensor, by which torch.compile describes a DTensor that it makes from one."""
+        """Offset of the local tensor, by which torch.compile describes a DTensor that it makes from one."""
         return int(local_tensor(self).storage_offset())
 
     def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:

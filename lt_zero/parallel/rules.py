@@ -26,7 +26,7 @@ SPECS, PRESET, SIZE = (
 
 @dataclass(frozen=True)
 class Assignment:
-    """A module and what is done with it.
+    """A module and the way in which it is cut.
 
     Attributes:
         place: its full name; ``name`` is that without wrappers.
@@ -82,7 +82,7 @@ def generic(name: str) -> str:
 
 
 def _unfit(each: Assignment) -> str:
-    """Why the module cannot be cut in this way; empty if it can."""
+    """Reason why the module cannot be cut in this way; empty if it can."""
     module, name = each.module, each.name
     if styles.cut_axis(each.kind) is None:
         return ""
@@ -371,7 +371,7 @@ def _add_plan(
     anywhere: bool = False,
     skip: frozenset[int] | set[int] = frozenset(),
 ) -> None:
-    """Add what a plan of transformers says.
+    """Add the assignments of a plan of transformers.
 
     Args:
         names: styles by names of modules, with * for numbers.

@@ -77,7 +77,7 @@ class Measured:
 
     @property
     def spread(self) -> float:
-        """By how much its second fastest run was slower, as a share."""
+        """Share by which its second fastest run was slower."""
         fastest, *others = sorted(map(median, self.runs))
         return others[0] / fastest - 1 if others else 0.0
 
@@ -161,7 +161,7 @@ class Tuner:
             self._note(self.origin, first)
 
     def _coordinates(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """The values of each coordinate; the first one is what the script has."""
+        """The values of each coordinate; the first one is the script's."""
         facts = self.facts
         found = dict.fromkeys([self.origin.setting, *(plan.setting for plan in facts.plans)])
         yield "setting", [{"setting": setting} for setting in found]
@@ -173,7 +173,7 @@ class Tuner:
         yield "bucket", [{"bucket": bucket} for bucket in dict.fromkeys([None, *(plan.bucket for plan in facts.plans)])]
 
     def _micros(self) -> list[tuple[int | None, int | None]]:
-        """(micro-batch, accumulation): what the script has, and about half and twice the micro-batch."""
+        """Pairs (micro-batch, accumulation): the script's, and those of about half and twice the micro-batch."""
         found: list[tuple[int | None, int | None]] = [(None, None)]
         in_loader = self.facts.layers > 0 and not self.facts.loop  # a pipeline cuts its batch: ``_counts``
         if not self._micro or not self._batches or in_loader:
@@ -226,7 +226,7 @@ class Tuner:
         return self.facts.data_ranks * self._micro * self.facts.accumulation if self._micro else None
 
     def need(self, candidate: Candidate) -> int:
-        """Bytes that a rank needs at least: by the plan, and with what was measured of the script as it is."""
+        """Bytes that a rank needs at least: by the plan, and by the measurement of the script as it is."""
         plan, share = self._plan(candidate), 0.0 if candidate.checkpointing == "full" else 1.0
         share *= candidate.micro / self._micro if candidate.micro and self._micro else 1.0
         share *= self._kept(candidate)
@@ -242,7 +242,7 @@ class Tuner:
         return of_size * kept(self.base, candidate.schedule, count) / kept(self.base)
 
     def refuse(self, candidate: Candidate) -> str:
-        """Why a candidate is not run; "" if it is."""
+        """Reason why a candidate is not run; "" if it is."""
         plan = self._plan(candidate)
         if plan.problem:
             return plan.problem

@@ -183,7 +183,7 @@ def written(config: ZeroConfig) -> dict[str, Any]:
 
 
 def unrepeated(engine: Engine, config: ZeroConfig) -> str:
-    """Why no activations of the model can be checkpointed; "" if they can. Collective if stages have other modules."""
+    """Reason that no activations can be checkpointed; "" if they can. Collective if stages have other modules."""
     mode, problem = config.activation_checkpointing.mode, ""
     block = config.activation_checkpointing.model_copy(update={"mode": "full" if mode == "none" else mode})
     try:

@@ -182,7 +182,7 @@ class ZeroOptimization(Block):
     )
 
     def shards(self, world: int) -> int:
-        """Into how many parts ``world`` ranks cut what is sharded.
+        """Number of shards that ``world`` ranks cut tensors into.
 
         Raises:
             ConfigError: ``mics_shard_size`` does not divide ``world``.

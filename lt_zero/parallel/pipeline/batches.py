@@ -31,7 +31,7 @@ class Form(NamedTuple):
 
 
 def forms_of(value: Any) -> tuple[Form, ...]:
-    """Those of all tensors in ``value``."""
+    """Forms of all tensors in ``value``."""
     return tuple(Form.of(tensor) for tensor in iter_tensors(value))
 
 

@@ -139,7 +139,7 @@ class ModelParts:
 
     @torch.no_grad()
     def _check(self, numbers: range, inputs: Mapping[str, Any], received: Tensor) -> None:
-        """Raise ConfigError if the output depends on more than what is received."""
+        """Raise ConfigError if the output depends on more than the received tensor."""
         outputs = []
         try:
             for self._filler in (0.0, 1.0):

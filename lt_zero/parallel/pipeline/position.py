@@ -35,7 +35,7 @@ class Position:
 
     @property
     def own(self) -> range:
-        """Those on this rank."""
+        """Stages on this rank."""
         return range(self.rank, self.stages, self.ranks)
 
     def rank_of(self, stage: int) -> int:
@@ -48,7 +48,7 @@ _current: list[tuple[Position, weakref.ref[World] | None]] = []
 
 
 def current() -> Position:
-    """That of the run that this process has joined last; a single rank without one."""
+    """Position in the run that this process has joined last; that of a single rank without one."""
     for position, known in _current:
         world = known() if known is not None else None
         if known is None or (world is not None and (world.process_group is None or exists(world.process_group))):

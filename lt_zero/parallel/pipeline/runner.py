@@ -294,7 +294,7 @@ class Runner(ProcessLocal):
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Context of what all ranks of the pipeline do together: the error of one ends it on all, and is named."""
+        """Context of work of all ranks of the pipeline: an error of one ends it on all, and names the rank."""
         world = self.engine.world
         with world.together("Pipeline"), world.explaining(), torch.inference_mode(False):
             yield
@@ -353,7 +353,7 @@ class Runner(ProcessLocal):
         return nullcontext() if seed is None else seeded(seed, self.engine.device.type)
 
     def _buckets_of(self, stage: int) -> set[Bucket]:
-        """Those that have parameters of a stage."""
+        """Buckets that have parameters of a stage."""
         owner = self.engine.owner
         return {owner[id(p)][0] for p in self.pipeline.parameters_of(stage) if id(p) in owner}
 
@@ -558,7 +558,7 @@ class _Forms:
 
 
 def _forms_in(output: Any, layer: str) -> _Forms:
-    """The forms of what a stage returns, whose last ``layer`` this is.
+    """Forms of the tensors in the output of a stage, whose last layer is ``layer``.
 
     Raises:
         TypeError: it is no tensor, or tuple of tensors.
