@@ -118,7 +118,8 @@ class Agreement:
         with self._posting:
             if self._posted:
                 return
-            self._posted = True  # before ``_count`` is read, see above
+            # Set before ``_count`` is read: a point that passes later finds it, and waits until the count is posted.
+            self._posted = True
             requests = list(self._requests)
             self._store.set(self._key(self._rank), json.dumps([self._count, requests]))
             if requests:

@@ -116,7 +116,7 @@ class CommLog(Unlogged):
         self._streams: dict[tuple[str, int], Any] = {}  # by operation and thread: those of one group run in order
 
     def configure(self, block: CommsLogger) -> None:
-        """Set what is recorded, and filter what was recorded before."""
+        """Choose the collectives to record, and drop earlier records of others."""
         self._read(wait=True)
         before, self._block, self._sums = self._sums, block, {}
         for (operation, name, nbytes), found in before.items():

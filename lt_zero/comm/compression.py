@@ -169,6 +169,7 @@ class Compressor:
 
         def run() -> None:
             total = self._sum(flat, residuals.worker, costs)
+            # Codes of few bits decode gaps to values other than zero, and residuals would carry these on.
             _clear(residuals.worker, residuals.gaps if residuals.worker.numel() else ())
             _clear(total, residuals.shard_gaps)
             if residuals.server is not None:
@@ -247,6 +248,7 @@ class Compressor:
                 codec.encode(part, residual, row)
             costs.coding += time.perf_counter() - start
             return rows
+        # All ranks must send rows of one size, so the codes are padded to the longest ones of any rank.
         found = [codec.encode(part, residual) for part, residual in zip(parts, residuals, strict=True)]
         longest = torch.tensor([max(row.numel() for row in found)], device=parts[0].device)
         coded = time.perf_counter()

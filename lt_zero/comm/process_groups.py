@@ -80,7 +80,7 @@ def new_group(
 
 
 def await_all(timeout: timedelta | None = None) -> None:
-    """Wait for all ranks in a default group of gloo, whose connections the end of a rank closes. Collective.
+    """Wait for all ranks in a default group of gloo; the end of a rank closes its connections. Collective.
 
     Making another group would wait for a rank that has ended meanwhile, say for want of memory, until a timeout. Ranks
     may come late (they load data, say), so the default group's own timeout, which may be short, has no say.

@@ -426,9 +426,11 @@ class ShardGroup(Ranks):
             return Done()
         shared = self._transport.shares(own)
         opened = self.log.open("all_gather", name, flat.nbytes)
+        # Peers are read in place, so all must have written their windows.
         if shared and self._written:
             self.fence()
         launch = self.order.launch("all-gather", name, flat.numel())
+        # From here on ``before_write`` waits for all ranks before a window is written again.
         self._read |= shared
         return self.log.follow(opened, self._transport.all_gather(flat, own, launch))
 
@@ -529,7 +531,7 @@ def combine_rows(rows: Tensor, groups: Sequence[Ranks], name: str, maximum: bool
 
 
 def _tell_late(mesh: Mesh, hosts: Sequence[str], member: int, late: bool) -> None:
-    """Not a method: an object that ends when a ``ShardGroup`` is dropped keeps it."""
+    """Log that a member is late, or on time again. No method: ``TolerantSum`` keeps this, not the group."""
     if mesh.rank == (0 if member else mesh.world - 1) // mesh.shards * mesh.shards:  # one that is not that member
         ranks = mesh.row(member)
         text = "is late: sums of gradients go on without it, and get its contributions later" if late else "is on time"

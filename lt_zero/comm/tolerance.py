@@ -157,7 +157,7 @@ class TolerantSum:
     # ---- the member ------------------------------------------------------------------------------------------------
 
     def sum(self, name: str, total: Tensor) -> list[tuple[int, int, float]]:
-        """Replace ``total`` (1D) by all / arrived times the sum of what arrived.
+        """Replace ``total`` (1D) by the sum of the gradients that arrived, scaled by all / arrived.
 
         In the same order on all members; in one thread at a time. Returns how many gradients of ranks are in the sums:
         (first element, last element + 1, number).
@@ -169,6 +169,7 @@ class TolerantSum:
             self._begin()
             flow = self._flow(name, total)
             turn, owners = flow.turn, self._owners(flow)
+            # Contributions are clones: they may still be kept, or on their way, when ``total`` is overwritten below.
             for piece, (lo, hi) in enumerate(flow.spans):
                 self._contribute(flow, piece, owners[piece], Contribution(turn, self._ranks, total[lo:hi].clone()))
             flow.owners = owners
@@ -348,13 +349,14 @@ class TolerantSum:
             values += [what.turn, what.weight, what.data.numel(), what.data.itemsize, *itertools.chain(*arrivals)]
         header = torch.zeros(_HEADER + 2 * self._members, dtype=torch.float64)
         header[: len(values)] = torch.tensor(values, dtype=torch.float64)
+        # gloo reads a message until it has left, so tensors are kept until then.
         leaving = self._leaving[kind, peer] = [one for one in self._leaving[kind, peer] if not one[0].is_completed()]
         for message in (header, what.data) if what is not None else (header,):
             leaving.append((dist.isend(message, self._peers[peer], self._groups[kind]), message))
         return leaving[-1][0]
 
     def _receive(self, kind: int, peer: int) -> None:
-        """Receive what ``peer`` sends of a kind until it ends its run. Runs in a thread."""
+        """Receive messages of a kind from ``peer`` until it ends its run. Runs in a thread."""
         header = torch.empty(_HEADER + 2 * self._members, dtype=torch.float64)
         try:
             while True:

@@ -178,6 +178,7 @@ class Gloo(Transport):
         work = dist.all_to_all_single(scratch, flat, group=self._groups.everyone, async_op=True)
 
         def finish() -> None:
+            # One rank sums each part and sends the result, so all ranks get the same bits.
             total = sum_in_rank_order(scratch.chunk(world), out.dtype).mul_(factor)
             flat.chunk(world)[rank].copy_(total)
             self._broadcasts(flat, self._groups.everyone, launch).wait()
@@ -347,6 +348,8 @@ class SendBuffers:
         """Let a buffer from ``take`` be reused after its reduction; ``unused``: there was none."""
         if buffer.whole is not None:
             free = self._free[buffer.flat.dtype]
+            # An unused buffer comes next again. At the end of the queue it would change how many launches lie between
+            # two uses of a buffer, see shared_memory.py, Note [Shared windows].
             free.insert(0 if unused else len(free), buffer.whole)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

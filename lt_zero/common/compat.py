@@ -80,7 +80,7 @@ def process_group_backends() -> set[str]:
 
 
 def forget_meshes() -> None:
-    """Empty what DTensor caches per operation: a mesh that equals an earlier one would get that one's groups."""
+    """Empty DTensor's caches per operation: a mesh that equals an earlier one would get that one's groups."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
@@ -92,7 +92,7 @@ def local_tensor(parameter: DTensor) -> torch.Tensor:
 
 
 def set_local_tensor(parameter: DTensor, value: torch.Tensor) -> None:
-    """Let ``parameter``, whose placements stay, have ``value`` on this rank: ``parameter.data = ...`` would copy it."""
+    """Set this rank's tensor of ``parameter``; placements stay. ``parameter.data = ...`` would copy ``value``."""
     parameter._local_tensor = value
 
 
@@ -142,7 +142,7 @@ def without_torch_function() -> Any:
 
 
 def without_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator that does what ``torch.no_grad()`` does, at a tenth of its time: small functions take no longer."""
+    """Decorator with the effect of ``torch.no_grad()`` at a tenth of its time: small functions take no longer."""
 
     @functools.wraps(function)
     def in_no_grad(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -168,7 +168,7 @@ def asks_for_tangents() -> bool:
 
 
 def running_transform() -> str:
-    """The name of what runs a function otherwise than it is written: torch.func, or torch.jit.trace; "" if nothing."""
+    """Name of the transform that runs the calling function (torch.func or torch.jit.trace); "" if none does."""
     if in_transform():
         return "a transform of torch.func (grad, vmap, jvp, jacrev, ...)"
     return "torch.jit.trace" if torch._C._is_tracing() else ""

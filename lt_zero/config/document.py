@@ -44,7 +44,7 @@ class Document:
     autos: frozenset[Path] = frozenset()  # written "auto", and taken out
 
     def check(self) -> Document:
-        """This document, unless it has problems, which are raised."""
+        """Return this document, or raise a ConfigError of its problems."""
         if self.problems:
             raise ConfigError(self.problems)
         return self
@@ -186,7 +186,7 @@ def names_secret(text: str) -> bool:
 
 
 def without_told(text: str) -> str:
-    """A text without what follows the name of a secret in it."""
+    """A text with the values after names of secrets hidden."""
     return _TOLD.sub(rf"\1{HIDDEN}", text)
 
 

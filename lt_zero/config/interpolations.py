@@ -108,7 +108,7 @@ class _Texts:
         self._count, self._size = len(found), sum(map(_size, found))  # of values, and characters of all
 
     def resolve(self) -> None:
-        """Put the values of all texts into the document; what has none becomes a problem."""
+        """Put the values of all texts into the document; a text without a value becomes a problem."""
         from omegaconf.errors import OmegaConfBaseException
 
         left, waiting, before = _ordered(self._texts), list[Path](), len(self._document.problems)

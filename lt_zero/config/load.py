@@ -312,7 +312,7 @@ AnyBlock = TypeVar("AnyBlock", bound=Block)
 
 
 def validate(document: Document, schema: type[AnyBlock]) -> AnyBlock | None:
-    """Make an object of the schema; what keeps it from that becomes problems of ``document``.
+    """Make an object of the schema; errors become problems of ``document``.
 
     Rules between keys are checked even if some values are wrong, to report all problems at once.
     """

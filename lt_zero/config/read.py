@@ -214,7 +214,7 @@ def _content(path: File, given: str) -> bytes:
 
 
 def _bytes(path: File, given: str) -> bytes:
-    """The content of a regular file, and never a wait for it: what has no size, as in /proc, is not read."""
+    """The content of a regular file, without ever waiting for it: files without a size, as in /proc, are not read."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode) or state.st_size == 0:

@@ -31,7 +31,7 @@ class SwapError(RuntimeError):
 
 
 def check_alive(thread: threading.Thread | None) -> None:
-    """To be called every ``LOOK`` seconds while waiting for a thread.
+    """Check that a thread lives. Call it every ``LOOK`` seconds while waiting for one.
 
     Raises:
         SwapError: the thread has died.
@@ -136,7 +136,7 @@ def _bare(problem: BaseException) -> RuntimeError:
 
 
 def _nothing(error: RuntimeError | None) -> None:
-    """No action at the end of a transfer."""
+    """Do nothing at the end of a transfer."""
 
 
 class IoPool:

@@ -262,7 +262,7 @@ class CheckpointService:
             load_same(run.world, None, lambda: (None, lambda: Identity(None, "")))
 
     def select(self, run: RunSnapshot, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Remove what the ``checkpoint`` block says not to restore."""
+        """Remove the parts that the ``checkpoint`` block says not to restore."""
         how, trainer = run.config.checkpoint, run.trainer
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint

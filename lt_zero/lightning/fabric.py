@@ -309,7 +309,7 @@ class FabricZeroStrategy(DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, unless the gradients overflowed; clipped to ``gradient_clipping``. Returns what the closure does."""
+        """Step, unless the gradients overflowed; clipped to ``gradient_clipping``. Returns the closure's result."""
         output, closure = None, kwargs.pop("closure", None)
         self.session.before_step()
         # The closure computes gradients of whole parameters, so it runs before the step, which works on shards.
@@ -506,7 +506,7 @@ class FabricZeroStrategy(DDPStrategy):
         return {**content, **beside(self._prefixes(state))}, names
 
     def _prefixes(self, state: Mapping[str, Any]) -> dict[str, Engine]:
-        """Engines by what names of their parameters begin with in a checkpoint."""
+        """Engines by the prefix of their parameters' names in a checkpoint."""
         modules = {key: value for key, value in state.items() if isinstance(value, ShardedModule)}
         return {prefix: modules[key].engine for key, prefix in prefixes_of(list(modules)).items()}
 

@@ -261,7 +261,7 @@ class Signals:
             self._override.stop()  # Lightning checks this at the end of a batch
 
     def begin_batch(self, trains: bool, saving: Callable[[], AbstractContextManager[object]]) -> None:
-        """Between batches: save and requeue if that was agreed on. Collective if there was a signal.
+        """Save and requeue, between batches, if that was agreed on. Collective if there was a signal.
 
         ``trains``: the batch is one of training. ``saving``: a context in which saves are synchronous, as the job ends.
 

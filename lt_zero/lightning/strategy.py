@@ -415,7 +415,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """No wrapper: the engine hooks the module itself."""
+        """Make no wrapper: the engine hooks the module itself."""
 
     @contextmanager
     @override

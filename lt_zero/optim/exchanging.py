@@ -22,4 +22,4 @@ class ExchangingOptimizer(Optimizer):
         return False
 
     def end_interval(self) -> None:
-        """Exchange now if the ranks have stepped apart, and drop what is kept for that. Collective."""
+        """Exchange now if the ranks have stepped apart, and drop the states for exchanges. Collective."""

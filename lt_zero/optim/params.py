@@ -106,7 +106,7 @@ Anything = Annotated[Any, BeforeValidator(_numbers)]  # text that is a number, a
 
 
 def remedy_of(kind: Any) -> str:
-    """Text that tells what to write for a type."""
+    """Text that tells users how to write a type."""
     found = [part.description for part in get_args(kind) if isinstance(part, FieldInfo) and part.description]
     return found[-1]
 

@@ -199,7 +199,7 @@ class ZeroOneAdam(ExchangingOptimizer):
 
     @torch.no_grad()
     def end_interval(self) -> None:
-        """Exchange now if the ranks have stepped apart, and drop what is kept for that. Collective."""
+        """Exchange now if the ranks have stepped apart, and drop the states for exchanges. Collective."""
         if self.pending:
             self._exchange()
         for group in self.param_groups:

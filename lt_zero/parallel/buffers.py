@@ -19,7 +19,7 @@ from lt_zero.common.errors import ConfigError
 
 
 class _InForward:
-    """Hooks of one module, whose buffers ``names`` are DTensors while it runs. A copy of the module has them, too."""
+    """Hooks of a module that make its buffers ``names`` DTensors while it runs. A copy of the module has them, too."""
 
     def __init__(self, mesh: DeviceMesh, names: Sequence[str]) -> None:
         self._mesh, self._names = mesh, tuple(names)

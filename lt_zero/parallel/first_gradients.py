@@ -44,7 +44,7 @@ class FirstGradients:
         self._seen[name] = torch.stack([flat @ pattern, flat.norm()])
 
     def compare(self) -> None:
-        """Compare what was seen, at the end of the first backward. Collective then.
+        """Compare the recorded gradients at the end of the first backward. Collective then.
 
         Raises:
             RuntimeError: on all ranks: the gradients of a parameter differ; names it.

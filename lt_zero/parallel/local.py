@@ -71,7 +71,7 @@ class LocalParameter(LocalTensor):
 
     @staticmethod
     def __tensor_unflatten__(*args: Any) -> DTensor:
-        """Make what torch.compile expects: it compares classes."""
+        """Make an object of the class that torch.compile expects: it compares classes."""
         made: DTensor = DTensor.__tensor_unflatten__(*args)
         made.__class__ = LocalParameter
         return made

@@ -154,7 +154,7 @@ _COUNT = "give the number of parameters instead, which are all taken to be cut (
 def _fitting_plan(
     module: nn.Module, ranks: int, config: ZeroConfig, otherwise: str, of_stages: OfStages
 ) -> tuple[ParallelPlan, Ties, Heads]:
-    """The plan for a module that is not parallelized yet, and what ``parallelize`` needs beside it.
+    """The plan for a module that is not parallelized yet, with the ties and heads that ``parallelize`` needs.
 
     ``otherwise``: what to do where no rules can be written.
 
@@ -352,7 +352,7 @@ def _warn_of_lost_ties(module: nn.Module) -> None:
 
 
 def check_shared(stages: list[dict[str, str]]) -> None:
-    """Raise ConfigError if stages do not cut what they share in one way. ``stages``: ``placements`` of each."""
+    """Raise ConfigError if stages cut a shared parameter differently. ``stages``: ``placements`` of each."""
     found: dict[str, dict[str, list[str]]] = {}
     for number, placed in enumerate(stages):
         for name, placement in placed.items():

@@ -50,7 +50,7 @@ class Assignment:
 
 @dataclass
 class ParallelPlan:
-    """Assignments, the patterns they come from, and what is wrong with them.
+    """Assignments, the patterns they come from, and their problems.
 
     Attributes:
         sets_heads: whether modules are to get the number of heads of their rank.
@@ -128,7 +128,7 @@ def plan_of_rules(module: nn.Module, block: TensorParallel) -> ParallelPlan | No
 
 
 def _add_rules(plan: ParallelPlan, module: nn.Module, rules: PartitionConfig) -> set[int]:
-    """Add what ``layer_specs`` say; returns the ids of the modules that they match."""
+    """Add the assignments of ``layer_specs``; returns the ids of the modules that they match."""
     unused = {(n, pattern): True for n, spec in enumerate(rules.layer_specs) for pattern in spec.patterns}
     plan.patterns += [_shown(spec) for spec in rules.layer_specs]
     matched: set[int] = set()
@@ -177,7 +177,7 @@ def _model_types(module: nn.Module, place: str) -> set[str]:
 def _add_module(
     plan: ParallelPlan, place: str, sub: nn.Module, found: Mapping[str, int], rules: PartitionConfig
 ) -> None:
-    """Add what the rules, whose numbers are in ``found`` by parameters, say of one module."""
+    """Add the assignment of one module. ``found``: the number of the rule for each of its parameters."""
     if isinstance(sub, (nn.Linear, nn.Embedding)) and "weight" in found:
         number = found["weight"]
         spec, own = rules.layer_specs[number], tuple(n for n, _ in sub.named_parameters(recurse=False))
@@ -202,7 +202,7 @@ def _add_module(
 def _kind(
     spec: LayerRule, sub: nn.Linear | nn.Embedding, place: str, rules: PartitionConfig
 ) -> tuple[str, tuple[int, ...], str]:
-    """Style that a rule gives a module, the sizes of fused outputs, and the text of what is wrong ("": nothing)."""
+    """Style that a rule gives a module, the sizes of fused outputs, and the text of the problem ("": none)."""
     if spec.partition_type == "skip":
         return styles.PARTIAL if spec.grad_allreduce else styles.WHOLE, (), ""
     if isinstance(sub, nn.Embedding):
@@ -235,7 +235,7 @@ _FUSED = re.compile(
 
 
 def _fused(plan: ParallelPlan) -> Iterator[Problem]:
-    """Problems: layers that seem to have several outputs in one weight, whose rows are cut in one piece."""
+    """Problems of layers that seem to have several outputs in one weight, but are cut in one piece."""
     taken: dict[str, int] = {}
     for each in plan.assigned:
         if each.kind == styles.ROW and isinstance(each.module, nn.Linear):
@@ -254,7 +254,7 @@ def _fused(plan: ParallelPlan) -> Iterator[Problem]:
 
 
 def _unpaired(plan: ParallelPlan) -> Iterator[Problem]:
-    """Problems: layers whose output stays cut, and after which no layer near them takes parts."""
+    """Problems of layers whose output stays cut, with no layer near after them that takes parts."""
     for number, each in enumerate(plan.assigned):
         parent = each.place.rpartition(".")[0]
         above = {parent, parent.rpartition(".")[0]}
@@ -277,7 +277,7 @@ _OF_HEADS = re.compile(
 
 
 def _unsaid(plan: ParallelPlan, module: nn.Module) -> Iterator[Problem]:
-    """Problems: what must be known of modules that go on with parts, and cannot be found out."""
+    """Problems of modules that go on with parts: facts that must be known and cannot be found out."""
     modules, taken = dict(module.named_modules()), {id(each.module) for each in plan.assigned}
     parents: dict[str, list[Assignment]] = {}
     for each in plan.assigned:

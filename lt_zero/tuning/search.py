@@ -290,7 +290,7 @@ class Tuner:
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def search(self) -> Candidate:
-        """Vary one coordinate after the other, see Note [Search]; returns what it suggests.
+        """Vary one coordinate after the other, see Note [Search]; returns the best candidate.
 
         Raises:
             TuningError: nothing fits, or every run failed.

@@ -91,7 +91,7 @@ class Candidate:
 
 
 def kept(config: ZeroConfig, schedule: str | None = None, count: int | None = None) -> float:
-    """The micro-batches whose activations the first rank of a pipeline keeps, of all of its layers.
+    """Activations that the first rank of a pipeline keeps, in micro-batches through all of its layers.
 
     It is the rank that keeps most. ``schedule``, ``count``: in place of those of ``config``.
     """
@@ -200,7 +200,7 @@ def layers_of(engine: Engine) -> int:
 
 
 def plans_of(engine: Engine, config: ZeroConfig, saves: bool, nvme: str | None) -> Iterator[Plan]:
-    """The plans of all settings; of an engine whose optimizers are set up, and its configuration as it is resolved.
+    """Plans of all settings, from an engine with its optimizers set up and its resolved configuration.
 
     Of the stages of a pipeline the one that needs most counts. Collective then: all ranks have to exhaust it.
 

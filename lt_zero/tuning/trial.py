@@ -101,7 +101,7 @@ class Trial:
         _reset_peak(device)
 
     def see_batch(self, batch: Any) -> None:
-        """A micro-batch of the script, whose size is reported if it is clear."""
+        """Note a micro-batch of the script; its size is reported if it is clear."""
         self._batch = self._batch or rows_of(batch)
 
     def leave_out(self) -> None:

@@ -191,7 +191,7 @@ class ModelParts:
     # ---- the loss --------------------------------------------------------------------------------------------------
 
     def own_loss(self) -> Callable[[Tensor, Any], Tensor]:
-        """The model's loss, of the output for a micro-batch and what ``targets`` makes of labels.
+        """The model's loss, from the output for a micro-batch and the result of ``targets`` for its labels.
 
         Raises:
             ConfigError: it is not that of causal language models.

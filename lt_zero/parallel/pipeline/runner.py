@@ -259,7 +259,7 @@ class Runner(ProcessLocal):
     # ---- stages ----------------------------------------------------------------------------------------------------
 
     def _probe(self) -> list[tuple[Form, ...]]:
-        """Find the form of what each stage returns. See Note [Shapes]. Collective."""
+        """Find the forms of each stage's output. See Note [Shapes]. Collective."""
         device, found = self.engine.device, list[tuple[Form, ...]]()
         with _keeping_buffers(self.engine.root), torch.no_grad(), seeded(None, device.type):
             for stage in range(self._position.stages):
@@ -454,7 +454,7 @@ def _keeping_buffers(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _unwrapped(what: str) -> Iterator[None]:
-    """Context of one of torch's calls that wrap errors of modules: raises these, with a note of ``what`` ran."""
+    """Context of a call of torch that wraps errors of modules: raises these errors, with a note of ``what`` ran."""
     try:
         yield
     except RuntimeError as error:
@@ -467,7 +467,7 @@ def _unwrapped(what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context in which torch's schedules do not print pages of what they were to run: the error says where it was."""
+    """Context in which torch's schedules do not print pages of planned operations: the error says where it was."""
     log = logging.getLogger(schedules.__name__)
     log.addFilter(_below_error)
     try:
@@ -493,7 +493,7 @@ class _Chunk(nn.Module):
 
 
 class _Ran(torch.autograd.Function):
-    """A loss whose backward has run."""
+    """A loss after its backward."""
 
     @staticmethod
     def forward(context: Any, anchor: Tensor, loss: Tensor, runner: Runner, expected: float) -> Tensor:
