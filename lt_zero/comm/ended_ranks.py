@@ -495,7 +495,8 @@ def _joined(entries: list[TracebackType]) -> TracebackType | None:
 
 def _end() -> None:
     error = None
-    if sys.excepthook is not _uncaught:  # one that was installed later, and may not call this
+    # A hook that was installed later may not call this package's, so the last uncaught error is looked up here.
+    if sys.excepthook is not _uncaught:
         last = getattr(sys, "last_value", None)  # of an uncaught error
         error = last if last not in _told else None
     for member in list(_members):

@@ -190,7 +190,8 @@ class HangDetector:
                 if lost is not None:
                     readers = sum(not state.text.startswith(GONE) for state in states.values())
                     self._fail(sentence(states, self._rank, lost, self.remedy), readers)
-                if self._store.check([f"diverged/{launch.channel}"]):  # found by ranks that were behind this one
+                # Ranks that were behind this one have found that they diverge, and wait for its history.
+                if self._store.check([f"diverged/{launch.channel}"]):
                     self.raise_divergence(launch)
             self._asked = now
             self._store.set(f"question/{self._rank}", json.dumps([launch.channel, launch.number]))
@@ -298,7 +299,8 @@ class HangDetector:
                 time.sleep(0.05)
             if cause is not None:
                 self._follow(cause)
-                if self._ranks[self._rank] == 0:  # it may serve the store, from which the others read the cause
+                # This process may serve the store, from which the others read the cause before it ends.
+                if self._ranks[self._rank] == 0:
                     time.sleep(self._patience.poll)
         return self._end
 
@@ -421,7 +423,8 @@ class _Reporter:
         if not self.read_verdict():
             self._answer(asks)
             return self._store.check(["closing"])
-        if not known and self._watch.waiting is None:  # the main thread may not find out by itself
+        # The main thread waits for no collective of this package, so it may not find out by itself.
+        if not known and self._watch.waiting is None:
             log.error("%s", self._watch.verdict)
         self._store.add("heard", 1)
         self.close_connections(self._world)

@@ -68,7 +68,8 @@ class Hierarchy(Gloo):
         return self._sends
 
     def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
-        if group is not None:  # of the background thread
+        # A group is given by the background thread, whose gathers have a group of their own.
+        if group is not None:
             return super().all_gather(flat, own, launch, group)
         return self._all([self._gathering.submit(lambda: self._gather(flat, self._gathers, self._staging[0]))], launch)
 

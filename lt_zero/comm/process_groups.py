@@ -253,7 +253,8 @@ def begin_restarted(backend: str, timeout: timedelta | None, device: torch.devic
         store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device)
     if backend == "nccl":
-        atexit.register(_leave)  # as Lightning does: torch warns of a group that is left
+        # As Lightning does, because torch warns of a group that is not destroyed.
+        atexit.register(_leave)
 
 
 def _leave() -> None:

@@ -532,7 +532,8 @@ def combine_rows(rows: Tensor, groups: Sequence[Ranks], name: str, maximum: bool
 
 def _tell_late(mesh: Mesh, hosts: Sequence[str], member: int, late: bool) -> None:
     """Log that a member is late, or on time again. No method: ``TolerantSum`` keeps this, not the group."""
-    if mesh.rank == (0 if member else mesh.world - 1) // mesh.shards * mesh.shards:  # one that is not that member
+    # One rank logs, of another member than the late one, which may not come to this for long.
+    if mesh.rank == (0 if member else mesh.world - 1) // mesh.shards * mesh.shards:
         ranks = mesh.row(member)
         text = "is late: sums of gradients go on without it, and get its contributions later" if late else "is on time"
         log.warning("Node %s (rank %s) %s.", hosts[ranks[0]], ", ".join(map(str, ranks)), text)

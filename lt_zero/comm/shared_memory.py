@@ -135,7 +135,8 @@ class SharedArena:
         self._offsets: dict[int, int] = {}  # address of a window -> offset in the file
         self._peers: dict[int, int] = {}  # rank -> file
         self.rank = 0
-        self.allocate(4, torch.int64)  # at the beginning: two numbers are posts, the others' bytes count entries
+        # The first window: peers read posts (two numbers) and counts of entries (other bytes) at fixed offsets in it.
+        self.allocate(4, torch.int64)
         self._entries = {REDUCTIONS: 0, FENCES: 0, MAXIMA: 0, READ: 0}
 
     def address(self) -> tuple[str, str]:

@@ -85,7 +85,8 @@ class _OpenSum:
         self.lasted = 5.0  # seconds, the last turn; before the first one is known, latecomers get 0.5 seconds
 
     def begin(self, turn: int) -> None:
-        if turn > self.turn + 1:  # another member had it meanwhile
+        # Another member owned the piece meanwhile: this one's notes of missing contributions are out of date.
+        if turn > self.turn + 1:
             self.absent.clear()
             self.awaited.clear()
         self.turn, self.began, self.enough = turn, 0.0, 0.0
@@ -207,9 +208,11 @@ class TolerantSum:
         """Send a contribution to the owner of ``piece``, or keep it until the last one has arrived there."""
         opened = self._open[flow.number, piece]
         if owner == self._me and opened.turn < flow.turn:
-            opened.begin(flow.turn)  # it was another member's
+            # Another member owned the piece until now, and its earlier sums are closed.
+            opened.begin(flow.turn)
         elif owner != self._me:
-            for part in opened.parts.values():  # they came when the piece was no longer this member's
+            # These came when the piece was no longer this member's. They go to the new owner, or would be lost.
+            for part in opened.parts.values():
                 flow.add(piece, part)
             opened.parts.clear()
         moved = not flow.owners or flow.owners[piece] != owner
@@ -253,7 +256,8 @@ class TolerantSum:
 
     def _take(self, member: int, flow: int, piece: int, part: Contribution) -> None:
         opened, now = self._open[flow, piece], time.monotonic()
-        if part.turn > opened.turn:  # sums of the turns between were another member's, and are closed
+        # Another member owned the sums of the turns between, which are closed.
+        if part.turn > opened.turn:
             opened.begin(part.turn)
         opened.parts[member] = _both(opened.parts.get(member), part)
         if not opened.began and part.turn == opened.turn:
@@ -288,7 +292,8 @@ class TolerantSum:
             or all(part.turn < opened.turn for part in opened.parts.values())
             or len(missing) > self._tolerated
         ):
-            return now + 1.0  # who is late does not begin a turn
+            # Contributions of late members alone do not begin a turn.
+            return now + 1.0
         if missing <= opened.absent | self._late.keys():
             return now
         opened.enough = opened.enough or now

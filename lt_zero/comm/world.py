@@ -118,7 +118,8 @@ class World(Ranks):
         world = cls(group, device, check, timeout, patience, records)
         host = world.order.host
         assert host is not None
-        if dist.get_backend(host) == "gloo":  # not a simulated group
+        # The ranks of a simulated group have no processes that could hang or end.
+        if dist.get_backend(host) == "gloo":
             world.detector = world.order.detector = HangDetector(world._closed, host, world.watch, patience)
             world.agreement = world.detector.agreement
             places = world.host_gather((node_identity(node), socket.gethostname()), "nodes")
