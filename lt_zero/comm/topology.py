@@ -80,7 +80,7 @@ def choose(wanted: str | int, mesh: Mesh, nodes: list[list[int]], transport: str
 
 
 def _needs_no_nodes(mesh: Mesh, nodes: list[list[int]]) -> str:
-    """Reason why a dimension of nodes gains nothing; "" if it does."""
+    """Reason why a dimension of nodes would gain nothing; "" if it would gain something."""
     if len(nodes) == 1:
         return "there is one node"
     if len(nodes) == mesh.world:

@@ -516,7 +516,8 @@ class ZeroStrategy(DDPStrategy):
             self.engine.world.meet("the start of validation")
         self.monitor.before_validation()
         self.data.before_validation()
-        self.engine.prepare_reading()  # all ranks validate the same weights
+        # All ranks must validate the same weights, with all steps in them.
+        self.engine.prepare_reading()
         if self.config.broadcast_buffers and self.engine.buffers.due:  # not inside of an accumulation window
             sync_buffers(self.engine)
 
@@ -606,7 +607,8 @@ class ZeroStrategy(DDPStrategy):
         self.engine.world.meet("the end of training")
         self.checkpoints.wait(self.run)
         if self._engine is not None:
-            self._engine.prepare_reading()  # the process groups may be destroyed after fit
+            # The process groups may be destroyed after fit, so collectives that are still to come run now.
+            self._engine.prepare_reading()
 
     @override
     def teardown(self) -> None:

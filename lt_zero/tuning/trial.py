@@ -135,7 +135,7 @@ class Trial:
         else:
             seconds = [end - begin for begin, end in self._spans]
         running = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak(device)
-        # Steps may still run in the background, and their memory counts.
+        # Steps may still run in the background. The peak is read once they have ended.
         engine.prepare_reading()
         mine = seconds[self._order.warmup :], running, max(_peak(device), self._built)
         ranks = world.host_gather(mine, "the end of a trial")
