@@ -147,7 +147,7 @@ BLOCK_CHECKS.update({kind: partial(_check_block, kind) for kind in ("optimizer",
 
 
 def _is_command() -> bool:
-    """Whether this process is ``lt-zero`` or ``python -m lt_zero.cli``, which need no strategies."""
+    """True if this process is ``lt-zero`` or ``python -m lt_zero.cli``, which need no strategies."""
     program = sys.argv[0].replace("\\", "/").rsplit("/", 1)[-1] if sys.argv else ""
     return program in ("lt-zero", "lt-zero.exe") or ("-m", f"{__name__}.cli") in itertools.pairwise(sys.orig_argv)
 

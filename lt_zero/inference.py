@@ -94,7 +94,7 @@ def inference(
 
 @torch.no_grad()
 def _readers(module: nn.Module, source: CheckpointSource, path: str) -> dict[str, Callable[[], Tensor]]:
-    """What reads each parameter from ``source``, by the parameter's name; buffers are read now.
+    """Functions that read the parameters from ``source``, by the parameter's name; buffers are read now.
 
     Raises:
         CheckpointError: a name is missing, or a shape differs; names all of them.

@@ -70,7 +70,7 @@ class _Kept:
         self._addresses = {_address(tensor) for tensor, _ in self._watched} - {None}
 
     def follow(self, view: Tensor) -> bool:
-        """Also watch ``view`` if it is an unsafe view of this output; returns whether it is."""
+        """Watch ``view``, too, if it is an unsafe view of this output; returns whether it is."""
         # ``matmul`` and ``linear`` of more than two dimensions return an ``_unsafe_view`` of their product: the same
         # memory with another version counter. In-place changes to it do not show in the kept output's version.
         found = _address(view) in self._addresses

@@ -89,7 +89,8 @@ class Agreement:
             RuntimeError: a rank has ended without posting its count.
         """
         if self._requests and self._open:
-            self._post()  # before counting, so that this point may be the one
+            # Posted before this point is counted, so that the requests can be served here already.
+            self._post()
         points, others = self._count
         self._count = (points + 1, 0.0) if trains else (points, others + 1)
         if not self._posted:
@@ -117,7 +118,8 @@ class Agreement:
         with self._posting:
             if self._posted:
                 return
-            self._posted = True  # before ``_count`` is read, see above
+            # Set before ``_count`` is read: a point that passes later finds it, and waits until the count is posted.
+            self._posted = True
             requests = list(self._requests)
             self._store.set(self._key(self._rank), json.dumps([self._count, requests]))
             if requests:

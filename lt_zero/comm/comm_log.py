@@ -116,7 +116,7 @@ class CommLog(Unlogged):
         self._streams: dict[tuple[str, int], Any] = {}  # by operation and thread: those of one group run in order
 
     def configure(self, block: CommsLogger) -> None:
-        """Set what is recorded, and filter what was recorded before."""
+        """Choose the collectives to record, and drop earlier records of others."""
         self._read(wait=True)
         before, self._block, self._sums = self._sums, block, {}
         for (operation, name, nbytes), found in before.items():
@@ -135,7 +135,8 @@ class CommLog(Unlogged):
 
     def follow(self, opened: _Open | None, work: Work) -> Work:
         if opened is not None and isinstance(work, All):
-            works = work.works if work.watch is None else ()  # a wait for gloo's works blocks the host
+            # A wait for gloo's works would block the host, so only works of streams are followed.
+            works = work.works if work.watch is None else ()
             return _Recorded(self, self.launched(opened, works), work)
         self.ended(opened)  # anything else is complete
         return work
@@ -171,7 +172,8 @@ class CommLog(Unlogged):
             ended = self.now(opened)
             self._end(opened, ended - opened.launched, ended - waiting)
             return
-        if opened.ended is None:  # it was launched on the computation's stream, which has waited
+        # Launched on the computation's stream, which has waited: the end is now.
+        if opened.ended is None:
             opened = opened._replace(ended=self.now(opened))
         with self._adding:
             self._unread.append((opened, waiting))
@@ -197,7 +199,8 @@ class CommLog(Unlogged):
                 self._unread.popleft()
             opened.ended.synchronize()
             waiting.synchronize()
-            waited = max(waiting.elapsed_time(opened.ended), 0.0)  # less than 0: it had ended before the wait
+            # Negative if the collective had ended before the wait began.
+            waited = max(waiting.elapsed_time(opened.ended), 0.0)
             self._end(opened, opened.launched.elapsed_time(opened.ended) / 1e3, waited / 1e3)
 
     def _end(self, opened: _Open, seconds: float, waited: float) -> None:
@@ -219,7 +222,7 @@ class CommLog(Unlogged):
             self._sums[key] = new
 
     def records(self, wait: bool = True) -> list[CommRecord]:
-        """By operation, larger messages first.
+        """Records of all collectives, by operation, larger messages first.
 
         Args:
             wait: for the GPU. False after an error: the GPU may wait for a rank that has ended, so only collectives
@@ -236,7 +239,7 @@ class CommLog(Unlogged):
 
 
 def comm_table(records: Iterable[CommRecord], rank: int = 0) -> Table:
-    """For rich; bandwidths in GB/s (1e9 bytes), times in ms."""
+    """Table of ``records`` for rich; bandwidths in GB/s (1e9 bytes), times in ms."""
     records = list(records)
     table = Table(title=f"Collectives of rank {rank}", title_justify="left")
     named = any(record.name for record in records)

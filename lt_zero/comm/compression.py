@@ -33,7 +33,7 @@ _PROBE = 1 << 20  # bytes to each rank
 
 
 class Residuals(NamedTuple):
-    """What was not sent so far of one bucket, in the units in which its gradients are sent.
+    """Compression errors of one bucket that were not sent yet, in the units in which its gradients are sent.
 
     Attributes:
         worker: 1D fp32, all elements: of this rank's gradients; empty: what codes do not represent is lost.
@@ -77,7 +77,7 @@ class Compressed(All):
 def gather_encoded(
     flat: Tensor, mesh: Mesh, codec: Codec, gather: Callable[[Tensor], Work], own: Tensor | None = None
 ) -> Compressed:
-    """Fill ``flat`` (1D) with what is decoded of the ranks' encoded shards, the own one too, which is in place already.
+    """Fill ``flat`` (1D) with the decoded shards of all ranks, the own one too. This rank's shard is in place already.
 
     ``gather``: starts an all-gather of bytes (1D, one equal part per shard), of which the own part is in place.
     ``own``: this rank's encoded shard, which is not in place then.
@@ -93,7 +93,9 @@ def gather_encoded(
 
     def decode() -> None:
         decoding = time.perf_counter()
-        if codes.is_cuda:  # it was allocated on the stream of the launch
+        # ``codes`` was allocated on the stream of the launch. Without a record on the stream that decodes, its memory
+        # could be reused while it is still being read.
+        if codes.is_cuda:
             codes.record_stream(torch.cuda.current_stream(flat.device))
         for part, row in zip(parts, codes.unbind(), strict=True):
             codec.decode_sum([row], part)
@@ -105,7 +107,7 @@ def gather_encoded(
 
 
 class _Event:
-    """The end of what was launched on a stream."""
+    """End of the work that was launched on a stream so far."""
 
     def __init__(self, stream: Any) -> None:
         self._event = torch.cuda.Event()
@@ -167,6 +169,7 @@ class Compressor:
 
         def run() -> None:
             total = self._sum(flat, residuals.worker, costs)
+            # Codes of few bits decode gaps to values other than zero, and residuals would carry these on.
             _clear(residuals.worker, residuals.gaps if residuals.worker.numel() else ())
             _clear(total, residuals.shard_gaps)
             if residuals.server is not None:
@@ -178,7 +181,8 @@ class Compressor:
             else:
                 store(out, total, add, factor)
             dense, peers = flat.nbytes * (1 if residuals.server is None else 2), self._world
-            if self._hierarchical:  # of what is left to send after the sum inside the node
+            # Count what is left to send after the sum inside the node.
+            if self._hierarchical:
                 dense, peers = dense // self._inner, self._nodes
             costs.dense = dense * (peers - 1) // peers
             self.costs.add(costs)
@@ -190,6 +194,7 @@ class Compressor:
     def _launch(self, run: Callable[[], None], launch: Launch) -> Compressed:
         if self._stream is None:
             return Compressed([self._thread.submit(run)], None, self._watch, launch)
+        # The gradients are still being written on the current stream.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
             run()
@@ -206,7 +211,8 @@ class Compressor:
             blocks = flat.view(nodes, inner, -1).transpose(0, 1).reshape(inner, -1)
             if self._inside is not None:
                 parts = self._exchange(blocks.unbind(), [None] * inner, self._inside, self._node, costs).chunk(nodes)
-                costs.sent = 0  # inside the node
+                # Bytes inside the node do not count.
+                costs.sent = 0
             else:
                 start = time.perf_counter()
                 received = _swapped(blocks, self._node)
@@ -242,6 +248,7 @@ class Compressor:
                 codec.encode(part, residual, row)
             costs.coding += time.perf_counter() - start
             return rows
+        # All ranks must send rows of one size, so the codes are padded to the longest ones of any rank.
         found = [codec.encode(part, residual) for part, residual in zip(parts, residuals, strict=True)]
         longest = torch.tensor([max(row.numel() for row in found)], device=parts[0].device)
         coded = time.perf_counter()
@@ -258,7 +265,9 @@ class Compressor:
         """Send this rank's sum to all; returns ``factor`` times all sums, in ``out`` if they replace what is there."""
         mine = self._encoded([total], [residual], self._codec, self._everyone, costs)[0]
         start = time.perf_counter()
-        rows = mine.new_empty(self._nodes, mine.numel())  # of the ranks with the same place in their node
+        # First between the ranks that have the same place in their nodes, then inside the node: each sum crosses
+        # between two nodes once.
+        rows = mine.new_empty(self._nodes, mine.numel())
         _gather(rows, mine, self._across)
         rows = rows.unsqueeze(0)
         if self._node is not None:
@@ -304,7 +313,7 @@ def _clear(flat: Tensor, gaps: Sequence[tuple[int, int]]) -> None:
 
 
 def _swapped(rows: Tensor, group: Group) -> Tensor:
-    """What the ranks of ``group`` have for this one ([ranks, ...]), if ``rows`` is what it has for each of them."""
+    """Exchange rows: row i of ``rows`` ([ranks, ...]) goes to rank i of ``group``, row i of the result is from it."""
     received = torch.empty_like(rows)
     if rows.is_cuda:
         dist.all_to_all_single(received, rows, group=group)

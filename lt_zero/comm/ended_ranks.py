@@ -60,7 +60,7 @@ _DEEPEST = 3  # frames of PACKAGES that are shown below the user's
 
 @dataclass(frozen=True)
 class End:
-    """What a rank has told of its end.
+    """Report of a rank about its end.
 
     ``own``: it ended by an error of its own. ``text``: the error or the first cause; "": there was none. ``scope``: the
     run or the operation that has ended, with a number; None: its process. ``launched``: the number of its last launch
@@ -73,11 +73,11 @@ class End:
     launched: dict[str, int]
 
     def concerns(self, scopes: list[str]) -> bool:
-        """Whether it ends one of the runs and operations that another rank is in."""
+        """True if it ends one of ``scopes``, the runs and operations that another rank is in."""
         return self.scope is None or self.scope in scopes
 
     def precedes(self, launch: Launch) -> bool:
-        """Whether the rank ended before ``launch``."""
+        """True if the rank ended before ``launch``."""
         return self.launched.get(launch.channel, 0) < launch.number
 
 
@@ -114,7 +114,7 @@ class EndedRanks:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank has told of an error."""
+        """True if this rank has told of an error."""
         return self._told > 0
 
     # ---- this rank -------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class EndedRanks:
         self._store_has_ended()
 
     def _store_has_ended(self) -> bool:
-        """Whether a process has ended that may serve the store; its client would log that at length."""
+        """True if the process that may serve the store has ended; the store's client would log that at length."""
         return 0 in self._ranks and self._ranks[self._rank] != 0 and self.has_ended(self._ranks.index(0))
 
     # ---- the others ------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class EndedRanks:
             return found
 
     def _concerned(self, ranks: set[int] | None) -> tuple[int, End] | None:
-        """The first of the errors that have been read which ends what this rank is in."""
+        """The first known error that ends a run or an operation of this rank."""
         for rank, end in self._errors.items():
             if (ranks is None or rank in ranks) and end.concerns(self.scopes):
                 now = self.of(rank)  # one that runs again has taken it back
@@ -226,13 +226,13 @@ class EndedRanks:
         return None
 
     def of(self, rank: int) -> End | None:
-        """What a rank has told of its end."""
+        """The report of ``rank`` about its end; None if it has written none."""
         if not self._store.check([str(rank)]):
             return None
         return _parsed(self._store.get(str(rank)))[1]
 
     def has_ended(self, rank: int) -> bool:
-        """Whether the connection to a rank is closed."""
+        """True if the connection to a rank is closed."""
         try:
             dist.isend(torch.zeros(1), self._ranks[rank], self._host, tag=_PROBE_TAG)
         except (RuntimeError, ValueError) as error:  # closed, or the group is destroyed
@@ -247,7 +247,7 @@ class EndedRanks:
         return [rank for rank in range(self._world) if rank != self._rank and self.has_ended(rank)]
 
     def first_cause(self, ended: list[int]) -> str:
-        """Why ranks have ended: the error of one, the cause that one passes on, or that they have told none."""
+        """Reason why ranks have ended: the error of one, the cause that one passes on, or that they have told none."""
         silent, over, causes = list[int](), list[int](), list[str]()
         for rank in ended[:_MANY]:
             try:
@@ -281,12 +281,12 @@ class EndedRanks:
         )
 
     def _of_gone_hosts(self, ended: list[int]) -> list[int]:
-        """Those of the ``ended`` ranks whose whole host has ended: the others may have ended because of them."""
+        """Ranks of ``ended`` on hosts where all ranks have ended: the others may have ended because of them."""
         alive = {host for rank, host in enumerate(self.hosts) if rank not in ended}
         return [rank for rank in ended if self.hosts and self.hosts[rank] not in alive]
 
     def on_hosts(self, ranks: list[int]) -> str:
-        """Where ``ranks`` are, if the ranks are on several hosts."""
+        """Text that names the hosts of ``ranks``; "" if all ranks of the group are on one host."""
         if len(set(self.hosts)) < 2:
             return ""
         names = list(dict.fromkeys(self.hosts[rank] for rank in ranks))
@@ -373,7 +373,7 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 
 def _prints(hook: Any) -> bool:
-    """Whether a hook for uncaught errors only prints them; one of the user's may send or debug them in full."""
+    """True if a hook for uncaught errors only prints them; one of the user's may send or debug them in full."""
     return hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch.")
 
 
@@ -446,7 +446,7 @@ def _telling(entries: list[TracebackType]) -> list[TracebackType]:
 
 
 def debugs() -> bool:
-    """Whether ``LT_ZERO_DEBUG`` is set."""
+    """True if ``LT_ZERO_DEBUG`` is set."""
     return switched("LT_ZERO_DEBUG", False)
 
 
@@ -495,7 +495,8 @@ def _joined(entries: list[TracebackType]) -> TracebackType | None:
 
 def _end() -> None:
     error = None
-    if sys.excepthook is not _uncaught:  # one that was installed later, and may not call this
+    # A hook that was installed later may not call this package's, so the last uncaught error is looked up here.
+    if sys.excepthook is not _uncaught:
         last = getattr(sys, "last_value", None)  # of an uncaught error
         error = last if last not in _told else None
     for member in list(_members):

@@ -76,7 +76,9 @@ _END_PATIENCE = 1.0  # seconds to wait for a closed connection
 
 @dataclass(frozen=True)
 class Patience:
-    """In seconds. ``poll``: between polls of the store. ``ask``: in a wait before asking for those who have not come.
+    """Durations in seconds.
+
+    ``poll``: between polls of the store. ``ask``: in a wait, before asking for the ranks that have not come.
     ``stuck``: in the same collective. ``limit``: for a rank that could still come to a call of the user.
     """
 
@@ -188,7 +190,8 @@ class HangDetector:
                 if lost is not None:
                     readers = sum(not state.text.startswith(GONE) for state in states.values())
                     self._fail(sentence(states, self._rank, lost, self.remedy), readers)
-                if self._store.check([f"diverged/{launch.channel}"]):  # found by ranks that were behind this one
+                # Ranks that were behind this one have found that they diverge, and wait for its history.
+                if self._store.check([f"diverged/{launch.channel}"]):
                     self.raise_divergence(launch)
             self._asked = now
             self._store.set(f"question/{self._rank}", json.dumps([launch.channel, launch.number]))
@@ -196,7 +199,7 @@ class HangDetector:
             self._first_question = self._first_question or asks
 
     def _state_of(self, rank: int, launch: Launch, now: float) -> RankState:
-        """What another rank is doing, and whether it will never launch ``launch``."""
+        """State of another rank: its activity, and whether it will never launch ``launch``."""
         key = f"doing/{rank}"
         answer: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {"asks": 0}
         last, since = self._last_answers.get(rank, (0, now))
@@ -221,8 +224,10 @@ class HangDetector:
             state.compare(launch, Launch(*ran))
         elif theirs is not None and channel is not None and channel.launched >= theirs.number:
             mine = channel.find(theirs.number)
-            state.never = mine is not None and not mine.like(theirs)  # otherwise it is on its way
-        elif theirs is not None:  # in a channel of others it waits for these, who find out whether they come
+            # This rank has launched that number, too. If it was the same collective, the other is on its way.
+            state.never = mine is not None and not mine.like(theirs)
+        elif theirs is not None:
+            # In a channel without this rank it waits for other ranks, and they find out if those never come.
             state.never = stuck and channel is not None
         else:
             state.never = stuck and answer["ranks"] is not None and self._ranks[self._rank] in answer["ranks"]
@@ -279,7 +284,7 @@ class HangDetector:
         return self._end
 
     def cause(self) -> str | None:
-        """Why a collective failed: the verdict, or the end of a rank; None if neither is known."""
+        """Reason why a collective failed: the verdict, or the end of a rank; None if neither is known."""
         if self._end is not None:
             return self._end
         with contextlib.suppress(dist.DistError):
@@ -287,19 +292,20 @@ class HangDetector:
         return self._watch.verdict or self.explain_end()
 
     def explain_end(self) -> str | None:
-        """Which rank has ended, and where to look; None if none has."""
+        """Text that names the rank that has ended and where to look; None if none has."""
         if self._end is None:
             until = time.monotonic() + _END_PATIENCE
             while (cause := self._told()) is None and time.monotonic() < until:
                 time.sleep(0.05)
             if cause is not None:
                 self._follow(cause)
-                if self._ranks[self._rank] == 0:  # it may serve the store, from which the others read the cause
+                # This process may serve the store, from which the others read the cause before it ends.
+                if self._ranks[self._rank] == 0:
                     time.sleep(self._patience.poll)
         return self._end
 
     def _told(self) -> str | None:
-        """Why a rank has ended; None if none has."""
+        """Reason why a rank has ended; None if none has."""
         if ended := self.ends.ended():
             return self.ends.first_cause(ended)
         with contextlib.suppress(dist.DistError):  # the process that serves the store has ended
@@ -349,7 +355,7 @@ class HangDetector:
                     time.sleep(self._patience.poll / 20)
 
     def go_on(self) -> None:
-        """This rank told of an error and launches a collective: what is over has not ended it."""
+        """Take back an error of this rank that is over: it has caught the error, and launches a collective."""
         with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
             self._end = None if self.ends.go_on() else self._end
 
@@ -392,7 +398,7 @@ class _Reporter:
 
     @property
     def server_gone(self) -> bool:
-        """Whether the store is to be left alone: its client would log pages after the error that names the rank."""
+        """True if the store must be left alone: its client would log pages after the error that names the rank."""
         return self._ends.server_gone
 
     def read_verdict(self) -> bool:
@@ -417,7 +423,8 @@ class _Reporter:
         if not self.read_verdict():
             self._answer(asks)
             return self._store.check(["closing"])
-        if not known and self._watch.waiting is None:  # the main thread may not find out by itself
+        # The main thread waits for no collective of this package, so it may not find out by itself.
+        if not known and self._watch.waiting is None:
             log.error("%s", self._watch.verdict)
         self._store.add("heard", 1)
         self.close_connections(self._world)
@@ -457,7 +464,7 @@ class _Reporter:
             _close_all(self._groups_of(frame))
 
     def _groups_of(self, frame: FrameType) -> list[dist.ProcessGroup]:
-        """The groups of others, in one of which ``frame`` still waits.
+        """Process groups of other packages; ``frame`` still waits in one of them.
 
         No more than these: a script that goes on after the error makes its next groups over the default one.
         """
@@ -474,13 +481,14 @@ class _Reporter:
         return process_groups()  # the user's: the call does not tell in which it is
 
     def _needs(self, frame: FrameType) -> list[int] | None:
-        """The global ranks of the collective of others in which this frame waits; None if it waits in none."""
+        """Global ranks of another package's collective in which this frame waits; None if it waits in none."""
         return _collective_of(frame) or (self.layers if _in_layer(frame) else None) or None
 
     def _frame(self) -> FrameType | None:
-        """Where the thread is; if it polls a barrier, where it waits for it.
+        """Innermost frame of the thread; if it polls a barrier, the frame that waits for the barrier.
 
-        Backward may run on other threads, for which the thread waits: then where one of these waits inside of a layer.
+        Backward may run on other threads while this thread waits for them. Then it is the frame of one of those, if
+        it waits inside of a layer.
         """
         frames = sys._current_frames()
         frame = frames.get(self._thread)
@@ -525,7 +533,7 @@ def _close_all(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _is_removed(store: Any) -> bool:
-    """Whether the file of a store was removed: a client would wait for it until a timeout."""
+    """True if the file of a store was removed: a client would wait for it until a timeout."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     path = getattr(store, "path", None)
@@ -572,13 +580,13 @@ def _collective_of(frame: FrameType) -> list[int] | None:
 
 
 def _in_layer(frame: FrameType) -> bool:
-    """Whether a frame waits for a functional collective, which those inside of layers are. It has no group."""
+    """True if a frame waits for a functional collective, as layers launch them. Such a collective has no group."""
     called = frame.f_locals.get("self") if frame.f_code.co_filename == torch._ops.__file__ else None
     return str(called).startswith("_c10d_functional.wait_tensor")
 
 
 def in_collective(error: BaseException) -> bool:
-    """Whether an error came out of torch.distributed, or of a wait for it."""
+    """True if an error came out of torch.distributed, or of a wait for it."""
     frame = innermost(error.__traceback__)
     if frame is None:
         return False

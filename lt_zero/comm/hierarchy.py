@@ -68,7 +68,8 @@ class Hierarchy(Gloo):
         return self._sends
 
     def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
-        if group is not None:  # of the background thread
+        # A group is given by the background thread, whose gathers have a group of their own.
+        if group is not None:
             return super().all_gather(flat, own, launch, group)
         return self._all([self._gathering.submit(lambda: self._gather(flat, self._gathers, self._staging[0]))], launch)
 
@@ -123,10 +124,12 @@ class Hierarchy(Gloo):
             arena, width = self._sends, rows.shape[1]
             if number == 0 and arena is not None and arena.has(flat):
                 rows = torch.empty(len(rows) // size, width, dtype=dtype)
-                dist.barrier(group)  # all have written
+                # Peers' windows are read in place: the first barrier says that all have written theirs. The second one
+                # keeps this rank from writing the next gradients before all have read.
+                dist.barrier(group)
                 for block, row in enumerate(rows):
                     arena.sum(flat, (block * size + self._mesh.shard_rank % size) * width, row, False, 1.0)
-                dist.barrier(group)  # all have read
+                dist.barrier(group)
                 continue
             if received.numel() != rows.numel():
                 received = torch.empty_like(rows)
@@ -148,15 +151,18 @@ class _Staging:
         self._arena, self._window = arena, torch.empty(0, dtype=torch.uint8)
 
     def gather(self, blocks: Tensor, ranks: Sequence[int], group: Group) -> None:
-        """Fill ``blocks`` ([blocks, ranks, elements]) with what each of the ``ranks`` has of its own in each block."""
+        """Fill ``blocks`` ([blocks, ranks, elements]): row i of each block comes from rank i of ``ranks``."""
         nbytes = blocks[:, 0].numel() * blocks.itemsize
-        if self._window.numel() < nbytes:  # the earlier one stays allocated: buckets have few sizes
+        # A smaller window stays allocated after a larger one replaces it. Buckets have few sizes, so that is little.
+        if self._window.numel() < nbytes:
             self._window = self._arena.allocate(nbytes, torch.uint8)
         mine = self._window[:nbytes].view(blocks.dtype).view(blocks.shape[0], -1)
         own = list(ranks).index(self._arena.rank)
         mine.copy_(blocks[:, own])
-        dist.barrier(group)  # all have written
+        # The window is reused by the next gather: no rank may read before all have written, nor write again before all
+        # have read.
+        dist.barrier(group)
         for number, peer in enumerate(ranks):
             for block, row in enumerate(blocks[:, number] if number != own else ()):
                 self._arena.read(peer, self._window, block * row.nbytes, row.view(torch.uint8))
-        dist.barrier(group)  # all have read
+        dist.barrier(group)

@@ -1,4 +1,4 @@
-"""Which task of how many a launcher has started this process as: torchrun, ``mpirun``, ``srun``.
+"""The rank and size that a launcher has given to this process: torchrun, ``mpirun``, ``srun``.
 
 Note [Ranks that train alone]
     A process that does not see its launcher trains by itself, and so do all of its peers: each is rank 0 of one, and

@@ -48,7 +48,8 @@ class PartRanks(Ranks):
         rows = of_ranks.view(self.size, -1)
         if self._gloo:
             return Comparison(lambda: self.watch.wait(work, launch), rows, numbers)
-        work.wait()  # the current stream, not the host
+        # The current stream waits, not the host. The event after the copy tells when ``host`` can be read.
+        work.wait()
         host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
         host.copy_(rows, non_blocking=True)
         copied = torch.cuda.Event()
@@ -66,7 +67,8 @@ class Comparison:
 
     def __init__(self, wait: Callable[[], object], of_ranks: Tensor, sent: Tensor) -> None:
         self._wait, self._of_ranks = wait, of_ranks
-        self._sent = sent  # is read until the end
+        # Kept alive: the collective reads it until the end.
+        self._sent = sent
 
     def equal(self) -> list[bool]:
         """Wait, and return which of the numbers are equal on all ranks."""

@@ -92,6 +92,7 @@ class PendingTransfer:
         """
         if self._work.is_completed():
             return
+        # A thread waits in gloo, see Note [Waits for one rank]. A second wait uses the same thread.
         if self._procedure is None:
             self._procedure = self._waits.submit(self._work.wait)
         with _naming(self._launch):
@@ -100,7 +101,7 @@ class PendingTransfer:
 
 @contextmanager
 def _naming(launch: Launch) -> Iterator[None]:
-    """Context whose errors name ``launch``."""
+    """Context that adds the name of ``launch`` to errors."""
     try:
         yield
     except RuntimeError as error:

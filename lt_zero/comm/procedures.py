@@ -32,7 +32,8 @@ class Procedure:
         except BaseException as error:
             self._error = error
         finally:
-            self._fn = None  # it holds buffers
+            # The function holds buffers, which must not live as long as this object.
+            self._fn = None
             self._ended.set()
 
     def is_completed(self) -> bool:

@@ -39,7 +39,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def one_queue() -> bool:
-    """Whether all kernels of a GPU take one queue: then collectives of different groups cannot pass each other."""
+    """True if all kernels of a GPU take one queue: then collectives of different groups cannot pass each other."""
     return dist.get_backend() != "gloo" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
@@ -71,7 +71,8 @@ def new_group(
             "host's name may lead nowhere: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every node to the one "
             "that the nodes share, as `ip addr` names it."
         ) from error
-    if inside and dist.get_backend(group) != "gloo":  # gloo has connected
+    # gloo has connected by now; NCCL connects in the first collective.
+    if inside and dist.get_backend(group) != "gloo":
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -79,7 +80,7 @@ def new_group(
 
 
 def await_all(timeout: timedelta | None = None) -> None:
-    """Wait for all ranks in a default group of gloo, whose connections the end of a rank closes. Collective.
+    """Wait for all ranks in a default group of gloo; the end of a rank closes its connections. Collective.
 
     Making another group would wait for a rank that has ended meanwhile, say for want of memory, until a timeout. Ranks
     may come late (they load data, say), so the default group's own timeout, which may be short, has no say.
@@ -95,7 +96,8 @@ def await_all(timeout: timedelta | None = None) -> None:
     try:
         _meet(timeout or _TIMEOUT)
     except RuntimeError as error:
-        if "Timed out waiting" in str(error):  # and all connections are closed, which tells nothing of the ranks
+        # After a timeout all connections are closed, so probing them would not tell which ranks have ended.
+        if "Timed out waiting" in str(error):
             late = f"within {(timeout or _TIMEOUT).total_seconds():.0f} s (the timeout of process groups)"
             raise RuntimeError(f"Other ranks did not come to set up the model {late}. ({error})") from None
         gone = [str(rank) for rank in range(dist.get_world_size()) if rank != dist.get_rank() and not _connected(rank)]
@@ -140,7 +142,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def exists(group: dist.ProcessGroup) -> bool:
-    """Whether a process group of this rank has not been destroyed."""
+    """True if a process group of this rank has not been destroyed."""
     try:
         dist.get_process_group_ranks(group)
     except KeyError:
@@ -152,7 +154,8 @@ def close_connections(group: dist.ProcessGroup) -> None:
     """Close all of this rank's connections in a gloo group, which ends all waits for them."""
     for peer in dist.get_process_group_ranks(group):
         if peer != dist.get_rank():
-            with suppress(RuntimeError):  # the timeout closes all; or this one is closed, and others may be open
+            # The timeout closes all connections of the rank. If this one is closed already, others may still be open.
+            with suppress(RuntimeError):
                 _done(dist.irecv(torch.empty(1), peer, group, tag=_SILENT_TAG), timedelta(milliseconds=1))
 
 
@@ -168,15 +171,17 @@ def closing_if_unanswered(probed: bool, link_timeout: float = LINK_TIMEOUT_S) ->
     before = _sockets()
     yield
     for name, number in _sockets().items() - before.items():
-        with suppress(OSError), socket.socket(fileno=os.dup(number)) as opened:  # it may be closed since
+        # The socket may have been closed since it was listed.
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as opened:
             if name in before or opened.type != socket.SOCK_STREAM or opened.family == socket.AF_UNIX:
                 continue
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(math.ceil(seconds / 4), _LONGEST_IDLE_S))
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-            # Also for unanswered data.
+            # Keep-alive is only for idle connections; this limit is also for data that is not acknowledged.
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
-            with suppress(OSError):  # else pauses between tries double up to two minutes
+            # Otherwise pauses between tries double up to two minutes. Older kernels do not know the option.
+            with suppress(OSError):
                 opened.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, max(1000, round(seconds * 1000 / _TRIES)))
 
 
@@ -248,7 +253,8 @@ def begin_restarted(backend: str, timeout: timedelta | None, device: torch.devic
         store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device)
     if backend == "nccl":
-        atexit.register(_leave)  # as Lightning does: torch warns of a group that is left
+        # As Lightning does, because torch warns of a group that is not destroyed.
+        atexit.register(_leave)
 
 
 def _leave() -> None:
@@ -262,7 +268,7 @@ def own_gpu(local_rank: int) -> int:
 
 
 def is_part(group: dist.ProcessGroup) -> bool:
-    """Whether a process group has not all ranks."""
+    """True if a process group does not have all ranks."""
     return dist.get_world_size(group) != dist.get_world_size()
 
 

@@ -81,6 +81,7 @@ class LaunchOrder:
         return launch
 
     def _number(self, channel: Channel, operation: str, name: str, numel: int) -> tuple[Launch, bool]:
+        # After a verdict connections are closed, and no collective works any more.
         self._watch.raise_verdict()
         if self.detector is not None and self.detector.ends.posted:
             self.detector.go_on()
@@ -95,6 +96,8 @@ class LaunchOrder:
         mine = channel.checksum
         if self.arena is not None and channel is self._collectives:
             self._comparisons += 1
+            # Two numbers take turns: a peer may still read this one when this rank posts its next. It cannot be two
+            # behind, as each comparison is a barrier.
             self.arena.post(self._comparisons % 2, mine)
             self._watch.wait(Barrier(self.arena, FENCES), launch)
             checksums = self.arena.posted(self._comparisons % 2)
@@ -119,14 +122,14 @@ class LaunchOrder:
 
 
 class Unlogged:
-    """Records nothing. ``CommLog`` records what collectives cost."""
+    """Records nothing. ``CommLog`` records the costs of collectives."""
 
     def open(self, operation: str, name: str, nbytes: int, host: bool = False) -> Any:
         """Call before a launch; None if it is not recorded. ``host``: the collective is on the host, not the device."""
         return None
 
     def follow(self, opened: Any, work: Work) -> Work:
-        """Record ``work``, which was launched after ``open``, once it was waited for; returns what to wait for."""
+        """Record ``work``, launched after ``open``, once it was waited for; returns the work to wait for."""
         return work
 
     def ended(self, opened: Any) -> None:
@@ -134,7 +137,7 @@ class Unlogged:
 
 
 class Ranks(ProcessLocal):
-    """Some ranks of a run, of which this is one, with the collectives that all of them take part in.
+    """Some ranks of a run, this one among them, and the collectives of all of them.
 
     Args:
         process_group: over the ranks; None: a single process without one.
@@ -244,7 +247,8 @@ class Ranks(ProcessLocal):
         labels = [("broadcast", name, numel) for name, numel in tensors]
         mine = zlib.crc32(repr(labels).encode())
         extremes = torch.tensor([mine, -mine])
-        self.host_max(extremes, "broadcasts to come").wait()  # the maximum, and the negative minimum
+        # The result is the maximum and the negative minimum, whose sum is zero if all ranks have the same number.
+        self.host_max(extremes, "broadcasts to come").wait()
         if not extremes.sum():
             self.order.foresee(labels)
 

@@ -117,7 +117,7 @@ class ShardGroup(Ranks):
         return f"ranks {parts}{more}, divisor {self.divisor:g}, norm_share {self.norm_share:g}"
 
     def _connect(self, gathers: dist.ProcessGroup, everyone: bool) -> None:
-        """Make what the collectives of this group need besides the process group for gathers."""
+        """Make the process groups and shared memory of this group, besides the process group for gathers."""
         world, order, backend = self.world, self.order, dist.get_backend(gathers)
         self.reductions = gathers if one_queue() else world.new_group(None, self._parts, closes=True)
         if not everyone:
@@ -138,7 +138,7 @@ class ShardGroup(Ranks):
         return self.world.new_group(backend, [ranks for ranks in wanted if ranks], timeout)
 
     def _share_memory(self, ranks: Sequence[int]) -> SharedArena | None:
-        """Windows that ``ranks`` of the group, of which this is one, read; None if some cannot. Collective."""
+        """Windows for ``ranks`` of the group, this one among them; None if some cannot share memory. Collective."""
         return self.world.share_memory([self.ranks[rank] for rank in ranks])
 
     def configure(self, config: ZeroConfig) -> None:
@@ -150,7 +150,8 @@ class ShardGroup(Ranks):
         zero = config.zero_optimization
         self.sums_gradients = config.gradient_allreduce_op == "sum"
         self.predivide = None
-        if config.prescale_gradients:  # many files set gradient_predivide_factor=1 beside it
+        # ``prescale_gradients`` comes first: many files set gradient_predivide_factor=1 beside it.
+        if config.prescale_gradients:
             self.predivide = self.divisor
         elif config.gradient_predivide_factor != 1.0:
             self.predivide = config.gradient_predivide_factor
@@ -160,11 +161,13 @@ class ShardGroup(Ranks):
             self._configured = wanted
             if self.rank == 0 and self.process_group is not None and len(self.nodes) > 1:
                 log.info("Collectives over %d nodes: %s.", len(self.nodes), self.topology.why)
-        if len(set(map(len, self._parts))) == 1:  # else some have a model beside this group's, and are not sharded
+        # With parts of different sizes, some ranks have a model beside this group's, and are not sharded.
+        if len(set(map(len, self._parts))) == 1:
             self._share_parameters(zero.secondary_shards(self.size))
         self._tolerate(config.communication.slow_node_tolerance, zero.stage > 0)
         optim = zero.offload_optimizer
-        if optim.device != "none" and optim.overlap_step is True:  # here, where ranks have all groups in one order
+        # This makes process groups. It is done here, where all ranks configure their groups in one order.
+        if optim.device != "none" and optim.overlap_step is True:
             self.allow_background()
 
     def _choose(self, division: int, topology: str | int, scatters: bool) -> None:
@@ -194,7 +197,8 @@ class ShardGroup(Ranks):
         )
         if self.topology.sizes:
             make, node = partial(self._new_group, backend), next(n for n in self.nodes if self.rank in n)
-            nested = whole_nodes(self.nodes) == self.topology.sizes[0]  # the same on all ranks
+            # The same on all ranks, so that all share memory or none do: sharing is collective.
+            nested = whole_nodes(self.nodes) == self.topology.sizes[0]
             arenas = [self._share_memory(node) for _ in range(3)] if nested else []
             shared = [arena for arena in arenas if arena is not None]
             self._transport = Hierarchy(*common, self.watch, self.topology.sizes, make, shared)
@@ -223,7 +227,8 @@ class ShardGroup(Ranks):
         groups = Groups(self.reductions, self.process_group, self.reductions)
         if self._gloo:
             arena = self._share_memory(mesh.row(mesh.replica)) if self.device.type == "cpu" else None
-            arenas = [arena] * 3 if arena is not None else []  # it gathers only, in one thread
+            # One arena serves for all three: this transport only gathers, in one thread.
+            arenas = [arena] * 3 if arena is not None else []
             self._in_node = Hierarchy(mesh, groups, self.device, False, self.watch, [size], new_group, arenas)
         else:
             row = new_group([mesh.row(replica) for replica in range(self.size // size)])
@@ -322,7 +327,7 @@ class ShardGroup(Ranks):
 
     @property
     def gathers_in_threads(self) -> bool:
-        """Whether ``background_gather`` may run in the background thread.
+        """True if ``background_gather`` may run in the background thread.
 
         A GPU runs the collectives of several groups in the order of their launches. If a thread launched some, the
         order would differ from rank to rank, and they could wait for each other for ever.
@@ -330,7 +335,7 @@ class ShardGroup(Ranks):
         return self._gloo or self.process_group is None
 
     def background_gather(self, flat: Tensor, codec: Codec | None = None) -> Work:
-        """After a background step: fill ``flat`` as ``all_gather`` does, or with ``codec`` as ``all_gather_encoded``.
+        """Fill ``flat`` after a background step, as ``all_gather``, or with ``codec`` as ``all_gather_encoded``, does.
 
         In the same order on all ranks.
 
@@ -344,7 +349,7 @@ class ShardGroup(Ranks):
         return self.log.follow(opened, work)
 
     def background_fence(self) -> Work:
-        """In the background thread: wait until all ranks have written their windows."""
+        """Wait, in the background thread, until all ranks have written their windows."""
         if self._arena is None:
             return Done()
         opened = self.log.open("barrier", "background", 0)
@@ -359,12 +364,12 @@ class ShardGroup(Ranks):
 
     @property
     def gathers_in_background(self) -> bool:
-        """Whether all-gathers overlap with computation; reading a peer's memory does not."""
+        """True if all-gathers overlap with computation; reading a peer's memory does not."""
         return self.process_group is not None and self._transport.overlaps
 
     @property
     def sums_wide(self) -> bool:
-        """Whether ``reduce_scatter`` adds in the dtype of ``out``, in whatever dtype gradients are sent."""
+        """True if ``reduce_scatter`` adds in the dtype of ``out``, whatever the dtype in which gradients are sent."""
         return self.process_group is None or self._sums.sums_wide
 
     def factors(self, wire: torch.dtype) -> tuple[float, float]:
@@ -391,16 +396,16 @@ class ShardGroup(Ranks):
 
     @property
     def shares_sends(self) -> bool:
-        """Whether peers read buffers for reductions where they are, so that no scratch memory is needed."""
+        """True if peers read buffers for reductions in place, so that no scratch memory is needed."""
         return self.process_group is not None and self._sums.sends_from() is not None
 
     def before_write(self) -> None:
-        """Before writing to a tensor from ``allocate``: wait until no rank reads it."""
+        """Wait until no rank reads a tensor from ``allocate``. Call it before writing to one."""
         if self._read:
             self.fence()
 
     def after_write(self) -> None:
-        """After writing to a tensor from ``allocate``: the next reader waits until all ranks have written."""
+        """Let the next reader wait until all have written. Call it after writing to a tensor from ``allocate``."""
         self._written = self._arena is not None
 
     def fence(self) -> None:
@@ -421,14 +426,16 @@ class ShardGroup(Ranks):
             return Done()
         shared = self._transport.shares(own)
         opened = self.log.open("all_gather", name, flat.nbytes)
+        # Peers are read in place, so all must have written their windows.
         if shared and self._written:
             self.fence()
         launch = self.order.launch("all-gather", name, flat.numel())
+        # From here on ``before_write`` waits for all ranks before a window is written again.
         self._read |= shared
         return self.log.follow(opened, self._transport.all_gather(flat, own, launch))
 
     def all_gather_encoded(self, flat: Tensor, name: str, codec: Codec, own: Tensor | None = None) -> Work:
-        """``all_gather`` of encoded shards: all ranks, the owner too, get what is decoded.
+        """``all_gather`` of encoded shards: all ranks, the owner too, get the decoded values.
 
         Where ranks share memory, codes are sent between processes all the same. ``own``: this rank's shard, encoded.
         """
@@ -493,7 +500,8 @@ class ShardGroup(Ranks):
     def sum_scalar(self, value: Tensor, name: str) -> Tensor:
         """The sum over the ranks of one replica, on all, of an fp64 tensor, which may be overwritten."""
         if self.mesh.replica > 0:
-            value.zero_()  # so that all get the same bits
+            # All ranks sum the values of one replica. A sum over each replica by itself could differ in its last bits.
+            value.zero_()
         return self.sum_all(value, name)
 
 
@@ -523,8 +531,9 @@ def combine_rows(rows: Tensor, groups: Sequence[Ranks], name: str, maximum: bool
 
 
 def _tell_late(mesh: Mesh, hosts: Sequence[str], member: int, late: bool) -> None:
-    """Not a method: an object that ends when a ``ShardGroup`` is dropped keeps it."""
-    if mesh.rank == (0 if member else mesh.world - 1) // mesh.shards * mesh.shards:  # one that is not that member
+    """Log that a member is late, or on time again. No method: ``TolerantSum`` keeps this, not the group."""
+    # One rank logs, of another member than the late one, which may not come to this for long.
+    if mesh.rank == (0 if member else mesh.world - 1) // mesh.shards * mesh.shards:
         ranks = mesh.row(member)
         text = "is late: sums of gradients go on without it, and get its contributions later" if late else "is on time"
         log.warning("Node %s (rank %s) %s.", hosts[ranks[0]], ", ".join(map(str, ranks)), text)

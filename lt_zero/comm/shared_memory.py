@@ -55,7 +55,7 @@ _OPEN = 4  # exchanges of small tensors that may be open at a time
 
 
 def supported() -> bool:
-    """Whether this system supports windows, and they are not disabled (``LT_ZERO_SHARED_MEMORY=0``)."""
+    """True if this system supports windows, and they are not disabled (``LT_ZERO_SHARED_MEMORY=0``)."""
     wanted = switched("LT_ZERO_SHARED_MEMORY", True)
     return wanted and sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "preadv")
 
@@ -71,7 +71,9 @@ _lock = threading.Lock()
 
 def _order_memory() -> None:
     """Complete this thread's reads and writes before those that follow; Arm's CPUs would reorder them."""
-    for _ in range(2):  # the first releases, after all that came before; the second acquires, before all that follows
+    # The first release comes after all reads and writes before it; the second acquire comes before all that follow.
+    # With one of the pair alone, a CPU may move accesses into the locked region and across each other.
+    for _ in range(2):
         with _lock:
             pass
 
@@ -109,7 +111,8 @@ class Barrier:
             waited = time.monotonic() - started
             if patience is not None and waited > patience.total_seconds():
                 raise RuntimeError(f"Rank {absent[0]} has not entered a barrier.")
-            if waited < _YIELDS:  # to sleep takes several times as long as asked for
+            # Short waits yield, because a sleep takes several times as long as asked for.
+            if waited < _YIELDS:
                 os.sched_yield()
             else:
                 time.sleep(min(max(_SHORTEST, _LATE * waited), _LONGEST))
@@ -132,7 +135,8 @@ class SharedArena:
         self._offsets: dict[int, int] = {}  # address of a window -> offset in the file
         self._peers: dict[int, int] = {}  # rank -> file
         self.rank = 0
-        self.allocate(4, torch.int64)  # at the beginning: two numbers are posts, the others' bytes count entries
+        # The first window: peers read posts (two numbers) and counts of entries (other bytes) at fixed offsets in it.
+        self.allocate(4, torch.int64)
         self._entries = {REDUCTIONS: 0, FENCES: 0, MAXIMA: 0, READ: 0}
 
     def address(self) -> tuple[str, str]:
@@ -194,7 +198,8 @@ class SharedArena:
         """The peers that have not entered that barrier."""
         files = self._peers.items()
         found = [peer for peer, file in files if (os.pread(file, 1, place)[0] - number) % 256 >= 128]
-        if not found:  # what follows may read what they wrote
+        # What follows may read what the peers wrote before they entered.
+        if not found:
             _order_memory()
         return found
 
@@ -208,7 +213,7 @@ class SharedArena:
             raise RuntimeError("A forked process is no rank. Call what needs all ranks in rank processes only.")
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` starts where a window starts."""
+        """True if ``tensor`` starts at the start of a window."""
         return tensor.data_ptr() in self._offsets
 
     def read(self, peer: int, window: Tensor, first: int, out: Tensor) -> None:
@@ -253,7 +258,9 @@ class SharedArena:
         first, *others = sorted([self.rank, *self._peers])
         sums, received = (torch.empty(min(_CHUNK, out.numel()), dtype=d) for d in (wide(out.dtype), send.dtype))
         if first == self.rank and others and sums.dtype == send.dtype:
-            first, others[0] = others[0], first  # the same sum of two; a peer's chunk is read in place, the own added
+            # The sum of the first two is the same in either order. Beginning with the peer saves a copy: its chunk is
+            # read right into the sum, and the own one is added.
+            first, others[0] = others[0], first
         for lo in range(0, out.numel(), _CHUNK):
             hi = min(lo + _CHUNK, out.numel())
             total, chunk = sums[: hi - lo], received[: hi - lo]
@@ -292,7 +299,8 @@ class Maxima:
             self._windows = [self._arena.allocate(2 * tensor.nbytes, torch.uint8) for _ in range(_OPEN)]
         window = self._windows[number % _OPEN]
         window[: tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
-        self._launched = number  # as many as barriers were entered, also after an error of ``wait``
+        # Set only now: after an error of ``wait`` above it still equals the number of barriers that were entered.
+        self._launched = number
         self._open.append(Maximum(self, number, tensor, window, Barrier(self._arena, MAXIMA), wait))
         return self._open[-1]
 

@@ -64,7 +64,7 @@ class Contribution(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """Whether a contribution of a member is in a sum, and how long it took (or has taken), in parts of what it may."""
+    """Arrival of a member's contribution: if it is in the sum, and its time so far as a share of the time allowed."""
 
     present: bool
     share: float
@@ -85,14 +85,15 @@ class _OpenSum:
         self.lasted = 5.0  # seconds, the last turn; before the first one is known, latecomers get 0.5 seconds
 
     def begin(self, turn: int) -> None:
-        if turn > self.turn + 1:  # another member had it meanwhile
+        # Another member owned the piece meanwhile: this one's notes of missing contributions are out of date.
+        if turn > self.turn + 1:
             self.absent.clear()
             self.awaited.clear()
         self.turn, self.began, self.enough = turn, 0.0, 0.0
 
 
 class _Flow:
-    """What is summed under one name, turn after turn."""
+    """Sums of one name, turn after turn, and the contributions that are carried from one to the next."""
 
     def __init__(self, name: str, number: int, total: Tensor, members: int) -> None:
         self.name, self.number, self.turn = name, number, 0
@@ -157,7 +158,7 @@ class TolerantSum:
     # ---- the member ------------------------------------------------------------------------------------------------
 
     def sum(self, name: str, total: Tensor) -> list[tuple[int, int, float]]:
-        """Replace ``total`` (1D) by all / arrived times the sum of what arrived.
+        """Replace ``total`` (1D) by the sum of the gradients that arrived, scaled by all / arrived.
 
         In the same order on all members; in one thread at a time. Returns how many gradients of ranks are in the sums:
         (first element, last element + 1, number).
@@ -169,6 +170,7 @@ class TolerantSum:
             self._begin()
             flow = self._flow(name, total)
             turn, owners = flow.turn, self._owners(flow)
+            # Contributions are clones: they may still be kept, or on their way, when ``total`` is overwritten below.
             for piece, (lo, hi) in enumerate(flow.spans):
                 self._contribute(flow, piece, owners[piece], Contribution(turn, self._ranks, total[lo:hi].clone()))
             flow.owners = owners
@@ -206,9 +208,11 @@ class TolerantSum:
         """Send a contribution to the owner of ``piece``, or keep it until the last one has arrived there."""
         opened = self._open[flow.number, piece]
         if owner == self._me and opened.turn < flow.turn:
-            opened.begin(flow.turn)  # it was another member's
+            # Another member owned the piece until now, and its earlier sums are closed.
+            opened.begin(flow.turn)
         elif owner != self._me:
-            for part in opened.parts.values():  # they came when the piece was no longer this member's
+            # These came when the piece was no longer this member's. They go to the new owner, or would be lost.
+            for part in opened.parts.values():
                 flow.add(piece, part)
             opened.parts.clear()
         moved = not flow.owners or flow.owners[piece] != owner
@@ -252,7 +256,8 @@ class TolerantSum:
 
     def _take(self, member: int, flow: int, piece: int, part: Contribution) -> None:
         opened, now = self._open[flow, piece], time.monotonic()
-        if part.turn > opened.turn:  # sums of the turns between were another member's, and are closed
+        # Another member owned the sums of the turns between, which are closed.
+        if part.turn > opened.turn:
             opened.begin(part.turn)
         opened.parts[member] = _both(opened.parts.get(member), part)
         if not opened.began and part.turn == opened.turn:
@@ -280,21 +285,22 @@ class TolerantSum:
                 self._fail(error)
 
     def _due(self, key: tuple[int, int], opened: _OpenSum, now: float) -> float:
-        """When the sum may be closed, as far as is known now."""
+        """Time at which the sum may be closed, as far as is known now."""
         missing = set(range(self._members)) - opened.parts.keys()
         if (
             key[0] >= len(self._flows)
             or all(part.turn < opened.turn for part in opened.parts.values())
             or len(missing) > self._tolerated
         ):
-            return now + 1.0  # who is late does not begin a turn
+            # Contributions of late members alone do not begin a turn.
+            return now + 1.0
         if missing <= opened.absent | self._late.keys():
             return now
         opened.enough = opened.enough or now
         return opened.enough + self._limit(key[0], opened)
 
     def _limit(self, flow: int, opened: _OpenSum) -> float:
-        """Seconds that a contribution may take: twice those on a usual link, and what ranks differ anyway."""
+        """Seconds that a contribution may take: twice its time on a usual link, and the usual lag of a rank."""
         nbytes = self._flows[flow].numel * self._flows[flow].dtype.itemsize
         return 2 * nbytes / self._rate + max(0.05, opened.lasted / 10)
 
@@ -321,7 +327,8 @@ class TolerantSum:
             total = total.add_(row.data)
         found = Contribution(turn, sum(row.weight for row in rows), total)
         others = [peer for peer in range(self._members) if peer != self._me]
-        for peer in others:  # one sum of a piece at a time: a peer that receives slowly is waited for
+        # One sum of a piece at a time: otherwise sums would pile up here for a peer that receives slowly.
+        for peer in others:
             if (work := self._published.get((peer, flow, piece))) is not None:
                 work.wait()
         with self._changed:
@@ -347,13 +354,14 @@ class TolerantSum:
             values += [what.turn, what.weight, what.data.numel(), what.data.itemsize, *itertools.chain(*arrivals)]
         header = torch.zeros(_HEADER + 2 * self._members, dtype=torch.float64)
         header[: len(values)] = torch.tensor(values, dtype=torch.float64)
+        # gloo reads a message until it has left, so tensors are kept until then.
         leaving = self._leaving[kind, peer] = [one for one in self._leaving[kind, peer] if not one[0].is_completed()]
         for message in (header, what.data) if what is not None else (header,):
             leaving.append((dist.isend(message, self._peers[peer], self._groups[kind]), message))
         return leaving[-1][0]
 
     def _receive(self, kind: int, peer: int) -> None:
-        """Receive what ``peer`` sends of a kind until it ends its run. Runs in a thread."""
+        """Receive messages of a kind from ``peer`` until it ends its run. Runs in a thread."""
         header = torch.empty(_HEADER + 2 * self._members, dtype=torch.float64)
         try:
             while True:
@@ -362,7 +370,8 @@ class TolerantSum:
                 if ends:
                     with self._changed:
                         self._ends[kind, peer] += 1
-                        if self._ends[kind, peer] >= self._runs:  # else this member is in its next run already
+                        # With fewer ends than runs, this member is in its next run, which the thread serves as well.
+                        if self._ends[kind, peer] >= self._runs:
                             del self._threads[kind, peer]
                             return
                     continue
@@ -378,7 +387,8 @@ class TolerantSum:
                 self._received[peer] += 1
                 self._take(peer, flow, piece, what)
             else:
-                while what.turn > self._turns[flow] + 1 and self._running:  # the peer is ahead: let it wait
+                # A peer that is ahead waits, as nothing more of it is received meanwhile.
+                while what.turn > self._turns[flow] + 1 and self._running:
                     self._changed.wait(1.0)
                 arrivals = [Arrival(bool(present), share) for present, share in header[_HEADER:].view(-1, 2).tolist()]
                 self._sums[flow, what.turn, piece] = what, arrivals
@@ -426,7 +436,7 @@ class TolerantSum:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is a rank of the first member."""
+        """True if this is a rank of the first member."""
         return self._me == 0
 
     def part(self, numel: int) -> tuple[int, int]:
@@ -435,16 +445,16 @@ class TolerantSum:
         return self._mesh.shard_rank * each, (self._mesh.shard_rank + 1) * each
 
     def column(self, of_ranks: list[Any]) -> list[Any]:
-        """What the ranks that this one sums with have, of what all ranks have."""
+        """Select the entries of this rank's shard column from a list over all ranks."""
         return [of_ranks[rank] for rank in self._mesh.column(self._mesh.shard_rank)]
 
     def owed(self, gather: Callable[[list[int]], list[list[int]]]) -> dict[str, tuple[Tensor, Tensor]]:
-        """What this member keeps of contributions that are in no sum yet: their sum, and counts of each element.
+        """Contributions of this member that are in no sum yet, by name: their sum, and counts of each element.
 
         Collective: between steps, and no message is under way afterwards.
 
         Args:
-            gather: what the members have given to it, by member.
+            gather: collects a list of each member; returns them by member.
         """
         sent = gather(list(self._sent))
         with self._changed:
@@ -481,7 +491,7 @@ class TolerantSum:
                 opened.begin(opened.turn)
 
     def _take_over(self, flow: _Flow) -> None:
-        """Let a flow carry what was restored for it. A piece has one weight, its largest count: padding has none."""
+        """Let a flow carry its restored contributions. A piece has one weight, its largest count: padding has none."""
         rows, counts = self._restored.pop(flow.name, (None, None))
         if rows is None or counts is None:
             return
@@ -500,7 +510,8 @@ def _seconds(groups: Sequence[Group]) -> list[float]:
     following, before = (me + 1) % members, (me - 1) % members
     received, times = torch.empty(_PROBE, dtype=torch.uint8), [0.0]
     sent = torch.zeros_like(received)
-    for senders in range(2):  # neighbours one after the other: what one sends delays what the other is acknowledged
+    # Neighbours send one after the other: what one sends would delay the acknowledgements for the other.
+    for senders in range(2):
         dist.barrier(groups[0])
         works = [dist.isend(sent, peers[following], groups[0]) for _ in range(_PROBES if me % 2 == senders else 0)]
         for _ in range(_PROBES if before % 2 == senders else 0):

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and in which dimensions collectives run: ``communication.topology``."""
+"""Ranks that share a node, and the dimensions in which collectives run: ``communication.topology``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def group_by_node(identities: Sequence[Any]) -> list[list[int]]:
 
 
 def whole_nodes(nodes: Sequence[Sequence[int]]) -> int | None:
-    """How many ranks each node has, if these are neighbours and all nodes have as many; else None."""
+    """Number of ranks per node, if it is the same for all nodes and their ranks are consecutive; else None."""
     size = len(nodes[0])
     return size if all(list(node) == list(range(node[0], node[0] + size)) for node in nodes) else None
 
@@ -80,7 +80,7 @@ def choose(wanted: str | int, mesh: Mesh, nodes: list[list[int]], transport: str
 
 
 def _needs_no_nodes(mesh: Mesh, nodes: list[list[int]]) -> str:
-    """Why nothing is gained by nodes; "" if there is."""
+    """Reason why a dimension of nodes would gain nothing; "" if it would gain something."""
     if len(nodes) == 1:
         return "there is one node"
     if len(nodes) == mesh.world:
@@ -93,7 +93,7 @@ def _inside(mesh: Mesh, nodes: list[list[int]]) -> bool:
 
 
 def _cannot_use_nodes(mesh: Mesh, nodes: list[list[int]]) -> str:
-    """Why a shard group has no dimension of nodes; "" if it has."""
+    """Reason why a shard group cannot have a dimension of nodes; "" if it can."""
     size = len(nodes[0])
     if any(len(node) != size for node in nodes):
         return f"nodes have different numbers of ranks ({', '.join(str(len(node)) for node in nodes)})"

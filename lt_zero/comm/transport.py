@@ -44,7 +44,7 @@ class Mesh:
 
     @property
     def shard_rank(self) -> int:
-        """Which shard this rank has."""
+        """Index of this rank's shard."""
         return self.rank % self.shards
 
     @property
@@ -94,11 +94,11 @@ class Transport:
         return 0
 
     def shares(self, tensor: Tensor | None) -> bool:
-        """Whether gathers of peers read ``tensor`` where it is."""
+        """True if peers read ``tensor`` in place when they gather."""
         return False
 
     def sends_from(self) -> SharedArena | None:
-        """Where buffers for reductions are best allocated; None: anywhere."""
+        """The arena for buffers of reductions, which peers read in place; None: any memory will do."""
         return None
 
     def _own(self, flat: Tensor) -> Tensor:
@@ -118,9 +118,12 @@ class Transport:
         if not self._scatters:
             work = dist.all_reduce(flat, group=groups.everyone, async_op=True)
         else:
-            work = self._reduce_scatter(mine, flat, group=groups.reductions, async_op=True)  # in place
+            # In place: the output is this rank's shard of the input.
+            work = self._reduce_scatter(mine, flat, group=groups.reductions, async_op=True)
             if groups.across is not None:
-                with torch.cuda.stream(self._side):  # waits for the first without stopping the computation
+                # The sum over replicas needs the result of the first. Waiting on a stream of its own orders the two
+                # without stopping the computation, as a wait on the current stream would.
+                with torch.cuda.stream(self._side):
                     work.wait()
                     work = dist.all_reduce(mine, group=groups.across, async_op=True)
         return All([work], lambda: store(out, mine, add, factor))
@@ -175,6 +178,7 @@ class Gloo(Transport):
         work = dist.all_to_all_single(scratch, flat, group=self._groups.everyone, async_op=True)
 
         def finish() -> None:
+            # One rank sums each part and sends the result, so all ranks get the same bits.
             total = sum_in_rank_order(scratch.chunk(world), out.dtype).mul_(factor)
             flat.chunk(world)[rank].copy_(total)
             self._broadcasts(flat, self._groups.everyone, launch).wait()
@@ -236,7 +240,9 @@ class Windows(Gloo):
             if world <= _ALL_SUM_ALL:
                 self._arena.sum(flat, 0, out, add, factor)
                 return
-            part = flat.numel() // world  # its rank alone reads it on this rank until the barrier
+            # Each rank sums one part and writes the sum over its own copy of that part. No peer reads that copy before
+            # the barrier, as each reads only the part that it sums itself.
+            part = flat.numel() // world
             self._arena.sum(flat, rank * part, flat.narrow(0, rank * part, part), False, factor)
             self._watch.wait(Barrier(self._arena, REDUCTIONS), launch)
             self._arena.gather(flat, flat, self._ranks)
@@ -246,7 +252,7 @@ class Windows(Gloo):
 
 
 def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Group) -> None:
-    """Send tensors to ranks of a gloo ``group``, and fill others from them; what a rank has for itself is left out.
+    """Send tensors to ranks of a gloo ``group``, and fill others from them. A rank's tensors for itself are left out.
 
     Args:
         sends, receives: (global rank, contiguous tensor); those of two ranks are matched in their order.
@@ -342,12 +348,15 @@ class SendBuffers:
         """Let a buffer from ``take`` be reused after its reduction; ``unused``: there was none."""
         if buffer.whole is not None:
             free = self._free[buffer.flat.dtype]
+            # An unused buffer comes next again. At the end of the queue it would change how many launches lie between
+            # two uses of a buffer, see shared_memory.py, Note [Shared windows].
             free.insert(0 if unused else len(free), buffer.whole)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A reusable buffer for the life of a run, in shared memory if possible, and its scratch."""
         arena = self._transport.sends_from() if self._transport is not None else None
-        if arena is not None:  # peers read it in place
+        # Peers read a window in place, so the reduction needs no scratch.
+        if arena is not None:
             return arena.allocate(numel, dtype), flat_empty(0, dtype, self._device)
         return flat_empty(numel, dtype, self._device), self._scratch(numel, dtype)
 

@@ -99,7 +99,7 @@ def sentence(states: dict[int, RankState], head: int, lost: int, remedy: Remedy)
 
 
 def _known(launch: Launch) -> int:
-    """Rank of what users know best: their calls, then batches and epochs, modules, and fences of this package."""
+    """Order of launches by how well users know them: calls, batches and epochs, modules, this package's fences."""
     return {CALL: 0, MEETING: 1, FENCE: 3}.get(launch.operation, 2)
 
 

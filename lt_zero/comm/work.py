@@ -60,7 +60,7 @@ class Launch(NamedTuple):
         return f"the {self.operation} of {self.name!r}"
 
     def like(self, other: Launch | None) -> bool:
-        """Whether both are the same operation of the same name and size."""
+        """True if both are the same operation of the same name and size."""
         return other is not None and self[2:] == other[2:]
 
 
@@ -83,7 +83,8 @@ class Channel:
         """Number the collective that is launched next; returns it, and whether it was predicted."""
         number = self.launched + 1
         launch = self._recent[number % _REMEMBERED] = Launch(self._name, number, operation, name, numel)
-        self.launched = number  # after ``_recent``, as other threads read both
+        # Set after ``_recent``: other threads read ``launched`` first, and then look that number up.
+        self.launched = number
         label = (operation, name, numel)
         before, checksum = self._followed.get(self._last, (None, 0))
         if before != label:
@@ -137,7 +138,8 @@ class Watch:
 
     def open(self, name: str, ranks: Sequence[int]) -> Channel:
         """The channel of that name, of these ranks of the run."""
-        if name not in self.channels:  # replaced, not extended: other threads iterate over it
+        # The dict is replaced, not extended: other threads iterate over it.
+        if name not in self.channels:
             self.channels = {**self.channels, name: Channel(name, ranks)}
         return self.channels[name]
 
@@ -155,7 +157,8 @@ class Watch:
                 self.waiting = launch
             with self.explaining():
                 while not work.is_completed():
-                    with suppress(RuntimeError):  # end of a slice, or the work has failed
+                    # An error is the end of a slice, or the work has failed: then the last ``wait`` below raises it.
+                    with suppress(RuntimeError):
                         work.wait(self.slice)
                     if not work.is_completed():
                         self.raise_verdict()
@@ -188,7 +191,8 @@ class Watch:
             barrier.ask_after = waited + min(waited / 10, _ASK)
             detector = self.detector()
             ended = [rank for rank in barrier.absent() if detector is not None and detector.ends.has_ended(rank)]
-            if missing := set(ended) & set(barrier.absent()):  # ranks may have entered after the first look, then ended
+            # Look again: a rank may have entered after the first look and then ended, and nothing is wrong with that.
+            if missing := set(ended) & set(barrier.absent()):
                 raise RuntimeError(f"Connection closed by rank {min(missing)}.")
         if waited > barrier.timeout.total_seconds() and (absent := barrier.absent()):
             raise RuntimeError(f"Timed out after {waited:.0f} s of waiting for rank {', '.join(map(str, absent))}.")

@@ -118,7 +118,8 @@ class World(Ranks):
         world = cls(group, device, check, timeout, patience, records)
         host = world.order.host
         assert host is not None
-        if dist.get_backend(host) == "gloo":  # not a simulated group
+        # The ranks of a simulated group have no processes that could hang or end.
+        if dist.get_backend(host) == "gloo":
             world.detector = world.order.detector = HangDetector(world._closed, host, world.watch, patience)
             world.agreement = world.detector.agreement
             places = world.host_gather((node_identity(node), socket.gethostname()), "nodes")
@@ -130,14 +131,17 @@ class World(Ranks):
     def _destroy_unused(self) -> None:
         """Destroy the groups of worlds that are gone on all ranks: those of NCCL hold 100s of MB. Collective."""
         weakref.finalize(self, _unused.append, self.process_groups).atexit = False
-        _unused[:] = [groups for groups in _unused if exists(groups[0])]  # others ended with their default group
+        # Groups that no longer exist ended with their default group.
+        _unused[:] = [groups for groups in _unused if exists(groups[0])]
         named = {tuple(group.group_name for group in groups): groups for groups in list(_unused)}
         everywhere = self.host_gather(list(named), "unused groups")
-        for names in everywhere[0]:  # in the same order on all ranks, as NCCL may wait for the others
+        # All ranks destroy in rank 0's order: NCCL may wait for the others in each, so different orders could deadlock.
+        for names in everywhere[0]:
             if all(names in of_rank for of_rank in everywhere):
                 _unused.remove(named[names])
                 for group in reversed(named[names]):
-                    with suppress(ValueError):  # the default group, and all with it, was destroyed since
+                    # The default group, and all groups with it, may have been destroyed since.
+                    with suppress(ValueError):
                         dist.destroy_process_group(group)
 
     # ---- sets of ranks -------------------------------------------------------------------------------------------
@@ -184,7 +188,7 @@ class World(Ranks):
         return PointToPoint(group, self.process_group, self.watch)
 
     def order_of(self, ranks: Sequence[int]) -> LaunchOrder:
-        """The order of launches of some of the ranks, of which this is one; new unless it is that of all."""
+        """Order of launches for ``ranks``, this one among them: the run's own for all ranks, else a new one."""
         if len(ranks) == self.size:
             return self.order
         order = LaunchOrder(self.watch, ranks, f"{zlib.crc32(repr(list(ranks)).encode()):08x}")
@@ -192,7 +196,7 @@ class World(Ranks):
         return order
 
     def share_memory(self, ranks: Sequence[int]) -> SharedArena | None:
-        """Windows that ``ranks``, of which this is one, read; None if some cannot, on any host. Collective."""
+        """Windows for ``ranks``, this one among them; None if ranks on any host cannot share memory. Collective."""
         arena = SharedArena(self.timeout) if supported() else None
         addresses = self.host_gather(arena.address() if arena else None, "shared memory")
         connects = arena is not None and arena.connect(self.rank, addresses, ranks)
@@ -271,13 +275,13 @@ class World(Ranks):
         return self.detector is not None and self.detector.explain(error)
 
     def post_error(self, error: BaseException) -> None:
-        """Before an error ends the run on this rank: explain it, or tell the ranks that fail because of it."""
+        """Explain an error that ends the run on this rank, or tell the ranks that fail because of it."""
         if self.detector is not None and not self.detector.explain(error):
             self.detector.ends.tell(True, summary(error))
 
     @property
     def progress(self) -> dict[str, int]:
-        """How many collectives of each order this rank has launched."""
+        """Number of collectives that this rank has launched, by channel."""
         return {name: channel.launched for name, channel in self.watch.channels.items()}
 
 

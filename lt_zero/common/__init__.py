@@ -1,1 +1,1 @@
-"""What every floor uses: compatibility, timing, progress on the terminal, trees of tensors, errors."""
+"""Tools that every floor uses: compatibility, timing, progress on the terminal, trees of tensors, errors."""

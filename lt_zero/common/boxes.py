@@ -52,7 +52,7 @@ class Box(NamedTuple):
         return f"[{', '.join(f'{low}:{low + size}' for low, size in zip(*self, strict=True))}]"
 
     def shifted(self, offsets: Shape) -> Box:
-        """The same elements, of the tensor in which this box's tensor begins at ``offsets``."""
+        """The same elements in a larger tensor, where this box's tensor begins at ``offsets``."""
         return Box(tuple(a + b for a, b in zip(self.offsets, offsets, strict=True)), self.sizes)
 
     def inside(self, outer: Box) -> Box:

@@ -80,7 +80,7 @@ def process_group_backends() -> set[str]:
 
 
 def forget_meshes() -> None:
-    """Empty what DTensor caches per operation: a mesh that equals an earlier one would get that one's groups."""
+    """Empty DTensor's caches per operation: a mesh that equals an earlier one would get that one's groups."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
@@ -92,7 +92,7 @@ def local_tensor(parameter: DTensor) -> torch.Tensor:
 
 
 def set_local_tensor(parameter: DTensor, value: torch.Tensor) -> None:
-    """Let ``parameter``, whose placements stay, have ``value`` on this rank: ``parameter.data = ...`` would copy it."""
+    """Set this rank's tensor of ``parameter``; placements stay. ``parameter.data = ...`` would copy ``value``."""
     parameter._local_tensor = value
 
 
@@ -114,7 +114,7 @@ def clean_name(name: str) -> str:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether the values are those of other tensors, as of a DTensor."""
+    """True if ``tensor`` wraps other tensors that have its values, as a DTensor does."""
     return is_traceable_wrapper_subclass(tensor)
 
 
@@ -142,7 +142,7 @@ def without_torch_function() -> Any:
 
 
 def without_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator that does what ``torch.no_grad()`` does, at a tenth of its time: small functions take no longer."""
+    """Decorator with the effect of ``torch.no_grad()`` at a tenth of its time: small functions take no longer."""
 
     @functools.wraps(function)
     def in_no_grad(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -158,17 +158,17 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def in_transform() -> bool:
-    """Whether a function that torch.func transforms (grad, vmap, jvp, jacrev, ...) is running."""
+    """True if a function that torch.func transforms (grad, vmap, jvp, jacrev, ...) is running."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
 def asks_for_tangents() -> bool:
-    """Whether forward-mode derivatives or transforms of torch.func may be asked for here."""
+    """True if forward-mode derivatives or transforms of torch.func may be asked for here."""
     return in_transform() or torch.autograd.forward_ad._current_level >= 0
 
 
 def running_transform() -> str:
-    """The name of what runs a function otherwise than it is written: torch.func, or torch.jit.trace; "" if nothing."""
+    """Name of the transform that runs the calling function (torch.func or torch.jit.trace); "" if none does."""
     if in_transform():
         return "a transform of torch.func (grad, vmap, jvp, jacrev, ...)"
     return "torch.jit.trace" if torch._C._is_tracing() else ""
@@ -197,7 +197,8 @@ def wrapper_tensor(
 ) -> Any:
     """A tensor of a subclass with shape, dtype and device, but no memory."""
     device = device or torch.device("cpu")
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # entering it is slow
+    # The mode is left only where it is on, because entering a context of it is slow.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
 
 
@@ -248,7 +249,7 @@ def storage_references(storage: torch.UntypedStorage) -> int:
 
 
 def held_by_autograd(parameter: torch.nn.Parameter) -> bool:
-    """Whether a node of autograd has saved ``parameter`` itself, outside of saved-tensor hooks."""
+    """True if a node of autograd has saved ``parameter`` itself, outside of saved-tensor hooks."""
     # One reference is Python's, one that of the node that accumulates the gradient.
     return int(parameter._use_count()) > (2 if parameter.requires_grad else 1)  # type: ignore[attr-defined]
 
@@ -261,7 +262,7 @@ def python_references(parameter: torch.nn.Parameter) -> int:
 
 @functools.cache
 def _references_from_cpp() -> bool:
-    """Whether a tensor that C++ code holds, too, counts that as one more reference of Python's."""
+    """True if a tensor that C++ code holds as well counts one more reference in Python."""
     with torch.inference_mode(False), torch.enable_grad():
         parameter = torch.nn.Parameter(torch.zeros(1))
         before = sys.getrefcount(parameter)
@@ -270,7 +271,7 @@ def _references_from_cpp() -> bool:
 
 
 def saves_under_hooks() -> bool:
-    """Whether saved-tensor hooks may be entered, which transforms of ``torch.func`` forbid."""
+    """True if saved-tensor hooks may be entered, which transforms of ``torch.func`` forbid."""
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
@@ -311,7 +312,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def in_running_backward() -> bool:
-    """Whether the calling thread is executing a backward."""
+    """True if the calling thread is executing a backward."""
     return backward_id() != -1
 
 
@@ -321,7 +322,7 @@ def current_node() -> Any:
 
 
 def is_higher_order(func: Any) -> bool:
-    """Whether an operator takes functions as arguments (flex_attention, cond)."""
+    """True if an operator takes functions as arguments (flex_attention, cond)."""
     return isinstance(func, HigherOrderOperator)
 
 
@@ -337,7 +338,7 @@ def compiled_frames() -> int:
 
 
 def has_compiled_nodes(loss: torch.Tensor) -> bool:
-    """Whether the autograd graph of ``loss`` contains compiled nodes."""
+    """True if the autograd graph of ``loss`` contains compiled nodes."""
     seen, stack = set[Any](), [loss.grad_fn]
     while stack:
         node = stack.pop()
@@ -351,12 +352,12 @@ def has_compiled_nodes(loss: torch.Tensor) -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``module`` is compiled, by ``torch.compile`` or ``compile()``."""
+    """True if ``module`` is compiled, by ``torch.compile`` or ``compile()``."""
     return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
 
 
 def profiling() -> bool:
-    """Whether a profiler of torch is recording in this process, ``emit_nvtx`` included.
+    """True if a profiler of torch is recording in this process, ``emit_nvtx`` included.
 
     ``record_function`` costs microseconds even without a profiler, so callers check first.
     """
@@ -406,7 +407,7 @@ def override_dtype(module: torch.nn.Module, dtype: torch.dtype) -> list[tuple[to
 
 
 def is_plain_closure(closure: Any) -> bool:
-    """Whether ``closure`` is that of Lightning's automatic optimization: one training step, one backward, nothing
+    """True if ``closure`` is that of Lightning's automatic optimization: one training step, one backward, nothing
     after it.
     """
     cls = type(closure)
@@ -480,7 +481,7 @@ def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | 
 
 
 def is_default_logger(logger: Any, root: str) -> bool:
-    """Whether ``Trainer(logger=None)`` or ``logger=True`` made this logger, or user code an equal one.
+    """True if ``Trainer(logger=None)`` or ``logger=True`` made this logger, or user code an equal one.
 
     Trainer does not record it, but a default logger that was not used yet equals a new one in all attributes.
 
@@ -508,7 +509,7 @@ def yaml_loader(text: str) -> Any:
 
 
 def is_part_of_config(config: Any) -> bool:
-    """Whether an OmegaConf container has a parent, to which interpolations may refer."""
+    """True if an OmegaConf container has a parent, to which interpolations may refer."""
     return config._get_parent() is not None
 
 

@@ -10,7 +10,7 @@ Path = tuple[str | int, ...]  # of a value: keys of mappings, positions in lists
 
 
 class Mark(NamedTuple):
-    """Where a value was written; lines and columns count from 1 and are None without a file."""
+    """Place where a value was written; lines and columns count from 1 and are None without a file."""
 
     source: str  # a file, or another source ("overrides[2]", "argument stage")
     line: int | None = None
@@ -74,7 +74,7 @@ def dotted(path: Path) -> str:
 
 
 def differences(ranks: Mapping[int, Mapping[str, Any]], shown: int = 3) -> str:
-    """In words: the values in which ranks differ, of what each of them has, at most ``shown``.
+    """Text that tells, key by key, the values in which ``ranks`` differ; at most ``shown`` keys.
 
     A value may be a tuple of names: the text has their number, and the first name that not all ranks have.
     """

@@ -1,4 +1,4 @@
-"""What blocks of a configuration are made of: types of values, and frozen blocks of keys (pydantic's models)."""
+"""Building blocks of configurations: types of values, and frozen blocks of keys (pydantic's models)."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def merged(orders: Iterable[Collection[str]]) -> list[str]:
 
 
 def _is_before(name: list[str], other: list[str], last: list[str]) -> bool:
-    """Whether a name comes before another one, after the ``last``."""
+    """True if ``name`` should come before ``other`` in an order that continues after ``last``."""
     if (mine := _common(name, last)) != (its := _common(other, last)):
         return mine > its
     place = _common(name, other)
@@ -58,5 +58,5 @@ def _is_before(name: list[str], other: list[str], last: list[str]) -> bool:
 
 
 def _common(name: list[str], other: list[str]) -> int:
-    """How many modules two names have in common."""
+    """Number of leading parts that two names have in common."""
     return next((n for n, pair in enumerate(zip(name, other, strict=False)) if pair[0] != pair[1]), len(name))

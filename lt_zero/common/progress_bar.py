@@ -204,7 +204,7 @@ def _tqdm_bars() -> bool:
 
 
 def _draws() -> bool:
-    """Whether stderr is a terminal without another live display."""
+    """True if stderr is a terminal without another live display."""
     stderr = sys.stderr
     if stderr is None or not stderr.isatty() or os.environ.get("TERM", "") in ("dumb", "unknown"):
         return False

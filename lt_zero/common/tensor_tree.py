@@ -131,7 +131,7 @@ class ReplacedTensors:
         return value
 
     def is_unmodified(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a replacement that was not written in place."""
+        """True if ``tensor`` is a replacement that was not written in place."""
         return id(tensor) in self._versions and self._versions[id(tensor)] == version_of(tensor)
 
     def write_back(self) -> list[Any]:

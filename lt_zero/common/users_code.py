@@ -20,7 +20,7 @@ PACKAGES = {
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether a frame is outside of this package, Lightning and torch."""
+    """True if a frame is outside of this package, Lightning and torch."""
     return frame.f_globals.get("__name__", "").split(".")[0] not in PACKAGES
 
 

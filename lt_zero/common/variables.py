@@ -61,7 +61,7 @@ KNOWN: dict[str, Callable[[str], str]] = {
 
 
 def switched(name: str, default: bool) -> bool:
-    """Whether a variable that is a switch is on."""
+    """True if a variable that is a switch is on."""
     value = os.environ.get(name, "").strip().lower()
     return value not in _OFF if value else default
 

@@ -101,7 +101,8 @@ def _run(
     ready.wait()
     while (item := items.get()) is not None:
         serve(*item)
-        del item  # an idle thread must not keep the last item alive
+        # An idle thread waits in ``get`` and would keep the last item alive until the next one comes.
+        del item
 
 
 def _end(items: Items[T], threads: list[threading.Thread], pid: int, patience: float) -> None:
@@ -110,5 +111,6 @@ def _end(items: Items[T], threads: list[threading.Thread], pid: int, patience: f
     for _ in threads:
         items.put(None)
     for thread in threads if patience else ():
-        if thread is not threading.current_thread():  # the owner's last reference may die in one of its threads
+        # The owner's last reference may die in one of its threads, and a thread cannot join itself.
+        if thread is not threading.current_thread():
             thread.join(patience)

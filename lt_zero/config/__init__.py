@@ -1,4 +1,4 @@
-"""What a user can set, validated once."""
+"""The configuration: everything that a user can set, validated once."""
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import ZeroOptimization

@@ -1,4 +1,4 @@
-"""Which keys apply where: with a Trainer, Fabric or a loop of one's own, in inference, and on every rank alike.
+"""The keys that apply in each place: with a Trainer, Fabric or a loop of one's own, in inference, and on all ranks.
 
 A key that a face cannot follow is refused, or has no effect there, of which a warning and
 ``lt-zero config check --face`` tell. All other keys mean the same in the three.

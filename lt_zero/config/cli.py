@@ -127,7 +127,7 @@ def key_statuses(loaded: Loaded, face: Face = Face.TRAINER) -> Iterator[tuple[st
 
 
 def _divided(config: ZeroConfig) -> str:
-    """What the Trainer or data loader must provide for ``train_batch_size``, which depends on the number of ranks."""
+    """Text that tells what ``train_batch_size`` asks of the Trainer or data loader, for any number of ranks."""
     total = config.train_batch_size
     micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     if total is None or (micro is not None and steps is not None):

@@ -44,7 +44,7 @@ class Document:
     autos: frozenset[Path] = frozenset()  # written "auto", and taken out
 
     def check(self) -> Document:
-        """This document, unless it has problems, which are raised."""
+        """Return this document, or raise a ConfigError of its problems."""
         if self.problems:
             raise ConfigError(self.problems)
         return self
@@ -103,11 +103,11 @@ class Document:
         self.secret = {at for at in self.secret if at[: len(path)] != path}
 
     def mark(self, path: Path) -> Mark | None:
-        """Where the value, or the innermost block around it, was written."""
+        """Place where the value, or the innermost block around it, was written."""
         return next((self.marks[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.marks), None)
 
     def hides(self, path: Path) -> bool:
-        """Whether the value at ``path`` must not be shown."""
+        """True if the value at ``path`` must not be shown."""
         return any(path[:end] in self.secret for end in range(1, len(path) + 1))
 
     def move(self, old: Path, new: Path, value: Any, quiet: bool = False) -> None:
@@ -181,12 +181,12 @@ _CUT = 12  # length to which reprlib truncates text
 
 
 def names_secret(text: str) -> bool:
-    """Whether a key of this name, or one in this line, has a value that must not be shown."""
+    """True if a key of this name, or one in this line, has a value that must not be shown."""
     return bool(_HIDES_BLOCK.search(text) or _NAMES_TOKEN.search(text))
 
 
 def without_told(text: str) -> str:
-    """A text without what follows the name of a secret in it."""
+    """A text with the values after names of secrets hidden."""
     return _TOLD.sub(rf"\1{HIDDEN}", text)
 
 

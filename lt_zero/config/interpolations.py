@@ -85,7 +85,7 @@ def _check(document: Document, texts: dict[Path, str]) -> None:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are inside each other; those in quotes count, too."""
+    """Depth of nested brackets; those in quotes count, too."""
     depth = most = 0
     for bracket in re.findall(r"[\[\]{}()]", text):
         depth = depth + 1 if bracket in "[{(" else max(0, depth - 1)
@@ -108,7 +108,7 @@ class _Texts:
         self._count, self._size = len(found), sum(map(_size, found))  # of values, and characters of all
 
     def resolve(self) -> None:
-        """Put the values of all texts into the document; what has none becomes a problem."""
+        """Put the values of all texts into the document; a text without a value becomes a problem."""
         from omegaconf.errors import OmegaConfBaseException
 
         left, waiting, before = _ordered(self._texts), list[Path](), len(self._document.problems)
@@ -242,7 +242,7 @@ def _hidden(texts: dict[Path, str], known: set[Path]) -> set[Path]:
 
 
 def _named(texts: dict[Path, str], targets: Iterable[Path]) -> dict[Path, list[Path]]:
-    """Of each text, the ``targets`` that its words may name, or that lie around or inside of what they may name.
+    """Find for each text the ``targets`` that its words may name, and those around or inside of such a place.
 
     Looked up, not compared one by one: a file can have ten thousand words and a thousand targets.
     """
@@ -269,7 +269,7 @@ def _named(texts: dict[Path, str], targets: Iterable[Path]) -> dict[Path, list[P
 
 
 def _word(word: str) -> tuple[bool, str]:
-    """Whether a word names a place relative to its own, and the name, as ``.a.b.``."""
+    """Split a word into a flag and a name as ``.a.b.``; the flag is True for a name relative to the word's place."""
     return word.startswith("."), "." + re.sub(r"[\[\].]+", ".", word).strip(".") + "."
 
 

@@ -108,7 +108,7 @@ def lookup(path: KeyPath) -> KeyStatus | None:
 
 
 def below(path: KeyPath) -> bool:
-    """Whether the table has rows for keys inside the block ``path``."""
+    """True if the table has rows for keys inside the block ``path``."""
     patterns = (row.key.split(".") for row in rows())
     return any(_fits(path, p[: len(path)]) and p[len(path) :] not in ([], ["**"]) for p in patterns)
 
@@ -118,7 +118,7 @@ def _fits(path: KeyPath, pattern: Sequence[str]) -> bool:
 
 
 def is_off(row: KeyStatus, value: Any) -> bool:
-    """Whether this value switches the key off: null, or one of the values in the row's ``off``.
+    """True if this value switches the key off: null, or one of the values in the row's ``off``.
 
     Numbers are compared by value, text ignoring case; booleans are not numbers. A block equals a mapping in ``off`` if
     the keys named there do.
@@ -326,7 +326,7 @@ def _hint(document: Document, path: KeyPath, value: Any, schema: type[Block], ch
 
 
 def unused(row: KeyStatus, path: KeyPath, value: Any) -> bool:
-    """Whether an unsupported key or block is written, but switched off."""
+    """True if an unsupported key or block is written, but switched off."""
     if row.status == "no_effect":
         return True
     if not isinstance(value, Mapping):

@@ -62,7 +62,7 @@ class ZeroConfig(Schema):
         super().__init__(**keys)
 
     def __eq__(self, other: object) -> bool:
-        """Whether all values are equal, whatever they were written as; ``secret`` does not matter."""
+        """True if all values are equal, however they were written; ``secret`` does not matter."""
         return isinstance(other, ZeroConfig) and vars(self) == vars(other) and self._autos == other._autos
 
     __hash__ = Schema.__hash__
@@ -116,7 +116,7 @@ Activations = ActivationCheckpointing | Mapping[str, Any] | str | bool | None
 
 @dataclass
 class Loaded(Document):
-    """What was made of a document, whose values are as written, after overrides and interpolations."""
+    """A document after overrides and interpolations, its values as written, with the validated configuration."""
 
     config: ZeroConfig | None = None  # validated; None if there are problems
 
@@ -312,7 +312,7 @@ AnyBlock = TypeVar("AnyBlock", bound=Block)
 
 
 def validate(document: Document, schema: type[AnyBlock]) -> AnyBlock | None:
-    """Make an object of the schema; what keeps it from that becomes problems of ``document``.
+    """Make an object of the schema; errors become problems of ``document``.
 
     Rules between keys are checked even if some values are wrong, to report all problems at once.
     """

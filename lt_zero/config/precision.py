@@ -22,7 +22,7 @@ MODES: dict[str, tuple[torch.dtype | None, bool]] = {
 
 @dataclass(frozen=True)
 class ScalerRules:
-    """How the loss scale changes."""
+    """Rules for changes of the loss scale."""
 
     initial: float = 2.0**16
     dynamic: bool = True  # False: the scale is constant; overflows still skip steps
@@ -36,7 +36,7 @@ class ScalerRules:
 
 @dataclass(frozen=True)
 class DtypePolicy:
-    """Which dtype is used for what."""
+    """Dtypes of weights, gradients, buffers and messages."""
 
     mode: str = "32-true"  # one of MODES
     compute: torch.dtype | None = None  # of gathered weights and activations; None: that of the parameters
@@ -60,7 +60,7 @@ class DtypePolicy:
 
     @property
     def low(self) -> bool:
-        """Whether weights are gathered in 16 bits."""
+        """True if weights are gathered in 16 bits."""
         return self.compute in (torch.float16, torch.bfloat16)
 
     def accumulate_of(self, dtype: torch.dtype) -> torch.dtype:

@@ -172,7 +172,7 @@ def _from_file(given: str) -> Document:
 
 
 def _refuse_text(given: str) -> None:
-    """What is no path at all: a message about a missing file would mislead, and hold the whole text."""
+    """Raise an error for text that is no path: "file not found" would mislead, and quote the whole text."""
     if not given.strip():
         raise ConfigError("the path of the configuration is empty; leave it out, or name a file")
     if "\0" in given or "\n" in given:
@@ -214,7 +214,7 @@ def _content(path: File, given: str) -> bytes:
 
 
 def _bytes(path: File, given: str) -> bytes:
-    """The content of a regular file, and never a wait for it: what has no size, as in /proc, is not read."""
+    """The content of a regular file, without ever waiting for it: files without a size, as in /proc, are not read."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode) or state.st_size == 0:
@@ -423,7 +423,7 @@ def parse_yaml(text: str, name: str) -> Document:
 
 
 class _Nodes:
-    """From PyYAML's nodes to values; errors are collected as far as the tree makes sense.
+    """Conversion of PyYAML's nodes to values; errors are collected as far as the tree makes sense.
 
     Making the values here, instead of letting PyYAML construct objects, is what refuses tags of Python and keys that
     are not text, and what finds keys that stand twice.

@@ -139,7 +139,7 @@ def one_bit(config: Schema) -> str:
 
 
 def _one_bit(config: Schema) -> Iterator[Problem]:
-    """What a 1-bit optimizer, whose ranks exchange something else than gradients, cannot be combined with."""
+    """Problems of 1-bit optimizers with other settings: their ranks do not exchange plain gradients."""
     kind = one_bit(config)
     if config.optimizer is None or not kind:
         return
@@ -309,7 +309,7 @@ def inactive(config: Schema, written: Mapping[str, Any]) -> Iterator[tuple[Path,
 
 
 def switched_off(written: Mapping[str, Any], path: Path) -> bool:
-    """Whether a key is in a block with ``enabled: false``; patterns of modules apply to both precisions."""
+    """True if a key is in a block with ``enabled: false``; patterns of modules apply to both precisions."""
     block: Any = written
     for key in path[:-1]:
         block = block.get(key) if isinstance(block, Mapping) else None

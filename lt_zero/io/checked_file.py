@@ -108,7 +108,8 @@ class Sink:
             ctypes.memmove(self._filling.data_ptr() + self._fill, source, size)
             self._fill += size
             return
-        keep: object = data  # alive until its bytes are copied
+        # Blocks are copied in other threads, by address: the reference keeps the bytes alive until then.
+        keep: object = data
         if isinstance(source, bytes):
             source = ctypes.cast(ctypes.c_char_p(source), ctypes.c_void_p).value or 0
         done = 0

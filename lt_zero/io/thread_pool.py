@@ -31,7 +31,7 @@ class SwapError(RuntimeError):
 
 
 def check_alive(thread: threading.Thread | None) -> None:
-    """To be called every ``LOOK`` seconds while waiting for a thread.
+    """Check that a thread lives. Call it every ``LOOK`` seconds while waiting for one.
 
     Raises:
         SwapError: the thread has died.
@@ -59,7 +59,7 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has ended, successfully or not."""
+        """True if the transfer has ended, successfully or not."""
         return self._ended.is_set()
 
     def wait(self) -> None:
@@ -136,7 +136,7 @@ def _bare(problem: BaseException) -> RuntimeError:
 
 
 def _nothing(error: RuntimeError | None) -> None:
-    """No action at the end of a transfer."""
+    """Do nothing at the end of a transfer."""
 
 
 class IoPool:
@@ -176,7 +176,8 @@ class IoPool:
             )
 
     def _start(self) -> None:
-        before = torch.get_num_threads()  # read first: a thread's first call adopts the default that workers change
+        # Read before the workers start: a thread's first call adopts the default, and workers change it.
+        before = torch.get_num_threads()
         self._workers.start()
         torch.set_num_threads(before)
 
@@ -218,7 +219,8 @@ class IoPool:
 
     def rest(self) -> None:
         """Wait for all transfers and end the threads; the next transfer starts new ones."""
-        if os.getpid() != self._pid:  # a child has no threads, and its copy of the lock may be held forever
+        # A forked child has no threads, and its copy of the lock may be held forever.
+        if os.getpid() != self._pid:
             return
         with self._idle:
             while self._running and not self._idle.wait(LOOK):
@@ -240,4 +242,5 @@ def _single_threaded() -> None:
     # thread, and idle teams spin. ``torch.set_num_threads`` sets the calling thread's number and the default of later
     # threads, so each thread calls it, and the pool restores the default.
     torch.set_num_threads(1)
-    torch.get_num_threads()  # a thread's first call adopts the default, which is 1 now
+    # A thread's first call adopts the default, which is 1 only until the pool restores it.
+    torch.get_num_threads()

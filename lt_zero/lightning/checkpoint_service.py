@@ -225,7 +225,8 @@ class CheckpointService:
         Raises:
             CheckpointError: on all ranks.
         """
-        self.wait(run)  # it may be the one being written
+        # The checkpoint may be the one that is being written in the background.
+        self.wait(run)
         self._deferred, self._early = None, {}
         self._compared = True
 
@@ -261,7 +262,7 @@ class CheckpointService:
             load_same(run.world, None, lambda: (None, lambda: Identity(None, "")))
 
     def select(self, run: RunSnapshot, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Remove what the ``checkpoint`` block says not to restore."""
+        """Remove the parts that the ``checkpoint`` block says not to restore."""
         how, trainer = run.config.checkpoint, run.trainer
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
@@ -287,7 +288,8 @@ class CheckpointService:
         owners = {id(owner): owner for owner in map(owner_of, module.parameters()) if owner is not None}
         for owner in owners.values():
             if isinstance(owner, Engine) and owner.attached and owner.average is not None:
-                owner.average.end()  # of the weights that there were
+                # The average is of the weights that are replaced now.
+                owner.average.end()
         lazy = any(isinstance(value, LazyTensor) for value in state.values())
         rounds = not run.config.zero_optimization.load_from_fp32_weights
         # Those that are parallelized already take whole tensors only once they are sharded.

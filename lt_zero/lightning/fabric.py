@@ -64,7 +64,7 @@ log = logging.getLogger("lt_zero")
 
 
 class ShardedModule(nn.Module):
-    """What Fabric calls for a module. Methods that are marked as forward methods pass through it, too."""
+    """Module that Fabric calls in place of the user's. Methods marked as forward methods pass through it, too."""
 
     def __init__(self, module: nn.Module, engine: Engine) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class FabricZeroStrategy(DDPStrategy):
 
     @property
     def engines(self) -> list[Engine]:
-        """One for each module, in the order in which they were set up."""
+        """Engines, one for each module, in the order in which they were set up."""
         return self.session.engines
 
     def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
@@ -309,10 +309,11 @@ class FabricZeroStrategy(DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, unless the gradients overflowed; clipped to ``gradient_clipping``. Returns what the closure does."""
+        """Step, unless the gradients overflowed; clipped to ``gradient_clipping``. Returns the closure's result."""
         output, closure = None, kwargs.pop("closure", None)
         self.session.before_step()
-        if closure is not None:  # before the step, which works on shards
+        # The closure computes gradients of whole parameters, so it runs before the step, which works on shards.
+        if closure is not None:
             with torch.enable_grad():
                 output = closure()
         sharded, limit = self._sharded(optimizer), float(self.config.gradient_clipping or 0.0)
@@ -329,7 +330,7 @@ class FabricZeroStrategy(DDPStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Returns the norm (0D) before clipping. A step that is skipped for overflow is no error. Collective.
+        """Clip, and return the norm (0D) from before. A step that is skipped for overflow is no error. Collective.
 
         Raises:
             RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
@@ -462,7 +463,7 @@ class FabricZeroStrategy(DDPStrategy):
     def _parts(
         self, state: Mapping[str, Any], kept: Mapping[str, Callable[[str, Any], bool]], own: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What each item is saved as; ``own``: of those that are sharded. Collective."""
+        """Saved form of each item; ``own``: the forms of sharded items. Collective."""
         parts = dict[str, Any]()
         with self.world.agree("reading what is to be saved", CheckpointError):
             for key, value in state.items():
@@ -505,7 +506,7 @@ class FabricZeroStrategy(DDPStrategy):
         return {**content, **beside(self._prefixes(state))}, names
 
     def _prefixes(self, state: Mapping[str, Any]) -> dict[str, Engine]:
-        """Engines by what names of their parameters begin with in a checkpoint."""
+        """Engines by the prefix of their parameters' names in a checkpoint."""
         modules = {key: value for key, value in state.items() if isinstance(value, ShardedModule)}
         return {prefix: modules[key].engine for key, prefix in prefixes_of(list(modules)).items()}
 
@@ -545,7 +546,8 @@ class FabricZeroStrategy(DDPStrategy):
         self, path: str, state: nn.Module | Optimizer | dict[str, Any] | None, strict: bool, weights_only: bool | None
     ) -> dict[str, Any]:
         world = self._reading
-        self.session.saver.wait(world)  # it may be the one being written
+        # The checkpoint may be the one that is being written in the background.
+        self.session.saver.wait(world)
         opened, of_items = load_same(world, path, partial(self._opened, path, weights_only))
         saved = opened.saved
         if not state:
@@ -564,7 +566,7 @@ class FabricZeroStrategy(DDPStrategy):
         return saved
 
     def _opened(self, path: str, weights_only: bool | None) -> tuple[tuple[Opened, bool], Callable[[], Identity]]:
-        """What a checkpoint has, whether that is by keys of items, and what tells its identity."""
+        """The opened checkpoint, True if its contents are by keys of items, and a function that tells its identity."""
         if is_directory(path):
             use = partial(open_directory, weights_only=weights_only)
             opened, identify = opened_source(path, use, self._reading.rank == 0)

@@ -295,7 +295,8 @@ class ZeroPrecision(HalfPrecision):
         if not trainer.loggers or every == 0 or (trainer.global_step % every and not skipped):
             return
         controller = self.loss_scale_controller
-        norms = {} if controller.read_skip_flag() else norms  # skipped on the device
+        # The flag is on the device: only now does the host learn that the step was skipped.
+        norms = {} if controller.read_skip_flag() else norms
         values = {name: value.item() for name, value in norms.items()}
         if controller.scaler is not None:
             values["loss_scale"] = controller.scale
@@ -344,7 +345,8 @@ def _rules_of(scaler: GradScaler | None) -> ScalerRules | None:
     if given == default:
         return None
     scale, interval, growth, backoff = given
-    smallest = 2.0**-24  # a GradScaler has no minimum; smaller scales only lose precision
+    # A GradScaler has no minimum. Scales below this one only lose precision.
+    smallest = 2.0**-24
     return ScalerRules(scale, window=interval, hysteresis=1, minimum=smallest, growth=growth, backoff=backoff)
 
 

@@ -156,7 +156,8 @@ def find_engine(
     """
     owners = {id(e): e for e in map(owner_of, module.parameters()) if isinstance(e, Engine) and e.attached}
     if last is not None and last.attached and last.root is module:
-        owners[id(last)] = last  # all of its parameters may have been replaced
+        # If all of its parameters were replaced, no parameter leads to it.
+        owners[id(last)] = last
     for engine in owners.values():
         if engine.world is not world:
             _check_end(engine.world, world)
@@ -260,7 +261,7 @@ class Signals:
             self._override.stop()  # Lightning checks this at the end of a batch
 
     def begin_batch(self, trains: bool, saving: Callable[[], AbstractContextManager[object]]) -> None:
-        """Between batches: save and requeue if that was agreed on. Collective if there was a signal.
+        """Save and requeue, between batches, if that was agreed on. Collective if there was a signal.
 
         ``trains``: the batch is one of training. ``saving``: a context in which saves are synchronous, as the job ends.
 

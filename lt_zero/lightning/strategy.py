@@ -148,12 +148,12 @@ class ZeroStrategy(DDPStrategy):
 
     @cached_property
     def checkpoints(self) -> CheckpointService:
-        """What Lightning saves and loads."""
+        """The service behind Lightning's saves and loads."""
         return CheckpointService(self.data)
 
     @cached_property
     def monitor(self) -> RunMonitor:
-        """What is shown of a run."""
+        """Monitors and loggers of the run."""
         return RunMonitor(self.config, self.session.trial)
 
     @override
@@ -325,7 +325,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Of all ranks, with or without different data: they have to go on in the same way."""
+        """Decide over all ranks, also those that see the same data: all must go on in the same way."""
         if self.session.mesh is None:
             return super().reduce_boolean_decision(decision, all)
         number = torch.tensor(int(decision), device=self.root_device)
@@ -383,7 +383,7 @@ class ZeroStrategy(DDPStrategy):
         self._signals = Signals(trainer, world.agreement)
 
     def _loss_weight(self) -> float:
-        """What Lightning multiplies losses with."""
+        """Factor by which Lightning multiplies losses."""
         module = self._module
         return 1.0 / module.trainer.accumulate_grad_batches if module.automatic_optimization else 1.0
 
@@ -393,12 +393,14 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        self._reset_optimizers_and_schedulers()  # those of an earlier run refer to freed fragments
+        # Optimizers of an earlier run refer to fragments that were freed.
+        self._reset_optimizers_and_schedulers()
         of_ranks = partial(self.session.peers.ask_all, name="parameters to train")
         self._reconciler.lend_optimizers(trainer.lightning_module, of_ranks)
         with set_up.naming_idle_stage(self._module, self.session.peers):
             super().setup_optimizers(trainer)
-        self._reconciler.take_back()  # copies of the module made during training must not contain the replacement
+        # Copies of the module that are made during training must not contain the replaced method.
+        self._reconciler.take_back()
         set_up.shard_optimizers(self.run, trainer, self.lr_scheduler_configs)
 
     @override
@@ -413,7 +415,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """No wrapper: the engine hooks the module itself."""
+        """Make no wrapper: the engine hooks the module itself."""
 
     @contextmanager
     @override
@@ -514,7 +516,8 @@ class ZeroStrategy(DDPStrategy):
             self.engine.world.meet("the start of validation")
         self.monitor.before_validation()
         self.data.before_validation()
-        self.engine.prepare_reading()  # all ranks validate the same weights
+        # All ranks must validate the same weights, with all steps in them.
+        self.engine.prepare_reading()
         if self.config.broadcast_buffers and self.engine.buffers.due:  # not inside of an accumulation window
             sync_buffers(self.engine)
 
@@ -567,7 +570,8 @@ class ZeroStrategy(DDPStrategy):
             self.run.refuse_parent("the optimizer states")
         if self.world is not None:
             self.world.roll_call("Strategy.save_checkpoint")
-        path = str(self.broadcast(filepath))  # ranks may have computed different paths
+        # Ranks may have computed different paths, for example with a time in the name; rank 0's is used.
+        path = str(self.broadcast(filepath))
         self.checkpoints.save(self.run, checkpoint, path, storage_options)
 
     @override
@@ -603,7 +607,8 @@ class ZeroStrategy(DDPStrategy):
         self.engine.world.meet("the end of training")
         self.checkpoints.wait(self.run)
         if self._engine is not None:
-            self._engine.prepare_reading()  # the process groups may be destroyed after fit
+            # The process groups may be destroyed after fit, so collectives that are still to come run now.
+            self._engine.prepare_reading()
 
     @override
     def teardown(self) -> None:
@@ -615,7 +620,8 @@ class ZeroStrategy(DDPStrategy):
             uninstall(engine)
         self.checkpoints.close(self.run, clean)
         if engine is not None and clean and self._start_method != "popen":
-            restore_whole(engine, join=True)  # the launcher sends rank 0's state dict to the parent process
+            # The launcher sends rank 0's state dict to the parent process, so it must be whole.
+            restore_whole(engine, join=True)
         fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if engine is not None and module is not None and fitted and self._layer_sync:
             self._layer_sync.revert(module)

@@ -58,7 +58,7 @@ Amounts = Mapping[tuple[str, str], int]  # (place, kind) -> bytes
 def storage_of(
     plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup
 ) -> dict[BucketPlan, StoragePlan]:
-    """What one rank keeps of each bucket, as ``build`` plans it."""
+    """Plan of the storage of one rank for each bucket, as ``build`` makes it."""
     apart, codecs = setup.device != "cpu", partial(codecs_of, config)
     return plan_storage(plan, config, policy, setup.group, apart, codecs, setup.training)
 
@@ -253,7 +253,7 @@ class _Sums:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients wait for their reduction. The same on all ranks, whose phases are compared."""
+        """True if gradients wait for their reduction; the same on all ranks, whose phases are compared."""
         return self.setup.accumulates or self.momenta
 
     def local(self) -> list[Part]:

@@ -41,7 +41,7 @@ class NotEnoughMemory(MemoryError):
 
 @dataclass(frozen=True)
 class Available:
-    """Bytes that can still be allocated, and what sets the limit."""
+    """Bytes that can still be allocated, and the source of the limit."""
 
     nbytes: int
     source: str

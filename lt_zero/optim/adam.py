@@ -81,7 +81,8 @@ def step_adam(
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     states = [optimizer.state[p] for p in parameters]
     steps = [state["step"] for state in states]
-    if not corrected:  # at an infinite step number nothing is left to correct
+    # The bias correction of an infinite step number is one, so it leaves nothing to correct.
+    if not corrected:
         for step in steps:
             step += 1
         steps = [torch.full_like(step, torch.inf) for step in steps]
@@ -107,7 +108,7 @@ def step_adam(
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """What the ``closure`` of a step returns; it computes gradients."""
+    """Call the ``closure`` of a step, which computes gradients, and return its result."""
     if closure is None:
         return None
     with torch.enable_grad():

@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 
 class ExchangingOptimizer(Optimizer):
-    """An optimizer that needs an exchange of its own on several ranks, for which these are prepared.
+    """An optimizer that needs an exchange of its own on several ranks, which are prepared for it.
 
     Attributes:
         prepared_at: the stages at which they can be, for messages.
@@ -18,8 +18,8 @@ class ExchangingOptimizer(Optimizer):
 
     @property
     def pending(self) -> bool:
-        """Whether the ranks have stepped apart since the last exchange."""
+        """True if the ranks have stepped apart since the last exchange."""
         return False
 
     def end_interval(self) -> None:
-        """Exchange now if the ranks have stepped apart, and drop what is kept for that. Collective."""
+        """Exchange now if the ranks have stepped apart, and drop the states for exchanges. Collective."""

@@ -158,7 +158,7 @@ def _problems(
 
 
 def _can_try(known: Factory, values: Mapping[str, Any]) -> bool:
-    """Whether a trial can be built. Lists (unlike tuples) have one item per parameter group, which a trial lacks."""
+    """True if a trial can be built. Lists (unlike tuples) have one item per parameter group; a trial has no groups."""
     return (
         known.is_own
         and known.signature.required <= values.keys()

@@ -86,7 +86,8 @@ class Lamb(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # groups of DeepSpeed's checkpoints do not have it
+        # Groups from DeepSpeed's checkpoints do not have the key.
+        for group in self.param_groups:
             group.setdefault("eps_inside_sqrt", self.defaults["eps_inside_sqrt"])
 
     def combine(self, norms: FullNorms, maxima: FullNorms) -> None:
@@ -168,7 +169,8 @@ def trust_rates(squares: Tensor, rates: Sequence[float], bounds: Sequence[tuple[
         bounds: of the trust ratio, from below and above.
     """
     table = [(rate, *pair) for rate, pair in zip(rates, bounds, strict=True)]
-    rules = torch.tensor(table, dtype=torch.float64, pin_memory=squares.is_cuda)  # pageable, the host would wait
+    # From pageable memory the copy to the GPU would make the host wait.
+    rules = torch.tensor(table, dtype=torch.float64, pin_memory=squares.is_cuda)
     rate, lower, upper = rules.view(-1, 3).to(squares.device, non_blocking=True).unbind(1)
     weight, update = squares.sqrt().unbind(1)
     clamped = torch.maximum(torch.minimum(weight / update, upper), lower)

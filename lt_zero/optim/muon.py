@@ -216,7 +216,8 @@ def _by_gram(matrix: Tensor, steps: int) -> Tensor:
         step.diagonal().add_(_A)
         product = step if product is None else step @ product
         if number + 1 not in (steps, _RESTART):
-            gram = step @ gram @ step  # valid as both are symmetric and commute
+            # Valid because both are symmetric and commute: ``step`` is a polynomial of ``gram``.
+            gram = step @ gram @ step
     if product is not None:
         x = product @ x
     return x.T if tall else x
@@ -253,7 +254,7 @@ def divide(model: nn.Module) -> tuple[list[tuple[str, Parameter]], list[tuple[st
 
 
 def _is_by_name(name: str) -> bool:
-    """Whether a weight of this name is an embedding or an output layer."""
+    """True if a weight of this name is an embedding or an output layer."""
     low = name.lower()
     *path, _ = low.split(".")
     listed = any(part.isdecimal() for part in path)

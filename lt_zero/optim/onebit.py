@@ -30,7 +30,7 @@ BACKENDS = ("nccl", "mpi", "hccl", "compressed")
 
 
 class OneBitOptimizer(ExchangingOptimizer):
-    """What 1-bit optimizers have in common. Their groups have ``freeze_step``, and count ``steps``.
+    """Base of 1-bit optimizers. Their groups have ``freeze_step``, and count ``steps``.
 
     Attributes:
         scales_momenta: the exchange scales momenta to one magnitude, by ``scaling_coeff`` of each parameter's state.
@@ -43,7 +43,7 @@ class OneBitOptimizer(ExchangingOptimizer):
 
     @property
     def frozen(self) -> bool:
-        """Whether the next step averages momenta."""
+        """True if the next step averages momenta."""
         group = self.param_groups[0]
         return bool(group["steps"] >= group["freeze_step"])
 
@@ -233,9 +233,10 @@ class OneBitLamb(OneBitOptimizer, Lamb):
         return rates
 
     def _update_momentum(self, parameter: Tensor, group: dict[str, Any], averaged: bool) -> Tensor:
-        """Returns the squared norms of the update without and with decay, and the largest quotient (fp64)."""
+        """Update moments; returns squared norms of the update without and with decay, and the largest ratio (fp64)."""
         state, (beta1, beta2), eps = self.state[parameter], group["betas"], group["eps"]
-        if not state:  # its first gradient: its second moment stays zero
+        # A parameter whose first gradient comes after the freeze: its second moment stays zero.
+        if not state:
             for moment in ("exp_avg", "exp_avg_sq"):
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["lamb_coeff_freeze"] = torch.zeros((), device=parameter.device)

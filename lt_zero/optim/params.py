@@ -79,7 +79,7 @@ Flag = Annotated[bool, Field(strict=True, description="true or false")]
 
 
 def only(position: bool, remedy: str) -> Any:
-    """A switch of which only one position is supported."""
+    """Type of a switch that supports one position only."""
 
     def check(value: bool) -> bool:
         if value is not position:
@@ -106,7 +106,7 @@ Anything = Annotated[Any, BeforeValidator(_numbers)]  # text that is a number, a
 
 
 def remedy_of(kind: Any) -> str:
-    """What to write for a type, in words."""
+    """Text that tells users how to write a type."""
     found = [part.description for part in get_args(kind) if isinstance(part, FieldInfo) and part.description]
     return found[-1]
 

@@ -84,29 +84,29 @@ class ZeroOneAdam(ExchangingOptimizer):
 
     @property
     def local(self) -> bool:
-        """Whether each rank steps with its own gradients."""
+        """True if each rank steps with its own gradients."""
         group = self.param_groups[0]
         return bool(group["steps"] >= group["var_freeze_step"])
 
     @property
     def begins_local(self) -> bool:
-        """Whether the next step is the first local one."""
+        """True if the next step is the first local one."""
         group = self.param_groups[0]
         return bool(group["steps"] == group["var_freeze_step"] and not group["pending"])
 
     @property
     def compresses(self) -> bool:
-        """Whether gradients are averaged in 1 bit."""
+        """True if gradients are averaged in 1 bit."""
         group = self.param_groups[0]
         return not self.local and (group["steps"] + 1) % group["var_interval"] != 0
 
     @property
     def pending(self) -> bool:
-        """Whether the ranks have stepped apart since the last exchange."""
+        """True if the ranks have stepped apart since the last exchange."""
         return bool(self.param_groups[0]["pending"])
 
     def exchange_by(self, average: Average) -> None:
-        """Average what the ranks have changed by this collective function; without one, this is a single rank."""
+        """Set the collective function that averages the changes of the ranks; without one, this is a single rank."""
         self._average = average
 
     # ---- steps ---------------------------------------------------------------------------------------------------
@@ -162,13 +162,14 @@ class ZeroOneAdam(ExchangingOptimizer):
         state = self.state[parameter]
         if _CHANGE not in state:
             state[_CHANGE], state[_EXCHANGED] = torch.zeros_like(parameter), parameter.detach().clone()
-        elif not group["pending"]:  # weights may have been edited since the last exchange
+        # Weights may have been edited since the last exchange, so the first local step after it starts from them anew.
+        elif not group["pending"]:
             state[_EXCHANGED].copy_(parameter)
         change = state[_CHANGE].add_(update, alpha=-float(group["lr"]))
         torch.add(state[_EXCHANGED], change, out=parameter)
 
     def _exchange(self) -> None:
-        """Average what ranks have changed since the last exchange."""
+        """Average the changes of the ranks since the last exchange."""
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
 
         def root(parameter: Tensor) -> Tensor:
@@ -198,7 +199,7 @@ class ZeroOneAdam(ExchangingOptimizer):
 
     @torch.no_grad()
     def end_interval(self) -> None:
-        """Exchange now if the ranks have stepped apart, and drop what is kept for that. Collective."""
+        """Exchange now if the ranks have stepped apart, and drop the states for exchanges. Collective."""
         if self.pending:
             self._exchange()
         for group in self.param_groups:
@@ -208,7 +209,7 @@ class ZeroOneAdam(ExchangingOptimizer):
 
 
 def _lengthen(group: dict[str, Any], local: bool) -> None:
-    """After a step: double the distance between updates of the variance, or between exchanges, when it is time."""
+    """Double the distance between updates of the variance, or between exchanges, if it is time. Called after a step."""
     if local:
         group["local_step_counter"] += 1
         if group["local_step_counter"] == group["local_step_scaler"]:

@@ -1,4 +1,4 @@
-"""Which ranks see which data: the ranks that have parts of one model see the same."""
+"""The data that each rank sees: ranks that have parts of one model see the same."""
 
 from __future__ import annotations
 

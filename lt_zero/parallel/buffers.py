@@ -19,7 +19,7 @@ from lt_zero.common.errors import ConfigError
 
 
 class _InForward:
-    """Hooks of one module, whose buffers ``names`` are DTensors while it runs. A copy of the module has them, too."""
+    """Hooks of a module that make its buffers ``names`` DTensors while it runs. A copy of the module has them, too."""
 
     def __init__(self, mesh: DeviceMesh, names: Sequence[str]) -> None:
         self._mesh, self._names = mesh, tuple(names)
@@ -38,7 +38,8 @@ class _InForward:
         for name, (plain, shown, version) in self._shown.items():
             now = getattr(module, name)
             if now is shown:
-                if shown._version != version:  # operations on a DTensor do not count for its local tensor
+                # A write to a DTensor does not count as one to its local tensor, so the version is raised here.
+                if shown._version != version:
                     increment_version(plain)
                 setattr(module, name, plain)
             elif isinstance(now, DTensor):

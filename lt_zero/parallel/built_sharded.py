@@ -19,7 +19,7 @@ from lt_zero.engine.materialize import ConstructionSharder
 
 
 def cut_sharded(module: nn.Module, cut: Callable[[], object]) -> dict[Parameter, Callable[[], Tensor]]:
-    """Call ``cut``, which replaces parameters of ``module`` by parts; returns what reads the whole values of these.
+    """Call ``cut``, which replaces parameters of ``module`` by parts; returns readers of their whole values.
 
     Readers are collective. Parameters that were not replaced are the ones that there were, as sharded as before. So are
     all of them after an error.

@@ -57,7 +57,7 @@ def shown(size: int) -> Iterator[int | None]:
 
 
 def shares(sizes: ParallelSizes, per_node: int) -> Iterator[str]:
-    """Lines that say what ranks of a row, those of a column, those of a stage, and all of them share."""
+    """Lines of text about the data and layers that ranks of a row, of a column, of a stage, and all ranks share."""
     data, tensor, stages = sizes.data, sizes.tensor, sizes.pipeline
     if stages > 1:
         yield (

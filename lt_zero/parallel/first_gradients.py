@@ -44,7 +44,7 @@ class FirstGradients:
         self._seen[name] = torch.stack([flat @ pattern, flat.norm()])
 
     def compare(self) -> None:
-        """Compare what was seen, at the end of the first backward. Collective then.
+        """Compare the recorded gradients at the end of the first backward. Collective then.
 
         Raises:
             RuntimeError: on all ranks: the gradients of a parameter differ; names it.
@@ -60,7 +60,8 @@ class FirstGradients:
             first = rank // self._tensor * self._tensor
             for name in mine.keys() & of_ranks[first].keys():
                 (one, norm), (other, its_norm) = of_ranks[first][name], mine[name]
-                if abs(one - other) > _ROUNDING * max(norm, its_norm):  # not true of NaN: an overflow
+                # False for NaN, which comes from an overflow: that step is skipped, and is no error here.
+                if abs(one - other) > _ROUNDING * max(norm, its_norm):
                     found.setdefault(name, (first, rank))
         if found:
             names = sorted(found)

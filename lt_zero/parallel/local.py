@@ -45,7 +45,7 @@ class LocalTensor(DTensor):
 
 
 class LocalParameter(LocalTensor):
-    """A parameter that is a DTensor, of which the engine has the local tensor."""
+    """A parameter that is a DTensor; the engine has its local tensor."""
 
     def _copied(self) -> Any:
         return Parameter(self._read(copied, {}), self.requires_grad)
@@ -71,13 +71,13 @@ class LocalParameter(LocalTensor):
 
     @staticmethod
     def __tensor_unflatten__(*args: Any) -> DTensor:
-        """Make what torch.compile expects: it compares classes."""
+        """Make an object of the class that torch.compile expects: it compares classes."""
         made: DTensor = DTensor.__tensor_unflatten__(*args)
         made.__class__ = LocalParameter
         return made
 
     def storage_offset(self) -> int:
-        """That of the local tensor, by which torch.compile describes a DTensor that it makes from one."""
+        """Offset of the local tensor, by which torch.compile describes a DTensor that it makes from one."""
         return int(local_tensor(self).storage_offset())
 
     def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
@@ -91,7 +91,7 @@ class LocalParameter(LocalTensor):
         return self
 
     def detach(self) -> Any:
-        """What ``state_dict`` returns, which users save."""
+        """Return the tensor for ``state_dict``, which users save."""
         found = self._read(Tensor.detach, {})
         if type(found) is DTensor:
             found.__class__ = LocalTensor
@@ -218,7 +218,7 @@ def mark_partial(parameter: Tensor, ranks: int) -> None:
 
 
 def spec_of(name: str, parameter: DTensor) -> ParamSpec:
-    """What this rank has of ``parameter``.
+    """Spec of this rank's part of ``parameter``.
 
     Raises:
         ConfigError: it is not cut into equal parts.
@@ -264,17 +264,17 @@ def localize(module: nn.Module, mesh: DeviceMesh) -> list[ParamSpec]:
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Whether ranks have parts of ``parameter``."""
+    """True if each rank has only a part of ``parameter``."""
     return isinstance(parameter, DTensor) and not all(isinstance(p, Replicate) for p in parameter.placements)
 
 
 def is_distributed(parameter: Tensor) -> bool:
-    """Whether ``parameter`` is a DTensor, cut or replicated."""
+    """True if ``parameter`` is a DTensor, cut or replicated."""
     return isinstance(parameter, DTensor)
 
 
 def local_of(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """What this rank has of a DTensor, and what makes such a one of that again; of others the tensor itself, and None.
+    """The local tensor of a DTensor and a function that makes a DTensor of it again; else the tensor itself and None.
 
     The local tensor shares memory, but does not count all writes to the DTensor as its own version.
     """

@@ -87,7 +87,7 @@ class ParallelSizes:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all ranks are data ranks."""
+        """True if all ranks are data ranks."""
         return self.tensor == self.pipeline == 1
 
     @property
@@ -100,7 +100,7 @@ class ParallelSizes:
         return range(0, self.of_stage, self.tensor)
 
     def data_rank(self, rank: int) -> int:
-        """Which data rank a rank is in."""
+        """Index of the data rank to which ``rank`` belongs."""
         return rank % self.of_stage // self.tensor
 
 
@@ -179,13 +179,13 @@ class ParallelMesh:
         return cut_sharded(module, cut) if self.sizes.tensor > 1 else {}
 
     def _of_stages(self, value: Any) -> list[Any]:
-        """What the first rank of each stage gives. Collective."""
+        """Values of the first ranks of all stages, in order of the stages. Collective."""
         if self.sizes.pipeline == 1:
             return [value]
         return self._world.host_gather(value, "a plan")[:: self.sizes.of_stage]
 
     def arguments(self, module: nn.Module, group: ShardGroup, config: ZeroConfig) -> dict[str, Any]:
-        """Of ``lt_zero.shard``, for a module some of whose parameters are DTensors, or of one stage.
+        """Arguments of ``lt_zero.shard`` for a module that is one stage, or has parameters that are DTensors.
 
         ``group``: all ranks. Collective. Errors are those of ``localize``, ``make_plain`` and ``pipeline_of``.
         """
@@ -193,7 +193,8 @@ class ParallelMesh:
         if self.peers is not None:
             given["group"] = self.peers
             self._share(set(pipeline.shared.values()) if pipeline is not None else set())
-        for each in (group, self.peers, self._cut, *self._shared.values()):  # on all ranks, whatever they have of them
+        # ``configure`` is collective, so all ranks call it for every group, whatever parameters they have in it.
+        for each in (group, self.peers, self._cut, *self._shared.values()):
             if each is not None:
                 each.configure(config)
         if self.sizes.tensor > 1:
@@ -303,5 +304,6 @@ def _warn_of_traffic(engine: Engine, config: ZeroConfig) -> None:
 
 def _compare(engine: weakref.ref[Engine], first: FirstGradients) -> None:
     known = engine()
-    if known is not None and known.backwards > 0:  # a failed backward of this rank is not counted
+    # A backward that failed on this rank is not counted.
+    if known is not None and known.backwards > 0:
         first.compare()

@@ -1,4 +1,4 @@
-"""Which module is cut how over tensor ranks: what users did, rules of the configuration, or the model's own plan.
+"""The plan by which modules are cut over tensor ranks: the user's cuts, rules of the configuration, the model's plan.
 
 Note [Plans]
     Nothing is guessed. A model that its user has parallelized is left as it is. Otherwise the rules of
@@ -58,7 +58,7 @@ REST = "(all others)"  # row of modules that no pattern matches
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What is done with the modules of one pattern."""
+    """Treatment of the modules of one pattern."""
 
     pattern: str
     style: str
@@ -67,7 +67,7 @@ class PlanRow:
     elements: int  # on a rank; of stages that with the most
 
     def plus(self, other: PlanRow) -> PlanRow:
-        """That of the modules of two stages."""
+        """Row of the same pattern for the modules of two stages."""
         return replace(
             self,
             modules=self.modules + other.modules,
@@ -122,7 +122,7 @@ def _problems(stages: list[tuple[list[Problem], dict[tuple[int, str], Problem], 
 
 
 def planned_parts(module: nn.Module, ranks: int, config: ZeroConfig) -> list[ParamSpec]:
-    """What the first of ``ranks`` tensor ranks has of each parameter that is cut, or that ``parallelize`` would cut.
+    """Parts that the first of ``ranks`` tensor ranks has of parameters that are cut, or that ``parallelize`` would cut.
 
     Nothing is changed, and no process group is needed.
 
@@ -154,7 +154,7 @@ _COUNT = "give the number of parameters instead, which are all taken to be cut (
 def _fitting_plan(
     module: nn.Module, ranks: int, config: ZeroConfig, otherwise: str, of_stages: OfStages
 ) -> tuple[ParallelPlan, Ties, Heads]:
-    """The plan for a module that is not parallelized yet, and what ``parallelize`` needs beside it.
+    """The plan for a module that is not parallelized yet, with the ties and heads that ``parallelize`` needs.
 
     ``otherwise``: what to do where no rules can be written.
 
@@ -186,7 +186,8 @@ def _apply(plan: ParallelPlan, mesh: DeviceMesh) -> None:
             buffers = list(each.module.named_buffers())
             frozen = [name for name, p in each.module.named_parameters() if not p.requires_grad]
             parallelize_module(each.module, mesh, style)
-            for name in frozen:  # torch's parameters are new ones, which are trained
+            # torch has replaced the parameters by new ones that require gradients.
+            for name in frozen:
                 each.module.get_parameter(name).requires_grad_(False)
             # torch makes them DTensors, which the engine cannot send. Numbers may be plain in operations on DTensors.
             for name, buffer in buffers:
@@ -327,7 +328,8 @@ def keeping_ties(module: nn.Module) -> Iterator[None]:
                 "along the same axis, or none of them; or untie them before."
             )
         if first.is_meta or is_guarded(first) or all(torch.equal(first.to_local(), other.to_local()) for other in rest):
-            _tie_again([places])  # otherwise the user has changed one
+            # With different values the user has changed one of them, and the tie is not made again.
+            _tie_again([places])
 
 
 def _warn_of_lost_ties(module: nn.Module) -> None:
@@ -350,7 +352,7 @@ def _warn_of_lost_ties(module: nn.Module) -> None:
 
 
 def check_shared(stages: list[dict[str, str]]) -> None:
-    """Raise ConfigError if stages do not cut what they share in one way. ``stages``: ``placements`` of each."""
+    """Raise ConfigError if stages cut a shared parameter differently. ``stages``: ``placements`` of each."""
     found: dict[str, dict[str, list[str]]] = {}
     for number, placed in enumerate(stages):
         for name, placement in placed.items():
@@ -366,7 +368,7 @@ def check_shared(stages: list[dict[str, str]]) -> None:
 
 
 def placements(module: nn.Module, parameters: Collection[Parameter]) -> dict[str, str]:
-    """How each of ``parameters`` of ``module`` is cut, by its name."""
+    """Placement of each of ``parameters`` of ``module``, by its name."""
     named = ((name, p) for name, p in module.named_parameters() if p in parameters)
     return {name: str(p.placements[0]) if isinstance(p, DTensor) else styles.WHOLE for name, p in named}
 

@@ -84,7 +84,7 @@ class _LocalStream:
 
 
 def default_generators(device_type: str) -> list[torch.Generator]:
-    """Those that modules on a device draw from."""
+    """Generators that modules on a device draw from."""
     gpu = [torch.cuda.default_generators[torch.cuda.current_device()]] if device_type == "cuda" else []
     return [torch.default_generator, *gpu]
 

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Replaced:
-    """Which parameter stands for one that optimizers may have got before the module was cut."""
+    """Map from parameters that optimizers may hold since before the module was cut to those that replaced them."""
 
     def __init__(self) -> None:
         self._now: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weak references to parameters

@@ -26,7 +26,7 @@ SPECS, PRESET, SIZE = (
 
 @dataclass(frozen=True)
 class Assignment:
-    """A module and what is done with it.
+    """A module and the way in which it is cut.
 
     Attributes:
         place: its full name; ``name`` is that without wrappers.
@@ -50,7 +50,7 @@ class Assignment:
 
 @dataclass
 class ParallelPlan:
-    """Assignments, the patterns they come from, and what is wrong with them.
+    """Assignments, the patterns they come from, and their problems.
 
     Attributes:
         sets_heads: whether modules are to get the number of heads of their rank.
@@ -82,7 +82,7 @@ def generic(name: str) -> str:
 
 
 def _unfit(each: Assignment) -> str:
-    """Why the module cannot be cut in this way; empty if it can."""
+    """Reason why the module cannot be cut in this way; empty if it can."""
     module, name = each.module, each.name
     if styles.cut_axis(each.kind) is None:
         return ""
@@ -128,7 +128,7 @@ def plan_of_rules(module: nn.Module, block: TensorParallel) -> ParallelPlan | No
 
 
 def _add_rules(plan: ParallelPlan, module: nn.Module, rules: PartitionConfig) -> set[int]:
-    """Add what ``layer_specs`` say; returns the ids of the modules that they match."""
+    """Add the assignments of ``layer_specs``; returns the ids of the modules that they match."""
     unused = {(n, pattern): True for n, spec in enumerate(rules.layer_specs) for pattern in spec.patterns}
     plan.patterns += [_shown(spec) for spec in rules.layer_specs]
     matched: set[int] = set()
@@ -177,7 +177,7 @@ def _model_types(module: nn.Module, place: str) -> set[str]:
 def _add_module(
     plan: ParallelPlan, place: str, sub: nn.Module, found: Mapping[str, int], rules: PartitionConfig
 ) -> None:
-    """Add what the rules, whose numbers are in ``found`` by parameters, say of one module."""
+    """Add the assignment of one module. ``found``: the number of the rule for each of its parameters."""
     if isinstance(sub, (nn.Linear, nn.Embedding)) and "weight" in found:
         number = found["weight"]
         spec, own = rules.layer_specs[number], tuple(n for n, _ in sub.named_parameters(recurse=False))
@@ -202,7 +202,7 @@ def _add_module(
 def _kind(
     spec: LayerRule, sub: nn.Linear | nn.Embedding, place: str, rules: PartitionConfig
 ) -> tuple[str, tuple[int, ...], str]:
-    """What a rule does with a module, the sizes of fused outputs, and what is wrong with that."""
+    """Style that a rule gives a module, the sizes of fused outputs, and the text of the problem ("": none)."""
     if spec.partition_type == "skip":
         return styles.PARTIAL if spec.grad_allreduce else styles.WHOLE, (), ""
     if isinstance(sub, nn.Embedding):
@@ -235,7 +235,7 @@ _FUSED = re.compile(
 
 
 def _fused(plan: ParallelPlan) -> Iterator[Problem]:
-    """Problems: layers that seem to have several outputs in one weight, whose rows are cut in one piece."""
+    """Problems of layers that seem to have several outputs in one weight, but are cut in one piece."""
     taken: dict[str, int] = {}
     for each in plan.assigned:
         if each.kind == styles.ROW and isinstance(each.module, nn.Linear):
@@ -254,7 +254,7 @@ def _fused(plan: ParallelPlan) -> Iterator[Problem]:
 
 
 def _unpaired(plan: ParallelPlan) -> Iterator[Problem]:
-    """Problems: layers whose output stays cut, and after which no layer near them takes parts."""
+    """Problems of layers whose output stays cut, with no layer near after them that takes parts."""
     for number, each in enumerate(plan.assigned):
         parent = each.place.rpartition(".")[0]
         above = {parent, parent.rpartition(".")[0]}
@@ -266,7 +266,7 @@ def _unpaired(plan: ParallelPlan) -> Iterator[Problem]:
 
 
 def _is_near(place: str, top: str) -> bool:
-    """Whether ``place`` is one or two levels below ``top``."""
+    """True if ``place`` is one or two levels below ``top``."""
     inside = place.removeprefix(f"{top}.") if top else place
     return (not top or inside != place) and inside.count(".") < 2
 
@@ -277,7 +277,7 @@ _OF_HEADS = re.compile(
 
 
 def _unsaid(plan: ParallelPlan, module: nn.Module) -> Iterator[Problem]:
-    """Problems: what must be known of modules that go on with parts, and cannot be found out."""
+    """Problems of modules that go on with parts: facts that must be known and cannot be found out."""
     modules, taken = dict(module.named_modules()), {id(each.module) for each in plan.assigned}
     parents: dict[str, list[Assignment]] = {}
     for each in plan.assigned:
@@ -371,7 +371,7 @@ def _add_plan(
     anywhere: bool = False,
     skip: frozenset[int] | set[int] = frozenset(),
 ) -> None:
-    """Add what a plan of transformers says.
+    """Add the assignments of a plan of transformers.
 
     Args:
         names: styles by names of modules, with * for numbers.

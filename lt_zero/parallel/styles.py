@@ -38,7 +38,7 @@ class PartialGradient(ParallelStyle):
 
 
 class FusedColumns(ParallelStyle):
-    """A linear layer whose output is several outputs in a row, of which each rank gets its part of each.
+    """A linear layer whose output is several outputs in a row; each rank gets its part of each output.
 
     The weight is cut in one piece, as in checkpoints, so that the parts are not where they are needed: the output is
     gathered, and each rank takes its parts. In backward their gradients are summed and scattered.

@@ -192,7 +192,7 @@ class Session:
         return engine
 
     def _refuse_another(self) -> None:
-        """Raise ConfigError if a module is trained already, and what ranks owe to weights is kept of one only."""
+        """Raise ConfigError if a module is trained already and unsent gradients can be kept for one module only."""
         known = self.engines if self.face is not Face.TRAINER else []  # a Trainer trains one at a time
         if any(engine.exchange.remembers for engine in known):
             raise ConfigError(

@@ -252,7 +252,8 @@ class Runs:
         finally:
             for process in processes:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # also ranks and workers that it has started
+                    # The group includes ranks and workers that the process has started.
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return "", next((process.returncode for process in processes if process.returncode), 0)
 
@@ -302,7 +303,7 @@ _PIPELINE = ("schedule", "micro-\nbatches")  # beside those, of a pipeline
 
 
 def print_table(tuner: Tuner, best: Candidate, console: Console, loads: str) -> None:
-    """Print what was measured, fastest first, then what failed or was not run, and why."""
+    """Print the measured candidates, fastest first, then those that failed or were not run, and why."""
     caption = f"stage *: stage3_max_reuse_distance: 0. -: as the script has it. {loads}."
     table = Table(box=SIMPLE_HEAD, caption=caption, caption_justify="left", pad_edge=False, collapse_padding=True)
     staged = tuner.facts.layers > 0

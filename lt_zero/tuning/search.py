@@ -37,7 +37,7 @@ class TuningError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of the script gave.
+    """Result of a run of the script.
 
     Attributes:
         seconds: of optimizer steps; () if it failed.
@@ -77,7 +77,7 @@ class Measured:
 
     @property
     def spread(self) -> float:
-        """By how much its second fastest run was slower, as a share."""
+        """Share by which its second fastest run was slower."""
         fastest, *others = sorted(map(median, self.runs))
         return others[0] / fastest - 1 if others else 0.0
 
@@ -161,7 +161,7 @@ class Tuner:
             self._note(self.origin, first)
 
     def _coordinates(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """The values of each coordinate; the first one is what the script has."""
+        """The values of each coordinate; the first one is the script's."""
         facts = self.facts
         found = dict.fromkeys([self.origin.setting, *(plan.setting for plan in facts.plans)])
         yield "setting", [{"setting": setting} for setting in found]
@@ -173,7 +173,7 @@ class Tuner:
         yield "bucket", [{"bucket": bucket} for bucket in dict.fromkeys([None, *(plan.bucket for plan in facts.plans)])]
 
     def _micros(self) -> list[tuple[int | None, int | None]]:
-        """(micro-batch, accumulation): what the script has, and about half and twice the micro-batch."""
+        """Pairs (micro-batch, accumulation): the script's, and those of about half and twice the micro-batch."""
         found: list[tuple[int | None, int | None]] = [(None, None)]
         in_loader = self.facts.layers > 0 and not self.facts.loop  # a pipeline cuts its batch: ``_counts``
         if not self._micro or not self._batches or in_loader:
@@ -213,7 +213,7 @@ class Tuner:
     # ---- what fits -----------------------------------------------------------------------------------------------
 
     def _exists(self, candidate: Candidate) -> bool:
-        """Whether it differs from the others: small models have the same buckets at several sizes."""
+        """True if it differs from the others: small models have the same buckets at several sizes."""
         return (candidate.setting, candidate.bucket, False) in self._plans
 
     def _plan(self, candidate: Candidate) -> Plan:
@@ -222,11 +222,11 @@ class Tuner:
 
     @property
     def samples(self) -> int | None:
-        """Of an optimizer step, on all ranks; None: not known."""
+        """Samples of an optimizer step, on all ranks; None: not known."""
         return self.facts.data_ranks * self._micro * self.facts.accumulation if self._micro else None
 
     def need(self, candidate: Candidate) -> int:
-        """Bytes that a rank needs at least: by the plan, and with what was measured of the script as it is."""
+        """Bytes that a rank needs at least: by the plan, and by the measurement of the script as it is."""
         plan, share = self._plan(candidate), 0.0 if candidate.checkpointing == "full" else 1.0
         share *= candidate.micro / self._micro if candidate.micro and self._micro else 1.0
         share *= self._kept(candidate)
@@ -242,7 +242,7 @@ class Tuner:
         return of_size * kept(self.base, candidate.schedule, count) / kept(self.base)
 
     def refuse(self, candidate: Candidate) -> str:
-        """Why a candidate is not run; "" if it is."""
+        """Reason why a candidate is not run; "" if it is."""
         plan = self._plan(candidate)
         if plan.problem:
             return plan.problem
@@ -251,7 +251,7 @@ class Tuner:
         return ""
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether it was measured, and has kept to the limit."""
+        """True if it was measured, and kept to the limit."""
         return candidate in self.measured and not self.measured[candidate].problem
 
     def _allowed(self, candidate: Candidate) -> bool:
@@ -290,7 +290,7 @@ class Tuner:
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def search(self) -> Candidate:
-        """Vary one coordinate after the other, see Note [Search]; returns what it suggests.
+        """Vary one coordinate after the other, see Note [Search]; returns the best candidate.
 
         Raises:
             TuningError: nothing fits, or every run failed.

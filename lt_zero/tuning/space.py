@@ -1,4 +1,4 @@
-"""What ``lt-zero tune`` can try: candidates, the memory that each needs by its plan, and facts about the script."""
+"""The search space of ``lt-zero tune``: candidates, the memory that each needs by its plan, facts about the script."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Candidate:
         return ", ".join(parts)
 
     def overrides(self, base: ZeroConfig, nvme: str | None = None) -> list[str]:
-        """What changes ``base`` into this candidate, in Hydra's grammar; ``nvme``: folder for offload to files."""
+        """Overrides, in Hydra's grammar, that make ``base`` this candidate; ``nvme``: folder for offload to files."""
         zero, stage, found = base.zero_optimization, self.setting.stage, dict[str, Any]()
         if self.setting != configured(base):
             found[f"{_Z}.stage"] = stage
@@ -91,7 +91,7 @@ class Candidate:
 
 
 def kept(config: ZeroConfig, schedule: str | None = None, count: int | None = None) -> float:
-    """The micro-batches whose activations the first rank of a pipeline keeps, of all of its layers.
+    """Activations that the first rank of a pipeline keeps, in micro-batches through all of its layers.
 
     It is the rank that keeps most. ``schedule``, ``count``: in place of those of ``config``.
     """
@@ -110,7 +110,7 @@ def configured(config: ZeroConfig) -> Setting:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the memory planner says of a setting with a bucket size.
+    """Forecast of the memory planner for a setting with a bucket size.
 
     Attributes:
         accumulates: there are several micro-batches per step.
@@ -129,7 +129,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run of the script tells before its first step.
+    """Facts that a run of the script reports before its first step.
 
     Attributes:
         device: type of the device that computes.
@@ -183,7 +183,7 @@ def written(config: ZeroConfig) -> dict[str, Any]:
 
 
 def unrepeated(engine: Engine, config: ZeroConfig) -> str:
-    """Why no activations of the model can be checkpointed; "" if they can. Collective if stages have other modules."""
+    """Reason that no activations can be checkpointed; "" if they can. Collective if stages have other modules."""
     mode, problem = config.activation_checkpointing.mode, ""
     block = config.activation_checkpointing.model_copy(update={"mode": "full" if mode == "none" else mode})
     try:
@@ -200,7 +200,7 @@ def layers_of(engine: Engine) -> int:
 
 
 def plans_of(engine: Engine, config: ZeroConfig, saves: bool, nvme: str | None) -> Iterator[Plan]:
-    """The plans of all settings; of an engine whose optimizers are set up, and its configuration as it is resolved.
+    """Plans of all settings, from an engine with its optimizers set up and its resolved configuration.
 
     Of the stages of a pipeline the one that needs most counts. Collective then: all ranks have to exhaust it.
 

@@ -31,7 +31,7 @@ ORDER, FACTS, REPORT = "order.json", "facts.json", "report.json"
 
 @dataclass(frozen=True)
 class Order:
-    """What a trial is asked for.
+    """Task of a trial.
 
     Attributes:
         warmup: optimizer steps before those that are timed; one more comes first.
@@ -101,7 +101,7 @@ class Trial:
         _reset_peak(device)
 
     def see_batch(self, batch: Any) -> None:
-        """A micro-batch of the script, whose size is reported if it is clear."""
+        """Note a micro-batch of the script; its size is reported if it is clear."""
         self._batch = self._batch or rows_of(batch)
 
     def leave_out(self) -> None:
@@ -135,7 +135,8 @@ class Trial:
         else:
             seconds = [end - begin for begin, end in self._spans]
         running = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak(device)
-        engine.prepare_reading()  # steps that are still running in the background
+        # Steps may still run in the background. The peak is read once they have ended.
+        engine.prepare_reading()
         mine = seconds[self._order.warmup :], running, max(_peak(device), self._built)
         ranks = world.host_gather(mine, "the end of a trial")
         if world.rank == 0:
@@ -146,11 +147,13 @@ class Trial:
                 "batch": self._batch,
             }
             (self._folder / REPORT).write_text(json.dumps(report), encoding="utf-8")
-        world.host_gather(None, "the report of a trial")  # a rank that leaves early would be an error on the others
+        # All ranks leave together: one that left early would be an error on the others.
+        world.host_gather(None, "the report of a trial")
         engine.offload_manager.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # not an exception: callbacks would save checkpoints, and the script might go on
+        # Not an exception: callbacks would save checkpoints, and the script might catch it and go on.
+        os._exit(0)
 
 
 def _taken(device: torch.device) -> int:

@@ -182,7 +182,7 @@ class ZeroOptimization(Block):
     )
 
     def shards(self, world: int) -> int:
-        """Into how many parts ``world`` ranks cut what is sharded.
+        """Number of shards that ``world`` ranks cut tensors into.
 
         Raises:
             ConfigError: ``mics_shard_size`` does not divide ``world``.
@@ -191,7 +191,7 @@ class ZeroOptimization(Block):
         return self._divisor("mics_shard_size", wanted, world)
 
     def secondary_shards(self, world: int) -> int:
-        """How many of ``world`` ranks share a second copy of the parameters; 1: there is none.
+        """Number of ranks, of ``world``, that share a second copy of the parameters; 1: there is none.
 
         Raises:
             ConfigError: ``zero_hpz_partition_size`` does not divide ``world``.

@@ -60,7 +60,7 @@ class CommsLogger(Block):
 
     @property
     def operations(self) -> frozenset[str]:
-        """Those that are recorded."""
+        """Operations that are recorded."""
         if self.prof_all:
             return frozenset(OPERATIONS)
         return frozenset(known for name in self.prof_ops if (known := operation_of(name)) is not None)

@@ -136,7 +136,7 @@ class Schema(Block):
 
     @property
     def sharded_checkpoints(self) -> bool:
-        """Whether checkpoints are directories that all ranks write."""
+        """True if checkpoints are directories that all ranks write."""
         if self.checkpoint.format != "auto":
             return self.checkpoint.format == "sharded"
         return self.zero_optimization.stage > 0 or self.tensor_parallel.autotp_size > 1 or self.pipeline.ranks > 1

@@ -210,7 +210,7 @@ class SparseAttention(Block):
 
 
 class Checkpoint(Block):
-    """How training states are saved and restored."""
+    """Settings for saving and restoring training states."""
 
     format: Literal["auto", "sharded", "full"] = key(
         "auto",

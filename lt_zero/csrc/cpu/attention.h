@@ -204,7 +204,8 @@ static void forward_tile(const lt_attention &t, const Head &h, int64_t block, in
             }
         });
         for (int v = 0; v < NV; v++) {
-            base[v] = top[v].x == least.x ? Lanes{} : top[v].x;  // nothing seen yet: exponentials are 0, not NaN
+            // A row that has seen nothing yet has the base 0: its exponentials are then 0, not NaN.
+            base[v] = top[v].x == least.x ? Lanes{} : top[v].x;
             if (!lanes_of(top[v].x != before[v].x)) continue;
             const Vec factor = exponential(before[v] - base[v]);
             total[v] = total[v] * factor;

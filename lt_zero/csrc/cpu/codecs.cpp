@@ -69,7 +69,8 @@ LT_API int lt_cpu_encode_blocks(const lt_blocks *t, const void *x, float *residu
     if (t->numel == 0) return LT_OK;
     uint8_t *bytes = (uint8_t *)out;
     const int64_t scales = codes_bytes(t->numel, t->bits), used = scales + 4 * blocks_in(t->numel, t->block);
-    clear(bytes, t->numel * t->bits / 8, scales);  // padding has a value, too: equal inputs make equal buffers
+    // Padding is cleared, too, so that equal inputs make equal buffers.
+    clear(bytes, t->numel * t->bits / 8, scales);
     clear(bytes, used, padded(used));
     const Kernels &k = lt_kernels();
     for_each_piece(*t, threads, [&](int64_t lo, int64_t hi) { k.encode_blocks(*t, x, residual, bytes, lo, hi); });

@@ -20,7 +20,8 @@ typedef std::array<uint8_t, SYMBOLS> Lengths;
 typedef std::array<uint16_t, SYMBOLS> Words;
 
 void count_bytes(const uint8_t *in, int64_t n, uint64_t (&total)[SYMBOLS]) {
-    std::vector<uint64_t> counts(4 * SYMBOLS);  // four tables: equal neighbours need not wait for each other
+    // Four tables: with one, equal neighbours would wait for each other's increments of the same count.
+    std::vector<uint64_t> counts(4 * SYMBOLS);
     int64_t i = 0;
     for (; i + 4 <= n; i += 4)
         for (int k = 0; k < 4; k++) counts[(size_t)(k * SYMBOLS + in[i + k])]++;

@@ -141,7 +141,8 @@ static void lamb_update(const lt_tensors &t, const lt_lamb &options, int64_t k, 
         update(rule, g, m, v);
         at.store(row.state1, row.state_dtype, i, m);
         at.store(row.state2, row.state_dtype, i, v);
-        if (row.state_dtype != LT_FP32) {  // the second pass reads them rounded
+        // The second pass reads the states as they are stored. Norms must be of the same rounded values.
+        if (row.state_dtype != LT_FP32) {
             m = at.load(row.state1, row.state_dtype, i);
             v = at.load(row.state2, row.state_dtype, i);
         }
@@ -164,7 +165,8 @@ static void lamb_apply(const lt_tensors &t, const lt_lamb &options, float step, 
 }
 
 static double norm_squared(const void *data, int dtype, int64_t lo, int64_t hi) {
-    SquareSum sums[2];  // two, as an addition takes several cycles
+    // Two sums, because an addition takes several cycles and the next one to the same sum would wait for it.
+    SquareSum sums[2];
     int64_t i = lo;
     for (; i + 2 * W <= hi; i += 2 * W) {
         prefetch(data, dtype, i);

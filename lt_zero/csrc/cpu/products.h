@@ -159,7 +159,8 @@ struct Fma {
             for (int j = 0; j < runs.count; j++) {
                 const float *a = from + (int64_t)runs.run[j].start * PART;
                 for (int n = runs.run[j].count; n > 0; n--, a += PART, p += NP * LANES) {
-                    __builtin_prefetch(a + 8 * PART);  // the stride is too long for the hardware; 4 to 8 are best
+                    // The stride is too long for the hardware's prefetcher. Distances of 4 to 8 rows are best.
+                    __builtin_prefetch(a + 8 * PART);
                     Vec x[NV];
 #pragma GCC unroll 4
                     for (int v = 0; v < NV; v++) x[v] = read(p + v * W);

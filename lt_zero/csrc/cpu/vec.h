@@ -129,7 +129,8 @@ static inline uint16_t float_to_half(float f) {
     if (bits >= 0x38800000) return (uint16_t)(sign | ((bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13));
     float magnitude;
     memcpy(&magnitude, &bits, 4);
-    magnitude += 0.5f;  // its last place is 2^-24, that of fp16 denormals: the addition rounds
+    // The last place of 0.5 is 2^-24, as that of fp16 denormals, so the addition rounds to them.
+    magnitude += 0.5f;
     memcpy(&bits, &magnitude, 4);
     return (uint16_t)(sign | (bits - 0x3f000000));
 }

@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(kThreads)
             for (int k = 0; k < W; ++k) update(step.rule, g[k] * factor, m[k], v[k]);
             state1.template store<W>(i, m);
             state2.template store<W>(i, v);
-            if constexpr (!std::is_same_v<State, float>) {  // the second pass reads them rounded
+            // The second pass reads the states as they are stored. Norms must be of the same rounded values.
+            if constexpr (!std::is_same_v<State, float>) {
                 m = state1.template load<W>(i);
                 v = state2.template load<W>(i);
             }

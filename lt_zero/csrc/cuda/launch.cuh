@@ -24,7 +24,8 @@ int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void *str
     config.blockDim = dim3((unsigned)threads);
     config.stream = (cudaStream_t)stream;
     cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
-    cudaError_t recorded = cudaGetLastError();  // also clears it: the next call must not report it again
+    // This also clears the error, so that the next call does not report it again.
+    cudaError_t recorded = cudaGetLastError();
     return error_code(error != cudaSuccess ? error : recorded);
 }
 

@@ -19,7 +19,8 @@ template <class Dst, class Src, bool ACCUMULATE>
 __global__ void __launch_bounds__(kThreads) pairs_kernel(const __grid_constant__ Pairs pairs) {
     constexpr int kWidth = kAccess<Dst, Src>;
     const Float factor = Float(pairs.factor) * Float(pairs.scale ? *pairs.scale : 1.0f);
-    const bool scaled = pairs.scale || pairs.factor != 1.0f;  // a plain copy keeps even the bits of a NaN
+    // A product with 1 could change the bits of a NaN. A plain copy keeps them.
+    const bool scaled = pairs.scale || pairs.factor != 1.0f;
     for_each_chunk(pairs.batch, [&](const Chunk &chunk) {
         View<Dst> dst(pairs.batch, DST, chunk);
         View<Src> src(pairs.batch, SRC, chunk);

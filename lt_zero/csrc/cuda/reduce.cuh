@@ -31,7 +31,8 @@ LT_DEVICE double block_sum(double x) {
     __shared__ double sums[warps];
     int lane = (int)threadIdx.x % kWarp, warp = (int)threadIdx.x / kWarp;
     x = warp_sum(x);
-    __syncthreads();  // the sums of an earlier call have been read
+    // Wait until all threads have read the sums of an earlier call, which are overwritten next.
+    __syncthreads();
     if (lane == 0) sums[warp] = x;
     __syncthreads();
     if (warp == 0) x = warp_sum(lane < warps ? sums[lane] : 0.0);

@@ -31,7 +31,7 @@ class Form(NamedTuple):
 
 
 def forms_of(value: Any) -> tuple[Form, ...]:
-    """Those of all tensors in ``value``."""
+    """Forms of all tensors in ``value``."""
     return tuple(Form.of(tensor) for tensor in iter_tensors(value))
 
 
@@ -48,7 +48,7 @@ def rows_in(inputs: Any) -> int:
 
 
 def micro_batches(rows: int, wanted: int) -> int:
-    """How many micro-batches of equal size a batch of ``rows`` is cut into: the fewest, but not fewer than ``wanted``.
+    """Number of equal micro-batches for a batch of ``rows``: the least that divides it and is at least ``wanted``.
 
     So the mean of their losses is that of the batch, and no micro-batch is larger than those of whole batches.
     """

@@ -31,7 +31,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class Manner(NamedTuple):
-    """How layers are made and called.
+    """Options for making and calling layers.
 
     Attributes:
         seed: called with the number of a layer before it is made with ``seed_layers``; None: ``torch.manual_seed``.
@@ -242,7 +242,8 @@ class Pipeline(nn.Module):
                 self._functions[number] = self._tied(spec)
             elif number in own and not isinstance(spec, (LayerSpec, nn.Module)):
                 self._functions[number] = spec
-        self._specs = []  # they may hold modules of other stages
+        # Specs may hold modules of other stages, whose memory would stay allocated.
+        self._specs = []
 
     def _make(self, number: int, spec: LayerSpec, here: bool) -> nn.Module | None:
         """Layer ``number``; None if this rank neither has it nor draws its values."""
@@ -277,7 +278,7 @@ class Pipeline(nn.Module):
         return module if spec.forward_fn is None else _Tied(module, spec.forward_fn)
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether the entry ``name`` of a whole pipeline's state dict is of a layer that other ranks have."""
+        """True if the entry ``name`` of a whole pipeline's state dict is of a layer that only other ranks have."""
         kind, key, *_ = [*name.split("."), "", ""]
         if kind == "tied":
             return key in self.shared and self.position.rank not in self.shared[key]
@@ -405,7 +406,7 @@ class _OfModel(Pipeline):
 
     @property
     def config(self) -> Any:
-        """Of the model."""
+        """Config of the model."""
         return self._parts.model.config
 
     @property
@@ -523,7 +524,7 @@ class _Tied:
 
 
 def _as_arguments(output: Any) -> tuple[Any, ...]:
-    """What a layer returned, as arguments of the next one."""
+    """Arguments of the next layer from the output of one."""
     return tuple(output) if isinstance(output, (tuple, list)) else (output,)
 
 
@@ -533,7 +534,7 @@ def _seed_layer(number: int) -> None:
 
 @torch.no_grad()
 def _seconds(specs: Sequence[Layer], example: Any, call: Callable[..., Any]) -> list[float]:
-    """How long the forward of each layer takes, of which one after the other is made, and dropped."""
+    """Seconds of each layer's forward; layers are made, run and dropped one after the other."""
     device, found = next((t.device for t in iter_tensors(example)), torch.device("cpu")), list[float]()
     inputs = _as_arguments(example)
 

@@ -86,7 +86,7 @@ class ModelParts:
         return ties
 
     def key(self, number: int) -> str:
-        """Of the tie that a module is in; empty without one."""
+        """Name of the tie that module ``number`` is in; empty without one."""
         return next((name for name, numbers in self.ties.items() if number in numbers), "")
 
     def keep(self, own: Collection[int], find: Callable[[str], nn.Module]) -> dict[str, nn.Module]:
@@ -139,7 +139,7 @@ class ModelParts:
 
     @torch.no_grad()
     def _check(self, numbers: range, inputs: Mapping[str, Any], received: Tensor) -> None:
-        """Raise ConfigError if the output depends on more than what is received."""
+        """Raise ConfigError if the output depends on more than the received tensor."""
         outputs = []
         try:
             for self._filler in (0.0, 1.0):
@@ -191,7 +191,7 @@ class ModelParts:
     # ---- the loss --------------------------------------------------------------------------------------------------
 
     def own_loss(self) -> Callable[[Tensor, Any], Tensor]:
-        """The model's loss, of the output for a micro-batch and what ``targets`` makes of labels.
+        """The model's loss, from the output for a micro-batch and the result of ``targets`` for its labels.
 
         Raises:
             ConfigError: it is not that of causal language models.
@@ -213,7 +213,7 @@ class ModelParts:
 
 
 def targets_of(labels: Tensor) -> tuple[Tensor, Tensor, int]:
-    """What the loss of a micro-batch needs: labels, the tokens of the whole batch that count (0D), and its rows.
+    """Inputs of the loss of a micro-batch: labels, tokens of the whole batch that count (0D), rows of the batch.
 
     Micro-batches may have different numbers of tokens. The mean of their losses is then still that over all tokens.
     """
@@ -221,7 +221,7 @@ def targets_of(labels: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 class _Place(nn.Module):
-    """Where a module was in the model; it has the module's attributes."""
+    """Stand-in at a module's place in the model; it has the module's attributes."""
 
     def __init__(self, visit: Callable[..., Any], number: int, module: nn.Module) -> None:
         super().__init__()

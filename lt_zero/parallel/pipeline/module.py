@@ -107,7 +107,7 @@ def _own_loss(output: Any, labels: Any) -> Any:
 
 
 def _position(stages: int, block: PipelineParallel) -> Position:
-    """Where this rank of the process group is.
+    """Position of this rank in its pipeline, from its rank in the process group.
 
     Raises:
         ConfigError: the stages do not divide the ranks.

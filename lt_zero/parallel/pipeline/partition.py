@@ -1,4 +1,4 @@
-"""Which layers belong to which stage."""
+"""Partition of a pipeline's layers into stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _METHOD = "pipeline.partition_method"
 
 
 def weights_of(method: str, classes: Sequence[str], measured: Sequence[float]) -> list[float]:
-    """What each layer counts with.
+    """Weights of the layers when they are distributed over stages.
 
     Args:
         method: ``parameters``, ``time``, ``uniform``, or ``type:REGEX``.

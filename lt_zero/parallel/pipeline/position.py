@@ -1,4 +1,4 @@
-"""Where this rank is in pipelines, known before modules are made: a pipeline makes its own layers only."""
+"""The position of this rank in pipelines, known before modules are made: a pipeline makes its own layers only."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Position:
 
     @property
     def own(self) -> range:
-        """Those on this rank."""
+        """Stages on this rank."""
         return range(self.rank, self.stages, self.ranks)
 
     def rank_of(self, stage: int) -> int:
-        """Which rank has a stage."""
+        """Rank that has ``stage``."""
         return stage % self.ranks
 
 
@@ -48,7 +48,7 @@ _current: list[tuple[Position, weakref.ref[World] | None]] = []
 
 
 def current() -> Position:
-    """That of the run that this process has joined last; a single rank without one."""
+    """Position in the run that this process has joined last; that of a single rank without one."""
     for position, known in _current:
         world = known() if known is not None else None
         if known is None or (world is not None and (world.process_group is None or exists(world.process_group))):
@@ -57,7 +57,7 @@ def current() -> Position:
 
 
 def of_first_rank(call: Callable[[], Any]) -> Any:
-    """What a function returns on the first rank of the run; all call it, as it may make modules together. Collective.
+    """Result of ``call`` on the first rank of the run. All ranks call it, as it may make modules together. Collective.
 
     Raises:
         Exception: what it raises; RuntimeError where only other ranks failed.

@@ -61,7 +61,7 @@ Signature = tuple[Any, ...]
 
 @dataclass
 class _Batch:
-    """What stages need of the batch that runs."""
+    """State of the running batch that its stages need."""
 
     inputs: list[Any]  # of the first layer, by micro-batch
     targets: list[Any] | None
@@ -259,7 +259,7 @@ class Runner(ProcessLocal):
     # ---- stages ----------------------------------------------------------------------------------------------------
 
     def _probe(self) -> list[tuple[Form, ...]]:
-        """Find the form of what each stage returns. See Note [Shapes]. Collective."""
+        """Find the forms of each stage's output. See Note [Shapes]. Collective."""
         device, found = self.engine.device, list[tuple[Form, ...]]()
         with _keeping_buffers(self.engine.root), torch.no_grad(), seeded(None, device.type):
             for stage in range(self._position.stages):
@@ -294,7 +294,7 @@ class Runner(ProcessLocal):
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Context of what all ranks of the pipeline do together: the error of one ends it on all, and is named."""
+        """Context of work of all ranks of the pipeline: an error of one ends it on all, and names the rank."""
         world = self.engine.world
         with world.together("Pipeline"), world.explaining(), torch.inference_mode(False):
             yield
@@ -353,7 +353,7 @@ class Runner(ProcessLocal):
         return nullcontext() if seed is None else seeded(seed, self.engine.device.type)
 
     def _buckets_of(self, stage: int) -> set[Bucket]:
-        """Those that have parameters of a stage."""
+        """Buckets that have parameters of a stage."""
         owner = self.engine.owner
         return {owner[id(p)][0] for p in self.pipeline.parameters_of(stage) if id(p) in owner}
 
@@ -428,7 +428,8 @@ class _Stage(PipelineStage):
     def _named(self, ops: list[Any], number: int, source: int, step: int) -> list[Any]:
         transfers, what = self._runner.transfers, "outputs" if step > 0 else "gradients"
         for op in ops:
-            op.tensor = op.tensor.contiguous()  # of what is sent: the layers' outputs and gradients may be views
+            # Outputs of layers, and their gradients, may be views that are not contiguous, as sends need them.
+            op.tensor = op.tensor.contiguous()
         if transfers is None:
             return ops
         name = f"{what} of micro-batch {number} from stage {source} to stage {source + step}"
@@ -444,7 +445,8 @@ def _keeping_buffers(root: nn.Module) -> Iterator[None]:
         yield
     finally:
         for table, buffers in tables:
-            table.update(buffers)  # a forward may assign others
+            # A forward may have assigned other tensors to the names of buffers.
+            table.update(buffers)
         with torch.no_grad():
             for buffer, before in values:
                 buffer.copy_(before)
@@ -452,7 +454,7 @@ def _keeping_buffers(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _unwrapped(what: str) -> Iterator[None]:
-    """Context of one of torch's calls that wrap errors of modules: raises these, with a note of ``what`` ran."""
+    """Context of a call of torch that wraps errors of modules: raises these errors, with a note of ``what`` ran."""
     try:
         yield
     except RuntimeError as error:
@@ -465,7 +467,7 @@ def _unwrapped(what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context in which torch's schedules do not print pages of what they were to run: the error says where it was."""
+    """Context in which torch's schedules do not print pages of planned operations: the error says where it was."""
     log = logging.getLogger(schedules.__name__)
     log.addFilter(_below_error)
     try:
@@ -491,7 +493,7 @@ class _Chunk(nn.Module):
 
 
 class _Ran(torch.autograd.Function):
-    """A loss whose backward has run."""
+    """A loss after its backward."""
 
     @staticmethod
     def forward(context: Any, anchor: Tensor, loss: Tensor, runner: Runner, expected: float) -> Tensor:
@@ -520,7 +522,7 @@ class _Anchored(torch.autograd.Function):
 
 
 class _Received(torch.autograd.Function):
-    """What a stage has received, as a tensor that its first layer may write to, as activations in place do."""
+    """Make a received tensor one that the first layer may write to, as in-place activations do."""
 
     @staticmethod
     def forward(context: Any, leaf: Tensor) -> Tensor:
@@ -556,7 +558,7 @@ class _Forms:
 
 
 def _forms_in(output: Any, layer: str) -> _Forms:
-    """The forms of what a stage returns, whose last ``layer`` this is.
+    """Forms of the tensors in the output of a stage, whose last layer is ``layer``.
 
     Raises:
         TypeError: it is no tensor, or tuple of tensors.

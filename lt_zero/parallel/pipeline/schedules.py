@@ -1,4 +1,4 @@
-"""What a schedule costs: the share of a step in which ranks wait, and the forwards that wait for their backward."""
+"""The cost of a schedule: the share of a step in which ranks wait, and the forwards that wait for their backward."""
 
 from __future__ import annotations
 

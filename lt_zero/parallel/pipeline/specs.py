@@ -1,4 +1,4 @@
-"""What the layers of a pipeline are made from."""
+"""Specs from which the layers of a pipeline are made."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LayerSpec:
 
     @property
     def name(self) -> str:
-        """Of its class."""
+        """Name of the layer's class."""
         return getattr(self.typename, "__name__", type(self.typename).__name__)
 
     def __repr__(self) -> str:
