@@ -139,6 +139,15 @@ def test_one_class_has_a_name() -> None:
     assert not {name: found for name, found in files.items() if len(found) > 1}
 
 
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    relative = {"What", "Whether", "Which", "How", "Of", "Where", "Whose", "Whom"}
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    for file, path in FILES.items():
+        nodes = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds))
+        firsts = {text.split()[0] for node in nodes if (text := ast.get_docstring(node))}
+        assert not firsts & relative, file
+
+
 def test_no_test_imports_a_test() -> None:
     root = ROOT.parent / "tests"
     for path in sorted(root.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""How flat tensors get to other ranks, by NCCL, gloo or shared memory, and the buffers from which gradients are sent.
+"""Transports of flat tensors between ranks: NCCL, gloo, shared memory, and the buffers from which gradients are sent.
 
 gloo: its reduce-scatter is an all-reduce that discards most of the result, and its all-gather slows down above 16 MB.
 An all-to-all followed by a local sum, and one broadcast per rank into views of the result, move half the bytes and run

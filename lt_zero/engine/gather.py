@@ -1,4 +1,4 @@
-"""Which units are gathered: units in use, prefetched units, units that stay gathered, and pinned buckets.
+"""Gathers of units: units in use, prefetched units, units that stay gathered, and pinned buckets.
 
 All decisions depend only on the sequence of modules and on sizes, so they are the same on all ranks.
 

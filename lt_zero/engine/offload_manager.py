@@ -1,4 +1,4 @@
-"""What one engine offloads: which buckets, to host memory or files, and the background step."""
+"""The offload of one engine: its buckets in host memory or files, and the background step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank holds of a bucket besides the flat tensor: weights and gradients of its shard."""
+"""The shard of a bucket that one rank holds besides the flat tensor: its weights and its gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``p.grad`` shows between a backward and the step, and which parameters any rank used.
+"""Gradients as ``p.grad`` shows them between a backward and the step, and the parameters that any rank used.
 
 The gradients are in the buckets' accumulators. After a backward ``p.grad`` of every reduced parameter is a stand-in, so
 that ``optimizer.zero_grad()``, norm logging and manual clipping work: setting it to None clears the gradient. Where a

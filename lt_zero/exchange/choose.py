@@ -1,4 +1,4 @@
-"""Which exchange of gradients, and which gathers of weights, a configuration asks for."""
+"""Chooses the exchange of gradients, and the gathers of weights, that a configuration asks for."""
 
 from __future__ import annotations
 

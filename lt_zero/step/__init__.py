@@ -1,1 +1,1 @@
-"""What happens between backward and the next forward: loss scale, clipping, sharded optimizers, steps per bucket."""
+"""The way from backward to the next forward: loss scale, clipping, sharded optimizers, steps per bucket."""

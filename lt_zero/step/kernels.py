@@ -1,4 +1,4 @@
-"""Which kernel computes the step of which optimizer, with which options, on which rows of memory.
+"""Kernels of optimizers: the one that computes a step, its options, and the rows of memory that it works on.
 
 LAMB's trust ratios need norms of full parameters, of which a rank has fragments (optim/lamb.py).
 """

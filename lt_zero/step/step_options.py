@@ -1,4 +1,4 @@
-"""What one optimizer steps with: the hyper-parameters and the parameters of its groups, as all ranks must have them."""
+"""Options of a step: the hyper-parameters and the parameters of an optimizer's groups, the same on all ranks."""
 
 from __future__ import annotations
 

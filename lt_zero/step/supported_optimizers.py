@@ -1,4 +1,4 @@
-"""Which optimizers compute the same on flat pieces of parameters as on full parameters.
+"""Optimizers that compute the same on flat pieces of parameters as on full parameters.
 
 A class that is neither torch's nor this package's is tried out: some steps of one optimizer on a small matrix are
 compared with the steps of two optimizers on a piece each, with the hyper-parameters of every group. The same with two
