@@ -157,6 +157,9 @@ def _is_used(used: set[Place], bucket: Bucket, index: int) -> bool:
 def _replace(bucket: Bucket, index: int, value: Tensor, parts: Parts) -> None:
     """Copy a tensor that was assigned to ``p.grad`` to the accumulator.
 
+    The parameter counts as used from then on, unless the tensor is zero: a loop over all gradients, such as
+    ``p.grad = 0.5 * p.grad``, leaves the zeros of unused parameters what they are.
+
     Raises:
         RuntimeError: the gradient is sharded.
     """
@@ -165,6 +168,8 @@ def _replace(bucket: Bucket, index: int, value: Tensor, parts: Parts) -> None:
         raise RuntimeError(f"`p.grad` of {name!r} was replaced, but its gradient is sharded over the ranks. {_REMEDY}")
     for local in _local(bucket, index):
         local.copy_(parts.cut(bucket.params[index], value).reshape(-1))
+    if index not in bucket.grads.used and bool(value.any()):
+        bucket.grads.used.add(index)
 
 
 class UsedParameters:
@@ -288,6 +293,8 @@ class UsedParameters:
         for bucket in self._buckets:
             valid, mine = bucket.grads.valid, islice(flagged, len(bucket.params))
             used |= {(bucket, index) for index, flag in enumerate(mine) if flag and index in valid}
+            # Those of which a gradient was assigned since the exchange; all others of this rank have their flags.
+            used |= {(bucket, index) for index in bucket.grads.used & valid}
         if not self._hold:
             if not stays or self._shown.keys() != used:
                 self.show(used)

@@ -311,3 +311,31 @@ def test_a_gradient_is_set_between_two_looks_of_a_step(stage: int) -> None:
     weight.grad = torch.full(weight.shape, 0.5)
     assert engine.finish_reductions()(bucket, index)
     assert bool((bucket.grads.of(bucket.pieces_of(index)[0]) == 0.5).all())
+
+
+def _assigned(stage: int) -> None:
+    """A loop over all gradients, then one of a parameter that no rank has used; the other has none, and stays."""
+    model = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in ("trained", "assigned", "idle")})
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = lt_zero.shard(model, config_of(stage))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    for _ in range(2):
+        model["trained"](torch.ones(2, 3)).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = 0.5 * parameter.grad if parameter.grad is not None else None
+        model["assigned"].weight.grad = torch.ones(3, 3)
+        optimizer.step()
+        optimizer.zero_grad()
+    values = full_values(engine)
+    assert torch.equal(values["idle.weight"], before["idle.weight"])
+    expected = before["assigned.weight"].clone().requires_grad_()
+    plain = torch.optim.AdamW([expected], lr=0.1, weight_decay=0.5)
+    for _ in range(2):
+        expected.grad = torch.ones(3, 3)
+        plain.step()
+    torch.testing.assert_close(values["assigned.weight"], expected.detach())
+
+
+def test_a_gradient_is_assigned_to_an_unused_parameter(pool: Pool) -> None:
+    pool.run(2, _assigned, 0)
