@@ -65,6 +65,8 @@ def user_timeouts() -> list[int]:
     """Of the TCP connections of this process that have one, in ms."""
     found = set[int]()
     for entry in os.listdir("/proc/self/fd"):
+        if not os.path.realpath(f"/proc/self/fd/{entry}").rpartition("/")[2].startswith("socket:"):
+            continue  # ``socket`` raises, and leaves the duplicate open
         with suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as opened:
             if opened.type == socket.SOCK_STREAM and opened.family != socket.AF_UNIX:
                 found.add(opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
