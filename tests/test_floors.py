@@ -140,7 +140,7 @@ def test_one_class_has_a_name() -> None:
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
-    relative = {"What", "Whether", "Which", "How", "Of", "Where", "Whose", "Whom"}
+    relative = {"What", "Whether", "Which", "How", "Of", "Where", "Whose", "Whom", "Who"}
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     for file, path in FILES.items():
         nodes = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds))

@@ -17,10 +17,10 @@ Note [Shared windows]
     ends, and no group times out: ``Watch.wait`` looks after both.
 
 Note [Maxima]
-    Small tensors on the host are exchanged the same way: a rank writes its own to a window and enters a barrier, and
-    whoever has waited for the barrier reads those of the peers. Exchanges take turns with ``_OPEN`` windows. Each rank
-    counts the exchanges that it has read, in their order, and a window is written again once all ranks have read it;
-    an exchange that nobody waits for is read when its window is needed.
+    Small tensors on the host are exchanged the same way: a rank writes its own to a window and enters a barrier.
+    After the barrier it reads the windows of the peers. Exchanges take turns with ``_OPEN`` windows. Each rank counts
+    the exchanges that it has read, in their order, and writes a window again once all ranks have read it. If the caller
+    does not wait for an exchange, the rank reads it when the window is needed.
 """
 
 from __future__ import annotations

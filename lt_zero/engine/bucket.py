@@ -503,7 +503,7 @@ class Bucket:
     # ---- values ------------------------------------------------------------------------------------------------
 
     def expected_shard(self) -> Tensor:
-        """The value of ``shard`` while the bucket is resident and nobody has edited it."""
+        """The value of ``shard`` in a resident bucket without edits."""
         shard = self.weights.values().to(self.shard.device, self.shard.dtype)
         return self.gathers.decoded(shard) if self.gathers.rounded else shard
 
@@ -540,7 +540,7 @@ class Bucket:
     @torch.no_grad()
     def write(self, index: int, value: Tensor) -> None:
         """Set parameter ``index`` to ``value`` (full shape, the same on every rank) in every copy this rank holds."""
-        # A prefetch that nobody has used yet would deliver the old values after the write.
+        # An unfinished prefetch would deliver the old values after the write.
         if self.state is State.GATHERING:
             self.release()
         if self.resident and not self.exact:

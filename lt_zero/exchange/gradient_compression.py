@@ -142,7 +142,7 @@ class GradientCompression(PlainExchange):
         keeps: whether steps may be skipped. See Note [Skipped steps].
 
     Attributes:
-        announce: is told once if coding takes longer than what it saves.
+        announce: called once, with a line of text, if coding takes longer than the transfer that it saves.
         of_bucket: the residuals.
         steps: optimizer steps so far.
         scale: the loss scale of the running step.

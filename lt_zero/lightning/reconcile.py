@@ -309,7 +309,7 @@ def _accumulation(config: ZeroConfig, implied: str, trainer: pl.Trainer, module:
     key = "gradient_accumulation_steps"
     wanted, current = config.gradient_accumulation_steps, trainer.accumulate_grad_batches
     inside = config.micro_batches > 1  # accumulated inside of a pipeline
-    # An implied number that is not the Trainer's is told by ``_check_batch``, which compares the sizes.
+    # ``_check_batch`` compares the sizes, and reports an implied number that differs from the Trainer's.
     if inside or wanted is None or wanted == current or (implied and current != 1):
         return None
     if current != 1:

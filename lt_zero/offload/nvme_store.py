@@ -128,7 +128,7 @@ class NvmeStore(StreamedStore):
 
     def end_use(self) -> None:
         self.wait_arrived()
-        # A prefetch that nobody used still fills the buffer, and has to end before the buffer is given back.
+        # An unused prefetch still fills the buffer, and has to end before the buffer is given back.
         if self._at is _At.COMING:
             self._have()
         if self._at is not _At.HERE:

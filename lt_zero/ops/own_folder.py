@@ -2,7 +2,7 @@
 
 Note [What is loaded]
     A library runs with the rights of who loads it. So folder and file have to belong to this user, or to root, who
-    could do anything anyway; nobody else may have the right to write (access control lists show in the group's bits).
+    could do anything anyway; no other user may have the right to write (access control lists show in the group's bits).
     Links are refused: another user could have chosen the file of this user's that one leads to. Owner and mode are
         those
     of the open descriptor, and the file is looked up through the descriptor of its folder: a folder or link that is put

@@ -195,7 +195,7 @@ class Saver:
     """The saves of one run, one pending at most. See Note [Life of a save].
 
     Attributes:
-        pending: the save in the background that nobody has waited for.
+        pending: the save in the background, until ``wait`` has seen its end.
     """
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ _SWITCHES = ("train", "eval")  # methods of schedule-free optimizers that change
 
 
 class By(Enum):
-    """Who steps a bucket, in the order of a step."""
+    """Ways to step a bucket, in the order of a step."""
 
     BACKGROUND = "the background thread, which publishes it, too"
     STREAMED = "one bucket at a time: its states are in files"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.paths import ROOT
 
-RELATIVE = {"What", "Whether", "Which", "How", "Of", "Where", "Whose", "Whom"}
+RELATIVE = {"What", "Whether", "Which", "How", "Of", "Where", "Whose", "Whom", "Who"}
 LONG_FILE, LONG_FUNCTION = 600, 60  # lines
 
 
