@@ -1,12 +1,11 @@
 """A folder to load code from: no other user can change it or its files.
 
 Note [What is loaded]
-    A library runs with the rights of who loads it. So folder and file have to belong to this user, or to root, who
-    could do anything anyway; no other user may have the right to write (access control lists show in the group's bits).
-    Links are refused: another user could have chosen the file of this user's that one leads to. Owner and mode are
-        those
-    of the open descriptor, and the file is looked up through the descriptor of its folder: a folder or link that is put
-    in its place afterwards, where others may rename it, changes nothing.
+    A loaded library runs with the rights of the process. So folder and file have to belong to this user, or to root,
+    who has all rights anyway, and no other user may have the right to write (access control lists show in the group's
+    bits). Links are refused, because another user could have chosen their targets. Owner and mode are read from the open
+    descriptor, and the file is looked up through the descriptor of its folder, so that a folder or link that is put in
+    its place afterwards changes nothing.
 """
 
 from __future__ import annotations
