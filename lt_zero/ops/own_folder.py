@@ -3,9 +3,9 @@
 Note [What is loaded]
     A loaded library runs with the rights of the process. So folder and file have to belong to this user, or to root,
     who has all rights anyway, and no other user may have the right to write (access control lists show in the group's
-    bits). Links are refused, because another user could have chosen their targets. Owner and mode are read from the open
-    descriptor, and the file is looked up through the descriptor of its folder, so that a folder or link that is put in
-    its place afterwards changes nothing.
+    bits). Links are refused, because another user could have chosen their targets. Owner and mode are read from the
+    open descriptor, and the file is looked up through the descriptor of its folder, so that a folder or link that is
+    put in its place afterwards changes nothing.
 """
 
 from __future__ import annotations
