@@ -51,9 +51,9 @@ from lt_zero.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.engine.storage_plan import plan_storage
 from lt_zero.exchange.choose import codecs_of, exchange_of, gathers_of
 from lt_zero.io.pinned import return_freed_memory
-from lt_zero.memory.check import check_build
 from lt_zero.offload.host_store import is_apart
 from lt_zero.ops.library import missing
+from lt_zero.planning.check import check_build
 
 log = logging.getLogger("lt_zero")
 

@@ -189,7 +189,7 @@ def _kernels(path: Path) -> Iterator[Row]:
 def _memory(path: Path) -> Iterator[Row]:
     import psutil
 
-    from lt_zero.memory.limits import amount, cgroup_limits
+    from lt_zero.planning.limits import amount, cgroup_limits
 
     memory = psutil.virtual_memory()
     found = f"{amount(memory.available)} available of {amount(memory.total)}"
@@ -203,7 +203,7 @@ def _memory(path: Path) -> Iterator[Row]:
 def _disks(path: Path) -> Iterator[Row]:
     from lt_zero.io.direct_file import free_bytes
     from lt_zero.io.private_folder import filesystem_of
-    from lt_zero.memory.limits import amount
+    from lt_zero.planning.limits import amount
 
     for name, folder in (("disk", path.absolute()), ("tmp folder", Path(tempfile.gettempdir()))):
         if not folder.is_dir():
@@ -266,7 +266,7 @@ def _pinned_memory(path: Path) -> Iterator[Row]:
 def _gpus(path: Path) -> Iterator[Row]:
     import torch
 
-    from lt_zero.memory.limits import amount
+    from lt_zero.planning.limits import amount
 
     if not torch.cuda.is_available():
         found = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"

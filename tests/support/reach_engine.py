@@ -20,8 +20,8 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.exchange.gradient_compression import GradientCompression, codec_of
 from lt_zero.lightning.precision import ZeroPrecision
-from lt_zero.memory.limits import NotEnoughMemory
 from lt_zero.ops import TopK, library
+from lt_zero.planning.limits import NotEnoughMemory
 from tests.support.models import VOCAB, Net, tokens
 from tests.support.parity import full_values
 from tests.support.pool import Pool

@@ -25,8 +25,8 @@ from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.exchange.compressed_momentum import MOMENTA
 from lt_zero.exchange.gradient_compression import codec_of
 from lt_zero.exchange.zero_plus_plus import GRADIENTS, WEIGHTS
-from lt_zero.memory.forecast import storage_of
-from lt_zero.memory.setup import Setup
+from lt_zero.planning.forecast import storage_of
+from lt_zero.planning.setup import Setup
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch import nn
 
 import lt_zero
 from lt_zero.config import ZeroConfig
-from lt_zero.memory.comm_options import comm_options_table, fitting, recommended, valid
-from lt_zero.memory.estimate import Machine, estimate_traffic
 from lt_zero.optim import build_optimizer
+from lt_zero.planning.comm_options import comm_options_table, fitting, recommended, valid
+from lt_zero.planning.estimate import Machine, estimate_traffic
 from tests.support.matrix import only_rows
 from tests.support.nodes import NodePool, Traffic
 from tests.support.parity import RELEASE, config_of

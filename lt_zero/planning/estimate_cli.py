@@ -20,17 +20,17 @@ from lt_zero.common.numbers import count_of
 from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
-from lt_zero.memory.comm_options import comm_options_table, fitting, recommended
-from lt_zero.memory.estimate import Fit, Machine, cheapest, estimate, kinds_table, settings_table
-from lt_zero.memory.forecast import Forecast
-from lt_zero.memory.limits import GB, amount
-from lt_zero.memory.meshes import Rates, TrainingJob, meshes_table, plans, reasons
-from lt_zero.memory.pipelines import activations_line, reductions, schedules_table, stages_table
-from lt_zero.memory.sizes import Model, Sizes, Stage, fullest, stages_of_module, stages_of_sizes
-from lt_zero.memory.tensor_sizes import fits_by_size, sizes_table
-from lt_zero.memory.transformer import Transformer
 from lt_zero.parallel.drawing import rank_table, shares
 from lt_zero.parallel.mesh import ParallelSizes
+from lt_zero.planning.comm_options import comm_options_table, fitting, recommended
+from lt_zero.planning.estimate import Fit, Machine, cheapest, estimate, kinds_table, settings_table
+from lt_zero.planning.forecast import Forecast
+from lt_zero.planning.limits import GB, amount
+from lt_zero.planning.meshes import Rates, TrainingJob, meshes_table, plans, reasons
+from lt_zero.planning.pipelines import activations_line, reductions, schedules_table, stages_table
+from lt_zero.planning.sizes import Model, Sizes, Stage, fullest, stages_of_module, stages_of_sizes
+from lt_zero.planning.tensor_sizes import fits_by_size, sizes_table
+from lt_zero.planning.transformer import Transformer
 
 Option = typer.Option
 _DIMENSIONS = (

@@ -14,9 +14,9 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.storage_plan import DEVICE, HOST
-from lt_zero.memory.estimate import Fit, Machine, cheapest
-from lt_zero.memory.limits import amount
-from lt_zero.memory.sizes import Model
+from lt_zero.planning.estimate import Fit, Machine, cheapest
+from lt_zero.planning.limits import amount
+from lt_zero.planning.sizes import Model
 
 
 def with_tensor_ranks(config: ZeroConfig, size: int) -> ZeroConfig:

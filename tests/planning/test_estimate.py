@@ -24,9 +24,12 @@ from lt_zero.engine.gather import Residency
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan
 from lt_zero.engine.whole_model import full_state_dict
 from lt_zero.io.pinned import rounded
-from lt_zero.memory.check import RESTING, measured
-from lt_zero.memory.estimate import states_of
-from lt_zero.memory.forecast import (
+from lt_zero.offload import host_store
+from lt_zero.offload.nvme_store import NvmeStore
+from lt_zero.optim import build_optimizer
+from lt_zero.planning.check import RESTING, measured
+from lt_zero.planning.estimate import states_of
+from lt_zero.planning.forecast import (
     COPY,
     FILE,
     GATHERED,
@@ -39,9 +42,6 @@ from lt_zero.memory.forecast import (
     RESIDUALS,
     WEIGHTS,
 )
-from lt_zero.offload import host_store
-from lt_zero.offload.nvme_store import NvmeStore
-from lt_zero.optim import build_optimizer
 from tests.support.matrix import cover, only_rows
 from tests.support.models import VOCAB, Block, tokens
 from tests.support.pool import Pool

@@ -13,10 +13,10 @@ import yaml
 
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine
-from lt_zero.memory.estimate import Setting, settings
-from lt_zero.tuning.cli import text_of
-from lt_zero.tuning.search import Measured, Outcome, Tuner, TuningError, choose
-from lt_zero.tuning.space import Candidate, Facts, Plan, configured
+from lt_zero.planning.estimate import Setting, settings
+from lt_zero.planning.search import Measured, Outcome, Tuner, TuningError, choose
+from lt_zero.planning.search_space import Candidate, Facts, Plan, configured
+from lt_zero.planning.tune_cli import text_of
 
 BASE: dict[str, Any] = {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}
 LADDER = [setting for setting in settings("cpu") if "nvme" not in setting.places]

@@ -18,12 +18,12 @@ from lt_zero.config.load import examine, plain, resolved
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.partition import EnginePlan, plan_engine
 from lt_zero.engine.storage_plan import DEVICE, HOST
-from lt_zero.memory.check import setup_of
-from lt_zero.memory.estimate import Setting, settings
-from lt_zero.memory.forecast import Forecast, forecast
-from lt_zero.memory.setup import PlannedGroup, Setup
 from lt_zero.parallel.pipeline.layers import pipelines_in
 from lt_zero.parallel.pipeline.schedules import in_flight
+from lt_zero.planning.check import setup_of
+from lt_zero.planning.estimate import Setting, settings
+from lt_zero.planning.forecast import Forecast, forecast
+from lt_zero.planning.setup import PlannedGroup, Setup
 
 _Z = "zero_optimization"
 _OFFLOADS = ("offload_optimizer", "offload_param")

@@ -31,10 +31,10 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.tables import show
 from lt_zero.config.cli import to_yaml
 from lt_zero.config.load import OVERRIDES, examine
-from lt_zero.memory.limits import amount
-from lt_zero.tuning.search import MOST_NOISE, Outcome, Tuner, TuningError
-from lt_zero.tuning.space import Candidate, Facts, written
-from lt_zero.tuning.trial import FACTS, FOLDER, REPORT, Order
+from lt_zero.planning.limits import amount
+from lt_zero.planning.search import MOST_NOISE, Outcome, Tuner, TuningError
+from lt_zero.planning.search_space import Candidate, Facts, written
+from lt_zero.planning.trial import FACTS, FOLDER, REPORT, Order
 
 _TAIL = 20  # lines of output in an error
 _GRACE = 5.0  # seconds for the other ranks to end once one has failed
@@ -172,7 +172,7 @@ def _command(script: str, given: list[str], config: Path | None, ranks: int | No
         raise ConfigError(f"{script} {shlex.join(given)}: a function takes no arguments here.")
     chosen = [] if config is None else ["--config", str(config)]
     chosen += [] if ranks is None else ["--ranks", str(ranks)]
-    command = [sys.executable, "-m", "lt_zero.lightning.tuned_module", script, *chosen]
+    command = [sys.executable, "-m", "lt_zero.lightning.function_trial", script, *chosen]
     return command, None if parameter is None else "--micro-batch {}"
 
 

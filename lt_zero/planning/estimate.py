@@ -28,14 +28,14 @@ from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import MODES, DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.engine.partition import EnginePlan, GroupFacts, plan_engine, with_sizes
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
-from lt_zero.memory.forecast import PLACES, Forecast, forecast
-from lt_zero.memory.limits import amount
-from lt_zero.memory.setup import PlannedGroup, Setup
-from lt_zero.memory.sizes import Model, Sizes, Stage, fullest, parts_of_all, skeleton, stages_of_sizes
-from lt_zero.memory.traffic import Traffic, forecast_traffic
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.pipeline.layers import pipeline_of
 from lt_zero.parallel.plan import planned_parts
+from lt_zero.planning.forecast import PLACES, Forecast, forecast
+from lt_zero.planning.limits import amount
+from lt_zero.planning.setup import PlannedGroup, Setup
+from lt_zero.planning.sizes import Model, Sizes, Stage, fullest, parts_of_all, skeleton, stages_of_sizes
+from lt_zero.planning.traffic import Traffic, forecast_traffic
 from lt_zero.step.fused_step import FusedStep
 from lt_zero.step.supported_optimizers import states_by_group
 

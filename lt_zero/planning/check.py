@@ -31,9 +31,9 @@ from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.io.pinned import return_freed_memory, return_large_blocks, rounded
-from lt_zero.memory import limits
-from lt_zero.memory.estimate import Machine, cheapest, states_of
-from lt_zero.memory.forecast import (
+from lt_zero.planning import limits
+from lt_zero.planning.estimate import Machine, cheapest, states_of
+from lt_zero.planning.forecast import (
     GATHERED,
     GRADS,
     LOCAL,
@@ -46,8 +46,8 @@ from lt_zero.memory.forecast import (
     Forecast,
     forecast,
 )
-from lt_zero.memory.limits import GB, Available, NotEnoughMemory, amount, check_host_memory, shortage
-from lt_zero.memory.setup import Setup
+from lt_zero.planning.limits import GB, Available, NotEnoughMemory, amount, check_host_memory, shortage
+from lt_zero.planning.setup import Setup
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 RESTING = "in files"  # bytes of files, of all kinds

@@ -21,9 +21,9 @@ import torch
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
-from lt_zero.memory.check import RESTING, measured
-from lt_zero.memory.limits import peak_rss
-from lt_zero.tuning.space import Facts, layers_of, plans_of, unrepeated, written
+from lt_zero.planning.check import RESTING, measured
+from lt_zero.planning.limits import peak_rss
+from lt_zero.planning.search_space import Facts, layers_of, plans_of, unrepeated, written
 
 FOLDER = "LT_ZERO_TRIAL"  # in the environment: the folder of the trial
 ORDER, FACTS, REPORT = "order.json", "facts.json", "report.json"

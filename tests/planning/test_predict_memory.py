@@ -73,7 +73,7 @@ def test_a_fit_after_predict_is_the_same(pool: Pool, tmp_path: Path, stage: int,
 
 _TRAINS = """
 import sys, psutil, torch, lt_zero
-from lt_zero.memory.limits import peak_rss
+from lt_zero.planning.limits import peak_rss
 width = 1024
 libraries = psutil.Process().memory_info().rss
 model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(48)])

@@ -20,10 +20,10 @@ from typing import Any, get_args
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.load import examine
-from lt_zero.memory.limits import amount
 from lt_zero.parallel.pipeline.batches import micro_batches
 from lt_zero.parallel.pipeline.schedules import Schedule
-from lt_zero.tuning.space import Candidate, Facts, Plan, configured, kept
+from lt_zero.planning.limits import amount
+from lt_zero.planning.search_space import Candidate, Facts, Plan, configured, kept
 
 _FINALISTS = 3
 _NEAR = 1.1  # step time at most, in times of the fastest, of a simpler candidate that joins the finalists

@@ -14,10 +14,10 @@ from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OptimizerBlock
 from lt_zero.config.rules import contradictions
-from lt_zero.memory.estimate import Machine, Setting, estimate, estimate_traffic, misfit, settings
-from lt_zero.memory.limits import amount
-from lt_zero.memory.sizes import Model
-from lt_zero.memory.traffic import Traffic
+from lt_zero.planning.estimate import Machine, Setting, estimate, estimate_traffic, misfit, settings
+from lt_zero.planning.limits import amount
+from lt_zero.planning.sizes import Model
+from lt_zero.planning.traffic import Traffic
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from lt_zero.common.errors import ConfigError
-from lt_zero.memory.estimate import Setting
-from lt_zero.tuning.cli import Runs, Templates, _command, nbytes, tune_command
-from lt_zero.tuning.search import Outcome
-from lt_zero.tuning.space import Candidate
-from lt_zero.tuning.trial import Order
+from lt_zero.planning.estimate import Setting
+from lt_zero.planning.search import Outcome
+from lt_zero.planning.search_space import Candidate
+from lt_zero.planning.trial import Order
+from lt_zero.planning.tune_cli import Runs, Templates, _command, nbytes, tune_command
 
 
 def ran(
@@ -83,7 +83,7 @@ def test_a_run_without_end_is_ended_with_its_children(tmp_path: Path, monkeypatc
     started = SimpleNamespace(  # the time passes once the script has started a child, however long that takes
         monotonic=lambda: 9.0 if told.exists() and told.read_text() else 0.0, sleep=time.sleep
     )
-    monkeypatch.setattr("lt_zero.tuning.cli.time", started)
+    monkeypatch.setattr("lt_zero.planning.tune_cli.time", started)
     found = ran(tmp_path, SLEEPS, timeout=1.5)
     assert found.problem == "no end after 1.5 s (--timeout)"
     child = int(told.read_text())
@@ -94,7 +94,7 @@ def test_a_run_without_end_is_ended_with_its_children(tmp_path: Path, monkeypatc
 
 
 def test_ranks_end_with_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lt_zero.tuning.cli._GRACE", 0.3)
+    monkeypatch.setattr("lt_zero.planning.tune_cli._GRACE", 0.3)
     code = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('no')\ntime.sleep(60)"
     begun = time.monotonic()
     assert ran(tmp_path, code, ranks=2).problem == "ValueError: no"

@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 import lt_zero
 from lt_zero.cli import app
 from lt_zero.config.load import ConfigWarning, examine
-from lt_zero.lightning.tuned_module import made_by
-from lt_zero.memory.estimate import Setting
-from lt_zero.memory.sizes import stages_of_module
+from lt_zero.lightning.function_trial import made_by
 from lt_zero.parallel import Pipeline, PipelineModule
-from lt_zero.tuning.space import Facts, configured
-from lt_zero.tuning.trial import Order
+from lt_zero.planning.estimate import Setting
+from lt_zero.planning.search_space import Facts, configured
+from lt_zero.planning.sizes import stages_of_module
+from lt_zero.planning.trial import Order
 from tests.support.lightning_tools import QUIET
 from tests.support.paths import ROOT
 from tests.support.pipelines import batch, mean_loss, specs
@@ -276,7 +276,7 @@ def test_functions_make_what_is_trained() -> None:
 
 SCRIPT = """
 import sys
-from tests.tuning.test_trial import Module, QUIET, L, lt_zero
+from tests.planning.test_trial import Module, QUIET, L, lt_zero
 
 strategy = lt_zero.ZeroStrategy(config={"zero_optimization": {"stage": 3}})
 module = Module()
@@ -305,7 +305,7 @@ def test_the_command(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 TENSOR_SCRIPT = """
-from tests.tuning.test_trial import CUT, Module, QUIET, L, lt_zero
+from tests.planning.test_trial import CUT, Module, QUIET, L, lt_zero
 
 strategy = lt_zero.ZeroStrategy(config={**CUT, "train_batch_size": 10, "gradient_accumulation_steps": 1})
 L.seed_everything(0)  # tensor ranks draw the same samples
@@ -336,7 +336,7 @@ def test_the_command_with_tensor_ranks(how: str, tmp_path: Path, monkeypatch: py
 PIPELINE_SCRIPT = """
 import torch
 from tests.support.pipeline_module import Module
-from tests.tuning.test_trial import QUIET, L, lt_zero
+from tests.planning.test_trial import QUIET, L, lt_zero
 
 strategy = lt_zero.ZeroStrategy(stage=1, pipeline_parallel_size=2)
 L.Trainer(strategy=strategy, devices=2, max_epochs=50, **QUIET).fit(Module())

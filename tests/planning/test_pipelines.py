@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from lt_zero import Sizes, ZeroConfig
 from lt_zero.cli import app
-from lt_zero.memory.meshes import MeshPlan, TrainingJob, meshes, plans, reasons, sent, with_mesh
-from lt_zero.memory.sizes import stages_of_sizes
-from lt_zero.memory.transformer import Transformer
 from lt_zero.parallel.mesh import ParallelSizes
+from lt_zero.planning.meshes import MeshPlan, TrainingJob, meshes, plans, reasons, sent, with_mesh
+from lt_zero.planning.sizes import stages_of_sizes
+from lt_zero.planning.transformer import Transformer
 from tests.support.paths import ROOT
 
 

@@ -12,11 +12,11 @@ from rich.table import Table
 from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import PipelineParallel
-from lt_zero.memory.limits import amount
-from lt_zero.memory.sizes import Sizes, Stage
-from lt_zero.memory.transformer import Transformer
 from lt_zero.parallel.drawing import shown
 from lt_zero.parallel.pipeline.schedules import Schedule, bubble, in_flight, running
+from lt_zero.planning.limits import amount
+from lt_zero.planning.sizes import Sizes, Stage
+from lt_zero.planning.transformer import Transformer
 
 
 def schedules_table(config: ZeroConfig, console: Console) -> Table:

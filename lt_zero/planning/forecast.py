@@ -36,8 +36,8 @@ from lt_zero.exchange.gradient_compression import residual_numels
 from lt_zero.exchange.zero_plus_plus import GRADIENTS_INSIDE
 from lt_zero.exchange.zero_plus_plus import WEIGHTS as QUANTIZED_WEIGHTS
 from lt_zero.io.pinned import rounded
-from lt_zero.memory.setup import Setup
 from lt_zero.ops.codecs import INT8
+from lt_zero.planning.setup import Setup
 
 PLACES = (DEVICE, HOST, NVME)
 PHASES = ("build", "accumulation", "backward", "step", "checkpoint")

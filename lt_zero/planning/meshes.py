@@ -24,12 +24,12 @@ from lt_zero.common.tables import show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.engine.storage_plan import DEVICE
-from lt_zero.memory.estimate import Setting, estimate
-from lt_zero.memory.limits import amount
-from lt_zero.memory.sizes import Sizes, Stage, fullest, stages_of_sizes
-from lt_zero.memory.transformer import Transformer
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.pipeline.schedules import bubble, in_flight
+from lt_zero.planning.estimate import Setting, estimate
+from lt_zero.planning.limits import amount
+from lt_zero.planning.sizes import Sizes, Stage, fullest, stages_of_sizes
+from lt_zero.planning.transformer import Transformer
 
 _STAGES = (1, 2, 3)  # of ZeRO; at stage 0 a rank sends as much as at stage 1, and needs more memory
 _SHOWN = 8  # meshes

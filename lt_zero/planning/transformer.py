@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lt_zero.common.arguments import expect_number
-from lt_zero.memory.sizes import Sizes
+from lt_zero.planning.sizes import Sizes
 
 _BITS16 = 2  # bytes
 _RANKS = 8  # that usual numbers of heads are multiples of
