@@ -41,7 +41,7 @@ from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.shard import Accumulator, Weights
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep, Job
-from lt_zero.offload.store import Place, Store, Waits, device_place, put_away
+from lt_zero.offload.store import Place, Store, device_place, put_away
 from lt_zero.ops.codecs import Codec
 
 
@@ -79,13 +79,17 @@ class GatherStrategy:
         """The place of the tensor that gathers read, for a bucket that keeps it in ``place``."""
         return place
 
-    def gather(self, bucket: Bucket, exact: bool) -> Callable[[], Waits]:
-        """Prepare to fill the (allocated) flat tensor for computation; returns the function that launches the gather.
+    def prepare(self, bucket: Bucket, exact: bool) -> bool:
+        """Choose how the gather that ``launch`` starts next fills the flat tensor; ``exact``: without rounding.
 
-        ``exact``: without rounding.
+        Returns whether it reads ``Weights.gather_source``.
         """
-        gather = partial(bucket.group.all_gather, bucket.flat, bucket.name)
-        return partial(bucket.weights.gather_source.launch_gather, bucket.shard, gather)
+        return True
+
+    def launch(self, bucket: Bucket) -> Work:
+        """Start filling the (allocated) flat tensor for computation."""
+        with bucket.weights.gather_source.source(bucket.shard) as own:
+            return bucket.group.all_gather(bucket.flat, bucket.name, own)
 
     def finish(self, bucket: Bucket) -> None:
         """Note that the flat tensor is filled."""
@@ -173,7 +177,8 @@ class Bucket:
         self.unpublished: deque[Bucket] = deque()
         self._unpublished = False  # the compute copy awaits the background step, or ``_arriving``
         self._arriving: Work | None = None  # a gather of the other ranks' updates
-        self._pending: Waits | None = None
+        # A launched gather and what it reads; None in GATHERING: it is launched when its file was read.
+        self._in_flight: tuple[Work, Store] | None = None
 
     # ---- construction ------------------------------------------------------------------------------------------
 
@@ -243,7 +248,12 @@ class Bucket:
             # The background step owns what the gather reads until its job is done.
             if self._background.job is not None:
                 self._background.wait()
-            self._pending = self.gathers.gather(self, exact)()
+            reads, source = self.gathers.prepare(self, exact), self.weights.gather_source
+            if reads and source.streamed:
+                # A collective cannot be launched before its input is there: ``_land`` launches it.
+                source.prefetch()
+            else:
+                self._in_flight = self.gathers.launch(self), source
         self.state = State.GATHERING
         self.live.elements += self.counted
         self.live.flying += self.counted
@@ -272,12 +282,15 @@ class Bucket:
             self._guard(False)
 
     def _land(self) -> None:
-        """Wait for a gather that was launched."""
-        assert self._pending is not None
+        """Wait for the gather, whose input may have to be read first."""
         if self.announce is not None:
             self.announce(self, True)
-        self._pending.wait()
-        self._pending = None
+        if self._in_flight is None:
+            self._in_flight = self.gathers.launch(self), self.weights.gather_source
+        work, source = self._in_flight
+        work.wait()
+        source.sent()
+        self._in_flight = None
         self.gathers.finish(self)
         self.live.flying -= self.counted
         self.live.launched -= 1

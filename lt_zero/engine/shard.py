@@ -11,13 +11,12 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.work import Done
 from lt_zero.common.compat import without_grad
 from lt_zero.engine.layout import BucketLayout, Piece
 from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep
-from lt_zero.offload.store import Gap, Place, Reduce, Store, Waits, put_away
+from lt_zero.offload.store import Gap, Place, Store, put_away
 from lt_zero.ops.codecs import Codec
 from lt_zero.ops.flat import wide
 
@@ -309,36 +308,36 @@ class Accumulator:
         for lo, hi in self._layout.gaps if not add else ():
             out[lo:hi].zero_()
 
+    def accumulate_local(self) -> None:
+        """Move the parameters' gradients into ``local``, or add them there."""
+        add = self.local is not None
+        if self.local is None:
+            self.local = torch.empty(self._layout.numel, dtype=self.dtype, device=self._group.device)
+        self.take(self.local, add)
+
     @property
-    def direct(self) -> bool:
-        """True if ``launch_take`` does the work of ``launch_reduce``: one rank, and no other dtype on the wire."""
+    def skips_collective(self) -> bool:
+        """True if gradients go to the accumulator as they are: one rank, and no other dtype on the wire."""
         return self._plan.direct
 
-    def launch_take(self) -> Waits:
-        """Move the parameters' gradients into the accumulator of a single rank, without a send buffer."""
+    def target(self) -> tuple[Tensor, bool]:
+        """The tensor (1D, elements [shard_range)) for the result of a reduction that is launched next.
 
-        def take(out: Tensor, add: bool) -> Waits:
-            self.take(out, add)
-            return Done()
-
-        return self.launch_reduce(take)
-
-    def launch_reduce(self, reduce: Reduce) -> Waits:
-        """Start ``reduce``, which has the gradients of all elements, into the accumulator."""
-        add = self._begin()
-        return self.values.launch_reduce(reduce, add)
-
-    def _begin(self) -> bool:
-        """Prepare the accumulator for a reduction that is launched next; returns whether that adds to what is there."""
+        Returns it, and whether the reduction has to add to it. Call ``arrived`` once the result is there.
+        """
         self.apply_deferred_scale()
         if self._store is self._none:
             self._store = self._place.store("grad", self._numel, self.dtype)
         if not self.accumulated:
             self.values = self._store
-        add = bool(self.valid)
+        target = self.values.target(add=bool(self.valid))
         self.changes += 1
         self.valid.update(i for i, p in enumerate(self._params) if p.requires_grad)
-        return add
+        return target
+
+    def arrived(self) -> None:
+        """Take the result of a reduction, which is in ``target`` now."""
+        self.values.arrived()
 
     @property
     def accumulated(self) -> bool:

@@ -220,7 +220,7 @@ class _Sums:
         return [*total, (HOST, OFFLOAD, 2 * cast if self.memory == HOST else 0)]
 
     def gradients(self, waiting: bool = False) -> list[Part]:
-        """The accumulators (``Accumulator.launch_reduce``); without the fused step fp16 ones are unscaled in fp32.
+        """The accumulators (``Accumulator.target``); without the fused step fp16 ones are unscaled in fp32.
 
         ``waiting``: those that there are in an accumulation window, beside ``local``.
         """
