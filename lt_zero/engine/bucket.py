@@ -41,7 +41,7 @@ from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.shard import Accumulator, Weights
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep, Job
-from lt_zero.offload.store import Place, Store, device_place, put_away
+from lt_zero.offload.store import Place, Places, Store, device_place, put_away
 from lt_zero.ops.codecs import Codec
 
 
@@ -149,21 +149,15 @@ class Bucket:
         if self._storage is not None:
             # Until ``adopt``: all buckets are made before the first is filled. A slice of freed memory is an error.
             self._storage.free()
-        self._background = BackgroundStep()
+        self._background, self.gathers = BackgroundStep(), gathers
+        self.memory = _memory_of_device(group, sharding.params)
+        self.places = Places(self.memory, gathers.place(self.memory, group.device))
         gaps = gaps_between(((p.offset, p.offset + p.numel) for p in self.pieces), self.shard.numel())
-        self.gathers, self.weights = gathers, Weights(self.shard, storage, gaps, self._background)
-        self.grads = Accumulator(plan, storage, self.layout, self.pieces, self.shard_range, group, self._background)
+        shared = self._background, self.places
+        self.weights = Weights(self.shard, storage, gaps, *shared)
+        self.grads = Accumulator(plan, storage, self.layout, self.pieces, self.shard_range, group, *shared)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
         self.average: Store | None = None  # the average of the master weights, in the same rows
-
-        def readable_by_peers(numel: int, dtype: torch.dtype) -> Tensor:
-            window = group.allocate(numel, dtype)
-            group.after_write()
-            return window
-
-        allocate = partial(brief_empty, device=group.device)
-        self.memory = device_place(allocate, readable_by_peers if sharding.params else None)
-        self.use(self.memory, self.memory)
         self.state = State.RESIDENT
         self.live = Live()
         # Called before a gather is launched (False) and before it is waited for (True); synced.py.
@@ -182,12 +176,9 @@ class Bucket:
 
     # ---- construction ------------------------------------------------------------------------------------------
 
-    def use(self, optim: Place, params: Place) -> None:
-        """Keep master weights, states and gradients in ``optim``, what gathers read in ``params``. Before ``adopt``."""
-        self.step_place, self.gather_place = optim, self.gathers.place(params, self.group.device)
-        self.offloaded = optim.offloads  # master weights, optimizer states and gradients are kept off the device
-        self.weights.use(optim, self.gather_place)
-        self.grads.use(optim)
+    def set_stores(self, step: Place, gather: Place) -> None:
+        """Keep master weights, states and gradients in ``step``, what gathers read in ``gather``. Before ``adopt``."""
+        self.places.step, self.places.gather = step, self.gathers.place(gather, self.group.device)
 
     @torch.no_grad()
     def adopt(self, fetch: Callable[[list[Parameter]], Iterator[Tensor]]) -> None:
@@ -246,8 +237,7 @@ class Bucket:
                 self._references = self._storage.references
             self._storage.allocate()
             # The background step owns what the gather reads until its job is done.
-            if self._background.job is not None:
-                self._background.wait()
+            self._background.wait()
             reads, source = self.gathers.prepare(self, exact), self.weights.gather_source
             if reads and source.streamed:
                 # A collective cannot be launched before its input is there: ``_land`` launches it.
@@ -374,6 +364,11 @@ class Bucket:
 
     # ---- parameters --------------------------------------------------------------------------------------------
 
+    @property
+    def is_whole(self) -> bool:
+        """True if this rank steps all elements, and gets their gradients, not those of a shard."""
+        return self.shard_range == (0, self.layout.numel)
+
     def pieces_of(self, index: int) -> list[Piece]:
         """This rank's piece of parameter ``index``: none or one."""
         return self._piece_of.get(index, [])
@@ -387,7 +382,7 @@ class Bucket:
 
         ``combine_rows`` leaves out replicas of shards by itself, but not where ranks have parts.
         """
-        if self.shard_range == (0, self.layout.numel):
+        if self.is_whole:
             return self.group.rank > 0
         return self.group.mesh.replica > 0 and not self.layout.spans[index].spec.is_whole
 
@@ -414,6 +409,11 @@ class Bucket:
     # ---- stores ------------------------------------------------------------------------------------------------
 
     @property
+    def offloaded(self) -> bool:
+        """True if master weights, optimizer states and gradients are kept off the device."""
+        return self.places.step.offloads
+
+    @property
     def streamed(self) -> bool:
         """True if a step has to read the master weights first, and to write them back afterwards."""
         return self.weights.master is not None and self.weights.master.streamed
@@ -423,7 +423,7 @@ class Bucket:
         # A store of another dtype was loaded from a run with other dtypes, and is replaced.
         if key in self.states and self.states[key].dtype == dtype:
             return self.states[key]
-        store = self.step_place.state(key, self.shard.numel(), dtype)
+        store = self.places.step.state(key, self.shard.numel(), dtype)
         if store is not None:
             self.states[key] = store
         return store
@@ -497,7 +497,7 @@ class Bucket:
 
     def wait_background_step(self) -> bool:
         """Wait until this bucket's step is complete; returns whether it was not."""
-        waited = self._background.job is not None and self._background.wait()
+        waited = self._background.wait()
         if self._unpublished:
             self._unpublished, waited = False, True
             while self in self.unpublished:
@@ -582,3 +582,14 @@ class Bucket:
         self.group.after_write()
         self.weights.keep_edits()
         self.edits.note()
+
+
+def _memory_of_device(group: ShardGroup, shares: bool) -> Place:
+    """The place of stores in memory of the device; ``shares``: peers may read weights there."""
+
+    def readable_by_peers(numel: int, dtype: torch.dtype) -> Tensor:
+        window = group.allocate(numel, dtype)
+        group.after_write()
+        return window
+
+    return device_place(partial(brief_empty, device=group.device), readable_by_peers if shares else None)

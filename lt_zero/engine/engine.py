@@ -150,7 +150,7 @@ class Engine(ProcessLocal):
         given = self.peers, self.reducer, self.buckets, self.parts
         self.used_parameters = UsedParameters(*given, exchange.sums_late, problem, *travel)
         self.finish_reductions = self.used_parameters.finish_reductions
-        self.sharded_optim = any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
+        self.sharded_optim = any(not b.is_whole for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
         self.average: Any = None  # a WeightAverage of its parameters
         self.before_backward: list[Callable[[], None]] = []  # called when a backward begins

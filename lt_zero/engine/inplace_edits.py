@@ -25,7 +25,9 @@ class Edited(Protocol):
     shard: Tensor
     weights: Weights
     sharding: Sharding
-    offloaded: bool
+
+    @property
+    def offloaded(self) -> bool: ...
 
     @property
     def resident(self) -> bool: ...

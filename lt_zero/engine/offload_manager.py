@@ -190,7 +190,7 @@ def open_offload_manager(
                 found.append(host_place(link, pin_master=not cast))
             else:
                 found.append(bucket.memory)
-        bucket.use(*found)
+        bucket.set_stores(*found)
     if optim.device == "none" or optim.overlap_step is False:
         return manager
     offloads = torch.tensor([any(bucket.offloaded for bucket in buckets)], dtype=torch.uint8)

@@ -16,7 +16,7 @@ from lt_zero.engine.layout import BucketLayout, Piece
 from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep
-from lt_zero.offload.store import Gap, Place, Store, put_away
+from lt_zero.offload.store import Gap, Place, Places, Store, put_away
 from lt_zero.ops.codecs import Codec
 from lt_zero.ops.flat import wide
 
@@ -42,6 +42,7 @@ class Weights:
     plan: StoragePlan  # says what is kept, and where; after ``enable_training`` that it trains
     gaps: Sequence[Gap]  # elements [lo, hi) of ``shard`` that belong to no parameter
     background: BackgroundStep  # of the bucket
+    places: Places  # of the bucket
     # This rank's shard, or all elements if the optimizer is not sharded: a slice of the compute copy where that stays
     # in memory and has the master's dtype.
     master: Store | None = None
@@ -54,9 +55,8 @@ class Weights:
     # other elements, so these would be taken for edited, too. None: ``shard`` is what is decoded of the weights.
     shown: Tensor | None = None
 
-    def use(self, optim: Place, params: Place) -> None:
-        """Keep master weights in ``optim``, and what gathers read in ``params``."""
-        self._optim, self._params, self._compute = optim, params, Store.of(self.shard)
+    def __post_init__(self) -> None:
+        self._compute = Store.of(self.shard)
 
     def keep(self, values: Tensor) -> None:
         """Store this rank's ``values`` (1D, as ``shard``): as master weights if it trains, else as frozen weights."""
@@ -68,15 +68,15 @@ class Weights:
             return store
 
         if not plan.trains:
-            self.frozen = stored(self._params, "weights", plan.precision)
+            self.frozen = stored(self.places.gather, "weights", plan.precision)
         else:
-            self.master = stored(self._optim, "master", plan.precision)
+            self.master = stored(self.places.step, "master", plan.precision)
         if plan.copies_weights:
-            self.copy = stored(self._params, "weights", plan.dtype)
+            self.copy = stored(self.places.gather, "weights", plan.dtype)
         elif plan.trains and not self.sharded:
             self.copy = Store.of(self.shard)
         if plan.trains and self.copy is not NO_COPY:
-            self.copy = self._optim.fed(self.copy)
+            self.copy = self.places.step.fed(self.copy)
 
     @without_grad
     def enable_training(self) -> None:
@@ -91,7 +91,7 @@ class Weights:
             self.master = self._compute
         elif frozen is None:
             self.keep(self.shard)
-        elif frozen.dtype == self.plan.master and not self._optim.offloads and not frozen.streamed:
+        elif frozen.dtype == self.plan.master and not self.places.step.offloads and not frozen.streamed:
             self.master = frozen
             self.copy = NO_COPY if self.sharded else Store.of(self.shard)
         else:
@@ -149,12 +149,12 @@ class Weights:
 
     def values(self) -> Tensor:
         """Master or frozen weights, or the flat tensor's elements if there are none (1D, as ``shard``), read-only."""
-        _own(self.background)
+        self.background.wait()
         return self._kept.read()
 
     def writable_values(self) -> Tensor:
         """``values()``, for writing."""
-        _own(self.background)
+        self.background.wait()
         return self._kept.write()
 
     @property
@@ -177,7 +177,7 @@ class Weights:
 
     def refresh(self) -> None:
         """Copy the master or frozen weights, which are in memory, to the compute copy."""
-        _own(self.background)
+        self.background.wait()
         self.copy.refresh(self._kept, self.written, self.gaps)
         self.written, self.shown = True, None
 
@@ -203,7 +203,7 @@ class Weights:
             before = self.codec.decoded(kept.to(shown.dtype)) if self.shown is None else self.shown.to(shown.device)
             edited &= before != shown
             self.note_shown()
-        if not self._optim.offloads:
+        if not self.places.step.offloads:
             # Select with ``where``: indexing by a mask would wait for the GPU.
             self.writable_values().copy_(torch.where(edited, shown.to(kept.dtype), kept))
             self.follow_edit()
@@ -222,12 +222,6 @@ class Weights:
             self.shown = self.shard.clone()
         else:
             self.shown[rows].copy_(self.shard[rows])
-
-
-def _own(background: BackgroundStep) -> None:
-    """Wait until this thread may use the bucket."""
-    if background.job is not None:
-        background.wait()
 
 
 # (id of a deferred factor, device) -> that factor, and its product with another one. Buckets with equal factors keep
@@ -253,11 +247,12 @@ class Accumulator:
         shard_range: tuple[int, int],  # the elements that this rank accumulates
         group: ShardGroup,
         background: BackgroundStep,
+        places: Places,
     ) -> None:
         self._name, self._params, self._layout, self._group = plan.name, [p for _, p in plan.parameters], layout, group
         self._gradient_of = plan.gradient_of
         self._numel, self._pieces = shard_range[1] - shard_range[0], pieces
-        self._plan, self.dtype, self._background = storage, storage.accumulate, background
+        self._plan, self.dtype, self._background, self._places = storage, storage.accumulate, background, places
         self._store = self._none = Store(self.dtype, partial(torch.empty, 0))  # from the place, kept from step to step
         self.values = self._none  # ``_store``, or what replaces it in this step; ``_none``: nothing is accumulated
         self.changes = 0  # counts changes of the gradients
@@ -266,10 +261,6 @@ class Accumulator:
         self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
         self.used: set[int] = set()  # parameters that had a gradient on this rank
         self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
-
-    def use(self, place: Place) -> None:
-        """Keep the accumulator in ``place``."""
-        self._place, self._store = place, self._none
 
     def send_dtype(self, have: torch.dtype) -> torch.dtype:
         """Dtype in which gradients of dtype ``have`` are sent: as configured, else ``have`` if that is as precise."""
@@ -327,7 +318,7 @@ class Accumulator:
         """
         self.apply_deferred_scale()
         if self._store is self._none:
-            self._store = self._place.store("grad", self._numel, self.dtype)
+            self._store = self._places.step.store("grad", self._numel, self.dtype)
         if not self.accumulated:
             self.values = self._store
         target = self.values.target(add=bool(self.valid))
@@ -345,7 +336,7 @@ class Accumulator:
 
     def stored(self) -> tuple[Tensor, Tensor | None]:
         """The stored values (1D, elements [shard_range)), read-only, and the factor (0D) that they lack; None: 1."""
-        _own(self._background)
+        self._background.wait()
         return self.values.read(), self._factor
 
     def read(self) -> Tensor:
@@ -385,9 +376,9 @@ class Accumulator:
             if not self._dropping:
                 self._dropping = True
                 # The next reduction starts from zero.
-                self._drop() if self._background.job is None else self._background.then(self._drop)
+                self._background.then(self._drop)
             return
-        _own(self._background)
+        self._background.wait()
         if self.local is not None:
             for span in map(self._layout.spans.__getitem__, indices):
                 self.local[span.lo : span.hi].zero_()
@@ -413,7 +404,7 @@ class Accumulator:
 
     def end_use(self) -> None:
         """Start writing a streamed accumulator; ``put_away`` completes it."""
-        _own(self._background)
+        self._background.wait()
         self.values.end_use()
 
     def put_away(self) -> None:
@@ -433,10 +424,10 @@ class Accumulator:
             factor_on: ``factor_on(device=...)`` is the number (0D) there.
             products: the same object for all buckets, {} at first.
         """
-        _own(self._background)
+        self._background.wait()
         self.changes += 1
         # On the host where the background step reads it: it would wait for all work queued on the device by then.
-        place, before = torch.device("cpu") if self._place.offloads else self._group.device, self._factor
+        place, before = torch.device("cpu") if self._places.step.offloads else self._group.device, self._factor
         if (key := (id(before), place)) not in products:
             factor = factor_on(device=place)
             products[key] = before, factor if before is None else before * factor
@@ -444,7 +435,7 @@ class Accumulator:
 
     def apply_deferred_scale(self) -> None:
         """Multiply by the deferred factor."""
-        _own(self._background)
+        self._background.wait()
         factor, self._factor = self._factor, None
         if factor is not None and self.accumulated:
             self.widen_fp16()
@@ -456,6 +447,6 @@ class Accumulator:
     def widen_fp16(self) -> None:
         """Convert an fp16 accumulator to fp32 before unscaling, where small gradients would underflow."""
         if self.accumulated and self.values.dtype == torch.float16:
-            _own(self._background)
+            self._background.wait()
             self.changes += 1
             self.values = self.values.widened()

@@ -64,7 +64,7 @@ def _local(bucket: Bucket, index: int, write: bool = True) -> list[Tensor]:
 def _is_whole(bucket: Bucket) -> bool:
     """True if ``_local`` is a single row with all elements."""
     grads = bucket.grads
-    return bucket.shard_range == (0, bucket.layout.numel) if grads.local is None else not grads.accumulated
+    return bucket.is_whole if grads.local is None else not grads.accumulated
 
 
 def is_view(bucket: Bucket) -> bool:

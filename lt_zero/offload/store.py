@@ -200,6 +200,19 @@ class Place:
         return self.feed(copy.tensor) if self.feed is not None and type(copy) is Store else copy
 
 
+@dataclass
+class Places:
+    """The places of one bucket. Everything that makes its stores shares this object, and asks it then.
+
+    Attributes:
+        step: of what a step reads and writes: master weights, optimizer states and gradients.
+        gather: of what gathers read.
+    """
+
+    step: Place
+    gather: Place
+
+
 def device_place(
     allocate: Callable[[int, torch.dtype], Tensor], shared: Callable[[int, torch.dtype], Tensor] | None = None
 ) -> Place:

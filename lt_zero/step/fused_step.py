@@ -200,7 +200,7 @@ class FusedStep:
 
     def steps_alone(self, bucket: Bucket) -> bool:
         """True if this rank steps a bucket without collectives; the same on all ranks."""
-        return not self._kernel.collective or bucket.shard_range == (0, bucket.layout.numel)
+        return not self._kernel.collective or bucket.is_whole
 
     def refusal(self, otherwise: str = "master weights that are not fp32, or kernels that are not available") -> str:
         """The reason why the optimizer's own step runs; ``otherwise`` if that is because of buckets or the machine."""
