@@ -3,8 +3,9 @@
 ``flat``     the compute copy, all elements; parameters are views of it. With sharded parameters its memory is freed
              unless the bucket is gathered (flat_storage.py). Views survive that, so the views that autograd saved are
              valid again after every gather.
-``weights``  this rank's master weights, or the shard of frozen weights, and the copy of them that gathers read.
-``grads``    the gradient accumulator (both in shard.py).
+``weights``  this rank's master weights, or the shard of frozen weights, and the copy of them that gathers read
+             (bucket_weights.py).
+``grads``    the gradient accumulator (grad_accumulator.py).
 ``states``   optimizer states, where they are not kept beside their fragments.
 
 Their bytes are kept in stores (offload/store.py): on the device, in host memory or in files. The two places of a bucket
@@ -19,7 +20,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 
@@ -33,12 +34,13 @@ from lt_zero.comm.work import Work
 from lt_zero.common.compat import held_by_autograd, without_grad, without_torch_function
 from lt_zero.common.flat_storage import FlatStorage, brief_empty, flat_empty
 from lt_zero.common.timing import phase
+from lt_zero.engine.bucket_weights import MasterWeights
+from lt_zero.engine.grad_accumulator import GradAccumulator
 from lt_zero.engine.guard import Owner, guard, own, sentinel, unguard
 from lt_zero.engine.inplace_edits import InplaceEdits
 from lt_zero.engine.layout import Piece, gaps_between
 from lt_zero.engine.lazy_tensor import elements_of, whole
 from lt_zero.engine.partition import BucketPlan
-from lt_zero.engine.shard import Accumulator, Weights
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep, Job
 from lt_zero.offload.store import Place, Places, Store, device_place, put_away
@@ -52,12 +54,22 @@ class State(Enum):
 
 
 @dataclass
+class InFlight:
+    """Counts of what is being gathered."""
+
+    numel: int = 0  # elements
+    buckets: int = 0
+
+    def add(self, numel: int, buckets: int) -> None:
+        self.numel, self.buckets = self.numel + numel, self.buckets + buckets
+
+
+@dataclass
 class Live:
     """Counts of what the buckets that share this object have gathered, or are gathering."""
 
-    elements: int = 0
-    flying: int = 0  # elements that are being gathered
-    launched: int = 0  # buckets that are being gathered
+    numel: int = 0
+    in_flight: InFlight = field(default_factory=InFlight)
 
 
 class GatherStrategy:
@@ -82,7 +94,7 @@ class GatherStrategy:
     def prepare(self, bucket: Bucket, exact: bool) -> bool:
         """Choose how the gather that ``launch`` starts next fills the flat tensor; ``exact``: without rounding.
 
-        Returns whether it reads ``Weights.gather_source``.
+        Returns whether it reads ``MasterWeights.gather_source``.
         """
         return True
 
@@ -147,15 +159,15 @@ class Bucket:
         self.param_views = self.layout.views(self.flat)
         self.shard = self.flat[self.shard_range[0] : self.shard_range[1]]  # 1D, elements [shard_range) of ``flat``
         if self._storage is not None:
-            # Until ``adopt``: all buckets are made before the first is filled. A slice of freed memory is an error.
+            # All buckets are made before ``load_initial`` fills the first. A slice of freed memory is an error.
             self._storage.free()
         self._background, self.gathers = BackgroundStep(), gathers
         self.memory = _memory_of_device(group, sharding.params)
         self.places = Places(self.memory, gathers.place(self.memory, group.device))
         gaps = gaps_between(((p.offset, p.offset + p.numel) for p in self.pieces), self.shard.numel())
         shared = self._background, self.places
-        self.weights = Weights(self.shard, storage, gaps, *shared)
-        self.grads = Accumulator(plan, storage, self.layout, self.pieces, self.shard_range, group, *shared)
+        self.weights = MasterWeights(self.shard, storage, gaps, *shared)
+        self.grads = GradAccumulator(plan, storage, self.layout, self.pieces, self.shard_range, group, *shared)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
         self.average: Store | None = None  # the average of the master weights, in the same rows
         self.state = State.RESIDENT
@@ -172,19 +184,22 @@ class Bucket:
         self._unpublished = False  # the compute copy awaits the background step, or ``_arriving``
         self._arriving: Work | None = None  # a gather of the other ranks' updates
         # A launched gather and what it reads; None in GATHERING: it is launched when its file was read.
-        self._in_flight: tuple[Work, Store] | None = None
+        self._gathering: tuple[Work, Store] | None = None
 
     # ---- construction ------------------------------------------------------------------------------------------
 
     def set_stores(self, step: Place, gather: Place) -> None:
-        """Keep master weights, states and gradients in ``step``, what gathers read in ``gather``. Before ``adopt``."""
+        """Keep master weights, states and gradients in ``step``, and what gathers read in ``gather``.
+
+        Call it before ``load_initial``.
+        """
         self.places.step, self.places.gather = step, self.gathers.place(gather, self.group.device)
 
     @torch.no_grad()
-    def adopt(self, fetch: Callable[[list[Parameter]], Iterator[Tensor]]) -> None:
+    def load_initial(self, fetch: Callable[[list[Parameter]], Iterator[Tensor]]) -> None:
         """Copy the parameters' full values from ``fetch``, broadcast them from rank 0, and keep this rank's shard.
 
-        If the plan does not train, master weights are made later, by ``Weights.enable_training``.
+        If the plan does not train, master weights are made later, by ``MasterWeights.enable_training``.
         """
         if self._storage is not None:
             self._storage.allocate()
@@ -240,14 +255,13 @@ class Bucket:
             self._background.wait()
             reads, source = self.gathers.prepare(self, exact), self.weights.gather_source
             if reads and source.streamed:
-                # A collective cannot be launched before its input is there: ``_land`` launches it.
+                # A collective cannot be launched before its input is there: ``finish_gather`` launches it.
                 source.prefetch()
             else:
-                self._in_flight = self.gathers.launch(self), source
+                self._gathering = self.gathers.launch(self), source
         self.state = State.GATHERING
-        self.live.elements += self.counted
-        self.live.flying += self.counted
-        self.live.launched += 1
+        self.live.numel += self.counted
+        self.live.in_flight.add(self.counted, 1)
 
     @property
     def exact(self) -> bool:
@@ -262,7 +276,7 @@ class Bucket:
             self.launch_gather(exact)
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
-                self._land()
+                self.finish_gather()
                 self._guard(False)
                 for parameter, view in zip(self.params, self.param_views, strict=True):
                     parameter.data = view
@@ -271,19 +285,18 @@ class Bucket:
         elif self._guarded:
             self._guard(False)
 
-    def _land(self) -> None:
+    def finish_gather(self) -> None:
         """Wait for the gather, whose input may have to be read first."""
         if self.announce is not None:
             self.announce(self, True)
-        if self._in_flight is None:
-            self._in_flight = self.gathers.launch(self), self.weights.gather_source
-        work, source = self._in_flight
+        if self._gathering is None:
+            self._gathering = self.gathers.launch(self), self.weights.gather_source
+        work, source = self._gathering
         work.wait()
         source.sent()
-        self._in_flight = None
+        self._gathering = None
         self.gathers.finish(self)
-        self.live.flying -= self.counted
-        self.live.launched -= 1
+        self.live.in_flight.add(-self.counted, -1)
 
     def release(self) -> None:
         """Go to RELEASED, if the parameters are sharded: free the memory and replace parameters by sentinels.
@@ -300,14 +313,14 @@ class Bucket:
         if self.state is State.GATHERING:
             with phase("gather", self.name):
                 # Wait first: a collective still writes into the memory that is freed below.
-                self._land()
+                self.finish_gather()
             self.state = State.RELEASED
         else:
             self.edits.check(released=True)
             self.state = State.RELEASED
             self._hide()
             self._await_readers()
-        self.live.elements -= self.counted
+        self.live.numel -= self.counted
         self._free()
 
     def _hide(self) -> None:
@@ -547,7 +560,7 @@ class Bucket:
         self.wait_background_step()
         if self.weights.codec is not None and (gather := self.launch_publish()) is not None:
             gather.wait()
-            self.weights.shown = None
+            self.weights.decoded_reference = None
             self.edits.note()
 
     @torch.no_grad()
@@ -570,7 +583,7 @@ class Bucket:
             rows = slice(piece.offset, piece.offset + piece.numel)
             self.weights.writable_values()[rows].copy_(row)
             self.weights.follow_edit()
-            self.weights.note_shown(rows)
+            self.weights.note_decoded(rows)
         self.group.after_write()
 
     @torch.no_grad()

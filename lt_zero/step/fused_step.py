@@ -4,9 +4,9 @@ The optimizer stays the user's: its groups are read at every step, its state has
 agree with the optimizers' arithmetic to the last bits (``lt_zero.ops``).
 
 Note [Deferred factor]
-    Unscaling and clipping multiply all gradients by one number. It is recorded (``Accumulator.defer``), and the kernel
-    multiplies it in. ``Accumulator.stored``, which the kernel and norms read, returns it beside what is stored; for all
-    other readers the accumulator returns products, and multiplies before it is written to.
+    Unscaling and clipping multiply all gradients by one number. It is recorded (``GradAccumulator.defer``), and the
+    kernel multiplies it in. ``GradAccumulator.stored``, which the kernel and norms read, returns it beside what is
+    stored; for all other readers the accumulator returns products, and multiplies before it is written to.
 """
 
 from __future__ import annotations

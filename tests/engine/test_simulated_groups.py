@@ -23,7 +23,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.gather import Gatherer, Unit
-from lt_zero.engine.grad_bucket import Reducer
+from lt_zero.engine.grad_reducer import GradReducer
 from lt_zero.engine.guard import is_guarded
 from lt_zero.offload.store import Store
 from tests.support.parity import STAGES, CountedStorage, config_of, counted_storages, full_grads, full_values
@@ -188,12 +188,12 @@ def test_a_unit_that_is_larger_than_the_limit_is_prefetched(prefetch: int) -> No
     assert exposed(prefetch) <= 2
 
 
-def _sends_before_it_writes(self: Reducer, bucket: Bucket, again: bool = False) -> None:
-    while len(self._flying) >= 2:
-        self._land()
+def _sends_before_it_writes(self: GradReducer, bucket: Bucket, again: bool = False) -> None:
+    while len(self._in_flight) >= 2:
+        self._finish_oldest()
     send = self._buffers[bucket.group].take(bucket.layout.numel, bucket.dtype)
     out, add = bucket.grads.target()
-    self._flying.append((bucket, self._exchange.reduce(bucket, out, send, add), send))
+    self._in_flight.append((bucket, self._exchange.reduce(bucket, out, send, add), send))
     bucket.grads.take(send.flat, add=False)
 
 
@@ -208,14 +208,14 @@ def _take_one_buffer(self: SendBuffers, numel: int, dtype: torch.dtype) -> SendB
 
 
 BUGS: dict[str, tuple[Any, str, Any]] = {
-    "no wait for a gather": (Bucket, "_land", lambda self: None),
+    "no wait for a gather": (Bucket, "finish_gather", lambda self: None),
     "no wait for a reduction": (All, "wait", lambda self: None),
     "one send buffer": (SendBuffers, "take", _take_one_buffer),
     "a gather without the own shard": (Store, "source", lambda self, shard: nullcontext(self.tensor)),
-    "reductions in flight are dropped": (Reducer, "drain", lambda self: self._flying.clear()),
+    "reductions in flight are dropped": (GradReducer, "drain", lambda self: self._in_flight.clear()),
     "a sum instead of the mean": (ShardGroup, "factors", lambda self, wire: (1.0, 1.0)),
     "an accumulator that forgets": (Store, "target", lambda self, add: _target(self, False)),
-    "sent before it is written": (Reducer, "_launch", _sends_before_it_writes),
+    "sent before it is written": (GradReducer, "_launch", _sends_before_it_writes),
 }
 
 

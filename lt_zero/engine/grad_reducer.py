@@ -31,10 +31,10 @@ from lt_zero.comm.work import Done, Work
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.exchange import GradientExchange
-from lt_zero.engine.shard import Accumulator
+from lt_zero.engine.grad_accumulator import GradAccumulator
 
 
-class Reducer:
+class GradReducer:
     """Launches and finishes the gradient reductions of one engine.
 
     Args:
@@ -60,9 +60,9 @@ class Reducer:
         self._head = 0
         self._ready: dict[Bucket, None] = {}  # in the order of completion in this backward
         self._learnt = False  # ``_order`` is that of rank 0
-        self._flying: deque[tuple[Bucket, Work, SendBuffer | None]] = deque()
-        self._leaving: deque[Accumulator] = deque()  # being written
-        self.on_landed: Callable[[Bucket], bool] | None = None  # steps a reduced bucket early, if it returns True
+        self._in_flight: deque[tuple[Bucket, Work, SendBuffer | None]] = deque()
+        self._leaving: deque[GradAccumulator] = deque()  # being written
+        self.on_reduced: Callable[[Bucket], bool] | None = None  # steps a reduced bucket early, if it returns True
         self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
         # That can get gradients in this backward; None: all. Of others only what was accumulated locally is reduced.
         self.scope: Collection[Bucket] | None = None
@@ -131,8 +131,8 @@ class Reducer:
             bucket.grads.accumulate_local()
             return
         # Two in flight let one bucket travel while the next is copied; more would hold more send buffers.
-        while len(self._flying) >= 2:
-            self._land()
+        while len(self._in_flight) >= 2:
+            self._finish_oldest()
         grads, send = bucket.grads, self._filled_buffer(bucket)
         work: Work = Done()
         try:
@@ -145,9 +145,9 @@ class Reducer:
             if send is not None:
                 self._buffers[bucket.group].give_back(send, unused=True)
             raise
-        self._flying.append((bucket, work, send))
+        self._in_flight.append((bucket, work, send))
         if not self._overlap:
-            self._land()
+            self._finish_oldest()
 
     def _filled_buffer(self, bucket: Bucket) -> SendBuffer | None:
         """A buffer with the gradients of ``bucket`` that are sent; None: they are not sent."""
@@ -167,15 +167,15 @@ class Reducer:
             raise
         return send
 
-    def _land(self) -> None:
-        bucket, work, send = self._flying.popleft()
+    def _finish_oldest(self) -> None:
+        bucket, work, send = self._in_flight.popleft()
         with torch.no_grad(), phase("reduce", bucket.name):
             work.wait()
             bucket.grads.arrived()
         # Only after the wait: until then the collective reads the buffer.
         if send is not None:
             self._buffers[bucket.group].give_back(send)
-        taken = self.on_landed is not None and self.on_landed(bucket)
+        taken = self.on_reduced is not None and self.on_reduced(bucket)
         if bucket.grads.streamed and not taken:
             bucket.grads.end_use()
             self._leaving.append(bucket.grads)
@@ -185,15 +185,15 @@ class Reducer:
 
     def abort(self) -> None:
         """Drop a failed backward; waits for launched reductions, whose buffers are reused."""
-        self.on_landed = None
+        self.on_reduced = None
         self.drain()
         self._head, self.scope = 0, None
         self._ready.clear()
 
     def drain(self) -> None:
         """Wait for all launched reductions."""
-        while self._flying:
-            self._land()
+        while self._in_flight:
+            self._finish_oldest()
         while self._leaving:
             self._leaving.popleft().put_away()
 
