@@ -15,7 +15,7 @@ from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OffloadOptimizer
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.shard import NO_COPY
+from lt_zero.engine.bucket_weights import NO_COPY
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.io.pinned import return_large_blocks
 from lt_zero.io.thread_pool import SwapError
@@ -146,9 +146,10 @@ class OffloadManager:
 def open_offload_manager(
     world: World, buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device
 ) -> OffloadManager:
-    """Say where the tensors of each bucket are kept, as the configuration offloads them. Before ``Bucket.adopt``.
+    """Say where the tensors of each bucket are kept, as the configuration offloads them.
 
-    Collective over ``world``, some of whose ranks may have no buckets, or none that is offloaded.
+    Call it before ``Bucket.load_initial``. Collective over ``world``, some of whose ranks may have no buckets, or none
+    that is offloaded.
 
     Raises:
         SwapError: a path cannot be used.
@@ -190,7 +191,7 @@ def open_offload_manager(
                 found.append(host_place(link, pin_master=not cast))
             else:
                 found.append(bucket.memory)
-        bucket.use(*found)
+        bucket.set_stores(*found)
     if optim.device == "none" or optim.overlap_step is False:
         return manager
     offloads = torch.tensor([any(bucket.offloaded for bucket in buckets)], dtype=torch.uint8)

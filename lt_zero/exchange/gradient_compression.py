@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.exchange import PlainExchange
 from lt_zero.engine.layout import BucketLayout, gaps_between
-from lt_zero.offload.store import Reduce
 from lt_zero.ops.codecs import TWO_BITS, BlockCodec, Codec, TopK
 
 log = logging.getLogger("lt_zero")
@@ -166,12 +164,12 @@ class GradientCompression(PlainExchange):
         """True if the running step's gradients are compressed."""
         return self.steps >= self._warmup
 
-    def reduction(self, bucket: Bucket, send: SendBuffer) -> Reduce:
+    def reduce(self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool) -> Work:
         feedback = self.of_bucket.get(bucket)
         residuals = feedback.begin() if feedback is not None else None
         if feedback is None or residuals is None:
-            return super().reduction(bucket, send)
-        return partial(feedback.reduce, send=send.flat, residuals=residuals)
+            return super().reduce(bucket, out, send, add)
+        return feedback.reduce(out, send.flat, residuals, add)
 
     def set_loss_scale(self, scale: float) -> None:
         self.scale = scale

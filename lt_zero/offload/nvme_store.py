@@ -147,6 +147,7 @@ class NvmeStore(StreamedStore):
     def discard(self) -> None:
         self.wait_arrived()
         self._wait()
+        self._landing = None
         if self._buffer is not None:
             self._leave()
         self._dirty = False

@@ -27,7 +27,7 @@ from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.rules import one_bit
-from lt_zero.engine.bucket import Live
+from lt_zero.engine.bucket import InFlight, Live
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan, plan_storage
@@ -124,19 +124,19 @@ def _peak_gathered(units: Sequence[Gathered], limits: Residency, keeps_whole: bo
     keep = {i for i, unit in enumerate(units) if stays[i] and unit.needs_weights}
     here = set(keep) if keeps_whole else set[int]()
     early = set[int]()  # prefetched, not visited yet
-    live, nbytes = Live(elements=sum(units[i].numel for i in here)), sum(units[i].nbytes for i in here)
+    live, nbytes = Live(numel=sum(units[i].numel for i in here)), sum(units[i].nbytes for i in here)
     peak = nbytes
     forward = list(range(len(units)))
     # A unit is released when its inputs have gradients, before backward reaches the previous unit.
     backward = [i for i in reversed(forward) if units[i].needs_weights]
     for order, kept in ((forward, keep), (backward, set[int]())):
-        live.flying = live.launched = 0  # of ``early``
+        live.in_flight = InFlight()  # of ``early``
         # Index in ``order``: units before it were gathered, and stay so until they are visited.
         ahead = 0
         for position, index in enumerate(order):
             if index in early:
                 early.remove(index)
-                live.flying, live.launched = live.flying - units[index].numel, live.launched - units[index].buckets
+                live.in_flight.add(-units[index].numel, -units[index].buckets)
             # Gather the unit, and prefetch those that ``Gatherer.visit`` would.
             ahead = max(ahead, position)
             while ahead < (len(order) if limits.prefetch > 0 else position + 1):
@@ -147,14 +147,14 @@ def _peak_gathered(units: Sequence[Gathered], limits: Residency, keeps_whole: bo
                         if not limits.may_prefetch(unit.numel, unit.buckets, live, len(early)):
                             break
                         early.add(other)
-                        live.flying, live.launched = live.flying + unit.numel, live.launched + unit.buckets
+                        live.in_flight.add(unit.numel, unit.buckets)
                     here.add(other)
-                    live.elements, nbytes = live.elements + unit.numel, nbytes + unit.nbytes
+                    live.numel, nbytes = live.numel + unit.numel, nbytes + unit.nbytes
                 ahead += 1
             peak = max(peak, nbytes)
             if index not in kept:
                 here.remove(index)
-                live.elements, nbytes = live.elements - units[index].numel, nbytes - units[index].nbytes
+                live.numel, nbytes = live.numel - units[index].numel, nbytes - units[index].nbytes
     return peak
 
 
@@ -179,7 +179,7 @@ class _Sums:
         return sum(rounded(INT8.nbytes(row.own) if coded else row.own * dtype.itemsize) for row in self.rows)
 
     def weights(self) -> list[Part]:
-        """Weights and master weights (``Bucket.adopt``)."""
+        """Weights and master weights (``Bucket.load_initial``)."""
         total: list[Part] = []
         files: set[tuple[str, torch.dtype]] = set()
         for row in self.rows:
@@ -220,7 +220,7 @@ class _Sums:
         return [*total, (HOST, OFFLOAD, 2 * cast if self.memory == HOST else 0)]
 
     def gradients(self, waiting: bool = False) -> list[Part]:
-        """The accumulators (``Accumulator.launch_reduce``); without the fused step fp16 ones are unscaled in fp32.
+        """The accumulators (``GradAccumulator.target``); without the fused step fp16 ones are unscaled in fp32.
 
         ``waiting``: those that there are in an accumulation window, beside ``local``.
         """
@@ -257,7 +257,7 @@ class _Sums:
         return self.setup.accumulates or self.momenta
 
     def local(self) -> list[Part]:
-        """Gradients of an accumulation window before they are reduced (``Accumulator.local``)."""
+        """Gradients of an accumulation window before they are reduced (``GradAccumulator.local``)."""
         full = [row for row in self.trained if not row.sharding.grads] if self.accumulates else []
         return [(DEVICE, LOCAL, row.numel * row.accumulate.itemsize) for row in full]
 
@@ -301,7 +301,7 @@ class _Sums:
         return Gathered(sum(row.counted for row in rows), nbytes, len(rows), needs_weights)
 
     def reduce_buffers(self) -> list[Part]:
-        """The buffers of ``Reducer``: send buffers, and scratch of the same size where the collective needs it."""
+        """The buffers of ``GradReducer``: send buffers, and scratch of the same size where the collective needs it."""
         limit, total, own = self.zero.reduce_bucket_size, 0, list[int]()
         for group, dtype in {(row.group, row.send) for row in self.trained if row.send is not None}:
             each = dtype.itemsize * (2 if group.scratch_numel(1) else 1)
@@ -347,7 +347,7 @@ class _Sums:
         return [(self.memory, OFFLOAD, most), (place, STEP, max(copies, default=0))]
 
     def building(self) -> list[Part]:
-        """One bucket in full precision while its shard is built (``Bucket.adopt``)."""
+        """One bucket in full precision while its shard is built (``Bucket.load_initial``)."""
         most = 0
         for row in self.rows:
             flat = row.numel * row.dtype.itemsize if row.sharding.params else 0

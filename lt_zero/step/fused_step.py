@@ -4,9 +4,9 @@ The optimizer stays the user's: its groups are read at every step, its state has
 agree with the optimizers' arithmetic to the last bits (``lt_zero.ops``).
 
 Note [Deferred factor]
-    Unscaling and clipping multiply all gradients by one number. It is recorded (``Accumulator.defer``), and the kernel
-    multiplies it in. ``Accumulator.stored``, which the kernel and norms read, returns it beside what is stored; for all
-    other readers the accumulator returns products, and multiplies before it is written to.
+    Unscaling and clipping multiply all gradients by one number. It is recorded (``GradAccumulator.defer``), and the
+    kernel multiplies it in. ``GradAccumulator.stored``, which the kernel and norms read, returns it beside what is
+    stored; for all other readers the accumulator returns products, and multiplies before it is written to.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class FusedStep:
 
     def steps_alone(self, bucket: Bucket) -> bool:
         """True if this rank steps a bucket without collectives; the same on all ranks."""
-        return not self._kernel.collective or bucket.shard_range == (0, bucket.layout.numel)
+        return not self._kernel.collective or bucket.is_whole
 
     def refusal(self, otherwise: str = "master weights that are not fp32, or kernels that are not available") -> str:
         """The reason why the optimizer's own step runs; ``otherwise`` if that is because of buckets or the machine."""

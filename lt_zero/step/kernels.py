@@ -191,7 +191,7 @@ class FullNorms:
         """Prepare for a step of these buckets, the same ones in the same order on all ranks."""
         self._rows, self._row_of, self._groups, self._repeats = {}, {}, [], set()
         for bucket, mine in members.items():
-            sharded = bucket.shard_range != (0, bucket.layout.numel)
+            sharded = not bucket.is_whole
             for index, span in enumerate(bucket.layout.spans):
                 if sharded or not span.spec.is_whole:
                     self._rows[bucket, index] = row = len(self._groups)

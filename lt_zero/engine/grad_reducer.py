@@ -27,14 +27,14 @@ import torch
 
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer
+from lt_zero.comm.work import Done, Work
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.exchange import GradientExchange
-from lt_zero.engine.shard import Accumulator
-from lt_zero.offload.store import Waits
+from lt_zero.engine.grad_accumulator import GradAccumulator
 
 
-class Reducer:
+class GradReducer:
     """Launches and finishes the gradient reductions of one engine.
 
     Args:
@@ -60,9 +60,9 @@ class Reducer:
         self._head = 0
         self._ready: dict[Bucket, None] = {}  # in the order of completion in this backward
         self._learnt = False  # ``_order`` is that of rank 0
-        self._flying: deque[tuple[Bucket, Waits, SendBuffer | None]] = deque()
-        self._leaving: deque[Accumulator] = deque()  # being written
-        self.on_landed: Callable[[Bucket], bool] | None = None  # steps a reduced bucket early, if it returns True
+        self._in_flight: deque[tuple[Bucket, Work, SendBuffer | None]] = deque()
+        self._leaving: deque[GradAccumulator] = deque()  # being written
+        self.on_reduced: Callable[[Bucket], bool] | None = None  # steps a reduced bucket early, if it returns True
         self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
         # That can get gradients in this backward; None: all. Of others only what was accumulated locally is reduced.
         self.scope: Collection[Bucket] | None = None
@@ -75,7 +75,7 @@ class Reducer:
         while self._head < len(self._order):
             following = self._order[self._head]
             if following in self._ready:
-                self._reduce(following)
+                self._launch(following)
             elif self._is_awaited(following):
                 return
             self._head += 1
@@ -94,7 +94,7 @@ class Reducer:
         """End of backward: reduce the remaining buckets in order, and wait for all reductions."""
         for bucket in self._order[self._head :]:
             if self._is_awaited(bucket):
-                self._reduce(bucket)
+                self._launch(bucket)
         self.drain()
         if not self._learnt and self.sync:
             # From now on, buckets are reduced in the order in which the first rank completed them in this backward.
@@ -106,15 +106,10 @@ class Reducer:
         self._head, self.scope = 0, None
         self._ready.clear()
 
-    def _reduce(self, bucket: Bucket) -> None:
-        if ((self.sync and not self._exchange.reduces_at_step) or bucket.sharding.grads) and not bucket.is_wide:
-            self._launch(bucket)
-        else:
-            bucket.weights.enable_training()
-            grads, add = bucket.grads, bucket.grads.local is not None
-            if grads.local is None:
-                grads.local = torch.empty(bucket.layout.numel, dtype=grads.dtype, device=self._peers.device)
-            grads.take(grads.local, add)
+    def _keeps_local(self, bucket: Bucket) -> bool:
+        """True if the gradients of ``bucket`` from the running backward wait for a later reduction."""
+        waits = not self.sync or self._exchange.reduces_at_step
+        return bucket.is_wide or (waits and not bucket.sharding.grads)
 
     def flush(self) -> None:
         """Reduce gradients that were accumulated locally without a final synchronised backward."""
@@ -126,42 +121,61 @@ class Reducer:
     def reduce_again(self, buckets: list[Bucket]) -> None:
         """Reduce gradients that arrived after their bucket's reduction. Collective: the same buckets on all ranks."""
         for bucket in buckets:
-            self._launch(bucket)
+            self._launch(bucket, again=True)
         self.drain()
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: Bucket, again: bool = False) -> None:
+        """Start reducing the gradients of ``bucket``; unless ``again``, those that wait are kept on this rank."""
         bucket.weights.enable_training()
+        if not again and self._keeps_local(bucket):
+            bucket.grads.accumulate_local()
+            return
         # Two in flight let one bucket travel while the next is copied; more would hold more send buffers.
-        while len(self._flying) >= 2:
-            self._land()
-        grads, buffers, send = bucket.grads, self._buffers[bucket.group], None
+        while len(self._in_flight) >= 2:
+            self._finish_oldest()
+        grads, send = bucket.grads, self._filled_buffer(bucket)
+        work: Work = Done()
+        try:
+            out, add = grads.target()
+            if send is not None:
+                work = self._exchange.reduce(bucket, out, send, add)
+            else:
+                grads.take(out, add)
+        except BaseException:
+            if send is not None:
+                self._buffers[bucket.group].give_back(send, unused=True)
+            raise
+        self._in_flight.append((bucket, work, send))
+        if not self._overlap:
+            self._finish_oldest()
+
+    def _filled_buffer(self, bucket: Bucket) -> SendBuffer | None:
+        """A buffer with the gradients of ``bucket`` that are sent; None: they are not sent."""
+        grads, buffers = bucket.grads, self._buffers[bucket.group]
         if grads.local is not None:
             grads.take(grads.local, add=True)
-            send, grads.local = buffers.filled(grads.local, grads.send_dtype(grads.local.dtype)), None
-            work = grads.launch_reduce(self._exchange.reduction(bucket, send))
-        elif grads.direct:
-            work = grads.launch_take()
-        else:
-            send = buffers.take(bucket.layout.numel, grads.send_dtype(bucket.dtype))
-            try:
-                grads.take(send.flat, add=False, factor=send.factor)
-                work = grads.launch_reduce(self._exchange.reduction(bucket, send))
-            except BaseException:
-                # After running out of memory the caller may go on with a smaller batch, and needs the buffer.
-                buffers.give_back(send, unused=True)
-                raise
-        self._flying.append((bucket, work, send))
-        if not self._overlap:
-            self._land()
+            local, grads.local = grads.local, None
+            return buffers.filled(local, grads.send_dtype(local.dtype))
+        if grads.skips_collective:
+            return None
+        send = buffers.take(bucket.layout.numel, grads.send_dtype(bucket.dtype))
+        try:
+            grads.take(send.flat, add=False, factor=send.factor)
+        except BaseException:
+            # After running out of memory the caller may go on with a smaller batch, and needs the buffer.
+            buffers.give_back(send, unused=True)
+            raise
+        return send
 
-    def _land(self) -> None:
-        bucket, pending, send = self._flying.popleft()
+    def _finish_oldest(self) -> None:
+        bucket, work, send = self._in_flight.popleft()
         with torch.no_grad(), phase("reduce", bucket.name):
-            pending.wait()
+            work.wait()
+            bucket.grads.arrived()
         # Only after the wait: until then the collective reads the buffer.
         if send is not None:
             self._buffers[bucket.group].give_back(send)
-        taken = self.on_landed is not None and self.on_landed(bucket)
+        taken = self.on_reduced is not None and self.on_reduced(bucket)
         if bucket.grads.streamed and not taken:
             bucket.grads.end_use()
             self._leaving.append(bucket.grads)
@@ -171,15 +185,15 @@ class Reducer:
 
     def abort(self) -> None:
         """Drop a failed backward; waits for launched reductions, whose buffers are reused."""
-        self.on_landed = None
+        self.on_reduced = None
         self.drain()
         self._head, self.scope = 0, None
         self._ready.clear()
 
     def drain(self) -> None:
         """Wait for all launched reductions."""
-        while self._flying:
-            self._land()
+        while self._in_flight:
+            self._finish_oldest()
         while self._leaving:
             self._leaving.popleft().put_away()
 
