@@ -31,9 +31,9 @@ from lt_zero.parallel.pipeline import position
 from lt_zero.parallel.pipeline.layers import join_pipelines
 from lt_zero.session.checkpoints import Saver, Saving
 from lt_zero.step.loss_scale import LossScaleController
+from lt_zero.step.param_groups import compare_optimizers, compare_options
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
-from lt_zero.step.step_options import compare_optimizers, compare_options
 from lt_zero.step.supported_optimizers import states_per_element
 from lt_zero.tuning.trial import FOLDER, Trial
 
