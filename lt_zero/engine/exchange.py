@@ -28,7 +28,7 @@ from lt_zero.optim.exchanging import ExchangingOptimizer
 
 
 class OptimizerFragments(Protocol):
-    """The view of an optimizer's fragments that an exchange needs (step/fragments.py)."""
+    """The view of an optimizer's fragments that an exchange needs (step/param_groups.py)."""
 
     def groups(self) -> list[list[Parameter]]:
         """The module's parameters, by group."""

@@ -32,9 +32,9 @@ from lt_zero.planning.check import check_optimizers
 from lt_zero.planning.trial import FOLDER, Trial
 from lt_zero.session.checkpoints import Saver, Saving
 from lt_zero.step.loss_scale import LossScaleController
+from lt_zero.step.param_groups import compare_optimizers, compare_options
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
-from lt_zero.step.step_options import compare_optimizers, compare_options
 from lt_zero.step.supported_optimizers import states_per_element
 
 

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 
 from lt_zero.engine.bucket import Bucket
 from lt_zero.offload.background import Job
-from lt_zero.step.fragments import Fragments, Member
 from lt_zero.step.fused_step import FusedStep, Part
+from lt_zero.step.param_groups import Fragments, Member
 from lt_zero.step.reduced_grads import ReducedGrads
 
 _WAITING = 1  # the most buckets that are queued with gradients in memory, if gradients are in files

@@ -21,7 +21,7 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.grad_accumulator import Products
 from lt_zero.engine.layout import ALIGN
 from lt_zero.engine.visible_grads import is_view
-from lt_zero.step.fragments import Fragments
+from lt_zero.step.param_groups import Fragments
 
 
 class ReducedGrads:
