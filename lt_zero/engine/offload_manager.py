@@ -12,6 +12,7 @@ import torch
 from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.world import World
 from lt_zero.common.progress_bar import progress_bar
+from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OffloadOptimizer
 from lt_zero.engine.bucket import Bucket
@@ -122,9 +123,9 @@ class OffloadManager:
         slowest = Speed(*(min(side) for side in zip(*speeds, strict=True)))
         seconds = slowest.seconds(read, written)
         return (
-            f"{tier.where}: {slowest.read / 1e9:.2f} GB/s read, {slowest.write / 1e9:.2f} GB/s written by "
-            f"each of {world.size} rank(s) at once. A step reads {read / 1e9:.2f} GB and writes {written / 1e9:.2f} GB "
-            f"per rank: about {seconds:.1f} s, part of it overlapped with computation."
+            f"{tier.where}: {format_bytes(slowest.read)}/s read, {format_bytes(slowest.write)}/s written by "
+            f"each of {world.size} rank(s) at once. A step reads {format_bytes(read)} and writes "
+            f"{format_bytes(written)} per rank: about {seconds:.1f} s, part of it overlapped with computation."
         )
 
     def rest(self) -> None:

@@ -24,6 +24,7 @@ from lt_zero.comm.compression import Costs, Residuals
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import Work
+from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.exchange import PlainExchange
@@ -227,6 +228,6 @@ def verdict(costs: Costs, rate: float, steps: int, step: int) -> str:
     return (
         f"gradient_compression does not pay (step {step}): coding takes {costs.coding / steps * 1e3:.1f} ms a step, "
         f"and the transfer that it saves would take {saved / steps * 1e3:.1f} ms at {rate * 8e-6:.0f} Mbit/s from each "
-        f"rank ({costs.dense / steps / 1e6:.2f} MB become {costs.sent / steps / 1e6:.2f} MB). Remove it, or on several "
-        "nodes try hierarchical_compress."
+        f"rank ({format_bytes(costs.dense / steps)} become {format_bytes(costs.sent / steps)}). Remove it, or on "
+        "several nodes try hierarchical_compress."
     )

@@ -23,6 +23,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.shared_memory import host_identity
 from lt_zero.comm.world import World
 from lt_zero.common.compat import without_torch_function
+from lt_zero.common.units import GB, format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.bucket import Bucket, State
@@ -46,7 +47,7 @@ from lt_zero.planning.forecast import (
     Forecast,
     forecast,
 )
-from lt_zero.planning.limits import GB, Available, NotEnoughMemory, amount, check_host_memory, shortage
+from lt_zero.planning.limits import Available, NotEnoughMemory, check_host_memory, shortage
 from lt_zero.planning.setup import Setup
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
@@ -265,5 +266,5 @@ def _advice(
     if fit.setting is None or fit.forecast is None:
         return f"No setting fits: take more or larger machines, or a smaller model. {more}"
     disk = fit.forecast.node(NVME)
-    room = f" (with nvme_path on a disk that has {amount(disk)} for this node)" if disk else ""
+    room = f" (with nvme_path on a disk that has {format_bytes(disk)} for this node)" if disk else ""
     return f"What would fit: {fit.setting}{room}. Or start fewer ranks per machine. {more}"

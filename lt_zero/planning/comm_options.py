@@ -10,12 +10,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lt_zero.common.tables import show
+from lt_zero.common.tables import bytes_cell, show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OptimizerBlock
 from lt_zero.config.rules import contradictions
 from lt_zero.planning.estimate import Machine, Setting, estimate, estimate_traffic, misfit, settings
-from lt_zero.planning.limits import amount
 from lt_zero.planning.sizes import Model
 from lt_zero.planning.traffic import Traffic
 
@@ -104,7 +103,7 @@ def comm_options_table(
     for option in valid(config, world, per_node, options.get("device", "cuda"), stage):
         found[option] = traffic = estimate_traffic(model, option.of(config), world, **options)
         seconds = traffic.seconds(mbit)
-        cells = [amount(int(traffic.gradients)), amount(int(traffic.weights)), f"{seconds:.2f}"]
+        cells = [bytes_cell(traffic.gradients), bytes_cell(traffic.weights), f"{seconds:.2f}"]
         cells += [f"{step_seconds + seconds:.2f}"] if step_seconds is not None else []
         table.add_row(f"{'' if option.exact else '~ '}{option.name}", *cells)
     show(table, console or Console(highlight=False))

@@ -22,7 +22,8 @@ from lt_zero.common.arguments import expect_number, wrong
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.numbers import count_of
-from lt_zero.common.tables import show
+from lt_zero.common.tables import bytes_cell, show
+from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import MODES, DtypePolicy, dtype_policy, resolve_mode
@@ -32,7 +33,6 @@ from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.pipeline.layers import pipeline_of
 from lt_zero.parallel.plan import planned_parts
 from lt_zero.planning.forecast import PLACES, Forecast, forecast
-from lt_zero.planning.limits import amount
 from lt_zero.planning.setup import PlannedGroup, Setup
 from lt_zero.planning.sizes import Model, Sizes, Stage, fullest, parts_of_all, skeleton, stages_of_sizes
 from lt_zero.planning.traffic import Traffic, forecast_traffic
@@ -383,7 +383,9 @@ def misfit(cast: Forecast, machine: Machine) -> str:
             peak = max(phases, key=lambda kinds: sum(kinds.values()))
             kind, most = max(peak.items(), key=lambda item: item[1])
             most //= cast.setup.per_node if place == DEVICE else 1
-            lacking.append(f"{word}: {amount(need)} needed, {amount(limit)} there (most: {kind}, {amount(most)})")
+            lacking.append(
+                f"{word}: {format_bytes(need)} needed, {format_bytes(limit)} there (most: {kind}, {format_bytes(most)})"
+            )
     return "; ".join(lacking)
 
 
@@ -429,7 +431,7 @@ def settings_table(
     for setting, cast in casts:
         each = [cast.rank(place) for place in PLACES] + [cast.node(place) for place in PLACES]
         stage_cell = f"{setting.stage}{' *' if setting.releases else ''}"
-        table.add_row(stage_cell, *setting.places, *[amount(nbytes, 1) for nbytes in each])
+        table.add_row(stage_cell, *setting.places, *[bytes_cell(nbytes, 1) for nbytes in each])
     return show(table, console)
 
 
@@ -441,5 +443,5 @@ def kinds_table(cast: Forecast, title: str, console: Console | None = None) -> T
         table.add_column(place, justify="right")
     kinds = {place: cast.kinds(place) for place in PLACES}
     for kind in dict.fromkeys(kind for place in PLACES for kind in kinds[place]):
-        table.add_row(kind, *[amount(kinds[place].get(kind, 0)) for place in PLACES])
+        table.add_row(kind, *[bytes_cell(kinds[place].get(kind, 0)) for place in PLACES])
     return show(table, console)

@@ -18,6 +18,7 @@ from torch import nn
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.numbers import count_of
 from lt_zero.common.tables import show
+from lt_zero.common.units import GB, format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.parallel.drawing import rank_table, shares
@@ -25,7 +26,6 @@ from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.planning.comm_options import comm_options_table, fitting, recommended
 from lt_zero.planning.estimate import Fit, Machine, cheapest, estimate, kinds_table, settings_table
 from lt_zero.planning.forecast import Forecast
-from lt_zero.planning.limits import GB, amount
 from lt_zero.planning.meshes import Rates, TrainingJob, meshes_table, plans, reasons
 from lt_zero.planning.pipelines import activations_line, reductions, schedules_table, stages_table
 from lt_zero.planning.sizes import Model, Sizes, Stage, fullest, stages_of_module, stages_of_sizes
@@ -206,8 +206,9 @@ def _note_resident(cast: Forecast, console: Console) -> None:
         return
     libraries, gaps = psutil.Process().memory_info().rss, cast.parameters * torch.float32.itemsize
     console.print(
-        f"The resident memory (RSS) of a rank is higher, by {amount(libraries, 0)} of Python and libraries (as this "
-        f"process now), about {amount(gaps, 1)} of gaps that freed gradients leave in the heap, and the activations.",
+        f"The resident memory (RSS) of a rank is higher, by {format_bytes(libraries, 0)} of Python and libraries (as "
+        f"this process now), about {format_bytes(gaps, 1)} of gaps that freed gradients leave in the heap, and the "
+        "activations.",
         markup=False,
     )
 
@@ -348,7 +349,9 @@ def _fit(
     cast = found.forecast
     needs = (("GPU", cast.rank(DEVICE)), ("host of a node", cast.node(HOST)), ("NVMe of a node", cast.node(NVME)))
     console.print(f"fits: {found.setting}", markup=False, soft_wrap=True)
-    console.print("    " + ", ".join(f"{name} {amount(nbytes)}" for name, nbytes in needs if nbytes), soft_wrap=True)
+    console.print(
+        "    " + ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in needs if nbytes), soft_wrap=True
+    )
     if cpu is None:
         console.print("    The host memory was not limited; --cpu-gb does.", markup=False)
     kinds_table(cast, str(found.setting), console)

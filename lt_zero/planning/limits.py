@@ -13,13 +13,12 @@ from pathlib import Path
 import psutil
 import torch
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 
-from lt_zero.common.tables import show
+from lt_zero.common.tables import bytes_cell, show
+from lt_zero.common.units import format_bytes
 from lt_zero.common.variables import switched
 
-GB = 10**9  # bytes
 _NO_LIMIT = 1 << 62  # cgroup version 1 writes a number of this order for "no limit"
 
 
@@ -71,7 +70,7 @@ def cgroup_limits(root: Path = Path("/")) -> list[Available]:
                 reclaimable = _stat(folder / "memory.stat", names[2])
                 free = max(0, limit - max(0, used - reclaimable))
                 where = f"/{folder.relative_to(mount)}" if folder != mount else "/"
-                found.append(Available(free, f"the limit {decimal(limit)} of control group {where}"))
+                found.append(Available(free, f"the limit {format_bytes(limit)} of control group {where}"))
             if folder == mount:
                 break
             folder = folder.parent
@@ -166,18 +165,13 @@ def shortage(need: Mapping[str, int], have: Available, what: str, remedy: str) -
     table.add_column()
     table.add_column(justify="right")
     for kind, nbytes in need.items():
-        table.add_row(kind, amount(nbytes))
-    table.add_row("together", amount(total))
-    table.add_row(f"available ({have.source})", amount(have.nbytes))
-    table.add_row("missing", amount(total - have.nbytes))
+        table.add_row(kind, bytes_cell(nbytes))
+    table.add_row("together", bytes_cell(total))
+    table.add_row(f"available ({have.source})", bytes_cell(have.nbytes))
+    table.add_row("missing", bytes_cell(total - have.nbytes))
     text = StringIO()
     show(table, Console(file=text, color_system=None))
     return f"{what} does not suffice; nothing was allocated yet.\n{text.getvalue()}{remedy}".rstrip()
-
-
-def amount(nbytes: int, digits: int = 2) -> str:
-    """Bytes as text, in units of 1000."""
-    return decimal(nbytes, precision=digits) if nbytes else "-"
 
 
 def checks_wanted() -> bool:

@@ -20,14 +20,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lt_zero.common.tables import show
+from lt_zero.common.tables import bytes_cell, show
+from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.engine.storage_plan import DEVICE
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.pipeline.schedules import bubble, in_flight
 from lt_zero.planning.estimate import Setting, estimate
-from lt_zero.planning.limits import amount
 from lt_zero.planning.sizes import Sizes, Stage, fullest, stages_of_sizes
 from lt_zero.planning.transformer import Transformer
 
@@ -233,9 +233,9 @@ def meshes_table(found: Sequence[MeshPlan], job: TrainingJob, console: Console) 
     """Print, and return, the meshes that lose least."""
     rates = job.rates
     table = Table(
-        title=f"Meshes of {job.world:,} ranks that fit {amount(job.gpu, 0)}, {job.batch:,} sequences per step",
-        caption=f"Sent by a rank per step; lost: by sending without overlap ({rates.inside / 1e9:,.0f} GB/s in a node, "
-        f"{rates.between / 1e9:,.3g} GB/s between nodes),\nin the bubble, and by recomputing, beside "
+        title=f"Meshes of {job.world:,} ranks that fit {format_bytes(job.gpu, 0)}, {job.batch:,} sequences per step",
+        caption=f"Sent by a rank per step; lost: by sending without overlap ({format_bytes(rates.inside, 0)}/s in a "
+        f"node, {format_bytes(rates.between)}/s between nodes),\nin the bubble, and by recomputing, beside "
         f"{job.seconds:.3g} s of computing at {rates.flops / 1e12:,.0f} TFLOP/s. GPU: with activations "
         "(fused attention).",
         caption_justify="left",
@@ -248,7 +248,7 @@ def meshes_table(found: Sequence[MeshPlan], job: TrainingJob, console: Console) 
     for plan in found[:_SHOWN]:
         sizes = plan.sizes
         cells = [sizes.tensor, sizes.pipeline, sizes.data, plan.count, plan.stage, "yes" if plan.recomputes else "no"]
-        numbers = [amount(int(nbytes), 1) for nbytes in (plan.nbytes, plan.inside, plan.between)]
+        numbers = [bytes_cell(nbytes, 1) for nbytes in (plan.nbytes, plan.inside, plan.between)]
         table.add_row(*map(str, cells), *numbers, f"{plan.waits:.0%}", f"{plan.lost:.2f} s")
     return show(table, console)
 

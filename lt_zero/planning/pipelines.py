@@ -9,12 +9,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lt_zero.common.tables import show
+from lt_zero.common.tables import bytes_cell, show
+from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.parallel.drawing import shown
 from lt_zero.parallel.pipeline.schedules import Schedule, bubble, in_flight, running
-from lt_zero.planning.limits import amount
 from lt_zero.planning.sizes import Sizes, Stage
 from lt_zero.planning.transformer import Transformer
 
@@ -70,7 +70,7 @@ def stages_table(stages: Sequence[Stage], config: ZeroConfig, shape: Transformer
         stage = stages[number]
         waiting = in_flight(block.schedule, block.ranks, count, block.chunks, number)
         cells = [str(number), str(stage.layers), f"{stage.parameters:,}", str(waiting)]
-        more = [amount(int(nbytes), 1) for nbytes in kept(stage, shape, config)] if shape is not None else []
+        more = [bytes_cell(nbytes, 1) for nbytes in kept(stage, shape, config)] if shape is not None else []
         table.add_row(*cells, *more)
     return show(table, console)
 
@@ -87,6 +87,6 @@ def activations_line(shape: Transformer, tensor: int) -> str:
     whole, fused, recomputed = (shape.layers * nbytes for nbytes in shape.activations(tensor))
     recomputed += shape.activations(tensor).fused
     return (
-        f"Activations of a micro-batch: {amount(int(whole), 1)}, with fused attention {amount(int(fused), 1)}, of "
-        f"recomputed blocks {amount(int(recomputed), 1)}."
+        f"Activations of a micro-batch: {format_bytes(whole, 1)}, with fused attention {format_bytes(fused, 1)}, of "
+        f"recomputed blocks {format_bytes(recomputed, 1)}."
     )

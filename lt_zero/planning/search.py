@@ -19,10 +19,10 @@ from statistics import median
 from typing import Any, get_args
 
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.units import format_bytes
 from lt_zero.config.load import examine
 from lt_zero.parallel.pipeline.batches import micro_batches
 from lt_zero.parallel.pipeline.schedules import Schedule
-from lt_zero.planning.limits import amount
 from lt_zero.planning.search_space import Candidate, Facts, Plan, configured, kept
 
 _FINALISTS = 3
@@ -247,7 +247,7 @@ class Tuner:
         if plan.problem:
             return plan.problem
         if self._limit is not None and (need := self.need(candidate)) > self._limit:
-            return f"{amount(need)} needed at least, {amount(self._limit)} allowed"
+            return f"{format_bytes(need)} needed at least, {format_bytes(self._limit)} allowed"
         return ""
 
     def fits(self, candidate: Candidate) -> bool:
@@ -273,7 +273,7 @@ class Tuner:
         known = self.measured.setdefault(candidate, Measured())
         known.peak = max(known.peak, outcome.peak)
         if self._limit is not None and known.peak > self._limit and not outcome.problem:
-            text = f"{amount(known.peak)} measured, {amount(self._limit)} allowed"
+            text = f"{format_bytes(known.peak)} measured, {format_bytes(self._limit)} allowed"
             outcome = replace(outcome, problem=text, seconds=())
         if outcome.problem and not known.runs:
             known.problem = outcome.problem
@@ -364,8 +364,8 @@ class Tuner:
     def _nothing(self) -> str:
         failed = [f"{candidate}: {found.problem}" for candidate, found in self.measured.items()]
         smallest = min(self.everything(), key=self.need)
-        text = f"Nothing fits. Least is needed by {smallest}: {amount(self.need(smallest))} per rank at least"
-        text += f", {amount(self._limit)} are allowed." if self._limit is not None else "."
+        text = f"Nothing fits. Least is needed by {smallest}: {format_bytes(self.need(smallest))} per rank at least"
+        text += f", {format_bytes(self._limit)} are allowed." if self._limit is not None else "."
         return "\n".join([text, "Use more ranks, or a smaller model or micro-batch.", *failed, self._output]).rstrip()
 
 

@@ -11,11 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lt_zero.common.errors import ConfigError
-from lt_zero.common.tables import show
+from lt_zero.common.tables import bytes_cell, show
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.storage_plan import DEVICE, HOST
 from lt_zero.planning.estimate import Fit, Machine, cheapest
-from lt_zero.planning.limits import amount
 from lt_zero.planning.sizes import Model
 
 
@@ -51,6 +50,6 @@ def sizes_table(found: Mapping[int, Fit | str], world: int, console: Console) ->
         numbers, needs, said = [str(size), str(world // size)], ["-", "-"], fit if isinstance(fit, str) else "none fits"
         if isinstance(fit, Fit) and fit.setting is not None and fit.forecast is not None:
             nbytes, said = (fit.forecast.rank(DEVICE), fit.forecast.node(HOST)), str(fit.setting)
-            needs = [amount(each) if each else "-" for each in nbytes]
+            needs = [bytes_cell(each) for each in nbytes]
         table.add_row(*numbers, *needs, said)
     return show(table, console)

@@ -28,17 +28,16 @@ from rich.console import Console
 from rich.table import Table
 
 from lt_zero.common.errors import ConfigError
-from lt_zero.common.tables import show
+from lt_zero.common.tables import bytes_cell, show
+from lt_zero.common.units import format_bytes, parse_bytes
 from lt_zero.config.cli import to_yaml
 from lt_zero.config.load import OVERRIDES, examine
-from lt_zero.planning.limits import amount
 from lt_zero.planning.search import MOST_NOISE, Outcome, Tuner, TuningError
 from lt_zero.planning.search_space import Candidate, Facts, written
 from lt_zero.planning.trial import FACTS, FOLDER, REPORT, Order
 
 _TAIL = 20  # lines of output in an error
 _GRACE = 5.0  # seconds for the other ranks to end once one has failed
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SHORT = re.compile(r"NotEnoughMemory|OutOfMemoryError|out of memory|MemoryError|Cannot allocate memory")
 _ERROR = re.compile(r"[\w.]+(Error|Exception)\b")
 # What needs least, to learn about a model that does not fit as the script has it.
@@ -89,7 +88,7 @@ def tune(
 
     try:
         _check_output(output)
-        limit = None if memory is None else nbytes(memory)
+        limit = None if memory is None else parse_bytes(memory, "--memory")
         command, batches = _command(script, list(arguments or ()), config, ranks)
         templates = Templates(micro_batch or batches, accumulation)
         order = Order(warmup, steps, limit, None if nvme_path is None else str(nvme_path.absolute()))
@@ -113,22 +112,6 @@ def tune(
     console.print(f"fastest: {best}: {tuner.measured[best].seconds:.4f} s per step; wrote {output}", markup=False)
     if best.micro is not None and templates.micro is not None:
         console.print(f"Start the script with {shlex.join(templates.arguments(best))}", markup=False)
-
-
-def nbytes(size: str) -> int:
-    """Bytes of a size such as 500MB (1e6) or 4GiB (2**30).
-
-    Raises:
-        ConfigError: it is none.
-    """
-    found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(i?)b?", size.strip().lower())
-    try:
-        number = float(found[1]) if found is not None else 0.0
-    except ValueError:
-        number = 0.0
-    if found is None or number <= 0:
-        raise ConfigError(f"--memory {size!r} is no size. Write one such as 500MB or 4GiB.")
-    return int(number * (1024 if found[3] else 1000) ** _UNITS[found[2]])
 
 
 def _check_output(path: Path) -> None:
@@ -247,7 +230,10 @@ class Runs:
                     deadline = min(deadline, time.monotonic() + _GRACE)
                     problem = problem or "a rank has failed"
                 elif watches and (most := _largest(processes)) > (self.order.limit or 0):
-                    return f"out of memory: {amount(most)} taken, {amount(self.order.limit or 0)} allowed", 1
+                    return (
+                        f"out of memory: {format_bytes(most)} taken, {format_bytes(self.order.limit or 0)} allowed",
+                        1,
+                    )
                 time.sleep(0.2)
         finally:
             for process in processes:
@@ -324,7 +310,7 @@ def print_table(tuner: Tuner, best: Candidate, console: Console, loads: str) -> 
             f"{found.seconds:.4f}",
             f"{found.spread:.1%}" if len(found.runs) > 1 else "-",
             f"{tuner.samples / found.seconds:.1f}" if tuner.samples else "-",
-            amount(found.peak, 1),
+            bytes_cell(found.peak, 1),
             style="bold" if candidate == best else None,
         )
     show(table, console)
@@ -344,8 +330,8 @@ def text_of(tuner: Tuner, best: Candidate) -> str:
     overrides = best.overrides(tuner.base, tuner.nvme)
     made = examine(written(tuner.base), overrides=overrides).usable()
     found, origin = tuner.measured[best], tuner.measured.get(tuner.origin)
-    lines = [f"{_HEADER}: {found.seconds:.4f} s per step, {amount(found.peak)} per rank at most."]
+    lines = [f"{_HEADER}: {found.seconds:.4f} s per step, {format_bytes(found.peak)} per rank at most."]
     if origin is not None and origin.runs and overrides:
-        lines.append(f"# The script as it was: {origin.seconds:.4f} s per step, {amount(origin.peak)}.")
+        lines.append(f"# The script as it was: {origin.seconds:.4f} s per step, {format_bytes(origin.peak)}.")
     lines.append(f"# Changed: {' '.join(overrides) or 'nothing'}")
     return "\n".join([*lines, to_yaml(written(made))])

@@ -17,7 +17,7 @@ from lt_zero.planning.estimate import Setting
 from lt_zero.planning.search import Outcome
 from lt_zero.planning.search_space import Candidate
 from lt_zero.planning.trial import Order
-from lt_zero.planning.tune_cli import Runs, Templates, _command, nbytes, tune_command
+from lt_zero.planning.tune_cli import Runs, Templates, _command, tune_command
 
 
 def ran(
@@ -106,13 +106,6 @@ def test_a_process_above_the_limit_is_ended(tmp_path: Path) -> None:
     found = ran(tmp_path, "import time; kept = bytearray(b'x' * 200_000_000); time.sleep(60)", limit=100_000_000)
     assert found.problem.startswith("out of memory: ")
     assert found.too_large
-
-
-def test_sizes() -> None:
-    assert [nbytes(text) for text in ("4GiB", "500 MB", "1.5k", "7")] == [4 << 30, 500_000_000, 1500, 7]
-    for text in ("", "GB", "-1GB", "4XB", "0"):
-        with pytest.raises(ConfigError, match="is no size"):
-            nbytes(text)
 
 
 def test_a_command_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
