@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -191,7 +192,8 @@ def _build(
     of_bucket = {bucket: groups.get(bucket.parameters[0][1], group) for bucket in plan.buckets}
     exchange = exchange_of(config, plan, group, of_bucket.values(), policy)
     storage = plan_storage(plan, config, policy, group, is_apart(device), partial(codecs_of, config), training)
-    made = {b: Bucket(b, storage[b], its, owner, gathers_of(config, b, its)) for b, its in of_bucket.items()}
+    shared = owner, deque[Bucket]()
+    made = {b: Bucket(b, storage[b], its, gathers_of(config, b, its), *shared) for b, its in of_bucket.items()}
     offload_manager = open_offload_manager(world, list(made.values()), config, device)
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=world.rank) as work:
         units, root = _move_in(plan, made, materializer, work)

@@ -124,8 +124,9 @@ class Bucket:
 
     Args:
         storage: what is kept of it, and where.
-        owner: returns the engine that handles uses of released parameters.
         gathers: how its weights are gathered; of this bucket alone.
+        owner: returns the engine that handles uses of released parameters.
+        unpublished: buckets of its engine whose updates the thread that waits gathers, in the order of their steps.
     """
 
     def __init__(
@@ -133,8 +134,9 @@ class Bucket:
         plan: BucketPlan,
         storage: StoragePlan,
         group: ShardGroup,
-        owner: Callable[[], Owner | None],
         gathers: GatherStrategy,
+        owner: Callable[[], Owner | None],
+        unpublished: deque[Bucket],
     ) -> None:
         self.name, self.dtype, self.sharding, self.group = plan.name, plan.dtype, plan.sharding, group
         self.storage, self.is_wide, self.compresses = storage, plan.is_wide, plan.compresses
@@ -179,8 +181,7 @@ class Bucket:
         self._sentinels: list[Tensor] = []  # one for each parameter, with sharded parameters
         self.edits = InplaceEdits(self)
         self.stepped_early = False  # beside the running backward; see overlap.py, Note [Beside backward]
-        # Buckets whose updates the thread that waits gathers, in the order of their steps; one for an engine.
-        self.unpublished: deque[Bucket] = deque()
+        self.unpublished = unpublished
         self._unpublished = False  # the compute copy awaits the background step, or ``_arriving``
         self._arriving: Work | None = None  # a gather of the other ranks' updates
         # A launched gather and what it reads; None in GATHERING: it is launched when its file was read.

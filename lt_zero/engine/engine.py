@@ -41,7 +41,6 @@ Note [Aliases]
 from __future__ import annotations
 
 import inspect
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -120,9 +119,6 @@ class Engine(ProcessLocal):
         # Whether ranks may have other parameters, or other numbers of ranks the same.
         self.has_groups = has_groups(groups)
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
-        unpublished = deque[Bucket]()
-        for bucket in self.buckets:
-            bucket.unpublished = unpublished
         self.owner = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.params)}
         first_order = [b for u in reversed(units) for b in u.buckets] + root_unit.buckets  # in the first backward
         self.exchange = exchange

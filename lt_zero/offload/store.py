@@ -3,6 +3,11 @@
 A bucket owns its tensors as stores (engine/bucket.py): master weights, what gathers read, the accumulator, optimizer
 states. A ``Place`` makes the stores of one bucket. What differs between device memory, host memory and files is in
 their classes: ``Store`` here, ``HostStore`` (host_store.py), ``NvmeStore`` (nvme_store.py).
+
+Note [Pairs of a store]
+    A store launches no collectives. The code that does asks it for the tensor (``source`` of a gather, ``target`` of a
+    reduction), waits for the work, and tells the store (``sent``, ``arrived``). A collective cannot be launched before
+    its input is there, so the gather of a streamed store is launched where it is waited for, on all ranks.
 """
 
 from __future__ import annotations
