@@ -389,6 +389,11 @@ class ShardGroup(Ranks):
             return self._arena.allocate(numel, dtype)
         return flat_empty(numel, dtype, self.device)
 
+    def allocate_written(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor as from ``allocate``, which the caller writes before the next gather."""
+        self.after_write()
+        return self.allocate(numel, dtype)
+
     def send_buffers(self, largest: Mapping[torch.dtype, int]) -> SendBuffers:
         """Buffers for reductions, reusable up to the ``largest`` elements of each dtype."""
         transport = self._sums if self.process_group is not None else None

@@ -164,7 +164,8 @@ class Bucket:
             # All buckets are made before ``load_initial`` fills the first. A slice of freed memory is an error.
             self._storage.free()
         self._background, self.gathers = BackgroundStep(), gathers
-        self.memory = _memory_of_device(group, sharding.params)
+        allocate = partial(brief_empty, device=group.device)
+        self.memory = device_place(allocate, group.allocate_written if sharding.params else None)
         self.places = Places(self.memory, gathers.place(self.memory, group.device))
         gaps = gaps_between(((p.offset, p.offset + p.numel) for p in self.pieces), self.shard.numel())
         shared = self._background, self.places
@@ -596,14 +597,3 @@ class Bucket:
         self.group.after_write()
         self.weights.keep_edits()
         self.edits.note()
-
-
-def _memory_of_device(group: ShardGroup, shares: bool) -> Place:
-    """The place of stores in memory of the device; ``shares``: peers may read weights there."""
-
-    def readable_by_peers(numel: int, dtype: torch.dtype) -> Tensor:
-        window = group.allocate(numel, dtype)
-        group.after_write()
-        return window
-
-    return device_place(partial(brief_empty, device=group.device), readable_by_peers if shares else None)
