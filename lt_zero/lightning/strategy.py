@@ -197,7 +197,7 @@ class ZeroStrategy(DDPStrategy):
     @property
     def engine(self) -> Engine:
         """The engine of the current module. Raises RuntimeError before set-up."""
-        return self.run.engine
+        return self._engine if self._engine is not None else self.run.engine
 
     @property
     def world(self) -> World | None:
@@ -321,7 +321,9 @@ class ZeroStrategy(DDPStrategy):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the ranks that see different data, unless ``group`` says over which."""
-        return super().reduce(tensor, group if group is not None else self.session.data_group, reduce_op)
+        if group is None and self.session.mesh is not None:
+            group = self.session.data_group
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -456,31 +458,45 @@ class ZeroStrategy(DDPStrategy):
         if (epoch := self._module.current_epoch) != self._epoch:
             self._epoch = epoch
             self.engine.world.meet(f"the start of epoch {epoch}")
-        if self._signals is not None:
-            self._signals.begin_batch(True, self.checkpoints.foreground)
+        self._pass_point(trains=True, begins=True)
+
+    def _pass_point(self, trains: bool, begins: bool = False) -> None:
+        """Count a point at which all ranks can act on signals, and do so if that was agreed on.
+
+        ``begins``: it is the beginning of a batch. ``trains``: of training.
+        """
+        signals = self._signals
+        if signals is not None and ((agreed := signals.step_boundary(trains)) or signals.agreed):
+            signals.serve(agreed, self.checkpoints.foreground if begins else None)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        run, module, batch = self.run, self._module, args[0] if args else None
-        self.session.before_step()
+        engine, session, module, batch = self.engine, self.session, self._module, args[0] if args else None
+        if session.saver.pending is not None:
+            session.before_step()
         if not self._reconciler.seen:
-            self._reconciler.see(batch, module.trainer, run.engine.world, self.session.data_ranks, self.is_global_zero)
-        if self.session.mesh is not None:
-            self.session.compare_batch(batch)
-        with phase("forward"), run.engine.forward_scope():
+            self._reconciler.see(batch, module.trainer, engine.world, session.data_ranks, self.is_global_zero)
+        if session.mesh is not None:
+            session.compare_batch(batch)
+        with phase("forward"), engine.forward_scope():
+            if not self.monitor.watches:
+                return super().training_step(*args, **kwargs)
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.monitor.watches:
+            with phase("backward"):
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
         call = partial(super().backward, closure_loss, optimizer, *args, **kwargs)
         return self.monitor.backward(self._module, closure_loss, call)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         call = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-        output = self.monitor.optimizer_step(self._module, optimizer, call)
-        if self._signals is not None:
-            self._signals.pass_point(True)
+        watches = self.monitor.watches
+        output = self.monitor.optimizer_step(self._module, optimizer, call) if watches else call()
+        self._pass_point(trains=True)
         return output
 
     @override
@@ -500,8 +516,7 @@ class ZeroStrategy(DDPStrategy):
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """Handle signals, and make parameters of the LightningModule itself readable inside a step."""
-        if self._signals is not None:
-            self._signals.begin_batch(False, self.checkpoints.foreground)
+        self._pass_point(trains=False, begins=True)
         return self._engine.forward_scope(trains=False) if self._engine is not None else nullcontext()
 
     @contextmanager
