@@ -109,10 +109,8 @@ class LaunchOrder:
             self.detector.raise_divergence(launch)
 
     def launch_maximum(self, tensor: Tensor, launch: Launch) -> Work:
-        """Start the element-wise maximum over the ranks of a tensor on the host, in place."""
-        if self.arena is None:
-            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.host, async_op=True)
-            return All([work], None, self._watch if self.detector is not None else None, launch)
+        """Start the element-wise maximum over the ranks, which share memory, of a tensor on the host, in place."""
+        assert self.arena is not None
         self._maxima = self._maxima or Maxima(self.arena)
         return self._maxima.launch(tensor, partial(self._watch.wait, launch=launch))
 
@@ -213,8 +211,12 @@ class Ranks(ProcessLocal):
         if self.process_group is None:
             return Done()
         opened = self.log.open("all_reduce", name, flags.nbytes, host=True)
-        launch = self.order.launch("flags", name, flags.numel())
-        return self.log.follow(opened, self.order.launch_maximum(flags, launch))
+        order = self.order
+        launch = order.launch("flags", name, flags.numel())
+        if order.arena is not None:
+            return self.log.follow(opened, order.launch_maximum(flags, launch))
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=order.host, async_op=True)
+        return self.log.follow(opened, All([work], None, self.watch if order.detector is not None else None, launch))
 
     def roll_call(self, what: str) -> None:
         """Wait until each of these ranks has called this for ``what``, an operation of all of them. Collective.

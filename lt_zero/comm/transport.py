@@ -148,9 +148,7 @@ class Gloo(Transport):
         return All(works, finish, self._watch, launch)
 
     def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
-        return self._broadcasts(flat, group or self._groups.gathers, launch)
-
-    def _broadcasts(self, flat: Tensor, group: Group, launch: Launch | None) -> All:
+        group = group or self._groups.gathers
         ranks = dist.get_process_group_ranks(group)
         shards = zip(flat.chunk(len(ranks)), ranks, strict=True)
         return self._all([dist.broadcast(s, peer, group, async_op=True) for s, peer in shards], launch)
@@ -181,7 +179,7 @@ class Gloo(Transport):
             # One rank sums each part and sends the result, so all ranks get the same bits.
             total = sum_in_rank_order(scratch.chunk(world), out.dtype).mul_(factor)
             flat.chunk(world)[rank].copy_(total)
-            self._broadcasts(flat, self._groups.everyone, launch).wait()
+            Gloo.all_gather(self, flat, None, launch, self._groups.everyone).wait()
             store(out, flat, add, 1.0)
 
         return self._all([work], launch, finish)
