@@ -36,6 +36,7 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.grad_reducer import GradReducer
 from lt_zero.engine.guard import PASSING, called
+from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.parts import Parts
 from lt_zero.engine.same_on_ranks import FLAGS, SameOnRanks
 from lt_zero.io.thread_pool import SwapError
@@ -182,7 +183,7 @@ class UsedParameters:
         buckets: list[Bucket],
         parts: Parts,
         sums_late: bool,
-        problem: Callable[[], SwapError | None],
+        files: OffloadManager,
         same_on_ranks: SameOnRanks,
         buffers: BufferSync,
     ) -> None:
@@ -194,7 +195,7 @@ class UsedParameters:
                 self._wide.setdefault(bucket.group, []).append(bucket)
         # Ranks do not wait for late ones.
         self._tolerates = sums_late and any(not bucket.sharding.optim for bucket in buckets)
-        self._problem = problem  # returns the error of files on this rank
+        self._files = files
         self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
         self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank
         self._wide_due = False  # the flags of ``_wide`` are not exchanged yet
@@ -241,7 +242,9 @@ class UsedParameters:
         self.late = {b for b, some in zip(self._buckets, got, strict=True) if any(some)}
         used = [g or i in b.grads.used for b, some in zip(self._buckets, got, strict=True) for i, g in enumerate(some)]
         lost = any(b.edits.lost for b in self._buckets)
-        news = [*(b in self.late for b in self._buckets), self.nonfinite, self._problem() is not None, lost]
+        files = self._files
+        failed = (files.active or bool(files.others)) and files.find_problem() is not None
+        news = [*(b in self.late for b in self._buckets), self.nonfinite, failed, lost]
         seen = self._buffers.report()
         every = torch.frombuffer(bytearray([*seen, *self._same_on_ranks.flags(), *used, *news]), dtype=torch.uint8)
         self._wide_due = bool(self._wide)
@@ -354,7 +357,7 @@ class UsedParameters:
     def _raise(self, files: bool) -> None:
         """Raise the error of files, or of lost edits, that some rank has. Collective."""
         if files:
-            problem = self._problem()
+            problem = self._files.find_problem()
             raise SwapError(" ".join(self._peers.problems(str(problem) if problem else None, "files")))
         names = [name for bucket in self._buckets for name in bucket.edits.lost]
         for bucket in self._buckets:

@@ -148,6 +148,7 @@ class ShardedOptimizer(ProcessLocal):
         self.found_inf: Tensor | None = None  # 0D fp32: the kernel skips the step if it is not zero
         self.before_state_dict: Callable[[], object] = lambda: None  # waits for the outcome of the last step
         self.by_bucket = False  # the caller of ``state_dict`` reads stored states bucket by bucket
+        self._may_fail = manager.has_files or manager.overlaps  # on some rank
         self._depth = 0  # nested calls of step
         self._entered = 0  # ``Engine.backwards`` when the running step began
         self._staging = False  # the optimizer steps a single bucket now
@@ -317,7 +318,8 @@ class ShardedOptimizer(ProcessLocal):
             if not step.idle:
                 self._step_kernel([step])
                 step.bucket.weights.refresh()
-        self.engine.offload_manager.check(self.engine.world, "states in files")
+        if self._may_fail:
+            self.engine.offload_manager.check(self.engine.world, "states in files")
         self._step_kernel(steps[By.KERNEL], self.found_inf)
         self.fragments.drop({step.bucket for step in plan if step.by not in (By.STAGED, By.TORCH)})
         if (steps[By.STAGED] or steps[By.TORCH]) and not self._told:
