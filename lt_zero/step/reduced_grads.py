@@ -21,7 +21,7 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.grad_accumulator import Products
 from lt_zero.engine.layout import ALIGN
 from lt_zero.engine.visible_grads import is_view
-from lt_zero.step.param_groups import Fragments
+from lt_zero.step.param_groups import ShardedParamGroups
 
 
 class ReducedGrads:
@@ -31,7 +31,7 @@ class ReducedGrads:
         loss_scale: that the gradients carry; see loss_scale.py.
     """
 
-    def __init__(self, fragments: Fragments) -> None:
+    def __init__(self, fragments: ShardedParamGroups) -> None:
         self._fragments, self._engine = fragments, fragments.engine
         self.loss_scale = 1.0
 

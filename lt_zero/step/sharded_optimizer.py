@@ -39,7 +39,7 @@ from lt_zero.optim.lamb import Lamb
 from lt_zero.step.full_norms import FullNorms
 from lt_zero.step.fused_step import FusedStep, Part
 from lt_zero.step.overlap import Overlap
-from lt_zero.step.param_groups import Fragments, Member, StepOptions
+from lt_zero.step.param_groups import ShardedParamGroups, StepOptions, StepParam
 from lt_zero.step.reduced_grads import ReducedGrads
 from lt_zero.step.supported_optimizers import check_parts, check_supported, states_per_element
 
@@ -74,7 +74,7 @@ class BucketStep:
 
     bucket: Bucket
     path: StepPath
-    members: list[Member]
+    members: list[StepParam]
     idle: bool
     kernel: bool
     parts: list[Part] | None = None
@@ -132,7 +132,7 @@ class ShardedOptimizer(ProcessLocal):
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         expect(engine, Engine, "ShardedOptimizer(engine=...)", "pass what lt_zero.shard returns")
         expect(optimizer, Optimizer, "ShardedOptimizer(optimizer=...)", "pass a torch.optim.Optimizer")
-        self.fragments = Fragments(engine, optimizer)
+        self.fragments = ShardedParamGroups(engine, optimizer)
         self.options = StepOptions(self.fragments)
         engine.same_on_ranks.begin(self.options)
         manager = engine.offload_manager
@@ -268,7 +268,10 @@ class ShardedOptimizer(ProcessLocal):
         return plan + self._plan(members, used if self._norms is not None else (), self.kernel_buckets(members))
 
     def _plan(
-        self, members: dict[Bucket, list[Member]], collective_buckets: Collection[Bucket], kernel_buckets: set[Bucket]
+        self,
+        members: dict[Bucket, list[StepParam]],
+        collective_buckets: Collection[Bucket],
+        kernel_buckets: set[Bucket],
     ) -> list[BucketStep]:
         """Plan the other buckets. All ranks step those in ``collective_buckets``, because the step is collective."""
         plan = []
@@ -358,7 +361,7 @@ class ShardedOptimizer(ProcessLocal):
             self._store_states(bucket, holders)
             bucket.weights.refresh()
 
-    def _step_staged(self, bucket: Bucket, members: list[Member], method: Callable[[], Any] | None) -> None:
+    def _step_staged(self, bucket: Bucket, members: list[StepParam], method: Callable[[], Any] | None) -> None:
         """Step the fragments of one bucket, and take them out of the groups. See Note [Staged buckets].
 
         ``method`` is called instead of ``step``.
@@ -547,13 +550,13 @@ def _keep(fragment: Parameter, row: Tensor) -> bool:
     return moved
 
 
-def _row_of(bucket: Bucket, member: Member) -> Tensor:
+def _row_of(bucket: Bucket, member: StepParam) -> Tensor:
     """The master weights of a fragment, in its shape."""
     lo = member.piece.offset
     return bucket.weights.master_rows[lo : lo + member.piece.numel].view(member.fragment.shape)
 
 
-def _grad_of(bucket: Bucket, member: Member) -> Tensor | None:
+def _grad_of(bucket: Bucket, member: StepParam) -> Tensor | None:
     """The gradient of a fragment, in its shape, which torch's step may change in place.
 
     None: no rank used it (reduced_grads.py, Note [Unused parameters]).
