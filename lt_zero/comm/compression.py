@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.procedures import Procedures
+from lt_zero.comm.collective_worker import CollectiveWorker
 from lt_zero.comm.transport import Group, Mesh, exchange, sum_in_rank_order
 from lt_zero.comm.work import All, Launch, Watch, Work
 from lt_zero.ops.codecs import Codec
@@ -153,7 +153,7 @@ class Compressor:
             self._node = new_group([range(first, first + inner) for first in range(0, world, inner)])
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._device = device
-        self._thread = Procedures("compression")
+        self._thread = CollectiveWorker("compression")
         self.costs = Costs()
 
     def reduce(self, out: Tensor, flat: Tensor, residuals: Residuals, add: bool, factor: float, launch: Launch) -> All:

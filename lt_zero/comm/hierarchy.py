@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.procedures import Procedures
+from lt_zero.comm.collective_worker import CollectiveWorker
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.transport import Gloo, Group, Groups, Mesh, exchange, sum_in_rank_order
 from lt_zero.comm.work import Launch, Watch, Work
@@ -59,7 +59,7 @@ class Hierarchy(Gloo):
         self._sizes = [sizes[number] for number in used]
         # Two threads, each with its own groups: a gather does not wait for a reduction.
         self._gathers, self._sums = ([new_group(lines(mesh, sizes, number)) for number in used] for _ in range(2))
-        self._gathering, self._reducing = Procedures("gather"), Procedures("reduce")
+        self._gathering, self._reducing = CollectiveWorker("gather"), CollectiveWorker("reduce")
         # Windows of each thread, as all ranks have to allocate them in the same order.
         self._sends = arenas[0] if arenas else None
         self._staging: list[_Staging | None] = [_Staging(arena) for arena in arenas[1:]] if arenas else [None, None]
