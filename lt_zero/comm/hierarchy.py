@@ -26,7 +26,7 @@ from lt_zero.comm.work import Launch, Watch, Work
 from lt_zero.ops.flat import store, wide
 
 
-def lines(mesh: Mesh, sizes: Sequence[int], dimension: int) -> list[list[int]]:
+def axis_groups(mesh: Mesh, sizes: Sequence[int], dimension: int) -> list[list[int]]:
     """The groups of ranks of all replicas that differ in one coordinate only; ``sizes``: innermost first."""
     stride, size = math.prod(sizes[:dimension]), sizes[dimension]
     firsts = [rank for rank in range(mesh.world) if rank % mesh.shards // stride % size == 0]
@@ -58,7 +58,7 @@ class Hierarchy(Gloo):
         used = [number for number, size in enumerate(sizes) if size > 1]
         self._sizes = [sizes[number] for number in used]
         # Two threads, each with its own groups: a gather does not wait for a reduction.
-        self._gathers, self._sums = ([new_group(lines(mesh, sizes, number)) for number in used] for _ in range(2))
+        self._gathers, self._sums = ([new_group(axis_groups(mesh, sizes, number)) for number in used] for _ in range(2))
         self._gathering, self._reducing = CollectiveWorker("gather"), CollectiveWorker("reduce")
         # Windows of each thread, as all ranks have to allocate them in the same order.
         self._sends = arenas[0] if arenas else None

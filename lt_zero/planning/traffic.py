@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from lt_zero.comm.hierarchy import lines
+from lt_zero.comm.hierarchy import axis_groups
 from lt_zero.comm.topology import choose, whole_nodes
 from lt_zero.comm.transport import Mesh
 from lt_zero.common.errors import ConfigError
@@ -150,7 +150,7 @@ class _Links:
     def __init__(self, mesh: Mesh, nodes: list[list[int]], backend: str, sizes: Sequence[int]) -> None:
         self._mesh, self._count, self._gloo = mesh, len(nodes), backend == "gloo"
         self._rows = [mesh.row(replica) for replica in range(mesh.world // mesh.shards)]
-        self._dimensions = [lines(mesh, sizes, number) for number in range(len(sizes))]
+        self._dimensions = [axis_groups(mesh, sizes, number) for number in range(len(sizes))]
         self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
 
     def reduced(self, row: StoragePlan) -> float:
