@@ -446,7 +446,7 @@ class TolerantSum:
 
     def column(self, of_ranks: list[Any]) -> list[Any]:
         """Select the entries of this rank's shard column from a list over all ranks."""
-        return [of_ranks[rank] for rank in self._mesh.column(self._mesh.shard_rank)]
+        return [of_ranks[rank] for rank in self._mesh.replica_ranks(self._mesh.shard_rank)]
 
     def owed(self, gather: Callable[[list[int]], list[list[int]]]) -> dict[str, tuple[Tensor, Tensor]]:
         """Contributions of this member that are in no sum yet, by name: their sum, and counts of each element.

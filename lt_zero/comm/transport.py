@@ -51,11 +51,11 @@ class Mesh:
     def replica(self) -> int:
         return self.rank // self.shards
 
-    def row(self, replica: int) -> list[int]:
+    def shard_ranks(self, replica: int) -> list[int]:
         """The ranks of a replica."""
         return list(range(replica * self.shards, (replica + 1) * self.shards))
 
-    def column(self, shard: int) -> list[int]:
+    def replica_ranks(self, shard: int) -> list[int]:
         """The ranks that have the same shard."""
         return list(range(shard, self.world, self.shards))
 
@@ -206,7 +206,7 @@ class Windows(Gloo):
     ) -> None:
         super().__init__(mesh, groups, device, scatters, watch)
         self._arena, self.sums_wide = arena, True
-        self._ranks, self._row = list(ranks), [ranks[rank] for rank in mesh.row(mesh.replica)]
+        self._ranks, self._row = list(ranks), [ranks[rank] for rank in mesh.shard_ranks(mesh.replica)]
 
     def shares(self, tensor: Tensor | None) -> bool:
         return tensor is not None and self._arena.has(tensor)
