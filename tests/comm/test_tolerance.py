@@ -59,7 +59,7 @@ class Late:
 
 def _settled(group: ShardGroup) -> dict[str, tuple[Tensor, Tensor]]:
     assert group.tolerance is not None
-    return group.tolerance.owed(lambda sent: group.world.host_gather(sent, "sent"))
+    return group.tolerance.unsent(lambda sent: group.world.host_gather(sent, "sent"))
 
 
 def _account(late: dict[int, tuple[int, int]], share: float, turns: int) -> tuple[Any, ...]:
