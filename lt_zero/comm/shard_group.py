@@ -22,7 +22,7 @@ from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
 from lt_zero.comm.topology import Topology, choose, whole_nodes
-from lt_zero.comm.transport import Gloo, Groups, Mesh, SendBuffer, SendBuffers, Transport, Windows
+from lt_zero.comm.transport import Gloo, Groups, Mesh, SendBuffer, SendBuffers, SharedMemoryTransport, Transport
 from lt_zero.comm.work import FENCE, All, Done, Work
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError, Problem
@@ -203,7 +203,7 @@ class ShardGroup(Ranks):
             shared = [arena for arena in arenas if arena is not None]
             self._transport = Hierarchy(*common, self.watch, self.topology.sizes, make, shared)
         elif self._arena is not None:
-            self._transport = Windows(*common, self.watch, self._arena, self.ranks)
+            self._transport = SharedMemoryTransport(*common, self.watch, self._arena, self.ranks)
         else:
             self._transport = Gloo(*common, self.watch) if self._gloo else Transport(*common)
         self._sums = self._transport

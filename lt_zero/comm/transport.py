@@ -185,7 +185,7 @@ class Gloo(Transport):
         return self._all([work], launch, finish)
 
 
-class Windows(Gloo):
+class SharedMemoryTransport(Gloo):
     """Memory that all ranks read, on one host. See shared_memory.py, Note [Shared windows].
 
     ``ranks``: the arena's numbers of the ranks of ``mesh``.
