@@ -66,7 +66,7 @@ from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.same_on_ranks import SameOnRanks
 from lt_zero.engine.saved_weights import SavedWeights, references_of
-from lt_zero.engine.visible_grads import UsedParameters
+from lt_zero.engine.visible_grads import GradViews, UnusedParameters
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 
@@ -135,9 +135,10 @@ class Engine(ProcessLocal):
         self._ranges = UnitRanges()  # timing of units in the running backward
         self.buffers = BufferSync(root, self.peers, config.broadcast_buffers and not exchange.sums_late)
         self.same_on_ranks = SameOnRanks(self.peers, root, [p for b in self.buckets for p in b.params])
-        given, travel = (self.peers, self.reducer, self.buckets, self.parts), (self.same_on_ranks, self.buffers)
-        self.used_parameters = UsedParameters(*given, exchange.sums_late, offload_manager, *travel)
-        self.finish_reductions = self.used_parameters.finish_reductions
+        self.grad_views = GradViews(self.peers, self.buckets, self.parts)
+        given, news = (self.peers, self.buckets, self.grad_views), (offload_manager, self.same_on_ranks, self.buffers)
+        self.unused_parameters = UnusedParameters(*given, self.reducer, *news, exchange.sums_late)
+        self.finish_reductions = self.unused_parameters.finish_reductions
         self.sharded_optim = any(not b.is_whole for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
         self.average: Any = None  # a WeightAverage of its parameters
@@ -215,7 +216,7 @@ class Engine(ProcessLocal):
         begins = entry is not None and self._entered == 0
         self._entered = self._depth if begins else self._entered
         if self._depth == 1 and not self.in_backward:
-            self.used_parameters.drop_cleared()
+            self.grad_views.drop_cleared()
             if self.training and trains and torch.is_grad_enabled() and (entry is None or entry.training):
                 self.buffers.before_forward(self.reducer.sync)
             self.gatherer.begin_forward(entry)
@@ -262,7 +263,7 @@ class Engine(ProcessLocal):
         depth, entered = self._depth, self._entered
         self._depth = self._entered = 0
         if trains:
-            self.used_parameters.put_aside()
+            self.grad_views.put_aside()
         try:
             yield
         except BaseException:
@@ -271,7 +272,7 @@ class Engine(ProcessLocal):
             raise
         finally:
             self._depth, self._entered = depth, entered
-            self.used_parameters.aside = False
+            self.grad_views.aside = False
         if trains:
             self._passed, self.reducer.scope = True, [bucket for bucket in self.buckets if bucket not in buckets]
         if depth > 0:
@@ -373,7 +374,7 @@ class Engine(ProcessLocal):
         self._span.close()
         self.reducer.abort()
         self.finish_steps()
-        self.used_parameters.abort()
+        self.unused_parameters.abort()
         for unit in [*self.units, self.root_unit]:
             unit.leases, unit.awaited = 0, 0
         self.gatherer.end_pass()
@@ -384,7 +385,7 @@ class Engine(ProcessLocal):
         """Begin a backward, unless one is running. ``grads``: of the node or parameter whose hook this is."""
         if not self.in_backward:
             # Hide first: autograd would add to the gradients that ``p.grad`` shows, and count them twice.
-            self.used_parameters.hide(fresh=in_running_backward())
+            self.grad_views.detach(fresh=in_running_backward())
             self.in_backward = True
             if not self._explicit:
                 self._span = phase("backward").open()
@@ -471,14 +472,14 @@ class Engine(ProcessLocal):
             # Enter it once: the functions below would enter it for each bucket.
             with torch.no_grad():
                 self.reducer.finish()
-                self.used_parameters.record()
+                self.unused_parameters.record()
         elif explicit:
             # When ``whole_passes`` recorded, it was not known whether the loss is finite: record again.
             self.reducer.scope = None
-            self.used_parameters.record()
+            self.unused_parameters.record()
         else:
             self.reducer.scope = None
-            self.used_parameters.show_held()
+            self.grad_views.attach_held()
         for unit in [*self.units, self.root_unit]:
             unit.leases = 0
         if not again:
@@ -531,8 +532,7 @@ class Engine(ProcessLocal):
             for unit in self.units:
                 unit.awaited = 0
             # Every forward begins with the root unit, so its gather is launched first.
-            first = self.root_unit.buckets
-            changed = [bucket for bucket in dict.fromkeys([*first, *self.buckets]) if bucket in buckets]
+            changed = [b for b in dict.fromkeys([*self.root_unit.buckets, *self.buckets]) if b in buckets]
             for bucket in self.buckets:
                 bucket.end_lending(bucket in buckets)
             for bucket in changed:

@@ -84,9 +84,9 @@ class ShardedGrad(Tensor):
     parameter, its stand-in and its bucket, with the process groups of the run, would never be freed.
     """
 
-    _refs: tuple[weakref.ref[Bucket], int, weakref.ref[UsedParameters]]
+    _refs: tuple[weakref.ref[Bucket], int, weakref.ref[GradViews]]
 
-    def _owners(self) -> tuple[Bucket, int, UsedParameters]:
+    def _owners(self) -> tuple[Bucket, int, GradViews]:
         bucket, index, shown_by = self._refs[0](), self._refs[1], self._refs[2]()
         if bucket is None or shown_by is None:
             raise RuntimeError("A gradient of a model whose ZeRO engine is gone was read.")
@@ -173,64 +173,272 @@ def _replace(bucket: Bucket, index: int, value: Tensor, parts: Parts) -> None:
         bucket.grads.used.add(index)
 
 
-class UsedParameters:
-    """The gradients of one engine, for the optimizer and for user code."""
+class GradViews:
+    """The gradients of one engine as ``p.grad`` shows them.
+
+    Attributes:
+        shown: what was attached to ``p.grad``; None: ``p.grad`` is a late gradient.
+        norms: of attached gradients, by type, until these change.
+        aside: nothing is attached: ``put_aside``.
+        spent: a step has used, or skipped, what was accumulated.
+        held: user code reads ``p.grad``, which stays attached.
+        changes: counts what may change which parameters have a gradient.
+    """
+
+    def __init__(self, peers: Ranks, buckets: list[Bucket], parts: Parts) -> None:
+        self._peers, self._buckets, self.parts = peers, buckets, parts
+        self.shown: dict[Place, Tensor | None] = {}
+        self._hidden: dict[Place, ShardedGrad] = {}  # stand-ins of the last backward, for reuse
+        self._places: set[Place] = set()  # the places of all shown gradients
+        self._accumulators: list[Store] = []  # the accumulators when gradients were attached
+        self.norms: dict[float, dict[Place, Tensor]] = {}
+        self.aside = self.spent = self.held = False
+        self.changes = 0
+
+    def begin(self) -> None:
+        """Note that a backward has added gradients, which no step has used."""
+        self.spent, self._hidden = False, {}
+        self.changes += 1
+
+    def abort(self) -> None:
+        """Drop all gradients after a failed backward, including those that it was added to."""
+        self.shown, self._hidden = {}, {}
+        self.changes += 1
+        for bucket in self._buckets:
+            for parameter in bucket.params:
+                parameter.grad = None
+            bucket.grads.clear(bucket.grads.held)
+
+    def are_reduced(self) -> bool:
+        """True if all gradients are reduced, and ``p.grad`` and accumulators are as when they were attached."""
+        if self.held or not self.shown:
+            return False
+        for bucket, accumulator in zip(self._buckets, self._accumulators, strict=True):
+            if bucket.grads.local is not None or bucket.grads.values is not accumulator:
+                return False
+        # Compare all parameters, not only those shown: a gradient may have been set where no rank had one.
+        with without_torch_function():
+            places = ((bucket, index, p) for bucket in self._buckets for index, p in enumerate(bucket.params))
+            return all(p.grad is self.shown.get((bucket, index)) for bucket, index, p in places)
+
+    def put_aside(self) -> None:
+        """Attach nothing until the first backward after ``aside`` is unset; clear what a step has used."""
+        self.detach()
+        if self.spent:
+            for bucket in self._buckets:
+                bucket.grads.clear(bucket.grads.held)
+        self.aside, self.spent = True, False
+
+    def attach_held(self) -> None:
+        """Attach all accumulated gradients, reduced or not, so that ``p.grad = None`` clears them."""
+        self.attach({(bucket, index) for bucket in self._buckets for index in bucket.grads.held})
+
+    def attach(self, places: set[Place]) -> None:
+        """Set ``p.grad`` to stand-ins for the accumulated gradients."""
+        self.detach()
+        if self.aside:
+            return
+        self._places, self.norms = places, {}
+        self._accumulators = [bucket.grads.values for bucket in self._buckets]
+        views = {bucket: is_view(bucket) for bucket in {bucket for bucket, _ in places}}
+        # Guards would intercept each access to ``.grad``, although it needs no values.
+        with without_torch_function():
+            for bucket, index in places:
+                parameter = bucket.params[index]
+                # A late gradient stays in ``p.grad`` until its second reduction.
+                if parameter.grad is not None:
+                    self.shown[(bucket, index)] = None
+                    continue
+                local = _local(bucket, index) if views[bucket] else []
+                grad: Tensor | None = self._hidden.get((bucket, index))
+                if local:
+                    grad = self.parts.show(parameter, local[0].view(bucket.shapes[index]))
+                elif grad is None:
+                    empty = _nothing(parameter.shape, parameter.dtype, parameter.device)
+                    grad = stand_in = empty.as_subclass(ShardedGrad)
+                    stand_in._refs = weakref.ref(bucket), index, weakref.ref(self)
+                parameter.grad = self.shown[(bucket, index)] = grad
+        self._hidden = {}
+
+    def detach(self, fresh: bool = False) -> None:
+        """Remove the stand-ins and apply assignments to ``p.grad``: None clears, a tensor replaces the gradient.
+
+        With ``fresh`` a backward is running: a tensor is its gradient, and the accumulated one was cleared before.
+
+        Raises:
+            RuntimeError: a sharded gradient was replaced.
+        """
+        shown, self.shown = self.shown, {}
+        self.changes += 1
+        if not shown:
+            return
+        cleared = []
+        with without_torch_function(), torch.no_grad():
+            for (bucket, index), grad in shown.items():
+                parameter = bucket.params[index]
+                current = parameter.grad
+                # None is shown for a late gradient, which stays for its second reduction.
+                if grad is None and current is not None:
+                    continue
+                parameter.grad = None
+                if current is None or (fresh and current is not grad):
+                    cleared.append((bucket, index))
+                    parameter.grad = current
+                elif current is grad:
+                    if isinstance(grad, ShardedGrad):
+                        self._hidden[(bucket, index)] = grad
+                else:
+                    _replace(bucket, index, current, self.parts)
+        self._clear(cleared, shown)
+
+    @torch.no_grad()
+    def take_assigned(self) -> None:
+        """Apply assignments to ``p.grad`` as ``detach`` does, and leave gradients attached. Not collective.
+
+        Raises:
+            RuntimeError: a sharded gradient was replaced.
+        """
+        self.drop_cleared()
+        with without_torch_function():
+            for (bucket, index), grad in self.shown.items():
+                parameter = bucket.params[index]
+                if grad is not None and (current := parameter.grad) is not None and current is not grad:
+                    _replace(bucket, index, current, self.parts)
+                    parameter.grad = grad
+
+    def drop_cleared(self) -> None:
+        """Clear the accumulators whose ``p.grad`` was set to None, to free memory before forward."""
+        with without_torch_function():
+            cleared = [(bucket, index) for bucket, index in self.shown if bucket.params[index].grad is None]
+        if not cleared:
+            return
+        self._clear(cleared, self.shown)
+        for place in cleared:
+            del self.shown[place]
+        self.changes += 1
+
+    @staticmethod
+    def _clear(cleared: list[Place], shown: Collection[Place]) -> None:
+        gone: dict[Bucket, set[int]] = {}
+        for bucket, index in cleared:
+            gone.setdefault(bucket, set()).add(index)
+        left = {bucket for bucket, index in shown if index not in gone.get(bucket, ())}
+        for bucket, indices in gone.items():
+            # Unused parameters were not shown; they are cleared with the last of the others.
+            bucket.grads.clear(indices if bucket in left else bucket.grads.held)
+
+    def unreduced(self, places: list[tuple[Bucket, int, Parameter]]) -> list[Tensor]:
+        """The gradients of these parameters that are in no accumulator yet."""
+        with without_torch_function():
+            return [p.grad for b, i, p in places if p.grad is not None and self.shown.get((b, i)) is None]
+
+    # ---- norms of shown gradients ----------------------------------------------------------------------------------
+
+    def norm(self, place: Place, norm_type: float) -> Tensor:
+        """The norm (0D) of a shown gradient. The first one of a type computes all. Collective then."""
+        name = place[0].layout.spans[place[1]].name
+        if place[0].grads.local is not None:
+            raise RuntimeError(f"Only a part of the gradient of {name!r} is reduced. Ask after the last micro-batch.")
+        if norm_type not in self.norms:
+            self.norms[norm_type] = self._compute_norms(norm_type)
+        if place not in self.norms[norm_type]:
+            raise RuntimeError(f"This gradient of {name!r} is that of an earlier step. Read p.grad again.")
+        return self.norms[norm_type][place]
+
+    def _in_order(self) -> list[Place]:
+        """The places of all shown gradients, in the order of parameters."""
+        return [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in self._places]
+
+    @torch.no_grad()
+    def _compute_norms(self, norm_type: float) -> dict[Place, Tensor]:
+        places = self._in_order()
+        row = torch.zeros(len(places), dtype=torch.float64, device=self._peers.device)
+        infinite = norm_type == float("inf")
+        for number, (bucket, index) in enumerate(places):
+            if bucket.grads.local is not None:
+                continue  # not reduced: ``norm`` refuses it
+            if bucket.repeats(index):
+                continue
+            for grad in _local(bucket, index, write=False):
+                norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
+                row[number] = norm if infinite else norm**norm_type
+            if number + 1 == len(places) or places[number + 1][0] is not bucket:
+                bucket.grads.put_away()
+        row = combine_rows(row, [bucket.holders(index) for bucket, index in places], "gradient norms", infinite)
+        row = row if infinite else row ** (1.0 / norm_type)
+        return {place: row[number].to(wide(place[0].grads.dtype)) for number, place in enumerate(places)}
+
+    def scaled(self, places: list[tuple[Bucket, int, Parameter]], factor: Tensor | float) -> None:
+        """Scale computed norms after gradients were multiplied by ``factor`` (0D, not negative). Not collective."""
+        for table in self.norms.values():
+            for bucket, index, _ in places:
+                if (bucket, index) in table:
+                    table[(bucket, index)] = table[(bucket, index)] * factor
+
+    def changed(self) -> None:
+        """Drop computed norms after any other change of gradients. Collective."""
+        self.norms.clear()
+        if self.held and self._places:
+            self.norm(self._in_order()[0], 2.0)
+
+
+# ---- the exchange of flags -------------------------------------------------------------------------------------------
+
+
+class UnusedParameters:
+    """The agreement of ranks on the parameters that none of them used, and on the news that travel with it.
+
+    Args:
+        files: whose errors are told.
+        same_on_ranks, buffers: their news travel with the flags.
+        sums_late: reductions go on without late ranks.
+
+    Attributes:
+        late: buckets that got gradients after their reduction in the last backward.
+        nonfinite: a loss was not finite: on this rank, after the exchange on any.
+    """
 
     def __init__(
         self,
         peers: Ranks,
-        reducer: GradReducer,
         buckets: list[Bucket],
-        parts: Parts,
-        sums_late: bool,
+        views: GradViews,
+        reducer: GradReducer,
         files: OffloadManager,
         same_on_ranks: SameOnRanks,
         buffers: BufferSync,
+        sums_late: bool,
     ) -> None:
-        self._same_on_ranks, self._buffers = same_on_ranks, buffers  # their news travel with the flags
-        self._peers, self._reducer, self._buckets, self.parts = peers, reducer, buckets, parts
+        self._peers, self._buckets, self._views, self._reducer = peers, buckets, views, reducer
+        self._files, self._same_on_ranks, self._buffers = files, same_on_ranks, buffers
         self._wide: dict[ShardGroup, list[Bucket]] = {}  # of ranks with other models, which have flags of their own
         for bucket in buckets:
             if bucket.is_wide:
                 self._wide.setdefault(bucket.group, []).append(bucket)
         # Ranks do not wait for late ones.
         self._tolerates = sums_late and any(not bucket.sharding.optim for bucket in buckets)
-        self._files = files
-        self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
         self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank
         self._wide_due = False  # the flags of ``_wide`` are not exchanged yet
         self._earlier: tuple[Work, Tensor] | None = None  # the flags of the step before, if ranks may be late
-        self._hold = False  # user code reads p.grad: ``finish_reductions`` goes on showing it
-        self._shown: dict[Place, Tensor | None] = {}  # shown in p.grad; None: p.grad is a late gradient
-        self._hidden: dict[Place, ShardedGrad] = {}  # stand-ins of the last backward, for reuse
-        self._places: set[Place] = set()  # the places of all shown gradients
-        self._accumulators: list[Store] = []  # the accumulators when gradients were shown
-        self._found: set[Place] | None = None  # the result of ``finish_reductions``, valid while ``_shows_reduced``
-        self.norms: dict[float, dict[Place, Tensor]] = {}  # norm type -> norms of shown gradients, until these change
-        self.aside = False  # gradients are not shown: ``put_aside``
-        self.spent = False  # a step has used, or skipped, what was accumulated
-        self.nonfinite = False  # a loss was not finite: on this rank, after the exchange on any
-
-    # ---- the exchange of flags -------------------------------------------------------------------------------------
+        # The result of ``finish_reductions``, and ``GradViews.changes`` then.
+        self._found: tuple[set[Place], int] | None = None
+        self.late: set[Bucket] = set()
+        self.nonfinite = False
 
     def record(self) -> None:
         """Called when the reductions of a backward are finished."""
-        self.spent, self._found = False, None
-        self._hidden = {}
+        self._views.begin()
         self._flags = None
         if self._reducer.sync:
             self._launch()
         else:
             self.late = {b for b in self._buckets if b.has_grads()}
-        self.show_held()
+        self._views.attach_held()
 
     def abort(self) -> None:
         """Drop all gradients after a failed backward, including those that it was added to."""
-        self._flags, self._shown, self._hidden, self._found = None, {}, {}, None
-        for bucket in self._buckets:
-            for parameter in bucket.params:
-                parameter.grad = None
-            bucket.grads.clear(bucket.grads.held)
+        self._flags = None
+        self._views.abort()
 
     def _launch(self) -> tuple[Work, Tensor]:
         """Launch the exchange of flags: what is the same on all ranks, used parameters, late buckets, errors."""
@@ -261,15 +469,16 @@ class UsedParameters:
                 options.
             SwapError: on all ranks, if files failed on one.
         """
-        stays = self._shows_reduced()
-        if self._found is not None and stays:
-            return partial(_is_used, self._found)
-        if self._hold:
-            self.take_assigned()
+        views = self._views
+        stays = self._flags is not None and not self.late and views.are_reduced()
+        if stays and self._found is not None and self._found[1] == views.changes:
+            return partial(_is_used, self._found[0])
+        if views.held:
+            views.take_assigned()
         elif not stays:
-            self.hide()
+            views.detach()
         self._reducer.flush()
-        unseen = not self._shown and any(b.has_grads() for b in self._buckets if b not in self.late)
+        unseen = not views.shown and any(b.has_grads() for b in self._buckets if b not in self.late)
         pending, flags = self._launch() if self._flags is None or unseen else self._flags
         if self._tolerates:
             pending, flags = self._of_the_step_before(pending, flags)
@@ -286,8 +495,8 @@ class UsedParameters:
         late = [bucket for bucket, flag in zip(self._buckets, row[-3 - count : -3], strict=True) if flag]
         if late:
             if stays:
-                # Hide first: the second reduction takes what ``p.grad`` has, and must not take stand-ins.
-                self.hide()
+                # Detach first: the second reduction takes what ``p.grad`` has, and must not take stand-ins.
+                views.detach()
                 stays = False
             self._reducer.reduce_again(late)
             flags[-count - 3 :] = 0
@@ -298,23 +507,29 @@ class UsedParameters:
             used |= {(bucket, index) for index, flag in enumerate(mine) if flag and index in valid}
             # Those of which a gradient was assigned since the exchange; all others of this rank have their flags.
             used |= {(bucket, index) for index in bucket.grads.used & valid}
-        if not self._hold:
-            if not stays or self._shown.keys() != used:
-                self.show(used)
-            self.norms, self._found = {}, used
+        if not views.held:
+            if not stays or views.shown.keys() != used:
+                views.attach(used)
+            views.norms, self._found = {}, (used, views.changes)
         return partial(_is_used, used)
 
-    def _shows_reduced(self) -> bool:
-        """True if all gradients were reduced, and ``p.grad`` and accumulators are as when they were last shown."""
-        if self._flags is None or self._hold or not self._shown or self.late:
-            return False
-        for bucket, accumulator in zip(self._buckets, self._accumulators, strict=True):
-            if bucket.grads.local is not None or bucket.grads.values is not accumulator:
-                return False
-        # Compare all parameters, not only those shown: a gradient may have been set where no rank had one.
-        with without_torch_function():
-            places = ((bucket, index, p) for bucket in self._buckets for index, p in enumerate(bucket.params))
-            return all(p.grad is self._shown.get((bucket, index)) for bucket, index, p in places)
+    @contextmanager
+    def user_access(self) -> Iterator[None]:
+        """Context for user code between backward and step: ``p.grad`` is set where any rank used the parameter.
+
+        Collective. The 2-norms are computed in advance, so that one rank alone may read them.
+        """
+        used, views = self.finish_reductions(), self._views
+        places = {(b, i) for b in self._buckets for i in range(len(b.params)) if used(b, i)}
+        views.attach(places)
+        views.held = True
+        try:
+            views.changed()
+            yield
+        finally:
+            views.held = False
+            views.detach()
+            views.attach({(bucket, index) for bucket, index in places if index in bucket.grads.held})
 
     def _exchange_wide(self, flags: Tensor) -> None:
         """Take over the flags of buckets that ranks with other models have, too. Collective.
@@ -368,182 +583,3 @@ class UsedParameters:
             "elsewhere and would overwrite the edit. Wrap the edit in "
             "`with lt_zero.gathered(parameters, write=True): ...`."
         )
-
-    # ---- what p.grad shows -----------------------------------------------------------------------------------------
-
-    def put_aside(self) -> None:
-        """Show no gradients until the first backward after ``aside`` is unset; clear those that a step has used."""
-        self.hide()
-        if self.spent:
-            for bucket in self._buckets:
-                bucket.grads.clear(bucket.grads.held)
-        self.aside, self.spent = True, False
-
-    def show_held(self) -> None:
-        """Show all accumulated gradients, reduced or not, so that ``p.grad = None`` clears them."""
-        self.show({(bucket, index) for bucket in self._buckets for index in bucket.grads.held})
-
-    def show(self, places: set[Place]) -> None:
-        """Set ``p.grad`` to stand-ins for the accumulated gradients."""
-        self.hide()
-        if self.aside:
-            return
-        self._places, self.norms = places, {}
-        self._accumulators = [bucket.grads.values for bucket in self._buckets]
-        views = {bucket: is_view(bucket) for bucket in {bucket for bucket, _ in places}}
-        # Guards would intercept each access to ``.grad``, although it needs no values.
-        with without_torch_function():
-            for bucket, index in places:
-                parameter = bucket.params[index]
-                # A late gradient stays in ``p.grad`` until its second reduction.
-                if parameter.grad is not None:
-                    self._shown[(bucket, index)] = None
-                    continue
-                local = _local(bucket, index) if views[bucket] else []
-                grad: Tensor | None = self._hidden.get((bucket, index))
-                if local:
-                    grad = self.parts.show(parameter, local[0].view(bucket.shapes[index]))
-                elif grad is None:
-                    empty = _nothing(parameter.shape, parameter.dtype, parameter.device)
-                    grad = stand_in = empty.as_subclass(ShardedGrad)
-                    stand_in._refs = weakref.ref(bucket), index, weakref.ref(self)
-                parameter.grad = self._shown[(bucket, index)] = grad
-        self._hidden = {}
-
-    @contextmanager
-    def looked_at(self) -> Iterator[None]:
-        """Context for user code between backward and step: ``p.grad`` is set where any rank used the parameter.
-
-        Collective. The 2-norms are computed in advance, so that one rank alone may read them.
-        """
-        used = self.finish_reductions()
-        places = {(b, i) for b in self._buckets for i in range(len(b.params)) if used(b, i)}
-        self.show(places)
-        self._hold = True
-        try:
-            self.changed()
-            yield
-        finally:
-            self._hold = False
-            self.hide()
-            self.show({(bucket, index) for bucket, index in places if index in bucket.grads.held})
-
-    def hide(self, fresh: bool = False) -> None:
-        """Remove the stand-ins and apply assignments to ``p.grad``: None clears, a tensor replaces the gradient.
-
-        With ``fresh`` a backward is running: a tensor is its gradient, and the accumulated one was cleared before.
-
-        Raises:
-            RuntimeError: a sharded gradient was replaced.
-        """
-        (shown, self._shown), self._found = (self._shown, {}), None
-        if not shown:
-            return
-        cleared = []
-        with without_torch_function(), torch.no_grad():
-            for (bucket, index), grad in shown.items():
-                parameter = bucket.params[index]
-                current = parameter.grad
-                # None is shown for a late gradient, which stays for its second reduction.
-                if grad is None and current is not None:
-                    continue
-                parameter.grad = None
-                if current is None or (fresh and current is not grad):
-                    cleared.append((bucket, index))
-                    parameter.grad = current
-                elif current is grad:
-                    if isinstance(grad, ShardedGrad):
-                        self._hidden[(bucket, index)] = grad
-                else:
-                    _replace(bucket, index, current, self.parts)
-        self._clear(cleared, shown)
-
-    @torch.no_grad()
-    def take_assigned(self) -> None:
-        """Apply assignments to ``p.grad`` as ``hide`` does, and go on showing gradients. Not collective.
-
-        Raises:
-            RuntimeError: a sharded gradient was replaced.
-        """
-        self.drop_cleared()
-        with without_torch_function():
-            for (bucket, index), grad in self._shown.items():
-                parameter = bucket.params[index]
-                if grad is not None and (current := parameter.grad) is not None and current is not grad:
-                    _replace(bucket, index, current, self.parts)
-                    parameter.grad = grad
-
-    def drop_cleared(self) -> None:
-        """Clear the accumulators whose ``p.grad`` was set to None, to free memory before forward."""
-        with without_torch_function():
-            cleared = [(bucket, index) for bucket, index in self._shown if bucket.params[index].grad is None]
-        if not cleared:
-            return
-        self._clear(cleared, self._shown)
-        for place in cleared:
-            del self._shown[place]
-        self._found = None
-
-    @staticmethod
-    def _clear(cleared: list[Place], shown: Collection[Place]) -> None:
-        gone: dict[Bucket, set[int]] = {}
-        for bucket, index in cleared:
-            gone.setdefault(bucket, set()).add(index)
-        left = {bucket for bucket, index in shown if index not in gone.get(bucket, ())}
-        for bucket, indices in gone.items():
-            # Unused parameters were not shown; they are cleared with the last of the others.
-            bucket.grads.clear(indices if bucket in left else bucket.grads.held)
-
-    def unreduced(self, places: list[tuple[Bucket, int, Parameter]]) -> list[Tensor]:
-        """The gradients of these parameters that are in no accumulator yet."""
-        with without_torch_function():
-            return [p.grad for b, i, p in places if p.grad is not None and self._shown.get((b, i)) is None]
-
-    # ---- norms of shown gradients ----------------------------------------------------------------------------------
-
-    def norm(self, place: Place, norm_type: float) -> Tensor:
-        """The norm (0D) of a shown gradient. The first one of a type computes all. Collective then."""
-        name = place[0].layout.spans[place[1]].name
-        if place[0].grads.local is not None:
-            raise RuntimeError(f"Only a part of the gradient of {name!r} is reduced. Ask after the last micro-batch.")
-        if norm_type not in self.norms:
-            self.norms[norm_type] = self._compute_norms(norm_type)
-        if place not in self.norms[norm_type]:
-            raise RuntimeError(f"This gradient of {name!r} is that of an earlier step. Read p.grad again.")
-        return self.norms[norm_type][place]
-
-    def _in_order(self) -> list[Place]:
-        """The places of all shown gradients, in the order of parameters."""
-        return [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in self._places]
-
-    @torch.no_grad()
-    def _compute_norms(self, norm_type: float) -> dict[Place, Tensor]:
-        places = self._in_order()
-        row = torch.zeros(len(places), dtype=torch.float64, device=self._peers.device)
-        infinite = norm_type == float("inf")
-        for number, (bucket, index) in enumerate(places):
-            if bucket.grads.local is not None:
-                continue  # not reduced: ``norm`` refuses it
-            if bucket.repeats(index):
-                continue
-            for grad in _local(bucket, index, write=False):
-                norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
-                row[number] = norm if infinite else norm**norm_type
-            if number + 1 == len(places) or places[number + 1][0] is not bucket:
-                bucket.grads.put_away()
-        row = combine_rows(row, [bucket.holders(index) for bucket, index in places], "gradient norms", infinite)
-        row = row if infinite else row ** (1.0 / norm_type)
-        return {place: row[number].to(wide(place[0].grads.dtype)) for number, place in enumerate(places)}
-
-    def scaled(self, places: list[tuple[Bucket, int, Parameter]], factor: Tensor | float) -> None:
-        """Scale computed norms after gradients were multiplied by ``factor`` (0D, not negative). Not collective."""
-        for table in self.norms.values():
-            for bucket, index, _ in places:
-                if (bucket, index) in table:
-                    table[(bucket, index)] = table[(bucket, index)] * factor
-
-    def changed(self) -> None:
-        """Drop computed norms after any other change of gradients. Collective."""
-        self.norms.clear()
-        if self._hold and self._places:
-            self.norm(self._in_order()[0], 2.0)

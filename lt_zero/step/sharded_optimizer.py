@@ -466,7 +466,7 @@ class ShardedOptimizer(ProcessLocal):
             return
         self._finish()
         self.widen()
-        self.engine.used_parameters.spent = True
+        self.engine.grad_views.spent = True
         # The background thread publishes the buckets in ``late`` when it has stepped them.
         self.engine.publish(self._buckets() - self.overlap.late)
         if self.engine.offload_manager.overlaps:

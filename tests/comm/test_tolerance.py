@@ -263,10 +263,10 @@ def _not_finite() -> list[bool]:
     for step in range(3):
         optimizer.zero_grad()
         if dist.get_rank() == 1 and step == 0:
-            engine.used_parameters.nonfinite = True
+            engine.unused_parameters.nonfinite = True
         next_token_loss(model, step, 0, dist.get_rank()).backward()
         optimizer.step()
-        known.append(engine.used_parameters.nonfinite)
+        known.append(engine.unused_parameters.nonfinite)
     engine.world.end_run()
     return known
 
