@@ -23,7 +23,7 @@ from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
 from lt_zero.comm.topology import Topology, choose, whole_nodes
 from lt_zero.comm.transport import Gloo, Groups, Mesh, SendBuffer, SendBuffers, SharedMemoryTransport, Transport
-from lt_zero.comm.work import FENCE, All, Done, Work
+from lt_zero.comm.work import FENCE, Done, Work, WorkList
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.flat_storage import flat_empty
@@ -353,7 +353,7 @@ class ShardGroup(Ranks):
         if self._arena is None:
             return Done()
         opened = self.log.open("barrier", "background", 0)
-        work = All([dist.barrier(self._background, async_op=True)], None, self.watch if self._gloo else None)
+        work = WorkList([dist.barrier(self._background, async_op=True)], None, self.watch if self._gloo else None)
         return self.log.follow(opened, work)
 
     # ---- windows: see shared_memory.py, Note [Shared windows] -------------------------------------------------------
@@ -468,7 +468,7 @@ class ShardGroup(Ranks):
         flat, after = send.flat, self.factors(send.flat.dtype)[1]
         self._require_device(flat, name)
         if self.process_group is None:
-            return All([], lambda: store(out, flat, add, after))
+            return WorkList([], lambda: store(out, flat, add, after))
         opened = self.log.open("reduce_scatter", name, flat.nbytes)
         launch = self.order.launch_reduction("reduce-scatter", name, flat.numel())
         return self.log.follow(opened, self._sums.reduce_scatter(out, flat, send.scratch, add, after, launch))
@@ -478,7 +478,7 @@ class ShardGroup(Ranks):
         flat, after = send.flat, self.factors(send.flat.dtype)[1]
         self._require_device(flat, name)
         if self.process_group is None:
-            return All([], lambda: store(out, flat, add, after))
+            return WorkList([], lambda: store(out, flat, add, after))
         opened = self.log.open("all_reduce", name, flat.nbytes)
         launch = self.order.launch_reduction("all-reduce", name, flat.numel())
         return self.log.follow(opened, self._sums.all_reduce(out, flat, send.scratch, add, after, launch))

@@ -41,7 +41,7 @@ from torch import Tensor
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.topology import whole_nodes
 from lt_zero.comm.transport import Group, Mesh
-from lt_zero.comm.work import Launch, Work
+from lt_zero.comm.work import CollectiveId, Work
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.ops.flat import store, wide
 
@@ -536,14 +536,16 @@ class TolerantHierarchy(Hierarchy):
         self._tolerant = tolerant
 
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
     ) -> Work:
         def run() -> None:
             store(out, self._mean(flat, scratch, out, launch), add, factor)
 
         return self._all([self._reducing.submit(run)], launch)
 
-    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch) -> Work:
+    def all_reduce(
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
+    ) -> Work:
         def run() -> None:
             self._own(flat).copy_(self._mean(flat, scratch, out, launch).mul_(factor))
             self._gather(flat, self._sums, self._staging[1])
@@ -551,7 +553,7 @@ class TolerantHierarchy(Hierarchy):
 
         return self._all([self._reducing.submit(run)], launch)
 
-    def _mean(self, flat: Tensor, scratch: Tensor, out: Tensor, launch: Launch) -> Tensor:
+    def _mean(self, flat: Tensor, scratch: Tensor, out: Tensor, launch: CollectiveId) -> Tensor:
         total = self._sum(flat, scratch, wide(out.dtype)).to(wide(out.dtype))
         self._tolerant.sum(launch.name, total)
         return total

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from lt_zero.comm.collective_worker import CollectiveWorker
-from lt_zero.comm.work import All, Watch
+from lt_zero.comm.work import CollectiveMonitor, WorkList
 
 
 def test_procedures_run_in_the_order_of_their_launches_beside_the_caller() -> None:
@@ -19,7 +19,7 @@ def test_procedures_run_in_the_order_of_their_launches_beside_the_caller() -> No
     assert not first.is_completed()
     assert not seen
     may_start.set()
-    All(rest, lambda: seen.append(20), Watch()).wait()
+    WorkList(rest, lambda: seen.append(20), CollectiveMonitor()).wait()
     assert seen == list(range(21))
 
 
