@@ -268,7 +268,7 @@ def _move_in(
     arriving[-1] += [made[bucket] for bucket in plan.rest]
     ordered = [bucket for buckets in arriving for bucket in buckets]
     for group in dict.fromkeys(bucket.group for bucket in ordered):
-        group.foresee_broadcasts((bucket.name, bucket.layout.numel) for bucket in ordered if bucket.group is group)
+        group.expect_broadcasts((bucket.name, bucket.layout.numel) for bucket in ordered if bucket.group is group)
     for planned, buckets in zip(plan.units, arriving, strict=True):
         materializer.fill([p for _, p in planned.parameters])
         for bucket in buckets:

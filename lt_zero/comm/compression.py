@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.procedures import Procedures
+from lt_zero.comm.collective_worker import CollectiveWorker
 from lt_zero.comm.transport import Group, Mesh, exchange, sum_in_rank_order
-from lt_zero.comm.work import All, Launch, Watch, Work
+from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Work, WorkList
 from lt_zero.ops.codecs import Codec
 from lt_zero.ops.flat import store
 
@@ -68,7 +68,7 @@ class Costs:
         self.coding, self.exchanging = self.coding + other.coding, self.exchanging + other.exchanging
 
 
-class Compressed(All):
+class Compressed(WorkList):
     """A launched collective; ``costs`` after its wait."""
 
     costs: Costs
@@ -136,7 +136,7 @@ class Compressor:
         world: int,
         rank: int,
         device: torch.device,
-        watch: Watch,
+        watch: CollectiveMonitor,
         codec: Codec,
         inner: int,
         hierarchical: bool,
@@ -153,10 +153,12 @@ class Compressor:
             self._node = new_group([range(first, first + inner) for first in range(0, world, inner)])
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._device = device
-        self._thread = Procedures("compression")
+        self._thread = CollectiveWorker("compression")
         self.costs = Costs()
 
-    def reduce(self, out: Tensor, flat: Tensor, residuals: Residuals, add: bool, factor: float, launch: Launch) -> All:
+    def reduce(
+        self, out: Tensor, flat: Tensor, residuals: Residuals, add: bool, factor: float, launch: CollectiveId
+    ) -> WorkList:
         """Write ``factor`` times the sum over the ranks to ``out``, or add it: all of it, or this rank's shard.
 
         Args:
@@ -191,7 +193,7 @@ class Compressor:
         work.costs = costs
         return work
 
-    def _launch(self, run: Callable[[], None], launch: Launch) -> Compressed:
+    def _launch(self, run: Callable[[], None], launch: CollectiveId) -> Compressed:
         if self._stream is None:
             return Compressed([self._thread.submit(run)], None, self._watch, launch)
         # The gradients are still being written on the current stream.
@@ -289,7 +291,7 @@ class Compressor:
         """Begin ``costs`` at zero."""
         self.costs = Costs()
 
-    def measure_rate(self, launch: Launch) -> float:
+    def measure_rate(self, launch: CollectiveId) -> float:
         """Bytes per second of this rank to others while all ranks send, from one small exchange. Collective."""
         seconds: list[float] = []
 

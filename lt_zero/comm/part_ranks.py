@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lt_zero.comm.ranks import Ranks
-from lt_zero.comm.work import Launch
+from lt_zero.comm.work import CollectiveId
 from lt_zero.comm.world import World
 
 
@@ -56,7 +56,7 @@ class PartRanks(Ranks):
         copied.record()
         return Comparison(copied.synchronize, host, numbers)
 
-    def _launch(self, part: Tensor, name: str) -> tuple[Any, Tensor, Launch]:
+    def _launch(self, part: Tensor, name: str) -> tuple[Any, Tensor, CollectiveId]:
         launch = self.order.launch("all-gather", f"saved inputs of {name}", part.numel())
         whole = part.new_empty(part.numel() * self.size)
         return self._all_gather(whole, part, group=self.process_group, async_op=True), whole, launch

@@ -22,8 +22,8 @@ from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
 from lt_zero.comm.topology import Topology, choose, whole_nodes
-from lt_zero.comm.transport import Gloo, Groups, Mesh, SendBuffer, SendBuffers, Transport, Windows
-from lt_zero.comm.work import FENCE, All, Done, Work
+from lt_zero.comm.transport import Gloo, Groups, Mesh, SendBuffer, SendBuffers, SharedMemoryTransport, Transport
+from lt_zero.comm.work import FENCE, Done, Work, WorkList
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.flat_storage import flat_empty
@@ -178,8 +178,8 @@ class ShardGroup(Ranks):
         if division != self._division:
             self._division, mesh = division, Mesh(self._largest, 0, division)
             self.mesh = Mesh(self.size, self.rank, min(division, self.size))
-            rows = [mesh.row(replica) for replica in range(self._largest // division)]
-            columns = [mesh.column(shard) for shard in range(division)] if division < self._largest else []
+            rows = [mesh.shard_ranks(replica) for replica in range(self._largest // division)]
+            columns = [mesh.replica_ranks(shard) for shard in range(division)] if division < self._largest else []
             gathers = self._new_group(backend, rows)
             reductions = gathers if one_queue() else self._new_group(backend, rows)
             across = self._new_group(backend, columns) if columns else None
@@ -203,7 +203,7 @@ class ShardGroup(Ranks):
             shared = [arena for arena in arenas if arena is not None]
             self._transport = Hierarchy(*common, self.watch, self.topology.sizes, make, shared)
         elif self._arena is not None:
-            self._transport = Windows(*common, self.watch, self._arena, self.ranks)
+            self._transport = SharedMemoryTransport(*common, self.watch, self._arena, self.ranks)
         else:
             self._transport = Gloo(*common, self.watch) if self._gloo else Transport(*common)
         self._sums = self._transport
@@ -226,12 +226,12 @@ class ShardGroup(Ranks):
         mesh, new_group = Mesh(self.size, self.rank, size), partial(self._new_group, backend)
         groups = Groups(self.reductions, self.process_group, self.reductions)
         if self._gloo:
-            arena = self._share_memory(mesh.row(mesh.replica)) if self.device.type == "cpu" else None
+            arena = self._share_memory(mesh.shard_ranks(mesh.replica)) if self.device.type == "cpu" else None
             # One arena serves for all three: this transport only gathers, in one thread.
             arenas = [arena] * 3 if arena is not None else []
             self._in_node = Hierarchy(mesh, groups, self.device, False, self.watch, [size], new_group, arenas)
         else:
-            row = new_group([mesh.row(replica) for replica in range(self.size // size)])
+            row = new_group([mesh.shard_ranks(replica) for replica in range(self.size // size)])
             self._in_node = Transport(mesh, replace(groups, gathers=row), self.device, False)
 
     def _tolerate(self, share: float, sharded: bool) -> None:
@@ -251,7 +251,7 @@ class ShardGroup(Ranks):
         ranks, late = tolerance_of(share, sharded, self.mesh, self.nodes, backend, self.device)
         mesh, new_group = Mesh(self.size, self.rank, ranks), partial(self._new_group, "gloo")
         node = next(n for n in self.nodes if self.rank in n)
-        columns = [mesh.column(number) for number in range(ranks)]
+        columns = [mesh.replica_ranks(number) for number in range(ranks)]
         groups = [new_group(columns, FOR_EVER) for _ in range(2)]
         self.tolerance = TolerantSum(groups, mesh, late, partial(_tell_late, mesh, self.world.hosts))
         weakref.finalize(self, self.tolerance.end).atexit = False
@@ -320,7 +320,7 @@ class ShardGroup(Ranks):
                 text = "needs collectives beside each other, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow"
                 raise ConfigError([Problem(key, f"{key}=true {text}: unset it, or set overlap_step='auto'.")])
             mesh = Mesh(self._largest, 0, self._division)
-            rows = [mesh.row(replica) for replica in range(self._largest // self._division)]
+            rows = [mesh.shard_ranks(replica) for replica in range(self._largest // self._division)]
             opened = self.log.open("barrier", "background", 0)
             self._background = self._new_group(dist.get_backend(self.process_group), rows)
             self.log.ended(opened)
@@ -353,7 +353,7 @@ class ShardGroup(Ranks):
         if self._arena is None:
             return Done()
         opened = self.log.open("barrier", "background", 0)
-        work = All([dist.barrier(self._background, async_op=True)], None, self.watch if self._gloo else None)
+        work = WorkList([dist.barrier(self._background, async_op=True)], None, self.watch if self._gloo else None)
         return self.log.follow(opened, work)
 
     # ---- windows: see shared_memory.py, Note [Shared windows] -------------------------------------------------------
@@ -473,7 +473,7 @@ class ShardGroup(Ranks):
         flat, after = send.flat, self.factors(send.flat.dtype)[1]
         self._require_device(flat, name)
         if self.process_group is None:
-            return All([], lambda: store(out, flat, add, after))
+            return WorkList([], lambda: store(out, flat, add, after))
         opened = self.log.open("reduce_scatter", name, flat.nbytes)
         launch = self.order.launch_reduction("reduce-scatter", name, flat.numel())
         return self.log.follow(opened, self._sums.reduce_scatter(out, flat, send.scratch, add, after, launch))
@@ -483,7 +483,7 @@ class ShardGroup(Ranks):
         flat, after = send.flat, self.factors(send.flat.dtype)[1]
         self._require_device(flat, name)
         if self.process_group is None:
-            return All([], lambda: store(out, flat, add, after))
+            return WorkList([], lambda: store(out, flat, add, after))
         opened = self.log.open("all_reduce", name, flat.nbytes)
         launch = self.order.launch_reduction("all-reduce", name, flat.numel())
         return self.log.follow(opened, self._sums.all_reduce(out, flat, send.scratch, add, after, launch))
@@ -539,6 +539,6 @@ def _tell_late(mesh: Mesh, hosts: Sequence[str], member: int, late: bool) -> Non
     """Log that a member is late, or on time again. No method: ``TolerantSum`` keeps this, not the group."""
     # One rank logs, of another member than the late one, which may not come to this for long.
     if mesh.rank == (0 if member else mesh.world - 1) // mesh.shards * mesh.shards:
-        ranks = mesh.row(member)
+        ranks = mesh.shard_ranks(member)
         text = "is late: sums of gradients go on without it, and get its contributions later" if late else "is on time"
         log.warning("Node %s (rank %s) %s.", hosts[ranks[0]], ", ".join(map(str, ranks)), text)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm.shared_memory import REDUCTIONS, SEND_BUFFERS, Barrier, SharedArena
-from lt_zero.comm.work import All, Done, Launch, Watch, Work
+from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Done, Work, WorkList
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.ops.flat import store, wide
 
@@ -51,11 +51,11 @@ class Mesh:
     def replica(self) -> int:
         return self.rank // self.shards
 
-    def row(self, replica: int) -> list[int]:
+    def shard_ranks(self, replica: int) -> list[int]:
         """The ranks of a replica."""
         return list(range(replica * self.shards, (replica + 1) * self.shards))
 
-    def column(self, shard: int) -> list[int]:
+    def replica_ranks(self, shard: int) -> list[int]:
         """The ranks that have the same shard."""
         return list(range(shard, self.world, self.shards))
 
@@ -106,12 +106,14 @@ class Transport:
         numel = flat.numel() // self._mesh.shards
         return flat.narrow(0, self._mesh.shard_rank * numel, numel)
 
-    def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
+    def all_gather(
+        self, flat: Tensor, own: Tensor | None, launch: CollectiveId | None, group: Group | None = None
+    ) -> Work:
         """Fill ``flat`` from the shards of a row (``group``: another one over it), which are in place already."""
-        return All([self._all_gather(flat, self._own(flat), group=group or self._groups.gathers, async_op=True)])
+        return WorkList([self._all_gather(flat, self._own(flat), group=group or self._groups.gathers, async_op=True)])
 
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
     ) -> Work:
         """Write ``factor`` times the sum of the ranks' shards of ``flat`` to ``out``, or add it."""
         mine, groups = self._own(flat), self._groups
@@ -126,37 +128,41 @@ class Transport:
                 with torch.cuda.stream(self._side):
                     work.wait()
                     work = dist.all_reduce(mine, group=groups.across, async_op=True)
-        return All([work], lambda: store(out, mine, add, factor))
+        return WorkList([work], lambda: store(out, mine, add, factor))
 
-    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch) -> Work:
+    def all_reduce(
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
+    ) -> Work:
         """Write ``factor`` times the sum of the ranks' ``flat`` to ``out``, or add it."""
         work = dist.all_reduce(flat, group=self._groups.everyone, async_op=True)
-        return All([work], lambda: store(out, flat, add, factor))
+        return WorkList([work], lambda: store(out, flat, add, factor))
 
 
 class Gloo(Transport):
     """gloo between hosts. ``watch``: waits for its works."""
 
-    def __init__(self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool, watch: Watch) -> None:
+    def __init__(
+        self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool, watch: CollectiveMonitor
+    ) -> None:
         super().__init__(mesh, groups, device, scatters)
         self._watch, self.sums_wide = watch, scatters
 
     def scratch_numel(self, numel: int) -> int:
         return numel
 
-    def _all(self, works: list[Any], launch: Launch | None, finish: Any = None) -> All:
-        return All(works, finish, self._watch, launch)
+    def _all(self, works: list[Any], launch: CollectiveId | None, finish: Any = None) -> WorkList:
+        return WorkList(works, finish, self._watch, launch)
 
-    def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
-        return self._broadcasts(flat, group or self._groups.gathers, launch)
-
-    def _broadcasts(self, flat: Tensor, group: Group, launch: Launch | None) -> All:
+    def all_gather(
+        self, flat: Tensor, own: Tensor | None, launch: CollectiveId | None, group: Group | None = None
+    ) -> Work:
+        group = group or self._groups.gathers
         ranks = dist.get_process_group_ranks(group)
         shards = zip(flat.chunk(len(ranks)), ranks, strict=True)
         return self._all([dist.broadcast(s, peer, group, async_op=True) for s, peer in shards], launch)
 
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
     ) -> Work:
         if not self._scatters:
             summed = self._own(flat)
@@ -173,7 +179,9 @@ class Gloo(Transport):
 
         return self._all([work], launch, finish)
 
-    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch) -> Work:
+    def all_reduce(
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
+    ) -> Work:
         world, rank = self._mesh.world, self._mesh.rank
         work = dist.all_to_all_single(scratch, flat, group=self._groups.everyone, async_op=True)
 
@@ -181,13 +189,13 @@ class Gloo(Transport):
             # One rank sums each part and sends the result, so all ranks get the same bits.
             total = sum_in_rank_order(scratch.chunk(world), out.dtype).mul_(factor)
             flat.chunk(world)[rank].copy_(total)
-            self._broadcasts(flat, self._groups.everyone, launch).wait()
+            Gloo.all_gather(self, flat, None, launch, self._groups.everyone).wait()
             store(out, flat, add, 1.0)
 
         return self._all([work], launch, finish)
 
 
-class Windows(Gloo):
+class SharedMemoryTransport(Gloo):
     """Memory that all ranks read, on one host. See shared_memory.py, Note [Shared windows].
 
     ``ranks``: the arena's numbers of the ranks of ``mesh``.
@@ -202,13 +210,13 @@ class Windows(Gloo):
         groups: Groups,
         device: torch.device,
         scatters: bool,
-        watch: Watch,
+        watch: CollectiveMonitor,
         arena: SharedArena,
         ranks: Sequence[int],
     ) -> None:
         super().__init__(mesh, groups, device, scatters, watch)
         self._arena, self.sums_wide = arena, True
-        self._ranks, self._row = list(ranks), [ranks[rank] for rank in mesh.row(mesh.replica)]
+        self._ranks, self._row = list(ranks), [ranks[rank] for rank in mesh.shard_ranks(mesh.replica)]
 
     def shares(self, tensor: Tensor | None) -> bool:
         return tensor is not None and self._arena.has(tensor)
@@ -216,14 +224,16 @@ class Windows(Gloo):
     def sends_from(self) -> SharedArena | None:
         return self._arena
 
-    def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
+    def all_gather(
+        self, flat: Tensor, own: Tensor | None, launch: CollectiveId | None, group: Group | None = None
+    ) -> Work:
         if own is None or not self._arena.has(own):
             return super().all_gather(flat, own, launch, group)
         self._arena.gather(own, flat, self._row)
         return Done()
 
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
     ) -> Work:
         if not self._arena.has(flat):
             return super().reduce_scatter(out, flat, scratch, add, factor, launch)
@@ -231,7 +241,9 @@ class Windows(Gloo):
         first = mesh.shard_rank * (flat.numel() // mesh.shards)
         return self._all([entered], launch, lambda: self._arena.sum(flat, first, out, add, factor))
 
-    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch) -> Work:
+    def all_reduce(
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
+    ) -> Work:
         if not self._arena.has(flat):
             return super().all_reduce(out, flat, scratch, add, factor, launch)
         world, rank = self._mesh.world, self._mesh.rank

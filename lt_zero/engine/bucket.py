@@ -175,7 +175,7 @@ class Bucket:
         self.average: Store | None = None  # the average of the master weights, in the same rows
         self.state = State.RESIDENT
         self.live = Live()
-        # Called before a gather is launched (False) and before it is waited for (True); synced.py.
+        # Called before a gather is launched (False) and before it is waited for (True); uneven_forwards.py.
         self.announce: Callable[[Bucket, bool], None] | None = None
         self._guarded = False
         self._owner = owner

@@ -59,6 +59,6 @@ class TolerantExchange(PlainExchange):
         self._tolerance.restore(owed)
 
     def _settled(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """``TolerantSum.owed``, by name of the bucket. Collective."""
+        """``TolerantSum.unsent``, by name of the bucket. Collective."""
         gather = self._peers.world.host_gather
-        return self._tolerance.owed(lambda sent: self._tolerance.column(gather(sent, "late gradients")))
+        return self._tolerance.unsent(lambda sent: self._tolerance.my_part(gather(sent, "late gradients")))

@@ -240,38 +240,40 @@ class Signals:
     Lightning's handlers broadcast, save and log when the signal arrives, possibly inside a collective. Here they only
     record it, until ``give_back``. All ranks agree on a point (comm/agreement.py) and do there what Lightning does:
     stop after the batch with SIGTERMException, on which callbacks may save, or save a checkpoint and requeue the job.
+
+    Attributes:
+        step_boundary: counts a point, as ``Agreement.step_boundary`` does; ``serve`` gets what it returns.
+        agreed: the signals that wait for the next batch to begin.
     """
 
     def __init__(self, trainer: pl.Trainer, agreement: Agreement) -> None:
-        self._trainer, self._agreement = trainer, agreement
-        self._agreed: list[str] = []
+        self._trainer, self.step_boundary = trainer, agreement.step_boundary
+        self.agreed: list[str] = []
         self._override = SignalOverride(trainer, lambda: agreement.request(_STOP), lambda: agreement.request(_REQUEUE))
 
     def give_back(self) -> None:
         """Restore Lightning's handlers."""
         self._override.give_back()
 
-    def pass_point(self, trains: bool) -> None:
-        """Act on signals during a batch, on all ranks; ``trains``: of training. Collective if there was a signal."""
-        agreed = self._agreement.pass_point(trains)
-        self._agreed += agreed
-        if _STOP in agreed:
-            if self._trainer.is_global_zero:
-                log.warning("SIGTERM: all ranks stop after this batch.")
-            self._override.stop()  # Lightning checks this at the end of a batch
+    def serve(self, agreed: list[str], saving: Callable[[], AbstractContextManager[object]] | None = None) -> None:
+        """Act on ``agreed`` signals, on all ranks. Collective.
 
-    def begin_batch(self, trains: bool, saving: Callable[[], AbstractContextManager[object]]) -> None:
-        """Save and requeue, between batches, if that was agreed on. Collective if there was a signal.
-
-        ``trains``: the batch is one of training. ``saving``: a context in which saves are synchronous, as the job ends.
+        ``saving``: a context in which saves are synchronous, as the job ends; None within a batch, where nothing is
+        saved.
 
         Raises:
             SIGTERMException: where Lightning does not check whether to stop.
         """
-        self.pass_point(trains)
-        if _REQUEUE in self._agreed:
+        self.agreed += agreed
+        if _STOP in agreed:
+            if self._trainer.is_global_zero:
+                log.warning("SIGTERM: all ranks stop after this batch.")
+            self._override.stop()  # Lightning checks this at the end of a batch
+        if saving is None:
+            return
+        if _REQUEUE in self.agreed:
             with saving():
                 self._override.requeue()
-        self._agreed.clear()
+        self.agreed.clear()
         if self._trainer.received_sigterm and self._trainer.state.fn == TrainerFn.PREDICTING:
             raise SIGTERMException

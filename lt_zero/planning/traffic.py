@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from lt_zero.comm.hierarchy import lines
+from lt_zero.comm.hierarchy import axis_groups
 from lt_zero.comm.topology import choose, whole_nodes
 from lt_zero.comm.transport import Mesh
 from lt_zero.common.errors import ConfigError
@@ -149,8 +149,8 @@ class _Links:
 
     def __init__(self, mesh: Mesh, nodes: list[list[int]], backend: str, sizes: Sequence[int]) -> None:
         self._mesh, self._count, self._gloo = mesh, len(nodes), backend == "gloo"
-        self._rows = [mesh.row(replica) for replica in range(mesh.world // mesh.shards)]
-        self._dimensions = [lines(mesh, sizes, number) for number in range(len(sizes))]
+        self._rows = [mesh.shard_ranks(replica) for replica in range(mesh.world // mesh.shards)]
+        self._dimensions = [axis_groups(mesh, sizes, number) for number in range(len(sizes))]
         self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
 
     def reduced(self, row: StoragePlan) -> float:
@@ -161,7 +161,7 @@ class _Links:
         if not row.sharding.optim and not row.sharding.params:
             everyone = [list(range(mesh.world))]
             return self._scattered(row, everyone, wide) + self._shared(row.numel * row.send.itemsize, everyone)
-        columns = [mesh.column(shard) for shard in range(mesh.shards)] if mesh.shards < mesh.world else []
+        columns = [mesh.replica_ranks(shard) for shard in range(mesh.shards)] if mesh.shards < mesh.world else []
         summed = row.own * (wide if self._gloo else row.send.itemsize)
         return self._scattered(row, self._rows, wide) + self._around(2 * summed, columns)
 
