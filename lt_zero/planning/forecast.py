@@ -65,7 +65,7 @@ def read_nbytes(row: StoragePlan, states: float) -> int:
     """Bytes that a step of a bucket reads from files: master weights, gradients, each of the optimizer's states."""
     dtypes = [row.master, row.accumulate, *[row.step] * int(states)]
     partial = int(row.shard_numel * row.step.itemsize * (states - int(states)))
-    return sum(rounded(row.shard_numel * dtype.itemsize) for dtype in dtypes) + rounded(partial)
+    return sum(rounded(record_nbytes(row.shard_numel, dtype)) for dtype in dtypes) + rounded(partial)
 
 
 def _moment_numels(table: Mapping[BucketPlan, StoragePlan], everyone: GroupFacts) -> list[int]:
