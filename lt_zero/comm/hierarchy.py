@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm.collective_worker import CollectiveWorker
+from lt_zero.comm.send_sizes import GLOO, NODE_WINDOWS
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.transport import Gloo, Group, Groups, Mesh, exchange, sum_in_rank_order
 from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Work
@@ -62,6 +63,7 @@ class Hierarchy(Gloo):
         self._gathering, self._reducing = CollectiveWorker("gather"), CollectiveWorker("reduce")
         # Windows of each thread, as all ranks have to allocate them in the same order.
         self._sends = arenas[0] if arenas else None
+        self.sends = NODE_WINDOWS if arenas else GLOO
         self._staging: list[_Staging | None] = [_Staging(arena) for arena in arenas[1:]] if arenas else [None, None]
 
     def sends_from(self) -> SharedArena | None:

@@ -15,10 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.compression import Compressor, Residuals, gather_encoded
+from lt_zero.comm.compression import (
+    CompressionPlan,
+    Compressor,
+    Residuals,
+    gather_encoded,
+    plan_compression,
+    plan_quantized_sums,
+)
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.ranks import Ranks
+from lt_zero.comm.send_sizes import BACKEND, SendSizes
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
 from lt_zero.comm.topology import Topology, choose, whole_nodes
@@ -91,7 +99,6 @@ class ShardGroup(Ranks):
         self._row: Groups | None = None  # groups over parts of the ranks
         self._configured: tuple[Any, ...] | None = None
         self.compressor: Compressor | None = None
-        self._compresses: tuple[Any, ...] | None = None  # what ``compressor`` was made for
         self.secondary_shards = 1
         self._in_node: Transport | None = None  # between them
         self._transport: Transport
@@ -269,11 +276,8 @@ class ShardGroup(Ranks):
         Raises:
             ConfigError: a GPU has one queue for all groups.
         """
-        nested = len(self.nodes) > 1 and (whole_nodes(self.nodes) or 1) > 1
-        if nested:
-            return self._use_compressor(codec, True, inside, "zero_optimization.zero_quantized_gradients")
-        one = inside if len(self.nodes) == 1 else codec
-        return self._use_compressor(one, False, None, "zero_optimization.zero_quantized_gradients")
+        plan = plan_quantized_sums(self.nodes, codec, inside)
+        return self._use_compressor(plan, "zero_optimization.zero_quantized_gradients")
 
     def use_compression(self, codec: Codec, hierarchical: bool) -> bool:
         """Prepare ``reduce_compressed``; returns whether gradients are compressed at all. Collective.
@@ -283,27 +287,21 @@ class ShardGroup(Ranks):
         Raises:
             ConfigError: the ranks do not form nodes, or a GPU has one queue for all groups.
         """
-        nodes, key = self.nodes, "gradient_compression.hierarchical_compress"
-        if hierarchical and len(nodes) == 1:
-            return False
-        if hierarchical and whole_nodes(nodes) is None:
-            sizes = ", ".join(str(len(node)) for node in nodes)
+        key, plan = "gradient_compression.hierarchical_compress", plan_compression(self.nodes, codec, hierarchical)
+        if plan is not None and hierarchical and whole_nodes(self.nodes) is None:
+            sizes = ", ".join(str(len(node)) for node in self.nodes)
             text = f"{key}=true needs nodes of equally many, neighbouring ranks; they have {sizes}: write false."
             raise ConfigError([Problem(key, text)])
-        return self._use_compressor(codec, hierarchical, None, "gradient_compression.algorithm")
+        return self._use_compressor(plan, "gradient_compression.algorithm")
 
-    def _use_compressor(self, codec: Codec, hierarchical: bool, inside: Codec | None, key: str) -> bool:
-        if self.process_group is None or self.size == 1:
+    def _use_compressor(self, plan: CompressionPlan | None, key: str) -> bool:
+        if self.process_group is None or plan is None:
             return False
         if one_queue():
             raise ConfigError([Problem(key, f"{key} {_QUEUE}, or remove the key.")])
-        wanted = (codec, hierarchical, inside)
-        if self._compresses != wanted:
+        if self.compressor is None or self.compressor.plan != plan:
             new_group = partial(self._new_group, dist.get_backend(self.process_group))
-            inner = (whole_nodes(self.nodes) or 1) if len(self.nodes) > 1 else 1
-            given = (self.size, self.rank, self.device, self.watch)
-            self.compressor = Compressor(*given, codec, inner, hierarchical, new_group, inside)
-            self._compresses = wanted
+            self.compressor = Compressor(plan, self.rank, self.device, self.watch, new_group)
         return True
 
     # ---- in the background ---------------------------------------------------------------------------------------
@@ -400,9 +398,9 @@ class ShardGroup(Ranks):
         return SendBuffers(transport, self.device, lambda dtype: self.factors(dtype)[0], largest)
 
     @property
-    def shares_sends(self) -> bool:
-        """True if peers read buffers for reductions in place, so that no scratch memory is needed."""
-        return self.process_group is not None and self._sums.sends_from() is not None
+    def sends(self) -> SendSizes:
+        """The buffers that reductions need."""
+        return self._sums.sends if self.process_group is not None else BACKEND
 
     def before_write(self) -> None:
         """Wait until no rank reads a tensor from ``allocate``. Call it before writing to one."""
@@ -459,10 +457,6 @@ class ShardGroup(Ranks):
         opened = self.log.open("all_gather", name, flat.nbytes)
         launch = self.order.launch("all-gather in the node", name, flat.numel())
         return self.log.follow(opened, self._in_node.all_gather(flat, None, launch))
-
-    def scratch_numel(self, numel: int) -> int:
-        """Elements of scratch that ``reduce_scatter`` and ``all_reduce`` need for a flat tensor of ``numel``."""
-        return self._sums.scratch_numel(numel) if self.process_group is not None else 0
 
     def reduce_scatter(self, out: Tensor, send: SendBuffer, add: bool, name: str) -> Work:
         """Average ``send`` (``mesh.shards`` shards) over all ranks; write this rank's shard to ``out``, or add it.

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.shared_memory import REDUCTIONS, SEND_BUFFERS, Barrier, SharedArena
+from lt_zero.comm.send_sizes import BACKEND, GLOO, WINDOWS
+from lt_zero.comm.shared_memory import REDUCTIONS, Barrier, SharedArena
 from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Done, Work, WorkList
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.ops.flat import store, wide
@@ -80,7 +81,7 @@ class Transport:
     """The collectives of a device's backend, such as NCCL. Methods start them; tensors are 1D."""
 
     overlaps = True  # gathers overlap with computation
-    send_buffers = 2  # see ``ShardGroup.send_buffers``
+    sends = BACKEND  # buffers of reductions
     sums_wide = False  # see ``ShardGroup.sums_wide``
 
     def __init__(self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool = True) -> None:
@@ -89,9 +90,6 @@ class Transport:
         # torch renamed these in 2.13, and warns on the old names.
         self._all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-    def scratch_numel(self, numel: int) -> int:
-        return 0
 
     def shares(self, tensor: Tensor | None) -> bool:
         """True if peers read ``tensor`` in place when they gather."""
@@ -141,14 +139,13 @@ class Transport:
 class Gloo(Transport):
     """gloo between hosts. ``watch``: waits for its works."""
 
+    sends = GLOO
+
     def __init__(
         self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool, watch: CollectiveMonitor
     ) -> None:
         super().__init__(mesh, groups, device, scatters)
         self._watch, self.sums_wide = watch, scatters
-
-    def scratch_numel(self, numel: int) -> int:
-        return numel
 
     def _all(self, works: list[Any], launch: CollectiveId | None, finish: Any = None) -> WorkList:
         return WorkList(works, finish, self._watch, launch)
@@ -202,7 +199,7 @@ class SharedMemoryTransport(Gloo):
     """
 
     overlaps, sums_wide = False, True
-    send_buffers = SEND_BUFFERS
+    sends = WINDOWS
 
     def __init__(
         self,
@@ -334,6 +331,7 @@ class SendBuffers:
         largest: Mapping[torch.dtype, int],
     ) -> None:
         self._transport, self._device, self._factor, self._largest = transport, device, factor, largest
+        self._sizes = transport.sends if transport is not None else BACKEND
         self._free: dict[torch.dtype, deque[tuple[Tensor, Tensor]]] = {}
         self._made: dict[torch.dtype, int] = {}  # number of reusable ones, free or not
 
@@ -341,10 +339,10 @@ class SendBuffers:
         """A buffer for ``numel`` elements; in the same order on all ranks. At most two are in use at a time."""
         largest, factor = self._largest.get(dtype, 0), self._factor(dtype)
         if numel > largest:
-            return SendBuffer(flat_empty(numel, dtype, self._device), factor, self._scratch(numel, dtype))
+            return SendBuffer(flat_empty(numel, dtype, self._device), factor, self._scratch(numel, dtype, False))
         free = self._free.setdefault(dtype, deque())
         made = self._made.get(dtype, 0)
-        if made < (self._transport.send_buffers if self._transport is not None else 2):
+        if made < self._sizes.turns:
             self._made[dtype] = made + 1
             whole = self._allocate(largest, dtype)
         else:
@@ -354,7 +352,7 @@ class SendBuffers:
     def filled(self, values: Tensor, dtype: torch.dtype) -> SendBuffer:
         """A buffer with gradients (1D) that are complete, in ``dtype``; ``values`` may be overwritten."""
         factor = self._factor(dtype)
-        return SendBuffer(values.mul_(factor).to(dtype), factor, self._scratch(values.numel(), dtype))
+        return SendBuffer(values.mul_(factor).to(dtype), factor, self._scratch(values.numel(), dtype, False))
 
     def give_back(self, buffer: SendBuffer, unused: bool = False) -> None:
         """Let a buffer from ``take`` be reused after its reduction; ``unused``: there was none."""
@@ -367,14 +365,11 @@ class SendBuffers:
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A reusable buffer for the life of a run, in shared memory if possible, and its scratch."""
         arena = self._transport.sends_from() if self._transport is not None else None
-        # Peers read a window in place, so the reduction needs no scratch.
-        if arena is not None:
-            return arena.allocate(numel, dtype), flat_empty(0, dtype, self._device)
-        return flat_empty(numel, dtype, self._device), self._scratch(numel, dtype)
+        flat = arena.allocate(numel, dtype) if arena is not None else flat_empty(numel, dtype, self._device)
+        return flat, self._scratch(numel, dtype, True)
 
-    def _scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
-        needs = self._transport.scratch_numel(numel) if self._transport is not None else 0
-        return flat_empty(needs, dtype, self._device)
+    def _scratch(self, numel: int, dtype: torch.dtype, reusable: bool) -> Tensor:
+        return flat_empty(self._sizes.scratch_numel(numel, reusable), dtype, self._device)
 
     @property
     def nbytes(self) -> int:

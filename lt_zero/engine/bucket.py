@@ -44,7 +44,6 @@ from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep, Job
 from lt_zero.offload.store import Place, Places, Store, device_place, put_away
-from lt_zero.ops.codecs import Codec
 
 
 class State(Enum):
@@ -78,13 +77,9 @@ class GatherStrategy:
     Others are in ``exchange/``.
 
     Attributes:
-        codec: updates of parameters that are not sharded are gathered encoded; None: as they are.
-        rests: what gathers read rests encoded; None: as it is.
         rounded: what was gathered last is not what the owners have.
     """
 
-    codec: Codec | None = None
-    rests: Codec | None = None
     rounded = False
 
     def place(self, place: Place, device: torch.device) -> Place:
@@ -142,7 +137,7 @@ class Bucket:
         self.storage, self.is_wide, self.compresses = storage, plan.is_wide, plan.compresses
         dtype, sharding = plan.dtype, plan.sharding
         self.params = [p for _, p in plan.parameters]
-        self.is_cut = sharding.optim or sharding.params  # this rank steps, and gets the gradients of, a shard
+        self.is_cut = storage.is_cut  # this rank steps, and gets the gradients of, a shard
         self.layout = plan.layout_in(group.mesh.shards, group.size)
         self.counted = storage.counted  # elements, where ranks of all groups have to decide alike
         self.shapes = [span.shape for span in self.layout.spans]
@@ -225,7 +220,7 @@ class Bucket:
             self.weights.keep(full[self.shard_range[0] : self.shard_range[1]])
         elif self.storage.trains:
             self.weights.enable_training()
-        elif self.sharding.params:
+        elif self.storage.keeps_frozen:
             self.weights.keep(self.shard)
         self.edits.note()
         if self.sharding.params:
@@ -382,7 +377,7 @@ class Bucket:
     @property
     def is_whole(self) -> bool:
         """True if this rank steps all elements, and gets their gradients, not those of a shard."""
-        return self.shard_range == (0, self.layout.numel)
+        return self.storage.is_whole
 
     def pieces_of(self, index: int) -> list[Piece]:
         """This rank's piece of parameter ``index``: none or one."""

@@ -23,7 +23,8 @@ from lt_zero.comm.work import Done, Work
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.exchange import OptimizerFragments
 from lt_zero.engine.layout import Piece
-from lt_zero.exchange.gradient_compression import ErrorFeedback, GradientCompression, no_mean
+from lt_zero.exchange.gradient_compression import ErrorFeedback, GradientCompression, compressed, no_mean
+from lt_zero.exchange.plan import ExchangePlan
 from lt_zero.optim.zero_one import ZeroOneAdam
 
 
@@ -31,16 +32,16 @@ class LocalSteps(GradientCompression):
     """The exchange of 0/1 Adam. See Note [Ranks that step apart].
 
     Args:
-        peers, keeps: as for ``GradientCompression``.
+        peers, plan: as for ``GradientCompression``.
     """
 
-    def __init__(self, peers: ShardGroup, keeps: bool) -> None:
-        super().__init__(peers, 0, keeps)
+    def __init__(self, peers: ShardGroup, plan: ExchangePlan) -> None:
+        super().__init__(peers, plan)
         self.of_bucket: Mapping[Bucket, LocalFeedback] = {}
         self._optimizer: ZeroOneAdam | None = None  # knows what the next step is
 
     def bind(self, buckets: Sequence[Bucket]) -> None:
-        self.of_bucket = {bucket: LocalFeedback(self, bucket) for bucket in buckets if bucket.compresses}
+        self.of_bucket = {bucket: LocalFeedback(self, bucket) for bucket in compressed(buckets)}
 
     def connect(self, optimizer: Optimizer, fragments: OptimizerFragments) -> None:
         if not isinstance(optimizer, ZeroOneAdam):

@@ -29,7 +29,7 @@ PART = 90_001  # elements per rank; several chunks in all
 
 def _averages(dtype: torch.dtype, add: bool) -> None:
     group, (rank, world) = ShardGroup.of_all(World.join(torch.device("cpu"))), (dist.get_rank(), dist.get_world_size())
-    assert group.shares_sends
+    assert group.sends.in_place
     numel = world * PART
     buffers, turns = group.send_buffers({dtype: numel}), 2 * SEND_BUFFERS  # buffers are written again
     flying: deque[tuple[Work, SendBuffer, Tensor, Tensor]] = deque()  # two at a time, as in backward

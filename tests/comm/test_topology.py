@@ -95,7 +95,7 @@ def _exact(stage: int, topology: Any, optimizer: str, zero: dict[str, Any], size
         engine = check(Case(Net, next_token_loss, stage, optimizer, 3, micro=2, zero=zero, communication=keys))
     assert tuple(engine.groups[0].topology.sizes) == tuple(sizes)
     assert len(engine.world.nodes) == 2
-    assert engine.groups[0].shares_sends == (topology == 2)
+    assert engine.groups[0].sends.in_place == (topology == 2)
 
 
 @pytest.mark.parametrize(("stage", "optimizer", "topology"), cover([0, 1, 2, 3], ["sgd", "adamw"], ["auto", 2, 3]))
