@@ -150,6 +150,7 @@ class GradientCompression(PlainExchange):
     """
 
     everywhere = False
+    remembers = True
 
     def __init__(self, peers: ShardGroup, warmup: int, keeps: bool) -> None:
         super().__init__(peers)
@@ -191,10 +192,6 @@ class GradientCompression(PlainExchange):
         self.steps -= counted
         for feedback in self.of_bucket.values():
             feedback.restore(self.steps)
-
-    @property
-    def remembers(self) -> bool:
-        return True
 
     def resume(self, steps: int) -> None:
         self.steps = steps
