@@ -126,6 +126,8 @@ class GradientCompression(PlainExchange):
         scale: the loss scale of the running step.
     """
 
+    remembers = True
+
     def __init__(self, peers: ShardGroup, plan: ExchangePlan, warmup: int = 0) -> None:
         super().__init__(peers)
         self._warmup, self.plan, self.scale = warmup, plan, 1.0
@@ -166,10 +168,6 @@ class GradientCompression(PlainExchange):
         self.steps -= counted
         for feedback in self.of_bucket.values():
             feedback.restore(self.steps)
-
-    @property
-    def remembers(self) -> bool:
-        return True
 
     def resume(self, steps: int) -> None:
         self.steps = steps
