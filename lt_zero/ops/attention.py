@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lt_zero.ops import library
 from lt_zero.ops.dispatch import DTYPES, address, call
+from lt_zero.ops.header import STRUCTS
 
 LARGEST_DIM = 256  # of a head
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -305,11 +306,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, terms: Terms) -> 
 
 def _problem(
     tensors: dict[str, Tensor], index: BlockIndex, lse: Tensor, key_bias: Tensor | None, terms: Terms
-) -> library.LtAttention:
+) -> ctypes.Structure:
     """``lt_attention``; it does not keep the tensors alive."""
     q, k = tensors["q"], tensors["k"]
-    rows = {name: library.LtRows(address(t), *t.stride()[:3]) for name, t in tensors.items()}
-    return library.LtAttention(
+    rows = {name: STRUCTS["lt_rows"](address(t), *t.stride()[:3]) for name, t in tensors.items()}
+    return STRUCTS["lt_attention"](
         batch=q.shape[0],
         heads=q.shape[1],
         kv_heads=k.shape[1],
@@ -317,8 +318,8 @@ def _problem(
         dim=q.shape[3],
         block=index.block,
         layouts=index.layouts,
-        rows=library.LtLists(address(index.row_begin), address(index.row_index)),
-        columns=library.LtLists(address(index.column_begin), address(index.column_index)),
+        rows=_native_lists(index.row_begin, index.row_index),
+        columns=_native_lists(index.column_begin, index.column_index),
         lse=address(lse),
         key_bias=address(key_bias),
         scale=terms.scale_of(q),
@@ -327,4 +328,12 @@ def _problem(
         dtype=DTYPES[q.dtype],
         causal=terms.causal,
         **rows,
+    )
+
+
+def _native_lists(begin: Tensor, index: Tensor) -> ctypes.Structure:
+    """``lt_lists`` of int64 and int32 tensors; it does not keep them alive."""
+    return STRUCTS["lt_lists"](
+        ctypes.pointer(ctypes.c_int64.from_address(begin.data_ptr())),
+        ctypes.pointer(ctypes.c_int32.from_address(index.data_ptr())),
     )

@@ -35,12 +35,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lt_zero.ops import library
 from lt_zero.ops.dispatch import CHUNK, DTYPES, address, call, native, pointers
+from lt_zero.ops.header import CONSTANTS, STRUCTS
 
 BITS = (8, 4, 2, 1)
 GROUP, LARGEST_BLOCK = 16, 1 << 16  # csrc/codec.h
-CUDA_BUFFERS = 256  # LT_CUDA_BUFFERS in csrc/lt_zero.h
+CUDA_BUFFERS = CONSTANTS["LT_CUDA_BUFFERS"]
 _LOW, _HIGH, _THRESHOLD = 0.5674756, 1.8930277, 1.2302517
 
 
@@ -78,7 +78,7 @@ def quantize(x: Tensor, bits: int, block: int, residual: Tensor | None = None, o
     out, lib = _prepared(x, bits, block, residual, out), native(x.device)
     if lib is None:
         return quantize_reference(x, bits, block, residual, out)
-    blocks = library.LtBlocks(numel=x.numel(), block=block, bits=bits, dtype=DTYPES[x.dtype])
+    blocks = STRUCTS["lt_blocks"](numel=x.numel(), block=block, bits=bits, dtype=DTYPES[x.dtype])
     call(lib, "encode_blocks", x.device, ctypes.byref(blocks), address(x), address(residual), address(out))
     return out
 
@@ -124,7 +124,7 @@ def dequantize_sum(buffers: Sequence[Tensor], out: Tensor, bits: int, block: int
     total = out
     if len(buffers) > CUDA_BUFFERS and out.device.type != "cpu":  # several launches carry the sum in fp32
         total = torch.empty_like(out, dtype=torch.float32)
-    blocks = library.LtBlocks(numel=out.numel(), block=block, bits=bits, dtype=DTYPES[total.dtype])
+    blocks = STRUCTS["lt_blocks"](numel=out.numel(), block=block, bits=bits, dtype=DTYPES[total.dtype])
     given = (len(buffers), pointers(buffers), scale, address(total))
     call(lib, "decode_blocks", out.device, ctypes.byref(blocks), *given)
     if total is not out:

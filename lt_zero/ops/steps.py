@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.ops import library
 from lt_zero.ops.dispatch import (
     address,
     call,
@@ -30,6 +29,7 @@ from lt_zero.ops.dispatch import (
     step_tensors,
     store,
 )
+from lt_zero.ops.header import STRUCTS
 
 
 def adam_step_reference(
@@ -86,7 +86,7 @@ def adam_step_reference(
         store(out, p)
 
 
-adam_step = step_operator(adam_step_reference, library.LtAdam)
+adam_step = step_operator(adam_step_reference, STRUCTS["lt_adam"])
 
 
 def lion_step_reference(
@@ -124,7 +124,7 @@ def lion_step_reference(
         store(out, p)
 
 
-lion_step = step_operator(lion_step_reference, library.LtLion)
+lion_step = step_operator(lion_step_reference, STRUCTS["lt_lion"])
 
 
 def adagrad_step_reference(
@@ -162,7 +162,7 @@ def adagrad_step_reference(
         store(out, p)
 
 
-adagrad_step = step_operator(adagrad_step_reference, library.LtAdagrad)
+adagrad_step = step_operator(adagrad_step_reference, STRUCTS["lt_adagrad"])
 
 
 def sgd_step_reference(
@@ -206,7 +206,7 @@ def sgd_step_reference(
         store(out, p)
 
 
-sgd_step = step_operator(sgd_step_reference, library.LtSgd)
+sgd_step = step_operator(sgd_step_reference, STRUCTS["lt_sgd"])
 
 
 # ---- LAMB: two passes, as its trust ratios need the norms of full parameters -----------------------------------------
@@ -316,7 +316,7 @@ def _run_lamb_update(
     if lib is None:
         return lamb_update_reference(params, grads, exp_avgs, exp_avg_sqs, **numbers, **options)
     norms, room = torch.empty(len(params), 2, dtype=torch.float64, device=device), scratch(lib, params, device)
-    lamb = library.LtLamb(**numbers)
+    lamb = STRUCTS["lt_lamb"](**numbers)
     call(lib, "lamb_update", device, ctypes.byref(tensors), ctypes.byref(lamb), address(norms), *pointer(room))
     return norms
 
@@ -339,7 +339,7 @@ def _run_lamb_apply(
         options = {"eps": eps, "weight_decay": weight_decay}
         lamb_apply_reference(params, exp_avgs, exp_avg_sqs, rates, outs, found_inf=found_inf, **options)
         return
-    lamb = library.LtLamb(eps=eps, weight_decay=weight_decay)
+    lamb = STRUCTS["lt_lamb"](eps=eps, weight_decay=weight_decay)
     call(lib, "lamb_apply", device, ctypes.byref(tensors), ctypes.byref(lamb), address(rates))
 
 
