@@ -49,6 +49,7 @@ def exchange_of(
         return LocalSteps(peers, keeps) if optimizer == "zerooneadam" else CompressedMomentum(peers, keeps)
     block, codec = config.gradient_compression, codec_of(config)
     if codec is not None and any(bucket.compresses for bucket in plan.buckets):
+        # The answer is the same on all ranks, which make their groups for it together.
         if peers.use_compression(codec, block.hierarchical_compress):
             return GradientCompression(peers, block.warmup_steps, keeps)
         if peers.world.rank == 0:

@@ -135,6 +135,7 @@ def attention_forward(
         out, lse = attention_forward_reference(q, k, v, index, terms)
         return torch.empty_like(q).copy_(out), lse.contiguous()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    # The bias has to live until the kernel has run: `problem` has its address only.
     bias = terms.key_bias.contiguous() if terms.key_bias is not None else None
     tensors = {"q": q, "k": k, "v": v, "out": out}
     problem = _problem(tensors, index, lse, bias, terms)
@@ -212,6 +213,7 @@ def _weights(q: Tensor, k: Tensor, index: BlockIndex, terms: Terms) -> tuple[Ten
     seen = index.dense(length)
     scores = scores.masked_fill(~(seen.tril() if terms.causal else seen), -math.inf)
     lse = scores.logsumexp(3)
+    # A row without keys has a softmax of NaN. Give it any finite scores, and no weights.
     blind = (lse == -math.inf)[..., None]
     weights = scores.masked_fill(blind, 0.0).softmax(3).masked_fill(blind, 0.0)  # neither NaN, nor in the gradients
     if not terms.dropout:
@@ -236,8 +238,10 @@ def attention_backward_reference(
     dweights = dout @ wide_v.transpose(2, 3)
     used = weights if kept is None else weights * kept
     dweights = dweights if kept is None else dweights * kept
+    # The gradient of softmax: of each row's gradients, their weighted mean is taken off.
     dscores = terms.scale_of(q) * weights * (dweights - (weights * dweights).sum(3, keepdim=True))
     dk, dv = dscores.transpose(2, 3) @ wide_q, used.transpose(2, 3) @ dout
+    # Heads of q that share one of k add up in it.
     dk, dv = (t.unflatten(1, (shape[1], group)).sum(2) for t in (dk, dv))
     return (dscores @ wide_k).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -253,6 +257,7 @@ def dropout_mask(seed: int, number: int, rows: int, columns: int, dropout: float
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
     z ^= z >> 31
+    # Rows and columns get different halves of the key: with one key the mask would be symmetric.
     row = _mix(torch.arange(rows, device="cpu") ^ z % 2**32)
     column = _mix(torch.arange(columns, device="cpu") ^ z >> 32)
     return _mix(row[:, None] ^ column) >= int(dropout * 2**32)

@@ -136,6 +136,7 @@ def call(lib: ctypes.CDLL, operation: str, device: torch.device, *args: Any) -> 
     if device.type == "cpu":
         code = getattr(lib, f"lt_cpu_{operation}")(*args, torch.get_num_threads())
     else:
+        # CUDA launches on the current device, which need not be that of the tensors.
         with torch.cuda.device(device):
             code = getattr(lib, f"lt_cuda_{operation}")(*args, torch.cuda.current_stream(device).cuda_stream)
     if code != 0:

@@ -258,6 +258,7 @@ class Loader:
             declare(library, kind)
             if kind == "cuda" and torch.cuda.is_available():
                 try_kernel(library)
+        # Whatever is wrong with a library, training goes on with the references.
         except (BuildError, OSError, AttributeError) as error:
             status = Status(kind, False, None, str(error), log=getattr(error, "log", None))
             return (None, status), _explain(status)

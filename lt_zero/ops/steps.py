@@ -71,6 +71,8 @@ def adam_step_reference(
     if skipped(found_inf):
         return
     factor = factor_of(scale, clip)
+    # Corrections of the bias are in fp64, as in torch. The kernels compute the lines below in this order: another one
+    # changes the last bit.
     step_size, correction2 = lr / (1.0 - beta1**step), (1.0 - beta2**step) ** 0.5
     for p, grad, exp_avg, exp_avg_sq, out in chunks(params, grads, exp_avgs, exp_avg_sqs, outs):
         g, m, v = gradient(grad, factor, maximize), exp_avg.float(), exp_avg_sq.float()
@@ -118,6 +120,7 @@ def lion_step_reference(
         g, m = gradient(grad, factor, maximize), exp_avg.float()
         if weight_decay != 0.0:
             p.mul_(1.0 - lr * weight_decay)
+        # Step before the momentum changes: the direction mixes the old one with this gradient.
         p.sub_(m.lerp(g, 1.0 - beta1).sign_(), alpha=lr)
         m.lerp_(g, 1.0 - beta2)
         store(exp_avg, m)
@@ -199,6 +202,7 @@ def sgd_step_reference(
             g = g.add(p, alpha=weight_decay)
         if momentum != 0.0:
             buffer = momentum_buffer.float()
+            # A first step only writes the buffer: it may hold NaNs, and 0 * NaN is NaN.
             buffer.copy_(g) if first else buffer.mul_(momentum).add_(g, alpha=1.0 - dampening)
             store(momentum_buffer, buffer)
             g = g.add(buffer, alpha=momentum) if nesterov else buffer
@@ -256,6 +260,8 @@ def lamb_update_reference(
             v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
             store(exp_avg, m)
             store(exp_avg_sq, v)
+            # From the moments as they were stored: the second pass reads them rounded, and its update has to have this
+            # norm.
             update = _lamb_direction(p, exp_avg, exp_avg_sq, eps, weight_decay)
             row += torch.stack([p.double().square().sum(), update.double().square().sum()])
     return norms
@@ -311,6 +317,7 @@ def _run_lamb_update(
     **options: Any,
 ) -> Tensor:
     lib, device = native(params[0].device), params[0].device
+    # Check all arguments also where the reference runs: it is to refuse what the kernel refuses.
     tensors = step_tensors(params, grads, (exp_avgs, exp_avg_sqs), [], **options)
     numbers: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     if lib is None:
