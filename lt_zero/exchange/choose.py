@@ -49,6 +49,7 @@ def exchange_of(
             here = "rank" if peers.size == 1 else "node"
             log.info("gradient_compression has nothing to do: there is one %s.", here)
         return PlainExchange(peers)
+    # The answer is the same on all ranks, which make their groups for it together.
     peers.use_compression(plan.codec, plan.hierarchical)
     if kind is ExchangeKind.LOCAL_STEPS:
         return LocalSteps(peers, plan)

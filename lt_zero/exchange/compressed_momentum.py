@@ -187,6 +187,7 @@ class MomentumFeedback(ErrorFeedback):
         if not self._sharded:
             return states.state(self._bucket, "exp_avg")
         if self._momentum is None:
+            # Gather once, at the freeze or after a load: from then on each exchange leaves the full momentum here.
             self._momentum = self._gathered(states.state(self._bucket, "exp_avg"))
             self._moves = self._gathered(states.state(self._bucket, "exp_avg_sq")) > 0
         return self._momentum
@@ -214,6 +215,8 @@ class MomentumFeedback(ErrorFeedback):
         mine, after = send.to(torch.float32, copy=True), group.factors(torch.float32)[1]
         # Gradients in 16 bits may carry other factors than the fp32 sum below.
         mine.mul_(group.factors(send.dtype)[1] / after)
+        # All ranks add the same old momentum. The sum multiplies it by their number and by the factor after it, so a
+        # rank adds that much less, and the loss scale is left over.
         share = self._exchange.scale / (after * group.size)
         rules = states.rules(self._bucket)
         for span, (beta, factor) in zip(self._layout.spans, rules, strict=True):
@@ -234,6 +237,8 @@ class MomentumFeedback(ErrorFeedback):
         lo, hi = self._bucket.shard_range
         out.copy_(full[lo:hi])
         assert self._moves is not None
+        # A code of one bit has no zero: elements that no optimizer updates (padding, parameters without a gradient)
+        # would get a momentum from it.
         self._next = torch.where(self._moves, full, 0).div_(self._exchange.scale)
 
     @property

@@ -79,6 +79,7 @@ class ErrorFeedback:
             self._kept = self._kept or [torch.empty_like(tensor) for tensor in self._tensors()]
             for kept, tensor in zip(self._kept, self._tensors(), strict=True):
                 kept.copy_(tensor)
+            # Keep the scale of the copies, too: they are not rescaled with the residuals below.
             self._kept_scale, self._kept_at = self.scale, owner.steps
         if self.scale != owner.scale:
             for tensor in self._tensors():
@@ -157,6 +158,7 @@ class GradientCompression(PlainExchange):
         self.steps += 1
         compressor = self._peers.compressor
         assert compressor is not None
+        # All ranks come here in the same step, as measuring the rate is collective.
         if self.steps == self._judge_from:
             compressor.restart_costs()
         elif self.steps == self._warmup + JUDGED:
@@ -165,6 +167,7 @@ class GradientCompression(PlainExchange):
                 self.announce(line)
 
     def undo_step(self, counted: bool) -> None:
+        # Count back first: the residuals that are restored are those kept for the step that is undone.
         self.steps -= counted
         for feedback in self.of_bucket.values():
             feedback.restore(self.steps)

@@ -33,10 +33,12 @@ class TolerantExchange(PlainExchange):
 
     def late_gradients(self) -> Iterator[tuple[Bucket, Tensor, Tensor]]:
         world, owed = self._peers.world, self._unsent_gradients()
+        # All ranks yield the same buckets, also those that owe nothing: the sums below are collective.
         some = torch.tensor([any(bool(counts.any()) for _, counts in owed.values())], dtype=torch.uint8)
         world.host_max(some, "late gradients").wait()
         for bucket in self._buckets if some.item() else ():
             lo, hi = self._tolerance.part(bucket.layout.numel)
+            # Each rank knows its own part of the elements, so the sum puts the parts together.
             every = torch.zeros(2, bucket.layout.numel, dtype=torch.float64)
             for row, values in zip(every, owed.get(bucket.name, ()), strict=False):
                 row[lo:hi] = values

@@ -84,6 +84,7 @@ class LocalSteps(GradientCompression):
         self.steps += 1
         if self._optimizer is not None and self._optimizer.begins_local:
             for feedback in self.of_bucket.values():
+                # What was left of gradients would be added to changes of weights.
                 feedback.reset()
 
     def check_mean(self) -> None:
@@ -113,6 +114,7 @@ class LocalFeedback(ErrorFeedback):
     def reduce(self, out: Tensor, send: Tensor, residuals: Residuals, add: bool) -> Work:
         if not self._steps.ranks_step_apart:
             return super().reduce(out, send, residuals, add)
+        # Scale as if all ranks had sent this gradient, so that whoever reads the accumulator finds the usual units.
         own = send.to(out.dtype) * (self._group.factors(send.dtype)[1] * self._group.size)
         out.add_(own) if add else out.copy_(own)
         return Done()
@@ -125,6 +127,7 @@ class LocalFeedback(ErrorFeedback):
         for rows in self._tensors() if self.scale != 1.0 else ():
             rows.div_(self.scale)
         self.scale = 1.0
+        # The sum is multiplied by the factor after it. Divide by that, and by the number of ranks, to get the mean.
         flat = flat / (self._group.factors(flat.dtype)[1] * self._group.size)
         mean = torch.empty_like(flat)
         self._group.reduce_compressed(mean, flat, residuals, False, self._name).wait()
