@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lt_zero.activation.stores import ActivationStore, SavedElements, Shown
+from lt_zero.activation.stores import ActivationStore, SavedBytes, SavedElements, Shown
 from lt_zero.comm.part_ranks import Comparison, PartRanks
 from lt_zero.common.compat import version_of
-from lt_zero.offload.saved_activations import DeviceStorage, Storage, StoredActivation, changed
+from lt_zero.offload.saved_activations import Storage, StoredActivation, changed
 
 log = logging.getLogger("lt_zero")
 
@@ -156,7 +156,7 @@ class PartitionedStore(ActivationStore):
         self._calls, self._name = 0, ""  # of modules, and of the last one
         # Uses share a copy; otherwise each would be gathered.
         self._shares_copies = True
-        self._rest = None if isinstance(storage, DeviceStorage) else storage  # of whole tensors
+        self._rest = None if storage.is_at_hand else storage  # of whole tensors; None: they stay where they are
         self._compared: deque[tuple[Comparison, list[_Input]]] = deque()
         # Equal on ranks that have made the same entries.
         self._numbers = weakref.WeakKeyDictionary[SavedElements, int]()
@@ -186,7 +186,7 @@ class PartitionedStore(ActivationStore):
         self._compared.clear()
         super().clear()
 
-    def _put(self, elements: Tensor) -> StoredActivation:
+    def _put(self, elements: Tensor) -> SavedBytes:
         return Undecided(elements, self._ranks, self._name)
 
     # ---- forward ---------------------------------------------------------------------------------------------------
