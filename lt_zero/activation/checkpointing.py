@@ -245,6 +245,7 @@ class _Checkpointed:
         if not any(tensor.requires_grad for tensor in chain(run.tensors, self._module.parameters())):
             return self.__wrapped__(*args, **kwargs)  # frozen layers before the first trainable one
         contexts, store = selective.contexts if self._selective else noop_context_fn, self._store
+        # From here on only autograd holds the tensors, or in their place what the store has made of them.
         tensors = run.begin()
         with store.saving(self.name, tensors) if store is not None else nullcontext():
             return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
@@ -294,6 +295,7 @@ class _Run:
     def __call__(self, *tensors: Tensor) -> Any:
         forward = self._forward
         if self._first:
+            # Not kept, since the arguments would hold the inputs until backward.
             args, kwargs = self._first.pop()
             with forward.around(forward.name, False):
                 output = forward.__wrapped__(*args, **kwargs)

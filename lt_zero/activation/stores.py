@@ -66,6 +66,7 @@ class Geometry:
     def restore(self, elements: Tensor) -> Tensor:
         """The tensor with these elements (1D); a view of them if there are no others between them."""
         span = 1 + sum((side - 1) * step for side, step in zip(self.sides, self.steps, strict=True))
+        # There were other elements between them. They are not restored, but the strides are.
         if span > elements.numel():
             spread = elements.new_empty(span)  # 1D
             spread.as_strided(self.sides, self.steps).copy_(elements.view(self.sides))
@@ -247,6 +248,7 @@ class ActivationStore:
         """The entry with the elements of ``local``, and whether there was none before."""
         known = self._known.setdefault(local.untyped_storage(), weakref.WeakValueDictionary())
         entry = known.get(key := shown.key(local))
+        # ``clear`` may have emptied the entry of a graph that is still alive.
         if entry is not None and entry.stored is not None:
             return entry, False
         known[key] = entry = self._new_entry(shown.take(local))
@@ -256,6 +258,7 @@ class ActivationStore:
         """An entry of bytes (1D uint8)."""
         entry = SavedElements(self._put(elements), self._last, self._gone)
         self._entries.add(entry)
+        # Weak, as the chain to earlier entries is: an entry has to die with its graph.
         self._last = weakref.ref(entry)
         self._counts["stored"] += 1
         self._counts["bytes"] += entry.nbytes
@@ -291,6 +294,7 @@ class ActivationStore:
 
     def _reap(self) -> None:
         while self._gone:
+            # A finalizer may append meanwhile, in any thread; a deque allows that.
             stored = self._gone.popleft()
             self._counts["stored"] -= 1
             self._counts["bytes"] -= stored.nbytes
@@ -300,6 +304,7 @@ class ActivationStore:
         """Free tensors that no graph holds, after a backward has ended or failed. See Note [Lifetime]."""
         with self._lock:
             self._reap()
+            # With several forwards before their backwards the pass ends with the last of them.
             if not self._counts["stored"]:
                 self.storage.end_pass()
 

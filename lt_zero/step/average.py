@@ -105,6 +105,7 @@ class WeightAverage:
         for bucket, averages in changed.items():
             self._swap(bucket, averages)
         engine.publish(set(changed), stepped=False)
+        # Wait for the gathers that ``publish`` may have started: the caller reads the weights next.
         engine.finish_steps()
         for name, buffer in self._named_buffers().items():
             if (known := self._buffers.get(name)) is not None:
@@ -126,6 +127,7 @@ class WeightAverage:
         else:
             self._kept[bucket] = master.clone()
             master.copy_(average)
+        # Weights in files are copied to what gathers read while they are in memory; ``publish`` copies the others.
         if bucket.streamed:
             bucket.weights.written = False
             bucket.weights.refresh()
