@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import lt_zero
-from lt_zero.memory.check import measured
-from lt_zero.memory.forecast import MOMENTS
+from lt_zero.planning.check import measured
+from lt_zero.planning.forecast import MOMENTS
 from lt_zero.step.average import WeightAverage, average_of
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import blocks
