@@ -167,7 +167,7 @@ class Bucket:
         self.weights = MasterWeights(self.shard, storage, gaps, *shared)
         self.grads = GradAccumulator(plan, storage, self.layout, self.pieces, self.shard_range, group, *shared)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
-        self.average: Store | None = None  # the average of the master weights, in the same rows
+        self.beside: dict[str, Store] = {}  # states that no step reads, such as an average of the weights
         self.state = State.RESIDENT
         self.live = Live()
         # Called before a gather is launched (False) and before it is waited for (True); uneven_forwards.py.
@@ -438,9 +438,20 @@ class Bucket:
             self.states[key] = store
         return store
 
+    def add_beside(self, key: str, dtype: torch.dtype) -> Store:
+        """A new store of elements as the master weights have, kept where optimizer states are; steps do not read it."""
+        self.drop_beside(key)
+        # The kind has a name of its own: an optimizer's state may have the same key.
+        self.beside[key] = self.places.step.store(f"beside {key}", self.shard.numel(), dtype)
+        return self.beside[key]
+
+    def drop_beside(self, key: str) -> None:
+        """Free a store of ``add_beside``, if there is one."""
+        if (store := self.beside.pop(key, None)) is not None:
+            store.discard()
+
     def stores(self) -> list[Store]:
-        average = [self.average] if self.average is not None else []
-        return [*self.weights.stores(), *self.grads.stores(), *self.states.values(), *average]
+        return [*self.weights.stores(), *self.grads.stores(), *self.states.values(), *self.beside.values()]
 
     def step_stores(self) -> list[Store]:
         """The streamed stores of master weights and optimizer states."""

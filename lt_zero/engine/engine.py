@@ -137,7 +137,6 @@ class Engine(ProcessLocal):
         self.finish_reductions = self.unused_parameters.finish_reductions
         self.sharded_optim = any(not b.is_whole for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
-        self.average: Any = None  # a WeightAverage of its parameters
         self.before_backward: list[Callable[[], None]] = []  # called when a backward begins
         # Called at the end of a backward, also of a failed one.
         self.after_backward: list[Callable[[], None]] = [self.buffers.end_backward]

@@ -74,6 +74,7 @@ from lt_zero.session.checkpoints import (
     trained_beside,
     weights_to_save,
 )
+from lt_zero.step.average import average_of
 
 _HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 _HPARAMS_TYPE = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
@@ -105,8 +106,8 @@ class CheckpointService:
         """The module's state dict: fragments on all ranks, or full tensors on rank 0 and {} elsewhere. Collective."""
         engine = run.engine
         run.loss_scale.read_skip_flag()  # schedules are saved next
-        if engine.average is not None:
-            engine.average.drop_if_outdated()
+        if (average := average_of(engine)) is not None:
+            average.drop_if_outdated()
         self._frozen = frozen_names(engine, leave_out=not run.config.checkpoint.save_frozen)
         return weights_to_save(engine, self._frozen, sharded=self._directories)
 
@@ -294,9 +295,9 @@ class CheckpointService:
         left_out = list(checkpoint.get(LT_ZERO, {}).get("frozen_left_out", []))
         owners = {id(owner): owner for owner in map(owner_of, module.parameters()) if owner is not None}
         for owner in owners.values():
-            if isinstance(owner, Engine) and owner.attached and owner.average is not None:
+            if isinstance(owner, Engine) and (average := average_of(owner)) is not None:
                 # The average is of the weights that are replaced now.
-                owner.average.end()
+                average.end()
         lazy = any(isinstance(value, LazyTensor) for value in state.values())
         rounds = not run.config.zero_optimization.load_from_fp32_weights
         # Those that are parallelized already take whole tensors only once they are sharded.

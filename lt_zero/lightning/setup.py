@@ -35,6 +35,7 @@ from lt_zero.engine.guard import owner_of
 from lt_zero.lightning.model_report import dtype_table, unit_table
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.session.session import Session
+from lt_zero.step.average import average_of
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
@@ -158,8 +159,9 @@ def find_engine(
         same = engine.config == config and engine.policy == policy
         mine = engine.root is module and (engine is last or same)
         reused = mine and len(owners) == 1 and owns_all(engine)
-        if engine.average is not None and not (reused and engine.average.finished and not fits):
-            engine.average.end()
+        average = average_of(engine)
+        if average is not None and not (reused and average.finished and not fits):
+            average.end()
         take_over_assigned(engine)
         if reused:
             return engine

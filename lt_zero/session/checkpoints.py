@@ -45,6 +45,7 @@ from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.whole_model import full_state_dict
+from lt_zero.step.average import average_of
 from lt_zero.step.loss_scale import LossScaleController
 
 log = logging.getLogger("lt_zero")
@@ -98,7 +99,8 @@ def weights_to_save(
 
 def averages_shown(engine: Engine, averaged: bool = True) -> AbstractContextManager[None]:
     """Context that gives the model the averages of ``EMA``, if there are some, or its trained weights. Collective."""
-    return engine.average.showing(averaged) if engine.average is not None else nullcontext()
+    average = average_of(engine)
+    return average.showing(averaged) if average is not None else nullcontext()
 
 
 def whole_weights(engine: Engine, call: str, left_out: Iterable[str] = ()) -> dict[str, Any]:
@@ -123,11 +125,11 @@ def export_weights(engine: Engine, path: str | os.PathLike[str], call: str, **op
 
 def trained_beside(engine: Engine, left_out: Iterable[str] = (), sharded: bool = True) -> dict[str, Any]:
     """The trained weights, by their key in a checkpoint; {} if its state dict has no averages. Collective."""
-    average = engine.average
+    average = average_of(engine)
     if average is None or not average.updates:
         return {}
     places = {name: engine.owner.get(id(p)) for name, p in engine.root.named_parameters(remove_duplicate=False)}
-    names = {name for name, place in places.items() if place is not None and place[0].average is not None}
+    names = {name for name, place in places.items() if place is not None and average.averages(place[0]) is not None}
     names |= dict(engine.root.named_buffers()).keys()
     names = set(on_all_ranks(engine, sorted(names), "names of averages"))
     state = weights_to_save(engine, left_out, averaged=False, sharded=sharded)
@@ -343,9 +345,10 @@ class Progress:
         if self.rank_buffers is not None:
             with engine.world.agree("restoring buffers of each rank", CheckpointError):
                 load_rank_buffers(engine, self.rank_buffers, prefix)
-        if engine.average is not None and self.averages is not None:
+        average = average_of(engine)
+        if average is not None and self.averages is not None:
             with engine.world.agree("restoring averages", CheckpointError):
-                engine.average.load(*self.averages)
+                average.load(*self.averages)
         if controller is not None:
             controller.load_state_dict(dict(self.loss_scale or {}))
             controller.start_watching(engine)

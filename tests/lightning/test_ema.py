@@ -14,6 +14,7 @@ from torch import Tensor
 
 import lt_zero
 from lt_zero import EMA
+from lt_zero.step.average import average_of
 from tests.support.lightning_tools import GPT, QUIET, sharded_trainer, single_trainer
 from tests.support.matrix import cover, only_rows
 from tests.support.pool import Pool
@@ -172,7 +173,7 @@ class Begins(pl.Callback):
         self.weights = [lt_zero.full_master(p) for p in module.parameters()]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        average = trainer.strategy.engine.average  # type: ignore[attr-defined]
+        average = average_of(trainer.strategy.engine)  # type: ignore[attr-defined]
         self.updates.append(average.updates if average is not None else 0)
 
 

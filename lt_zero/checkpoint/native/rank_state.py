@@ -32,6 +32,7 @@ from lt_zero.engine.buffers import digests
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.exchange import BucketResiduals
 from lt_zero.engine.lazy_tensor import elements_of, whole
+from lt_zero.step.average import average_of
 
 RESIDUALS, RANK_BUFFERS = "gradient_compression", "rank_buffers"  # keys in a Lightning checkpoint
 
@@ -206,7 +207,8 @@ def rank_buffers(engine: Engine, prefix: str = "") -> dict[str, Any] | None:
     world = engine.world
     if world.size == 1:
         return None
-    trained = engine.average.buffers(averaged=False) if engine.average is not None else {}
+    average = average_of(engine)
+    trained = average.buffers(averaged=False) if average is not None else {}
     persistent = engine.root.state_dict(keep_vars=True).keys()
     own = {name: trained.get(name, b) for name, b in engine.root.named_buffers() if name in persistent}
     values = dict(zip(own, digests(list(own.values())), strict=True))
