@@ -31,7 +31,8 @@ from lt_zero.engine.inplace_edits import digest_of
 from lt_zero.engine.lazy_tensor import elements_of
 from lt_zero.offload.store import Store
 
-_EMA = "ema"  # key of the averages among the states of a bucket
+# Keys of states of a bucket: the averages, and the weights while rounded averages are in their place.
+_EMA, _TRAINED = "ema", "trained"
 
 
 class WeightAverage:
@@ -52,7 +53,6 @@ class WeightAverage:
     def __init__(self, engine: Engine) -> None:
         engine.exchange.check_common_weights("EMA")
         self._engine = engine
-        self._kept: dict[Bucket, Tensor] = {}  # this rank's weights, while its averages are in use rounded
         self._buffers: dict[str, Tensor] = {}  # averages, or while they are in use the buffers themselves
         self.updates, self.swapped, self.finished = 0, False, False
         self._left: list[Tensor] = []  # digests of what ``finish`` left in the model
@@ -123,9 +123,10 @@ class WeightAverage:
             master.copy_(average)
             average.copy_(before)
         elif self.swapped:
-            master.copy_(self._kept.pop(bucket))
+            master.copy_(bucket.beside[_TRAINED].read())
+            bucket.drop_beside(_TRAINED)
         else:
-            self._kept[bucket] = master.clone()
+            bucket.add_beside(_TRAINED, master.dtype).overwrite().copy_(master)
             master.copy_(average)
         # Weights in files are copied to what gathers read while they are in memory; ``publish`` copies the others.
         if bucket.streamed:
@@ -181,7 +182,7 @@ class WeightAverage:
         """Drop the averages, or, while they are in use, the weights."""
         for bucket in self._engine.buckets:
             bucket.drop_beside(_EMA)
-        self._kept.clear()
+            bucket.drop_beside(_TRAINED)
         self._buffers.clear()
         if self in self._engine.handles:
             self._engine.handles.remove(self)
@@ -194,8 +195,8 @@ class WeightAverage:
         """The function that reads this rank's averages (1D, as ``shard``), or its weights; None: the model has them."""
         if (averages := self.averages(bucket)) is None:
             return None
-        if (kept := self._kept.get(bucket)) is not None:
-            return averages.read if averaged else lambda: kept
+        if (trained := bucket.beside.get(_TRAINED)) is not None:
+            return averages.read if averaged else trained.read
         return averages.read if averaged != self.swapped else None
 
     def buffers(self, averaged: bool) -> dict[str, Tensor]:
