@@ -104,9 +104,8 @@ def _options(stage: int, folder: str) -> None:
         evaluated = sharded_trainer(stage, limit_val_batches=1)
         evaluated.validate(module, ckpt_path=f"{folder}/{name}")
         same(copied(evaluated.strategy.full_state_dict()), want["weights"])  # type: ignore[attr-defined]
-        again = evaluated.predict(module, ckpt_path=f"{folder}/{name}/")
-        assert again
-        evaluated.test(module, ckpt_path=Path(folder, name))
+    assert evaluated.predict(module, ckpt_path=f"{folder}/light/")
+    evaluated.test(module, ckpt_path=Path(folder, "light"))
     text = error_of(resume, f"{folder}/light", stage)
     assert "optimizer" in text
 
@@ -120,8 +119,6 @@ def _rounded(folder: str, precision: str) -> None:
     trainer = train(1, config=SHARDED, precision=precision)
     want = everything(trainer)
     trainer.save_checkpoint(f"{folder}/half")
-    exact, _ = resume(f"{folder}/half", 2, precision=precision)
-    same(exact["weights"], want["weights"])
     zero = {"load_from_fp32_weights": False}
     got, _ = resume(f"{folder}/half", 2, precision=precision, zero=zero)
     if dist.get_rank() == 0:

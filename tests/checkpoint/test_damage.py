@@ -260,7 +260,7 @@ def _hostile(folder: str) -> None:
     for name in ("objects.pkl", ".metadata", "extras.pt"):
         got, _ = resume(f"{folder}/{name}", 3)
         same(got["step"], 2)
-        sharded_trainer(1, limit_val_batches=1).validate(GPT(2), ckpt_path=f"{folder}/{name}")
+    sharded_trainer(1, limit_val_batches=1).validate(GPT(2), ckpt_path=f"{folder}/objects.pkl")
     text = error_of(resume, f"{folder}/meta.pt", 3)
     assert "meta.pt holds" in text
     assert "could run code" in text

@@ -91,8 +91,7 @@ TYPES, FORMATS, PRECISIONS = ["OneBitAdam", "OneBitLamb"], ["sharded", "full"], 
     only_rows(
         [
             ("OneBitAdam", 1, "sharded", "32-true"),
-            ("OneBitLamb", 0, "full", "16-true"),
-            ("ZeroOneAdam", 0, "sharded", "16-true"),
+            ("ZeroOneAdam", 0, "full", "16-true"),
         ],
         [
             *itertools.product(TYPES, [0, 1], FORMATS, PRECISIONS),
@@ -118,7 +117,7 @@ LOCAL = [("ZeroOneAdam", 3, (0, 0), "sharded"), ("ZeroOneAdam", 4, (0, 0), "full
 @pytest.mark.parametrize(
     ("type_", "ranks", "stages", "format"),
     only_rows(
-        [("OneBitAdam", *ELSEWHERE[0]), LOCAL[0]],
+        [("OneBitLamb", *ELSEWHERE[0])],
         [*((name, *where) for name in TYPES for where in ELSEWHERE), *LOCAL],
     ),
 )

@@ -119,26 +119,46 @@ OBSERVERS: dict[str, Callable[[str], tuple[list[Callback], Callable[..., Any]]]]
 }
 
 
-def _observed(name: str, stage: int | None, folder: str) -> Fit:
-    made, look = OBSERVERS[name](folder)
+# Those that do not decide how long training goes on are observed together; a Trainer has one bar.
+GROUPS = [
+    ("EarlyStopping",),
+    ("GradientAccumulationScheduler",),
+    ("Timer",),
+    (
+        "LambdaCallback",
+        "LearningRateMonitor",
+        "DeviceStatsMonitor",
+        "SpikeDetection",
+        "ModelSummary",
+        "TQDMProgressBar",
+    ),
+    ("RichModelSummary", "RichProgressBar"),
+]
+
+
+def _observed(names: tuple[str, ...], stage: int | None, folder: str) -> Fit:
+    pairs = {name: OBSERVERS[name](folder) for name in names}
+    made = [callback for callbacks_, _ in pairs.values() for callback in callbacks_]
     options: dict[str, Any] = {**RUN, "callbacks": made, "logger": CSVLogger(folder), "log_every_n_steps": 1}
-    if name.endswith("Bar"):
-        options["enable_progress_bar"] = True
-    if name.endswith("Summary"):
-        options["enable_model_summary"] = True
+    if len(names) > 1:
+        options |= {"enable_progress_bar": True, "enable_model_summary": True}
     world = dist.get_world_size() if stage is not None else 1
     trainer = sharded_trainer(stage, **options) if stage is not None else single_trainer(**options)
     trainer.fit(GPT(world))
-    return weights(trainer), look(trainer)
+    return weights(trainer), {name: look(trainer) for name, (_, look) in pairs.items()}
 
 
-@pytest.mark.parametrize(("name", "stage"), cover(list(OBSERVERS), [3, 2, 1]))
-def test_it_does_what_it_does_in_one_process(pool: Pool, tmp_path: Path, name: str, stage: int) -> None:
-    (got, seen), _ = pool.run(2, _observed, name, stage, str(tmp_path / "two"))
-    want, wanted = _observed(name, None, str(tmp_path / "one"))
+@pytest.mark.parametrize(("names", "stage"), cover(GROUPS, [3, 2, 1]))
+def test_it_does_what_it_does_in_one_process(pool: Pool, tmp_path: Path, names: tuple[str, ...], stage: int) -> None:
+    (got, seen), _ = pool.run(2, _observed, names, stage, str(tmp_path / "two"))
+    want, wanted = _observed(names, None, str(tmp_path / "one"))
     assert seen == wanted
-    assert wanted or name == "SpikeDetection", "it saw something"
+    assert all(found or name == "SpikeDetection" for name, found in wanted.items()), "it saw something"
     assert_same(got, want)
+
+
+def test_every_observer_is_in_a_group() -> None:
+    assert sorted(name for names in GROUPS for name in names) == sorted(OBSERVERS)
 
 
 # ---- predictions, metrics, saves -------------------------------------------------------------------------------------

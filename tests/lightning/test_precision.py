@@ -297,7 +297,8 @@ def _norms(mode: str, stage: int, look: bool) -> Any:
     return float(norm), callback.norms, weights(trainer)
 
 
-@pytest.mark.parametrize("stage", only([3], STAGES))
+@pytest.mark.slow  # in the fast suite: tests/conformance/test_gradients.py
+@pytest.mark.parametrize("stage", STAGES)
 def test_norms_and_clipping_are_of_unscaled_gradients(pool: Pool, stage: int) -> None:
     exact, _, reference = pool.run(2, _norms, "32-true", 0, False)[0]
     norm, _, got = pool.run(2, _norms, "16-true", stage, False)[0]
@@ -368,7 +369,8 @@ def _resume(stage: int, mode: str, steps: int, path: str, resume: bool) -> Any:
     return weights(trainer), plugin.loss_scale, plugin.skipped_steps, schedule.last_epoch
 
 
-@pytest.mark.parametrize("stages", only([(3, 1)], [(3, 1), (0, 3)]), ids=str)
+@pytest.mark.slow  # in the fast suite: tests/conformance/test_resume.py, tests/checkpoint/test_checkpoint.py
+@pytest.mark.parametrize("stages", [(3, 1), (0, 3)], ids=str)
 def test_scale_and_skips_survive_resume(pool: Pool, tmp_path: Path, stages: tuple[int, int]) -> None:
     whole = pool.run(2, _resume, 3, "16-true", 8, str(tmp_path / "whole"), False)[0]
     assert whole[1:] == (64.0, 2, 6)

@@ -137,7 +137,8 @@ def _resume(stage: int, path: str) -> Any:
     return weights(trainer)
 
 
-@pytest.mark.parametrize("stages", only([(3, 1)], [(3, 1), (1, 3), (0, 3), (3, 2), (2, 0)]), ids=str)
+@pytest.mark.slow  # in the fast suite: the two tests after it, and tests/conformance/test_resume.py
+@pytest.mark.parametrize("stages", [(3, 1), (1, 3), (0, 3), (3, 2), (2, 0)], ids=str)
 def test_checkpoint_resumes_on_another_stage_and_world(pool: Pool, tmp_path: Path, stages: tuple[int, int]) -> None:
     before, after = stages
     path = str(tmp_path / "one.ckpt")
