@@ -39,7 +39,7 @@ def _life(stage: int, folder: str, options: dict[str, Any]) -> list[str]:
     return sorted(p.name for p in Path(path).iterdir())
 
 
-@pytest.mark.parametrize(("stage", "world"), only_rows([(3, 3), (1, 1)], itertools.product(STAGES, [1, 2, 3])))
+@pytest.mark.parametrize(("stage", "world"), only_rows([(3, 3)], itertools.product(STAGES, [1, 2, 3])))
 def test_restores_what_was_saved(pool: Pool, tmp_path: Path, stage: int, world: int) -> None:
     names = pool.run(world, _life, stage, str(tmp_path), {})[0]
     numbered = [f"{kind}-{rank:05d}.pt" for kind in ("moments", "weights") for rank in range(world)]
@@ -131,7 +131,8 @@ def _rounded(folder: str, precision: str) -> None:
             )
 
 
-@pytest.mark.parametrize("precision", only(["bf16-true"], ["16-true", "bf16-true"]))
+@pytest.mark.slow  # in the fast suite: tests/conformance/test_resume.py
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
 def test_weights_can_be_rounded_to_what_is_computed_with(pool: Pool, tmp_path: Path, precision: str) -> None:
     pool.run(2, _rounded, str(tmp_path), precision)
 

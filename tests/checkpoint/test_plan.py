@@ -211,7 +211,7 @@ def _states(path: str) -> dict[str, dict[str, float]]:
     return {name: {"step": float(state["step"])} for name, state in saved.state.items()}
 
 
-@pytest.mark.parametrize("stage", only([0, 3], [0, 1, 2, 3]))
+@pytest.mark.parametrize("stage", only([3], [0, 1, 2, 3]))
 def test_odd_sizes_on_three_ranks(pool: Pool, tmp_path: Any, stage: int) -> None:
     pool.run(3, _saves_odd_sizes, str(tmp_path), stage)
 

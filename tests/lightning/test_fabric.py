@@ -459,12 +459,13 @@ class Steps(L.LightningModule):
         return self.training_step(batch)
 
 
-def _methods() -> None:
+def _methods(compiled: bool) -> None:
     fabric = _fabric(3)
     module = Steps()
     module.net.eval()  # as for frozen statistics: a set-up leaves modes alone
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    model, optimizer = fabric.setup(torch.compile(module, backend="eager"), optimizer)
+    given: Any = torch.compile(module, backend="eager") if compiled else module
+    model, optimizer = fabric.setup(given, optimizer)
     assert module.training
     assert not module.net.training
     model.mark_forward_method("measure")
@@ -481,8 +482,9 @@ def _methods() -> None:
     assert float(fabric.all_reduce(torch.tensor(float(fabric.global_rank)))) == 0.5
 
 
-def test_methods_closures_and_compiled_modules(pool: Pool) -> None:
-    pool.run(2, _methods)
+@pytest.mark.parametrize("compiled", only([False], [False, True]))
+def test_methods_closures_and_compiled_modules(pool: Pool, compiled: bool) -> None:
+    pool.run(2, _methods, compiled)
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,7 @@ def _fine_tunes(stage: int | None) -> list[float]:
     return losses.seen
 
 
+@pytest.mark.slow  # in the fast suite: the claims of test_exactness.py
 def test_trl_4540_stages_1_and_2_train_alike(pool: Pool) -> None:
     """Fine-tuning at stage 2 reached other losses than at stage 1, in training and evaluation."""
     runs = {stage: pool.run(2, _fine_tunes, stage) for stage in STAGES}
