@@ -25,6 +25,7 @@ from lt_zero.checkpoint.open import verify
 from lt_zero.cli import app
 from lt_zero.common.errors import CheckpointError
 from tests.support.import_tools import expected_of, imported, source_of
+from tests.support.matrix import cover
 
 
 def call(*args: object) -> tuple[int, str, str]:
@@ -53,10 +54,10 @@ def test_commands(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize(
-    "file", ["weights-00000.pt", "moments-00000.pt", "meta.pt", ".metadata", "manifest.json", "extras.pt"]
-)
-@pytest.mark.parametrize("how", ["flip", "cut", "remove"])
+FILES = ["weights-00000.pt", "moments-00000.pt", "meta.pt", ".metadata", "manifest.json", "extras.pt"]
+
+
+@pytest.mark.parametrize(("file", "how"), cover(FILES, ["flip", "cut", "remove"]))  # all pairs: test_damage.py
 def test_verify_names_what_is_damaged(tmp_path: Path, file: str, how: str) -> None:
     target = imported("deepspeed/stage2_bf16", tmp_path) / file
     data = bytearray(target.read_bytes())
