@@ -11,6 +11,7 @@ from torch import Tensor
 from lt_zero.activation.partitioned import PartitionedStore
 from lt_zero.activation.stores import ActivationStore
 from lt_zero.comm.part_ranks import PartRanks
+from lt_zero.common import accelerator
 from lt_zero.config.blocks import ActivationCheckpointing, Aio
 from lt_zero.io.pinned import host_buffer
 from lt_zero.offload.host_store import is_apart
@@ -57,7 +58,7 @@ def _storage(block: ActivationCheckpointing, device: torch.device, count: int, a
 
     in_one_block = block.contiguous_memory_optimization
     if block.cpu_checkpointing and is_apart(device):
-        pinned = partial(host_buffer, pin=device.type == "cuda")
+        pinned = partial(host_buffer, pin=accelerator.is_accelerator(device))
         return HostStorage(arena(pinned) if in_one_block else LoanPool(pinned), device)
     return DeviceStorage(arena(_memory(device), _SPARE)) if in_one_block else None
 

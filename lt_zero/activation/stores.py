@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lt_zero.common import accelerator
 from lt_zero.common.compat import version_of, view_base
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.saved_activations import DeviceStorage, Storage, StoredActivation, changed
@@ -157,8 +158,7 @@ class ActivationStore:
     """
 
     def __init__(self, storage: Storage, device: torch.device, least: int | None = None) -> None:
-        which = device.index if device.type != "cuda" or device.index is not None else torch.cuda.current_device()
-        self.storage, self.device = storage, torch.device(device.type, which)
+        self.storage, self.device = storage, accelerator.with_index(device)
         self._least = _MIN_BYTES if least is None else least
         self._shares_copies = not isinstance(storage, DeviceStorage)
         self._lock = threading.RLock()

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.work import Launch
 from lt_zero.comm.world import World
+from lt_zero.common import accelerator
 
 
 class PartRanks(Ranks):
@@ -52,7 +53,7 @@ class PartRanks(Ranks):
         work.wait()
         host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
         host.copy_(rows, non_blocking=True)
-        copied = torch.cuda.Event()
+        copied = accelerator.event(numbers.device)
         copied.record()
         return Comparison(copied.synchronize, host, numbers)
 

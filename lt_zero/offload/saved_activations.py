@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lt_zero.common import accelerator
 from lt_zero.common.compat import version_of
 from lt_zero.config.blocks import Aio
 from lt_zero.io.direct_file import SwapFile
@@ -303,7 +303,7 @@ class FileStorage(HostStorage):
 
     def __init__(self, path: Path, rank: int, aio: Aio, device: torch.device, apart: bool) -> None:
         self.folder = SwapFolder(path, rank)
-        super().__init__(LoanPool(partial(host_buffer, pin=device.type == "cuda")), device, apart)
+        super().__init__(LoanPool(partial(host_buffer, pin=accelerator.is_accelerator(device))), device, apart)
         self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
         self.records = _Records(self.folder, self.pool)
         self.buffers = 0  # saved activations that have a buffer
@@ -371,7 +371,7 @@ class _Behind:
 
     def _follow(self, block: int) -> None:
         # A new thread's current device is the first one, where this process must not create a context.
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+        with accelerator.on(self._device):
             self._copy.synchronize()
         self._transfer = self._begin()
 

@@ -16,6 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from lt_zero import ops
 from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.shard_group import combine_rows
+from lt_zero.common import accelerator
 from lt_zero.engine.bucket import Bucket
 from lt_zero.optim.lamb import Lamb, corrected_rate, trust_rates
 from lt_zero.optim.lion import Lion
@@ -220,7 +221,7 @@ class FullNorms:
         counts = [row not in self._repeats for _, row in held]
         columns = [[number for number, _ in held], [row for _, row in held], counts]
         # Pinned: the copy of pageable memory would make the host wait for the GPU.
-        index = torch.tensor(columns, dtype=torch.int64, pin_memory=table.is_cuda)
+        index = torch.tensor(columns, dtype=torch.int64, pin_memory=accelerator.holds(table))
         devices = squares.device, table.device, squares.device
         numbers, places, count = (i.to(device, non_blocking=True) for i, device in zip(index, devices, strict=True))
         table[places] = (squares[numbers] * count[:, None]).to(table.device)

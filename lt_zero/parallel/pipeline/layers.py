@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError, add_note
 from lt_zero.common.names import merged
 from lt_zero.common.tensor_tree import iter_tensors
@@ -539,8 +540,7 @@ def _seconds(specs: Sequence[Layer], example: Any, call: Callable[..., Any]) -> 
     inputs = _as_arguments(example)
 
     def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        accelerator.synchronize(device)
 
     with device, seeded(None, device.type):
         for spec in specs:
