@@ -311,9 +311,7 @@ def _number(told: object) -> int:
 
 def _row(numbers: Sequence[Tensor | int], device: torch.device) -> Tensor:
     """The numbers as one tensor (1D int64) on ``device``; the host does not wait for it."""
-    row = torch.tensor([0 if isinstance(number, Tensor) else number for number in numbers])
-    if accelerator.is_accelerator(device):
-        row = row.pin_memory().to(device, non_blocking=True)
+    row = accelerator.send(torch.tensor([0 if isinstance(number, Tensor) else number for number in numbers]), device)
     for place, number in enumerate(numbers):
         if isinstance(number, Tensor):
             row[place] = number

@@ -97,7 +97,7 @@ def gather_encoded(
         # ``codes`` was allocated on the stream of the launch. Without a record on the stream that decodes, its memory
         # could be reused while it is still being read.
         if accelerator.has_streams(codes.device):
-            codes.record_stream(accelerator.current_stream(flat.device))
+            accelerator.record(codes, accelerator.current_stream(flat.device))
         for part, row in zip(parts, codes.unbind(), strict=True):
             codec.decode_sum([row], part)
         costs.coding += time.perf_counter() - decoding

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -51,10 +50,7 @@ class PartRanks(Ranks):
             return Comparison(lambda: self.watch.wait(work, launch), rows, numbers)
         # The current stream waits, not the host. The event after the copy tells when ``host`` can be read.
         work.wait()
-        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        host.copy_(rows, non_blocking=True)
-        copied = accelerator.event(numbers.device)
-        copied.record()
+        host, copied = accelerator.fetch(rows)
         return Comparison(copied.synchronize, host, numbers)
 
     def _launch(self, part: Tensor, name: str) -> tuple[Any, Tensor, Launch]:

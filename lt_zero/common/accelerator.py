@@ -131,6 +131,11 @@ def event(device: torch.device, *, timing: bool = False, blocking: bool = False)
     return torch.Event(device, enable_timing=timing)
 
 
+def record(tensor: Tensor, stream: Any) -> None:
+    """Keep the memory of ``tensor`` from being allocated anew until ``stream`` has done what it was given so far."""
+    tensor.record_stream(stream)
+
+
 def synchronize(device: torch.device | None = None) -> None:
     """Block the host until all work on ``device``, by default the current device, is done; a no-op for the host."""
     if device is None:
@@ -198,6 +203,27 @@ def limit_memory(device: torch.device, nbytes: int) -> bool:
 
 
 # ---- host memory that the device reads ---------------------------------------------------------------------------
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy ``tensor``, which is small and on the host, to ``device`` without making the host wait."""
+    return (_pinned(tensor) if is_accelerator(device) else tensor).to(device, non_blocking=True)
+
+
+def fetch(tensor: Tensor) -> tuple[Tensor, Any]:
+    """Start to copy ``tensor``, which is small and on an accelerator, to the host.
+
+    Returns the copy, and the event after which it may be read.
+    """
+    copy = _pinned(torch.empty(tensor.shape, dtype=tensor.dtype)).copy_(tensor, non_blocking=True)
+    copied = event(tensor.device)
+    copied.record()
+    return copy, copied
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    # The copy of pageable memory would make the host wait. torch reuses pinned memory after the copies that use it.
+    return tensor.pin_memory()
 
 
 def register(buffer: Tensor) -> int:

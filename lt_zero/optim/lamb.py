@@ -170,9 +170,8 @@ def trust_rates(squares: Tensor, rates: Sequence[float], bounds: Sequence[tuple[
         bounds: of the trust ratio, from below and above.
     """
     table = [(rate, *pair) for rate, pair in zip(rates, bounds, strict=True)]
-    # From pageable memory the copy to the GPU would make the host wait.
-    rules = torch.tensor(table, dtype=torch.float64, pin_memory=accelerator.holds(squares))
-    rate, lower, upper = rules.view(-1, 3).to(squares.device, non_blocking=True).unbind(1)
+    rules = torch.tensor(table, dtype=torch.float64).view(-1, 3)
+    rate, lower, upper = accelerator.send(rules, squares.device).unbind(1)
     weight, update = squares.sqrt().unbind(1)
     clamped = torch.maximum(torch.minimum(weight / update, upper), lower)
     return rate * torch.where((weight != 0) & (update != 0), clamped, 1.0)

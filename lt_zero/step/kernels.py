@@ -220,10 +220,9 @@ class FullNorms:
         held = [(number, row) for number, row in enumerate(rows) if row is not None]
         counts = [row not in self._repeats for _, row in held]
         columns = [[number for number, _ in held], [row for _, row in held], counts]
-        # Pinned: the copy of pageable memory would make the host wait for the GPU.
-        index = torch.tensor(columns, dtype=torch.int64, pin_memory=accelerator.holds(table))
+        index = torch.tensor(columns, dtype=torch.int64)
         devices = squares.device, table.device, squares.device
-        numbers, places, count = (i.to(device, non_blocking=True) for i, device in zip(index, devices, strict=True))
+        numbers, places, count = (accelerator.send(i, device) for i, device in zip(index, devices, strict=True))
         table[places] = (squares[numbers] * count[:, None]).to(table.device)
         table = combine_rows(table, self._groups, "norms of full parameters", maximum)
         full = squares.clone()

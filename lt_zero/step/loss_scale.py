@@ -139,9 +139,7 @@ class _SkipFlag:
         self.sharded, self.counter = sharded, counter
         self._value, self._copied = found_inf, None
         if accelerator.has_streams(found_inf.device):
-            self._value = torch.empty((), dtype=torch.float32, pin_memory=True).copy_(found_inf, non_blocking=True)
-            self._copied = accelerator.event(found_inf.device)
-            self._copied.record()
+            self._value, self._copied = accelerator.fetch(found_inf)
 
     def wait(self) -> bool:
         """Wait for the flag; returns True if the step was skipped."""
