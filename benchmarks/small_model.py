@@ -39,7 +39,7 @@ BATCH, PER_TURN = 8, 10
 FABRIC = "Fabric, DDPStrategy"
 PARTS = {  # the beginning of a file's path in the package -> part
     "step/loss_scale": "flags",
-    "step/step_options": "flags",
+    "step/param_groups": "flags",
     "engine/same_on_ranks": "flags",
     "engine/visible_grads": "flags",
     "engine/buffers": "flags",

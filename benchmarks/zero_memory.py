@@ -25,8 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import lt_zero
 from lt_zero import Sizes, ZeroConfig, estimate
 from lt_zero.config.precision import dtype_policy
-from lt_zero.memory.check import measured
-from lt_zero.memory.forecast import STATES
+from lt_zero.planning.check import measured
+from lt_zero.planning.forecast import STATES
 
 MODE = "bf16-mixed"
 PAPER_GB = (120.0, 31.4, 16.6, 1.9)  # 7.5e9 parameters on 64 ranks

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from lt_zero.loop.access import set_full_state as set_full_state
     from lt_zero.loop.engine import TrainingEngine as TrainingEngine
     from lt_zero.loop.initialize import initialize as initialize
-    from lt_zero.memory import NotEnoughMemory as NotEnoughMemory
-    from lt_zero.memory import Sizes as Sizes
-    from lt_zero.memory.estimate import estimate as estimate  # not of the package: there mypy takes it for the module
+    from lt_zero.planning import NotEnoughMemory as NotEnoughMemory
+    from lt_zero.planning import Sizes as Sizes
+    from lt_zero.planning.estimate import estimate as estimate  # not of the package: there mypy takes it for the module
     from lt_zero.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from lt_zero.utils import add_config_arguments as add_config_arguments
     from lt_zero.utils import safe_get_full_fp32_param as safe_get_full_fp32_param
@@ -67,16 +67,16 @@ _MODULES = {
     "FabricZeroStrategy": "lightning.fabric",
     "GatheredParameters": "zero",
     "Init": "zero",
-    "NotEnoughMemory": "memory",
+    "NotEnoughMemory": "planning",
     "ShardedOptimizer": "step.sharded_optimizer",
-    "Sizes": "memory",
+    "Sizes": "planning",
     "TrainingEngine": "loop.engine",
     "ZeroConfig": "config",
     "ZeroPrecision": "lightning.precision",
     "ZeroStrategy": "lightning.strategy",
     "add_config_arguments": "utils",
     "empty_weights": "engine.materialize",
-    "estimate": "memory",
+    "estimate": "planning",
     "export": "checkpoint.export",
     "full_grad": "loop.access",
     "full_master": "loop.access",

@@ -51,9 +51,9 @@ from lt_zero.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.engine.storage_plan import plan_storage
 from lt_zero.exchange.choose import codecs_of, exchange_of, gathers_of
 from lt_zero.io.pinned import return_freed_memory
-from lt_zero.memory.check import check_build
 from lt_zero.offload.host_store import is_apart
 from lt_zero.ops.library import missing
+from lt_zero.planning.check import check_build
 
 log = logging.getLogger("lt_zero")
 
@@ -89,7 +89,7 @@ def shard(
         specs: of parameters that are a part of a tensor of the model, whose other parts are on ranks of other groups.
             They have that part's shape; checkpoints have the whole tensor.
         group_of: the ranks over which a parameter is the same, and sharded; default: ``group``, whose world they share.
-            The same on all ranks of ``group``. It may have others: see grad_bucket.py, Note [Wide buckets].
+            The same on all ranks of ``group``. It may have others: see grad_reducer.py, Note [Wide buckets].
         parts: of parameters that have the shape of the whole tensor although this rank has a part; default: the shape
             of each is that of its spec, and what needs whole tensors in memory is refused.
 
@@ -270,7 +270,7 @@ def _move_in(
     for planned, buckets in zip(plan.units, arriving, strict=True):
         materializer.fill([p for _, p in planned.parameters])
         for bucket in buckets:
-            bucket.adopt(materializer.fetch)
+            bucket.load_initial(materializer.fetch)
             work.advance()
         if buckets:
             # The gaps that the module's parameters leave in the heap would add up to a copy of the model.

@@ -39,14 +39,14 @@ def _lazy(name: str, module: str, summary: str) -> None:
         inner(context.args, prog_name=f"lt-zero {name}")
 
 
-_CHECKPOINTS = "lt_zero.checkpoint.cli"
+_CHECKPOINTS, _PLANNING = "lt_zero.checkpoint.cli", "lt_zero.planning"
 _lazy("config", "lt_zero.config.cli", "Check, show, convert and explain configurations.")
 _lazy("doctor", "lt_zero.doctor", "Check whether this machine is ready for training, with a remedy for each problem.")
-_lazy("estimate", "lt_zero.memory.cli", "Estimate the memory of a run per rank and node, by stage and offload.")
+_lazy("estimate", f"{_PLANNING}.estimate_cli", "Estimate the memory of a run per rank and node, by stage and offload.")
 _lazy("export", _CHECKPOINTS, "Export a checkpoint's weights as safetensors, a state dict or a Lightning checkpoint.")
 _lazy("import", _CHECKPOINTS, "Convert a checkpoint of DeepSpeed, FSDP or others to a checkpoint directory.")
 _lazy("plot", "lt_zero.lightning.monitor.plot", "Plot a run's CSV logs: loss, rates, throughput, memory.")
-_lazy("tune", "lt_zero.tuning.cli", "Find the fastest configuration of a training script that fits into the memory.")
+_lazy("tune", f"{_PLANNING}.tune_cli", "Find the fastest configuration of a training script that fits into the memory.")
 _lazy("verify", _CHECKPOINTS, "Read every byte of a checkpoint directory, and print its contents.")
 
 

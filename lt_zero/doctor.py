@@ -189,21 +189,22 @@ def _kernels(path: Path) -> Iterator[Row]:
 def _memory(path: Path) -> Iterator[Row]:
     import psutil
 
-    from lt_zero.memory.limits import amount, cgroup_limits
+    from lt_zero.common.units import format_bytes
+    from lt_zero.planning.limits import cgroup_limits
 
     memory = psutil.virtual_memory()
-    found = f"{amount(memory.available)} available of {amount(memory.total)}"
+    found = f"{format_bytes(memory.available)} available of {format_bytes(memory.total)}"
     yield _row("memory", found, memory.available < _LITTLE, "End other processes, or use a larger machine.")
     least = min(cgroup_limits(), key=lambda limit: limit.nbytes, default=None)
-    found = f"{amount(least.nbytes)} left of {least.source}" if least else "none"
+    found = f"{format_bytes(least.nbytes)} left of {least.source}" if least else "none"
     little, remedy = least is not None and least.nbytes < _LITTLE, "Start the container or job with more memory."
     yield _row("cgroup limit", found, little, remedy)
 
 
 def _disks(path: Path) -> Iterator[Row]:
+    from lt_zero.common.units import format_bytes
     from lt_zero.io.direct_file import free_bytes
     from lt_zero.io.private_folder import filesystem_of
-    from lt_zero.memory.limits import amount
 
     for name, folder in (("disk", path.absolute()), ("tmp folder", Path(tempfile.gettempdir()))):
         if not folder.is_dir():
@@ -214,7 +215,7 @@ def _disks(path: Path) -> Iterator[Row]:
         remedy = "Free space there, or name another folder (--path, TMPDIR)."
         if is_memory:
             remedy = "This is memory: offloading to it frees nothing. Name a folder on a disk with --path."
-        found = f"{amount(free)} free in {folder}" + (f" ({kind})" if kind else "")
+        found = f"{format_bytes(free)} free in {folder}" + (f" ({kind})" if kind else "")
         yield _row(name, found, is_memory or free < _LITTLE, remedy)
 
 
@@ -267,7 +268,7 @@ def _gpus(path: Path) -> Iterator[Row]:
     import torch
 
     from lt_zero.common import accelerator
-    from lt_zero.memory.limits import amount
+    from lt_zero.common.units import format_bytes
 
     if not accelerator.is_available():
         found = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
@@ -277,7 +278,7 @@ def _gpus(path: Path) -> Iterator[Row]:
     devices = [accelerator.properties(index) for index in range(accelerator.count())]
     versions = [(d.major, d.minor) if hasattr(d, "major") else None for d in devices]  # CUDA's alone
     kinds = Counter(
-        f"{d.name}, {amount(d.total_memory)}" + (f", compute capability {v[0]}.{v[1]}" if v else "")
+        f"{d.name}, {format_bytes(d.total_memory)}" + (f", compute capability {v[0]}.{v[1]}" if v else "")
         for d, v in zip(devices, versions, strict=True)
     )
     found = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())

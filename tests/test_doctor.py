@@ -26,9 +26,9 @@ from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.common import accelerator, compat
 from lt_zero.doctor import Row
 from lt_zero.io import direct_file, private_folder
-from lt_zero.memory import limits
 from lt_zero.ops import library
 from lt_zero.ops.library import Status
+from lt_zero.planning import limits
 
 NATIVE = Status("cpu", True, Path("cpu.so"), "from the cache", "avx512")
 NO_DEVICE = Status("cuda", False, None, "torch sees no CUDA device")

@@ -21,9 +21,9 @@ from lt_zero.engine.bucket import State
 from lt_zero.engine.full_params import full_parameters
 from lt_zero.engine.guard import owner_of
 from lt_zero.io.pinned import rounded
-from lt_zero.memory.check import RESTING, measured
-from lt_zero.memory.forecast import GATHERED, OFFLOAD, WEIGHTS
 from lt_zero.ops.codecs import INT8
+from lt_zero.planning.check import RESTING, measured
+from lt_zero.planning.forecast import GATHERED, OFFLOAD, WEIGHTS
 from tests.support.lightning_tools import GPT, quick, single_trainer
 from tests.support.models import Net, tokens
 from tests.support.pool import Pool

@@ -12,7 +12,7 @@ import typer
 from lt_zero.checkpoint.export import Format, export
 from lt_zero.checkpoint.open import verify
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.direct_file import in_words
+from lt_zero.common.units import exact_bytes, format_bytes
 
 Option = typer.Option
 
@@ -55,7 +55,7 @@ def export_command(
         how = (dtype, format, shard_size, training_state, keep_fp32 or (), True, strip_prefix, overwrite)
         files = export(ckpt, out, *how)
     for file in files:
-        typer.echo(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")
+        typer.echo(f"{file} ({format_bytes(file.stat().st_size)})")
 
 
 def import_command(
@@ -78,7 +78,7 @@ def import_command(
     with _reporting():
         path = import_checkpoint(src, out, tag, True, inert or (), add_prefix)
         facts = verify(path)
-    typer.echo(f"{path} ({in_words(facts['bytes'])})")
+    typer.echo(f"{path} ({exact_bytes(facts['bytes'])})")
 
 
 def verify_command(
@@ -89,4 +89,4 @@ def verify_command(
         facts = verify(ckpt)
     typer.echo(f"{ckpt}: complete, all checksums match")
     for name, value in facts.items():
-        typer.echo(f"{name}: {in_words(value) if name == 'bytes' else value}")
+        typer.echo(f"{name}: {exact_bytes(value) if name == 'bytes' else value}")

@@ -29,6 +29,7 @@ from lt_zero.checkpoint.source import CheckpointSource, SavedOptimizer, Spec
 from lt_zero.common.arguments import expect, expect_path
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
+from lt_zero.common.units import parse_bytes
 from lt_zero.common.users_code import warn
 
 Format = Literal["auto", "pt", "ckpt", "safetensors"]
@@ -37,7 +38,6 @@ SHARD_SIZE = 5_000_000_000  # bytes, as Hugging Face's
 _SUFFIXES = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "ckpt", ".safetensors": "safetensors"}
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _STEMS = {"pt": ("pytorch_model", "bin"), "safetensors": ("model", "safetensors")}  # of Hugging Face's shards
 _WEIGHTS = (*_SUFFIXES, ".h5", ".msgpack", ".index.json")  # suffixes that a loader may take for weights
 _PER_TENSOR = 4096  # maximum bytes that a format adds to a tensor
@@ -207,7 +207,7 @@ def _target(
     if is_url(place):
         raise CheckpointError(f"{place} is a URL, and exports are local files. Export to a local path, and copy it.")
     out = Path(os.path.realpath(place))
-    limit = None if shard_size is None else parse_size(shard_size)
+    limit = None if shard_size is None else parse_bytes(shard_size, "shard_size")
     of_suffix = _SUFFIXES.get(out.suffix.lower())
     named = os.fspath(place).endswith(os.sep) or (format == "auto" and not out.suffix)
     folder = out.is_dir() or limit is not None or named
@@ -261,16 +261,6 @@ def _earlier(folder: Path, format: str, overwrite: bool) -> list[str]:
             "replace them with --overwrite (overwrite=True)."
         )
     return earlier
-
-
-def parse_size(size: int | str) -> int:
-    """Parse a size: 5GB, 500MB (decimal), 2GiB, or a number of bytes; raises a ValueError if it is none, or not > 0."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
-    unit = _UNITS.get(match[2].upper()) if match else None
-    nbytes = int(float(match[1]) * unit) if match and unit else 0
-    if nbytes <= 0 or isinstance(size, bool):
-        raise ValueError(f"shard_size must be a size such as 5GB or 500MB or a number of bytes, not {size!r}.")
-    return nbytes
 
 
 class Cast:

@@ -19,8 +19,9 @@ from pathlib import Path
 from lt_zero.checkpoint.native.directory import sync_folder
 from lt_zero.checkpoint.native.torchfile import Write
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.units import exact_bytes
 from lt_zero.io.checked_file import FileSink, WriterPool, trouble
-from lt_zero.io.direct_file import free_bytes, in_words
+from lt_zero.io.direct_file import free_bytes
 
 _THREADS = 3  # threads that write one file
 
@@ -45,8 +46,8 @@ def check_space(folder: Path, nbytes: int, what: str = "export", instead: str = 
         free = free_bytes(existing)
     if nbytes > free:
         raise CheckpointError(
-            f"{folder} has {in_words(free)} left, and the {what} needs {in_words(nbytes)}. Free some space, or choose "
-            f"another path{instead}. Nothing was written."
+            f"{folder} has {exact_bytes(free)} left, and the {what} needs {exact_bytes(nbytes)}. Free some space, or "
+            f"choose another path{instead}. Nothing was written."
         )
 
 

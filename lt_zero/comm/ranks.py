@@ -2,7 +2,7 @@
 
 Note [Order of launches]
     Ranks must launch the same collectives in the same order. Nothing in this folder reorders; the callers launch in an
-    order that depends only on the module and the recorded schedule, not on data (grad_bucket.py, gather.py).
+    order that depends only on the module and the recorded schedule, not on data (grad_reducer.py, gather.py).
     When a bucket's gradients are complete, relative to the gathers around it, does depend on data: a rank whose router
     skipped an expert reduces later. So reductions have their own process group and their own numbers. (One group with
     ``CUDA_DEVICE_MAX_CONNECTIONS=1``, where a second one could only deadlock with the first.) A user's module

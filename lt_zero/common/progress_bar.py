@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lt_zero.common.units import format_bytes
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -31,7 +33,6 @@ LINES = (FIRST, 10.0, 30.0)  # seconds after which a line is due
 EACH = 60.0  # seconds between later lines
 _REFRESH = 0.2  # seconds between updates of a bar
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_RANK")
-_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 _local_rank: int | None = None  # of a process whose launcher does not set it in the environment
 
@@ -90,10 +91,7 @@ class ProgressBar:
         return f"{count}, {duration(self.elapsed)}" if self.total or self.done else duration(self.elapsed)
 
     def _amount(self, count: float) -> str:
-        if not self._in_bytes:
-            return f"{count:g}"
-        size, name = next(((size, name) for size, name in _UNITS if count >= size), (1, "bytes"))
-        return f"{count / size:.3g} {name}"
+        return format_bytes(count, 1) if self._in_bytes else f"{count:g}"
 
 
 def duration(seconds: float) -> str:

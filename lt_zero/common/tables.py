@@ -6,6 +6,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from lt_zero.common.units import format_bytes
+
 _LEAST = 24  # columns of text that may be broken, such as names of modules
 
 
@@ -30,3 +32,8 @@ def show(table: Table, console: Console | None = None) -> Table:
         table.width = max(console.width, natural - saved)
     console.print(table, crop=False)
     return table
+
+
+def bytes_cell(nbytes: float, digits: int = 2) -> str:
+    """Bytes as the text of a cell, "-" for none."""
+    return format_bytes(nbytes, digits) if nbytes else "-"

@@ -3,8 +3,9 @@
 ``flat``     the compute copy, all elements; parameters are views of it. With sharded parameters its memory is freed
              unless the bucket is gathered (flat_storage.py). Views survive that, so the views that autograd saved are
              valid again after every gather.
-``weights``  this rank's master weights, or the shard of frozen weights, and the copy of them that gathers read.
-``grads``    the gradient accumulator (both in shard.py).
+``weights``  this rank's master weights, or the shard of frozen weights, and the copy of them that gathers read
+             (bucket_weights.py).
+``grads``    the gradient accumulator (grad_accumulator.py).
 ``states``   optimizer states, where they are not kept beside their fragments.
 
 Their bytes are kept in stores (offload/store.py): on the device, in host memory or in files. The two places of a bucket
@@ -19,7 +20,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 
@@ -33,15 +34,16 @@ from lt_zero.comm.work import Work
 from lt_zero.common.compat import held_by_autograd, without_grad, without_torch_function
 from lt_zero.common.flat_storage import FlatStorage, brief_empty, flat_empty
 from lt_zero.common.timing import phase
+from lt_zero.engine.bucket_weights import MasterWeights
+from lt_zero.engine.grad_accumulator import GradAccumulator
 from lt_zero.engine.guard import Owner, guard, own, sentinel, unguard
 from lt_zero.engine.inplace_edits import InplaceEdits
 from lt_zero.engine.layout import Piece, gaps_between
 from lt_zero.engine.lazy_tensor import elements_of, whole
 from lt_zero.engine.partition import BucketPlan
-from lt_zero.engine.shard import Accumulator, Weights
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep, Job
-from lt_zero.offload.store import Place, Store, Waits, device_place, put_away
+from lt_zero.offload.store import Place, Places, Store, device_place, put_away
 from lt_zero.ops.codecs import Codec
 
 
@@ -52,12 +54,22 @@ class State(Enum):
 
 
 @dataclass
+class InFlight:
+    """Counts of what is being gathered."""
+
+    numel: int = 0  # elements
+    buckets: int = 0
+
+    def add(self, numel: int, buckets: int) -> None:
+        self.numel, self.buckets = self.numel + numel, self.buckets + buckets
+
+
+@dataclass
 class Live:
     """Counts of what the buckets that share this object have gathered, or are gathering."""
 
-    elements: int = 0
-    flying: int = 0  # elements that are being gathered
-    launched: int = 0  # buckets that are being gathered
+    numel: int = 0
+    in_flight: InFlight = field(default_factory=InFlight)
 
 
 class GatherStrategy:
@@ -79,13 +91,17 @@ class GatherStrategy:
         """The place of the tensor that gathers read, for a bucket that keeps it in ``place``."""
         return place
 
-    def gather(self, bucket: Bucket, exact: bool) -> Callable[[], Waits]:
-        """Prepare to fill the (allocated) flat tensor for computation; returns the function that launches the gather.
+    def prepare(self, bucket: Bucket, exact: bool) -> bool:
+        """Choose how the gather that ``launch`` starts next fills the flat tensor; ``exact``: without rounding.
 
-        ``exact``: without rounding.
+        Returns whether it reads ``MasterWeights.gather_source``.
         """
-        gather = partial(bucket.group.all_gather, bucket.flat, bucket.name)
-        return partial(bucket.weights.gather_source.launch_gather, bucket.shard, gather)
+        return True
+
+    def launch(self, bucket: Bucket) -> Work:
+        """Start filling the (allocated) flat tensor for computation."""
+        with bucket.weights.gather_source.source(bucket.shard) as own:
+            return bucket.group.all_gather(bucket.flat, bucket.name, own)
 
     def finish(self, bucket: Bucket) -> None:
         """Note that the flat tensor is filled."""
@@ -143,23 +159,17 @@ class Bucket:
         self.param_views = self.layout.views(self.flat)
         self.shard = self.flat[self.shard_range[0] : self.shard_range[1]]  # 1D, elements [shard_range) of ``flat``
         if self._storage is not None:
-            # Until ``adopt``: all buckets are made before the first is filled. A slice of freed memory is an error.
+            # All buckets are made before ``load_initial`` fills the first. A slice of freed memory is an error.
             self._storage.free()
-        self._background = BackgroundStep()
+        self._background, self.gathers = BackgroundStep(), gathers
+        self.memory = _memory_of_device(group, sharding.params)
+        self.places = Places(self.memory, gathers.place(self.memory, group.device))
         gaps = gaps_between(((p.offset, p.offset + p.numel) for p in self.pieces), self.shard.numel())
-        self.gathers, self.weights = gathers, Weights(self.shard, storage, gaps, self._background)
-        self.grads = Accumulator(plan, storage, self.layout, self.pieces, self.shard_range, group, self._background)
+        shared = self._background, self.places
+        self.weights = MasterWeights(self.shard, storage, gaps, *shared)
+        self.grads = GradAccumulator(plan, storage, self.layout, self.pieces, self.shard_range, group, *shared)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
         self.average: Store | None = None  # the average of the master weights, in the same rows
-
-        def readable_by_peers(numel: int, dtype: torch.dtype) -> Tensor:
-            window = group.allocate(numel, dtype)
-            group.after_write()
-            return window
-
-        allocate = partial(brief_empty, device=group.device)
-        self.memory = device_place(allocate, readable_by_peers if sharding.params else None)
-        self.use(self.memory, self.memory)
         self.state = State.RESIDENT
         self.live = Live()
         # Called before a gather is launched (False) and before it is waited for (True); synced.py.
@@ -173,22 +183,23 @@ class Bucket:
         self.unpublished: deque[Bucket] = deque()
         self._unpublished = False  # the compute copy awaits the background step, or ``_arriving``
         self._arriving: Work | None = None  # a gather of the other ranks' updates
-        self._pending: Waits | None = None
+        # A launched gather and what it reads; None in GATHERING: it is launched when its file was read.
+        self._gathering: tuple[Work, Store] | None = None
 
     # ---- construction ------------------------------------------------------------------------------------------
 
-    def use(self, optim: Place, params: Place) -> None:
-        """Keep master weights, states and gradients in ``optim``, what gathers read in ``params``. Before ``adopt``."""
-        self.step_place, self.gather_place = optim, self.gathers.place(params, self.group.device)
-        self.offloaded = optim.offloads  # master weights, optimizer states and gradients are kept off the device
-        self.weights.use(optim, self.gather_place)
-        self.grads.use(optim)
+    def set_stores(self, step: Place, gather: Place) -> None:
+        """Keep master weights, states and gradients in ``step``, and what gathers read in ``gather``.
+
+        Call it before ``load_initial``.
+        """
+        self.places.step, self.places.gather = step, self.gathers.place(gather, self.group.device)
 
     @torch.no_grad()
-    def adopt(self, fetch: Callable[[list[Parameter]], Iterator[Tensor]]) -> None:
+    def load_initial(self, fetch: Callable[[list[Parameter]], Iterator[Tensor]]) -> None:
         """Copy the parameters' full values from ``fetch``, broadcast them from rank 0, and keep this rank's shard.
 
-        If the plan does not train, master weights are made later, by ``Weights.enable_training``.
+        If the plan does not train, master weights are made later, by ``MasterWeights.enable_training``.
         """
         if self._storage is not None:
             self._storage.allocate()
@@ -241,13 +252,16 @@ class Bucket:
                 self._references = self._storage.references
             self._storage.allocate()
             # The background step owns what the gather reads until its job is done.
-            if self._background.job is not None:
-                self._background.wait()
-            self._pending = self.gathers.gather(self, exact)()
+            self._background.wait()
+            reads, source = self.gathers.prepare(self, exact), self.weights.gather_source
+            if reads and source.streamed:
+                # A collective cannot be launched before its input is there: ``finish_gather`` launches it.
+                source.prefetch()
+            else:
+                self._gathering = self.gathers.launch(self), source
         self.state = State.GATHERING
-        self.live.elements += self.counted
-        self.live.flying += self.counted
-        self.live.launched += 1
+        self.live.numel += self.counted
+        self.live.in_flight.add(self.counted, 1)
 
     @property
     def exact(self) -> bool:
@@ -262,7 +276,7 @@ class Bucket:
             self.launch_gather(exact)
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
-                self._land()
+                self.finish_gather()
                 self._guard(False)
                 for parameter, view in zip(self.params, self.param_views, strict=True):
                     parameter.data = view
@@ -271,16 +285,18 @@ class Bucket:
         elif self._guarded:
             self._guard(False)
 
-    def _land(self) -> None:
-        """Wait for a gather that was launched."""
-        assert self._pending is not None
+    def finish_gather(self) -> None:
+        """Wait for the gather, whose input may have to be read first."""
         if self.announce is not None:
             self.announce(self, True)
-        self._pending.wait()
-        self._pending = None
+        if self._gathering is None:
+            self._gathering = self.gathers.launch(self), self.weights.gather_source
+        work, source = self._gathering
+        work.wait()
+        source.sent()
+        self._gathering = None
         self.gathers.finish(self)
-        self.live.flying -= self.counted
-        self.live.launched -= 1
+        self.live.in_flight.add(-self.counted, -1)
 
     def release(self) -> None:
         """Go to RELEASED, if the parameters are sharded: free the memory and replace parameters by sentinels.
@@ -297,14 +313,14 @@ class Bucket:
         if self.state is State.GATHERING:
             with phase("gather", self.name):
                 # Wait first: a collective still writes into the memory that is freed below.
-                self._land()
+                self.finish_gather()
             self.state = State.RELEASED
         else:
             self.edits.check(released=True)
             self.state = State.RELEASED
             self._hide()
             self._await_readers()
-        self.live.elements -= self.counted
+        self.live.numel -= self.counted
         self._free()
 
     def _hide(self) -> None:
@@ -361,6 +377,11 @@ class Bucket:
 
     # ---- parameters --------------------------------------------------------------------------------------------
 
+    @property
+    def is_whole(self) -> bool:
+        """True if this rank steps all elements, and gets their gradients, not those of a shard."""
+        return self.shard_range == (0, self.layout.numel)
+
     def pieces_of(self, index: int) -> list[Piece]:
         """This rank's piece of parameter ``index``: none or one."""
         return self._piece_of.get(index, [])
@@ -374,7 +395,7 @@ class Bucket:
 
         ``combine_rows`` leaves out replicas of shards by itself, but not where ranks have parts.
         """
-        if self.shard_range == (0, self.layout.numel):
+        if self.is_whole:
             return self.group.rank > 0
         return self.group.mesh.replica > 0 and not self.layout.spans[index].spec.is_whole
 
@@ -401,6 +422,11 @@ class Bucket:
     # ---- stores ------------------------------------------------------------------------------------------------
 
     @property
+    def offloaded(self) -> bool:
+        """True if master weights, optimizer states and gradients are kept off the device."""
+        return self.places.step.offloads
+
+    @property
     def streamed(self) -> bool:
         """True if a step has to read the master weights first, and to write them back afterwards."""
         return self.weights.master is not None and self.weights.master.streamed
@@ -410,7 +436,7 @@ class Bucket:
         # A store of another dtype was loaded from a run with other dtypes, and is replaced.
         if key in self.states and self.states[key].dtype == dtype:
             return self.states[key]
-        store = self.step_place.state(key, self.shard.numel(), dtype)
+        store = self.places.step.state(key, self.shard.numel(), dtype)
         if store is not None:
             self.states[key] = store
         return store
@@ -484,7 +510,7 @@ class Bucket:
 
     def wait_background_step(self) -> bool:
         """Wait until this bucket's step is complete; returns whether it was not."""
-        waited = self._background.job is not None and self._background.wait()
+        waited = self._background.wait()
         if self._unpublished:
             self._unpublished, waited = False, True
             while self in self.unpublished:
@@ -534,7 +560,7 @@ class Bucket:
         self.wait_background_step()
         if self.weights.codec is not None and (gather := self.launch_publish()) is not None:
             gather.wait()
-            self.weights.shown = None
+            self.weights.decoded_reference = None
             self.edits.note()
 
     @torch.no_grad()
@@ -557,7 +583,7 @@ class Bucket:
             rows = slice(piece.offset, piece.offset + piece.numel)
             self.weights.writable_values()[rows].copy_(row)
             self.weights.follow_edit()
-            self.weights.note_shown(rows)
+            self.weights.note_decoded(rows)
         self.group.after_write()
 
     @torch.no_grad()
@@ -569,3 +595,14 @@ class Bucket:
         self.group.after_write()
         self.weights.keep_edits()
         self.edits.note()
+
+
+def _memory_of_device(group: ShardGroup, shares: bool) -> Place:
+    """The place of stores in memory of the device; ``shares``: peers may read weights there."""
+
+    def readable_by_peers(numel: int, dtype: torch.dtype) -> Tensor:
+        window = group.allocate(numel, dtype)
+        group.after_write()
+        return window
+
+    return device_place(partial(brief_empty, device=group.device), readable_by_peers if shares else None)

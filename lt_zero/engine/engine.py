@@ -70,7 +70,7 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.exchange import GradientExchange
 from lt_zero.engine.gather import Call, Gatherer, Residency, Unit
-from lt_zero.engine.grad_bucket import Reducer
+from lt_zero.engine.grad_reducer import GradReducer
 from lt_zero.engine.guard import shares_storage
 from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.partition import EnginePlan
@@ -127,7 +127,7 @@ class Engine(ProcessLocal):
         first_order = [b for u in reversed(units) for b in u.buckets] + root_unit.buckets  # in the first backward
         self.exchange = exchange
         exchange.bind(self.buckets)
-        self.reducer = Reducer(self.peers, first_order, exchange, zero.overlap_comm, zero.reduce_bucket_size)
+        self.reducer = GradReducer(self.peers, first_order, exchange, zero.overlap_comm, zero.reduce_bucket_size)
         self._residency = Residency.of(zero, groups)
         limits = self._residency if training else self._residency.without_training()
         # Whether the gathers of unsharded parameters after a step go on beside the next forward.
@@ -150,7 +150,7 @@ class Engine(ProcessLocal):
         given = self.peers, self.reducer, self.buckets, self.parts
         self.used_parameters = UsedParameters(*given, exchange.sums_late, problem, *travel)
         self.finish_reductions = self.used_parameters.finish_reductions
-        self.sharded_optim = any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
+        self.sharded_optim = any(not b.is_whole for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
         self.average: Any = None  # a WeightAverage of its parameters
         self.before_backward: list[Callable[[], None]] = []  # called when a backward begins
@@ -433,7 +433,7 @@ class Engine(ProcessLocal):
             self.gatherer.pin(bucket, again=torch.is_grad_enabled())
 
     def unit_done(self, unit: Unit, call: Call) -> None:
-        """Called when a call's input gradients are there. See grad_bucket.py, Note [When a bucket is ready]."""
+        """Called when a call's input gradients are there. See grad_reducer.py, Note [When a bucket is ready]."""
         if not self.in_backward:
             return
         # Gather before the reduction: ranks that used weights wait in that gather, and this one would wait in a

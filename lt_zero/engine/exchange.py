@@ -13,7 +13,6 @@ Note [Questions to an exchange]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -23,13 +22,13 @@ from torch.optim import Optimizer
 from lt_zero.comm.compression import Residuals
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer
+from lt_zero.comm.work import Work
 from lt_zero.engine.bucket import Bucket
-from lt_zero.offload.store import Reduce
 from lt_zero.optim.exchanging import ExchangingOptimizer
 
 
 class OptimizerFragments(Protocol):
-    """The view of an optimizer's fragments that an exchange needs (step/fragments.py)."""
+    """The view of an optimizer's fragments that an exchange needs (step/param_groups.py)."""
 
     def groups(self) -> list[list[Parameter]]:
         """The module's parameters, by group."""
@@ -62,7 +61,7 @@ class BucketResiduals(Protocol):
 class GradientExchange:
     """Exchanges what backward leaves on each rank of one engine.
 
-    All methods but ``reduction`` are those of an exchange that sends the mean of each step and keeps nothing.
+    All methods but ``reduce`` are those of an exchange that sends the mean of each step and keeps nothing.
 
     Attributes:
         of_bucket: what buckets have not sent so far; {} if everything is sent at once.
@@ -95,8 +94,8 @@ class GradientExchange:
     def begin_flush(self, buckets: Sequence[Bucket]) -> None:
         """Prepare what ``buckets`` have accumulated locally (``grads.local``), which is reduced next. Collective."""
 
-    def reduction(self, bucket: Bucket, send: SendBuffer) -> Reduce:
-        """Prepare the next reduction of ``bucket``; returns the function that launches it from ``send``."""
+    def reduce(self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool) -> Work:
+        """Start reducing the gradients of ``bucket``, which are in ``send``, into ``out`` (1D), or add them there."""
         raise NotImplementedError
 
     @property
@@ -203,6 +202,6 @@ class PlainExchange(GradientExchange):
                 f"(optimizer.type: {name}) instead of building it, {optimizer.prepared_at}."
             )
 
-    def reduction(self, bucket: Bucket, send: SendBuffer) -> Reduce:
+    def reduce(self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool) -> Work:
         collective = bucket.group.reduce_scatter if bucket.is_cut else bucket.group.all_reduce
-        return partial(collective, send=send, name=bucket.name)
+        return collective(out, send, add, bucket.name)

@@ -170,7 +170,7 @@ def full_flat(bucket: Bucket) -> Tensor:
 @torch.no_grad()
 def gather_own(bucket: Bucket, shard: Tensor) -> Tensor:
     """All elements (1D) of a tensor sharded as the master weights (a moment, the accumulator). Collective."""
-    if bucket.shard_range == (0, bucket.layout.numel):
+    if bucket.is_whole:
         return shard
     flat = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=bucket.group.device)
     flat[bucket.shard_range[0] : bucket.shard_range[1]] = shard

@@ -133,8 +133,8 @@ class Residency:
         prefetched otherwise.
         """
         alone_fits = units == 0 and self.most_buckets == float("inf")
-        large = live.flying + numel > self.prefetch and not alone_fits
-        full = live.elements + numel > self.max_live or live.launched + buckets > self.most_buckets
+        large = live.in_flight.numel + numel > self.prefetch and not alone_fits
+        full = live.numel + numel > self.max_live or live.in_flight.buckets + buckets > self.most_buckets
         return self.prefetch > 0 and units < self.ahead and not large and not full
 
 
@@ -201,7 +201,7 @@ class Gatherer:
         self._order = order = self._backward if backward else self._forward
         order.visit(unit)
         limits, live = self._residency, self._live
-        units = 1 if live.launched else 0
+        units = 1 if live.in_flight.buckets else 0
         while limits.prefetch and order.ahead < len(order.last):
             upcoming = order.last[order.ahead]
             released = [bucket for bucket in upcoming.sharded if bucket.state is State.RELEASED]

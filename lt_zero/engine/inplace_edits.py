@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lt_zero.common.compat import versions_of, without_torch_function
+from lt_zero.engine.bucket_weights import MasterWeights
 from lt_zero.engine.layout import BucketLayout, Piece, Sharding
-from lt_zero.engine.shard import Weights
 
 _ROW = 1024  # words per row of a digest, which does not see permutations within a row
 
@@ -23,9 +23,11 @@ class Edited(Protocol):
     layout: BucketLayout
     pieces: tuple[Piece, ...]
     shard: Tensor
-    weights: Weights
+    weights: MasterWeights
     sharding: Sharding
-    offloaded: bool
+
+    @property
+    def offloaded(self) -> bool: ...
 
     @property
     def resident(self) -> bool: ...

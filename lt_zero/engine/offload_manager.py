@@ -13,10 +13,11 @@ from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.progress_bar import progress_bar
+from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OffloadOptimizer
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.shard import NO_COPY
+from lt_zero.engine.bucket_weights import NO_COPY
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.io.pinned import return_large_blocks
 from lt_zero.io.thread_pool import SwapError
@@ -123,9 +124,9 @@ class OffloadManager:
         slowest = Speed(*(min(side) for side in zip(*speeds, strict=True)))
         seconds = slowest.seconds(read, written)
         return (
-            f"{tier.where}: {slowest.read / 1e9:.2f} GB/s read, {slowest.write / 1e9:.2f} GB/s written by "
-            f"each of {world.size} rank(s) at once. A step reads {read / 1e9:.2f} GB and writes {written / 1e9:.2f} GB "
-            f"per rank: about {seconds:.1f} s, part of it overlapped with computation."
+            f"{tier.where}: {format_bytes(slowest.read)}/s read, {format_bytes(slowest.write)}/s written by "
+            f"each of {world.size} rank(s) at once. A step reads {format_bytes(read)} and writes "
+            f"{format_bytes(written)} per rank: about {seconds:.1f} s, part of it overlapped with computation."
         )
 
     def rest(self) -> None:
@@ -147,9 +148,10 @@ class OffloadManager:
 def open_offload_manager(
     world: World, buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device
 ) -> OffloadManager:
-    """Say where the tensors of each bucket are kept, as the configuration offloads them. Before ``Bucket.adopt``.
+    """Say where the tensors of each bucket are kept, as the configuration offloads them.
 
-    Collective over ``world``, some of whose ranks may have no buckets, or none that is offloaded.
+    Call it before ``Bucket.load_initial``. Collective over ``world``, some of whose ranks may have no buckets, or none
+    that is offloaded.
 
     Raises:
         SwapError: a path cannot be used.
@@ -191,7 +193,7 @@ def open_offload_manager(
                 found.append(host_place(link, pin_master=not cast))
             else:
                 found.append(bucket.memory)
-        bucket.use(*found)
+        bucket.set_stores(*found)
     if optim.device == "none" or optim.overlap_step is False:
         return manager
     offloads = torch.tensor([any(bucket.offloaded for bucket in buckets)], dtype=torch.uint8)

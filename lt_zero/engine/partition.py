@@ -86,7 +86,7 @@ class BucketPlan:
     owners: tuple[int, ...] | None = None  # the rank that owns each parameter; None: shards cut through parameters
     compresses: bool = False  # its gradients may be sent compressed
     group: GroupFacts | None = None  # over which it is sharded; None: that of the engine
-    is_wide: bool = False  # the group has ranks with another model: grad_bucket.py, Note [Wide buckets]
+    is_wide: bool = False  # the group has ranks with another model: grad_reducer.py, Note [Wide buckets]
     narrows: bool = False  # parameters come in a higher precision than ``dtype``
     most: int | None = None  # elements on the ranks that have the most of it; None: all have as many
     gradient_of: GradientOf = attrgetter("grad")  # in the shape of the parameter's spec

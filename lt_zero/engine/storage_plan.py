@@ -1,7 +1,7 @@
 """The plan of what one rank keeps of each bucket: sizes, dtypes and places of tensors. Pure data: no tensors, no ranks.
 
-``Weights`` and ``Accumulator`` (shard.py) are made from it, and memory planning adds it up: what is decided here is
-decided nowhere else.
+``MasterWeights`` (bucket_weights.py) and ``GradAccumulator`` (grad_accumulator.py) are made from it, and memory
+planning adds it up: what is decided here is decided nowhere else.
 
 Places are the ``DEVICE`` that computes, the ``HOST`` and ``NVME``. If the device is a CPU, the first two are the same,
 and offloading to the CPU changes nothing. ``offload_optimizer`` moves master weights, states and accumulators off the
@@ -48,7 +48,7 @@ class StoragePlan:
         narrows: parameters come in a wider dtype than ``dtype``.
         codec: updates of parameters that are not sharded are gathered encoded; None: as they are.
         rests: what gathers read rests encoded; None: as it is.
-        direct: gradients go to the accumulator without a reduction: a single rank, and no other dtype on the wire.
+        skips_collective: gradients go to the accumulator without a reduction: one rank, no other dtype on the wire.
         states: place of master weights, optimizer states and accumulator.
         weights: place of what gathers read.
     """
@@ -69,7 +69,7 @@ class StoragePlan:
     narrows: bool
     codec: Codec | None
     rests: Codec | None
-    direct: bool
+    skips_collective: bool
     states: str
     weights: str
 
@@ -124,7 +124,7 @@ class StoragePlan:
     @property
     def send(self) -> torch.dtype | None:
         """Dtype in which the gradients of one backward are sent; None: they are not."""
-        return None if self.direct else self.send_dtype(self.dtype)
+        return None if self.skips_collective else self.send_dtype(self.dtype)
 
 
 def plan_storage(
@@ -182,7 +182,7 @@ def plan_storage(
             narrows=bucket.narrows,
             codec=codec,
             rests=rests,
-            direct=group.alone and wire is None and not predivides,
+            skips_collective=group.alone and wire is None and not predivides,
             states=states,
             weights=weights,
         )

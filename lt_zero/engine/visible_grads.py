@@ -7,7 +7,7 @@ Elsewhere it is a ``ShardedGrad``, which supports what needs no gather: norms ov
 parameters), and element-wise changes in place, of the rank's own piece. All else raises and names a remedy.
 
 One exchange of flags, launched when backward ends and waited for at the step, tells all ranks which parameters any of
-them used (reduced_grads.py, Note [Unused parameters]), which buckets need a second reduction (grad_bucket.py,
+them used (reduced_grads.py, Note [Unused parameters]), which buckets need a second reduction (grad_reducer.py,
 Note [When a bucket is ready]), and whether all step with the same options (same_on_ranks.py). Where ranks do not wait
 for late ones (``communication.slow_node_tolerance``, stage 0) a step waits for the flags of the step before, every
 parameter counts as used, and there are no second reductions.
@@ -34,7 +34,7 @@ from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import BufferSync
-from lt_zero.engine.grad_bucket import Reducer
+from lt_zero.engine.grad_reducer import GradReducer
 from lt_zero.engine.guard import PASSING, called
 from lt_zero.engine.parts import Parts
 from lt_zero.engine.same_on_ranks import FLAGS, SameOnRanks
@@ -64,7 +64,7 @@ def _local(bucket: Bucket, index: int, write: bool = True) -> list[Tensor]:
 def _is_whole(bucket: Bucket) -> bool:
     """True if ``_local`` is a single row with all elements."""
     grads = bucket.grads
-    return bucket.shard_range == (0, bucket.layout.numel) if grads.local is None else not grads.accumulated
+    return bucket.is_whole if grads.local is None else not grads.accumulated
 
 
 def is_view(bucket: Bucket) -> bool:
@@ -178,7 +178,7 @@ class UsedParameters:
     def __init__(
         self,
         peers: Ranks,
-        reducer: Reducer,
+        reducer: GradReducer,
         buckets: list[Bucket],
         parts: Parts,
         sums_late: bool,

@@ -160,7 +160,7 @@ class MomentumFeedback(ErrorFeedback):
     def __init__(self, owner: CompressedMomentum, bucket: Bucket) -> None:
         super().__init__(owner, bucket)
         self._exchange, self._bucket = owner, bucket
-        self._sharded = bucket.shard_range != (0, bucket.layout.numel)
+        self._sharded = not bucket.is_whole
         self._momentum: Tensor | None = None  # stage 1: that of the last step (1D fp32, all elements)
         self._moves: Tensor | None = None  # and which of its elements the optimizer updates
         self._next: Tensor | None = None  # the momentum of the running step

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,11 +24,11 @@ from lt_zero.comm.compression import Costs, Residuals
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import Work
+from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.exchange import PlainExchange
 from lt_zero.engine.layout import BucketLayout, gaps_between
-from lt_zero.offload.store import Reduce
 from lt_zero.ops.codecs import TWO_BITS, BlockCodec, Codec, TopK
 
 log = logging.getLogger("lt_zero")
@@ -166,12 +165,12 @@ class GradientCompression(PlainExchange):
         """True if the running step's gradients are compressed."""
         return self.steps >= self._warmup
 
-    def reduction(self, bucket: Bucket, send: SendBuffer) -> Reduce:
+    def reduce(self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool) -> Work:
         feedback = self.of_bucket.get(bucket)
         residuals = feedback.begin() if feedback is not None else None
         if feedback is None or residuals is None:
-            return super().reduction(bucket, send)
-        return partial(feedback.reduce, send=send.flat, residuals=residuals)
+            return super().reduce(bucket, out, send, add)
+        return feedback.reduce(out, send.flat, residuals, add)
 
     def set_loss_scale(self, scale: float) -> None:
         self.scale = scale
@@ -229,6 +228,6 @@ def verdict(costs: Costs, rate: float, steps: int, step: int) -> str:
     return (
         f"gradient_compression does not pay (step {step}): coding takes {costs.coding / steps * 1e3:.1f} ms a step, "
         f"and the transfer that it saves would take {saved / steps * 1e3:.1f} ms at {rate * 8e-6:.0f} Mbit/s from each "
-        f"rank ({costs.dense / steps / 1e6:.2f} MB become {costs.sent / steps / 1e6:.2f} MB). Remove it, or on several "
-        "nodes try hierarchical_compress."
+        f"rank ({format_bytes(costs.dense / steps)} become {format_bytes(costs.sent / steps)}). Remove it, or on "
+        "several nodes try hierarchical_compress."
     )

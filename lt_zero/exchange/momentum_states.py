@@ -54,7 +54,7 @@ class OptimizerMomenta:
             if "exp_avg" in state:
                 table[0, number] = float(state.get("scaling_coeff", 0.0))
                 table[1, number] = torch.linalg.vector_norm(state["exp_avg"], dtype=torch.float64).square()
-        if any(bucket.shard_range != (0, bucket.layout.numel) for bucket, _, _ in places):
+        if any(not bucket.is_whole for bucket, _, _ in places):
             table[0] = group.max_all(table[0].to(group.device), "factors of momenta")
             table[1] = group.sum_scalar(table[1].to(group.device), "norms of momenta")
         factors = table[0]

@@ -6,16 +6,14 @@ there the codes are all that is kept: what is decoded are the weights, for check
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 
+from lt_zero.comm.work import Work
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import Bucket, GatherStrategy
 from lt_zero.engine.partition import BucketPlan
-from lt_zero.offload.coded_store import CodedStore, coded_place
-from lt_zero.offload.store import Place, Waits
+from lt_zero.offload.coded_store import coded_place
+from lt_zero.offload.store import Place
 from lt_zero.ops.codecs import INT8
 
 
@@ -27,11 +25,9 @@ class RestingGather(GatherStrategy):
     def place(self, place: Place, device: torch.device) -> Place:
         return coded_place(place, INT8, device)
 
-    def gather(self, bucket: Bucket, exact: bool) -> Callable[[], Waits]:
-        store = bucket.weights.gather_source
-        assert isinstance(store, CodedStore)
-        codes = partial(bucket.group.all_gather_encoded, bucket.flat, bucket.name, INT8)
-        return partial(store.launch_codes, codes)
+    def launch(self, bucket: Bucket) -> Work:
+        with bucket.weights.gather_source.source(bucket.shard) as codes:
+            return bucket.group.all_gather_encoded(bucket.flat, bucket.name, INT8, codes)
 
 
 def rests_quantized(config: ZeroConfig, plan: BucketPlan) -> bool:

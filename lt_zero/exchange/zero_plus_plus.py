@@ -14,8 +14,7 @@ Note [Exact gathers]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ from lt_zero.engine.bucket import Bucket, GatherStrategy
 from lt_zero.engine.exchange import PlainExchange
 from lt_zero.engine.layout import gaps_between
 from lt_zero.engine.partition import BucketPlan, GroupFacts
-from lt_zero.offload.store import Reduce, Waits
 from lt_zero.ops.codecs import INT4, INT8, Codec
 
 WEIGHTS: Codec = INT8
@@ -50,32 +48,33 @@ class ZeroPlusPlusGather(GatherStrategy):
         self._kept: Tensor | None = None  # 1D: this rank's part of the second copy
         self._valid = self._keeps = False  # the copy is of the current weights; it is made when the gather is finished
         self._kept_rounded = False  # the copy was decoded
+        # Of the gather that is launched next: the codec in which owners send, None: as it is; the second copy is read.
+        self._codec: Codec | None = None
+        self._serves = False
 
-    def _codec_for(self, bucket: Bucket) -> Codec | None:
-        """The codec of gathers from the owners; None: they are sent as they are."""
-        return WEIGHTS if self._quantizes or (self._frozen_only and not bucket.wants_grad) else None
-
-    def gather(self, bucket: Bucket, exact: bool) -> Callable[[], Waits]:
-        codec = self._codec_for(bucket)
+    def prepare(self, bucket: Bucket, exact: bool) -> bool:
+        codec = WEIGHTS if self._quantizes or (self._frozen_only and not bucket.wants_grad) else None
         # A rounded copy serves only rounded gathers: when frozen parameters were unfrozen, gathers became exact.
         serves = self._valid and not (self._kept_rounded and codec is None)
         rounds = self._kept_rounded if serves else codec is not None
-        self.rounded, self._keeps = rounds and not exact, False
-        if rounds and exact:
-            return super().gather(bucket, exact)
-        if serves:
+        plain = rounds and exact
+        self.rounded = rounds and not exact
+        self._serves, self._codec = serves and not plain, None if plain else codec
+        self._keeps = self._secondary > 1 and not (serves or plain)
+        if self._keeps:
+            self._kept_rounded = codec is not None
+        return not self._serves
+
+    def launch(self, bucket: Bucket) -> Work:
+        if self._serves:
             assert self._kept is not None
             self._part(bucket).copy_(self._kept)
-            return partial(bucket.group.all_gather_in_node, bucket.flat, bucket.name)
-        self._keeps, self._kept_rounded = self._secondary > 1, codec is not None
-        if codec is None:
-            return super().gather(bucket, exact)
-
-        # The shard is in its place in the flat tensor, and is encoded there.
-        def gather(own: Tensor | None) -> Work:
-            return bucket.group.all_gather_encoded(bucket.flat, bucket.name, codec)
-
-        return partial(bucket.weights.gather_source.launch_gather, bucket.shard, gather)
+            return bucket.group.all_gather_in_node(bucket.flat, bucket.name)
+        if self._codec is None:
+            return super().launch(bucket)
+        with bucket.weights.gather_source.source(bucket.shard):
+            # The shard is in its place in the flat tensor, and is encoded there.
+            return bucket.group.all_gather_encoded(bucket.flat, bucket.name, self._codec)
 
     def finish(self, bucket: Bucket) -> None:
         if not self._keeps:
@@ -152,10 +151,10 @@ class QuantizedGradients(PlainExchange):
                 gaps = gaps_between(spans, bucket.layout.shard_numel)
                 self._lossy[bucket] = Residuals(torch.empty(0), None, (), gaps)
 
-    def reduction(self, bucket: Bucket, send: SendBuffer) -> Reduce:
+    def reduce(self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool) -> Work:
         if (residuals := self._lossy.get(bucket)) is None:
-            return super().reduction(bucket, send)
-        return partial(bucket.group.reduce_compressed, flat=send.flat, residuals=residuals, name=bucket.name)
+            return super().reduce(bucket, out, send, add)
+        return bucket.group.reduce_compressed(out, send.flat, residuals, add, bucket.name)
 
 
 def _codes(dtype: torch.dtype, group: GroupFacts) -> bool:

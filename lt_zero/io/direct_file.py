@@ -21,6 +21,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lt_zero.common.units import exact_bytes
 from lt_zero.io.pinned import BLOCK, aligned_buffer, check_buffer, checksum, checksum_weights, rounded, view_of
 from lt_zero.io.thread_pool import EXIT_PATIENCE, IoPool, SwapError, Transfer, log
 
@@ -53,11 +54,6 @@ def free_bytes(path: Path) -> int:
     return state.f_bavail * state.f_frsize
 
 
-def in_words(nbytes: int) -> str:
-    """A number of bytes as text, also in GiB if it is large."""
-    return f"{nbytes} bytes" + (f" ({nbytes / 2**30:.2f} GiB)" if nbytes >= 2**27 else "")
-
-
 def trouble(what: str, folder: Path, error: OSError, kind: type[RuntimeError] = SwapError) -> RuntimeError:
     """An error of type ``kind`` with the failure, its cause and the remedy.
 
@@ -69,7 +65,7 @@ def trouble(what: str, folder: Path, error: OSError, kind: type[RuntimeError] = 
     remedy = _REMEDIES.get(code, "See dmesg; if the error persists, {to} another disk.").format(to=to)
     if code == errno.ENOSPC:
         try:
-            free = f"{in_words(free_bytes(folder))} are free"
+            free = f"{exact_bytes(free_bytes(folder))} are free"
         except OSError:
             free = "it is full"
         remedy = f"Free space there ({free} now), or {to} a larger disk."
@@ -347,7 +343,7 @@ def logical_block(folder: Path) -> int:
 
 def _allocate(path: Path, nbytes: int) -> int:
     """Create a file with all its space allocated, so that no later write fails for lack of space."""
-    what = f"Cannot create {path} with {in_words(nbytes)}"
+    what = f"Cannot create {path} with {exact_bytes(nbytes)}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:

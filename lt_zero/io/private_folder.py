@@ -30,7 +30,8 @@ import time
 import weakref
 from pathlib import Path
 
-from lt_zero.io.direct_file import free_bytes, in_words, trouble
+from lt_zero.common.units import exact_bytes
+from lt_zero.io.direct_file import free_bytes, trouble
 from lt_zero.io.thread_pool import SwapError, log
 
 _LOCK = "lock"
@@ -81,9 +82,9 @@ class SwapFolder:
         free = free_bytes(self.path)
         if free < nbytes:
             raise SwapError(
-                f"nvme_path={str(self._base)!r} has too little space: rank {self.rank} needs {in_words(nbytes)}, and"
-                f" {in_words(free)} are free (ranks of one host share them). Free {in_words(nbytes - free)} more, or"
-                " set nvme_path to a larger disk."
+                f"nvme_path={str(self._base)!r} has too little space: rank {self.rank} needs {exact_bytes(nbytes)}, and"
+                f" {exact_bytes(free)} are free (ranks of one host share them). Free {exact_bytes(nbytes - free)} more,"
+                " or set nvme_path to a larger disk."
             )
 
     def close(self) -> None:
@@ -191,7 +192,7 @@ def _remove_leftovers(base: Path, local: bool) -> None:
             if not isinstance(error, FileNotFoundError):
                 log.warning("Cannot remove %s of a dead process: %s", name, error)
     if count:
-        log.warning("Removed %d folder(s) of killed runs from %s: %s freed.", count, base, in_words(freed))
+        log.warning("Removed %d folder(s) of killed runs from %s: %s freed.", count, base, exact_bytes(freed))
 
 
 def _remove_if_dead(folder: Path) -> int | None:

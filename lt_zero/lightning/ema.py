@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lt_zero.common.arguments import expect_number
 from lt_zero.lightning.strategy import ZeroStrategy
-from lt_zero.memory.check import check_optimizers
+from lt_zero.planning.check import check_optimizers
 from lt_zero.step.average import WeightAverage
 
 

@@ -153,7 +153,7 @@ class BackgroundStep:
         self.job = job
 
     def wait(self) -> bool:
-        """Wait for the job; returns whether there was one. No-op in the background thread."""
+        """Wait until this thread may use the bucket; returns whether a job had it. No-op in the background thread."""
         if self.job is None or not self.job.wait():
             return False
         self.job, then, self._then = None, self._then, []

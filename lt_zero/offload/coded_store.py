@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lt_zero.common.flat_storage import flat_empty
-from lt_zero.offload.store import CODES, Place, Store, Waits
+from lt_zero.offload.store import CODES, Place, Store
 from lt_zero.ops.codecs import Codec
 
 
@@ -63,12 +64,17 @@ class CodedStore(Store):
     def wait_sent(self) -> None:
         self.codes.wait_sent()
 
-    def launch_codes(self, gather: Callable[[Tensor], Waits]) -> Waits:
-        """Start copying the codes to the device, and the ``gather`` of them (1D uint8)."""
+    @contextmanager
+    def source(self, shard: Tensor) -> Iterator[Tensor | None]:
+        """Context as of any store, but it gives the codes on the device (1D uint8), and ``shard`` is not filled."""
         # Encode edits first: the gather reads only the codes.
         self.end_use()
         here = torch.empty(self._coded_nbytes, dtype=torch.uint8, device=self._device)
-        return self.codes.launch_gather(here, lambda own: gather(here))
+        with self.codes.source(here):
+            yield here
+
+    def sent(self) -> None:
+        self.codes.sent()
 
 
 def coded_place(place: Place, codec: Codec, device: torch.device) -> Place:

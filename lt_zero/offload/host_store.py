@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.io.pinned import BufferPool, host_buffer
 from lt_zero.offload.copy_streams import CopyEvent, CopyStream, StagingBuffer, StagingBuffers
-from lt_zero.offload.store import Gap, Gather, Place, Reduce, Store, Waits
+from lt_zero.offload.store import Gap, Place, Store
 
 _apart = False  # set by tests: treat the CPU as a device with memory of its own
 _ARRIVING = 2  # reduced gradients that may be on their way to host memory
@@ -56,20 +56,6 @@ class HostLink:
         self.arriving: deque[HostStore] = deque()  # stores to which reduced gradients are being copied
 
 
-class _Then:
-    """A launched work, and a function to call after it."""
-
-    def __init__(self, works: Sequence[Waits], finish: Callable[[], object] = lambda: None) -> None:
-        self._works, self._finish = works, finish
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = ()
-        finish, self._finish = self._finish, lambda: None
-        finish()
-
-
 class HostStore(Store):
     """Keeps a tensor in host memory.
 
@@ -82,6 +68,7 @@ class HostStore(Store):
     def __init__(self, dtype: torch.dtype, make: Callable[[], Tensor], link: HostLink | None) -> None:
         super().__init__(dtype, make)
         self._link = link
+        self._landing: tuple[Tensor, bool] | None = None  # ``target`` of a reduction, and whether to add its result
         # What is reduced on the device comes by a copy: its event, and the buffer if it is to be added.
         self._incoming: tuple[CopyEvent, Tensor | None] | None = None
         # The background thread and the thread that launches reductions both take ``_incoming``.
@@ -97,6 +84,7 @@ class HostStore(Store):
 
     def discard(self) -> None:
         self.wait_arrived()
+        self._landing = None
         # Pinned memory is kept: pinning it again would take longer than filling it.
         if self._link is None or not self._link.pin:
             self._tensor = None
@@ -110,30 +98,37 @@ class HostStore(Store):
 
     # ---- collectives -------------------------------------------------------------------------------------------
 
-    def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
+    def source(self, shard: Tensor) -> AbstractContextManager[Tensor | None]:
         assert self._link is not None
         self._sent = self._link.to_device.copy(shard, self.tensor)
         # The gather reads ``shard``, so it runs on the copy stream after the copy that fills it.
-        with self._link.to_device.in_line():
-            return _Then([self._sent, gather(None)])
+        return self._link.to_device.in_line()
 
-    def launch_reduce(self, reduce: Reduce, add: bool) -> Waits:
-        out = self.write() if add else self.overwrite()
+    def sent(self) -> None:
+        # The collective of a single rank waits for nothing, so wait for the copy here.
+        if self._sent is not None:
+            self._sent.wait()
+
+    def target(self, add: bool) -> tuple[Tensor, bool]:
+        out, add = super().target(add)
         if self._link is None:
-            return reduce(out, add=add)
-        link, landing = self._link, flat_empty(out.numel(), out.dtype, self._link.device)
+            return out, add
+        landing = flat_empty(out.numel(), out.dtype, self._link.device)
+        self._landing = landing, add
+        return landing, False
 
-        def receive() -> None:
-            # What is added arrives in a buffer of its own: the host adds it when the copy has ended.
-            buffer = link.landing.take(landing.nbytes) if add else None
-            target = self.tensor if buffer is None else buffer[: landing.nbytes].view(landing.dtype)
-            self._incoming = link.to_host.copy(target, landing), buffer
-            arriving = link.arriving
-            arriving.append(self)
-            if len(arriving) > _ARRIVING:
-                arriving.popleft().wait_arrived()
-
-        return _Then([reduce(landing, add=False)], receive)
+    def arrived(self) -> None:
+        landed, self._landing = self._landing, None
+        if landed is None or self._link is None:
+            return
+        link, (landing, add) = self._link, landed
+        # What is added arrives in a buffer of its own: the host adds it when the copy has ended.
+        buffer = link.landing.take(landing.nbytes) if add else None
+        target = self.tensor if buffer is None else buffer[: landing.nbytes].view(landing.dtype)
+        self._incoming = link.to_host.copy(target, landing), buffer
+        link.arriving.append(self)
+        if len(link.arriving) > _ARRIVING:
+            link.arriving.popleft().wait_arrived()
 
     @torch.no_grad()
     def wait_arrived(self) -> None:
@@ -202,17 +197,11 @@ class StreamedStore(HostStore):
             if (view := ref()) is not None:
                 view.data = self._part(offset, view.shape)
 
-    def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
-        self.prefetch()
-
-        def finish() -> None:
-            shard.copy_(self.read())
-            self.end_use()
-            self.wait_written()
-            # Gather only now, when the file was read: a collective cannot be launched before its input is there.
-            gather(None).wait()
-
-        return _Then([], finish)
+    def source(self, shard: Tensor) -> AbstractContextManager[Tensor | None]:
+        shard.copy_(self.read())
+        self.end_use()
+        self.wait_written()
+        return nullcontext()
 
     def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
         return None
@@ -237,9 +226,9 @@ class FedStore(Store):
         self._coming: CopyEvent | None = None  # the end of the copy of updated weights
         self._after: object = None  # event on the device, after which the copy may be written
 
-    def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
+    def source(self, shard: Tensor) -> AbstractContextManager[Tensor | None]:
         self.wait_copied()
-        return super().launch_gather(shard, gather)
+        return super().source(shard)
 
     def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
         # A staging buffer can be used only if the kernel writes all of it.

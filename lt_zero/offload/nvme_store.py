@@ -33,8 +33,9 @@ from torch import Tensor
 
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.timing import phase
+from lt_zero.common.units import exact_bytes
 from lt_zero.config.blocks import Aio
-from lt_zero.io.direct_file import Nowhere, SwapFile, in_words
+from lt_zero.io.direct_file import Nowhere, SwapFile
 from lt_zero.io.pinned import BufferPool, aligned_buffer, host_buffer, rounded
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
@@ -147,6 +148,7 @@ class NvmeStore(StreamedStore):
     def discard(self) -> None:
         self.wait_arrived()
         self._wait()
+        self._landing = None
         if self._buffer is not None:
             self._leave()
         self._dirty = False
@@ -229,7 +231,7 @@ class NvmeFiles:
                 plain = re.sub(r"[^\w.-]", "_", name)
                 try:
                     self.folder.require(sum(sizes))
-                    with progress_bar(f"Reserving {in_words(sum(sizes))} in {self.folder.path}"):
+                    with progress_bar(f"Reserving {exact_bytes(sum(sizes))} in {self.folder.path}"):
                         path = self.folder.path / f"{len(self._files)}-{plain}"[:100]
                         self._files[name] = SwapFile(path, sizes, self.pool)
                 except SwapError as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,22 +22,6 @@ from lt_zero.offload.copy_streams import CopyEvent
 AVERAGE = "average"  # kind of stores of averaged weights
 CODES = "codes"  # kind of stores of encoded weights, as uint8
 Gap = tuple[int, int]  # elements [lo, hi) of a shard that belong to no parameter
-
-
-class Waits(Protocol):
-    """A launched collective or copy."""
-
-    def wait(self) -> Any: ...
-
-
-# Launches the all-gather of a shard; the argument is this rank's shard, if peers can read it there.
-Gather = Callable[[Tensor | None], Waits]
-
-
-class Reduce(Protocol):
-    """Launches a reduction into ``out``, a tensor on the device; ``add``: adds to it."""
-
-    def __call__(self, out: Tensor, *, add: bool) -> Waits: ...
 
 
 class Store:
@@ -127,14 +111,27 @@ class Store:
 
     # ---- collectives -------------------------------------------------------------------------------------------
 
-    def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
-        """Start copying the values to ``shard`` (1D, on the device) and the ``gather`` of it."""
-        shard.copy_(self.tensor)
-        return gather(self.tensor)
+    def source(self, shard: Tensor) -> AbstractContextManager[Tensor | None]:
+        """Context in which a gather of the values is launched, which are in ``shard`` (1D, on the device) then.
 
-    def launch_reduce(self, reduce: Reduce, add: bool) -> Waits:
-        """Start a reduction into the values; its result replaces them, or is added."""
-        return reduce(self.write() if add else self.overwrite(), add=add)
+        It gives the values where peers may read them, too; None: nowhere. Call ``sent`` after the wait for the gather.
+        A streamed store reads its file here: call ``prefetch`` early, and this as late as possible.
+        """
+        shard.copy_(self.tensor)
+        return nullcontext(self.tensor)
+
+    def sent(self) -> None:
+        """Note that a gather from ``source`` was waited for."""
+
+    def target(self, add: bool) -> tuple[Tensor, bool]:
+        """The tensor on the device (1D) for the result of a reduction, which replaces the values, or is added to them.
+
+        Returns the tensor, and whether the reduction has to add to it. Call ``arrived`` once the result is there.
+        """
+        return (self.write() if add else self.overwrite()), add
+
+    def arrived(self) -> None:
+        """Take the result of a reduction, which is in ``target`` now."""
 
     def wait_sent(self) -> None:
         """Wait for the last copy to the device that reads host memory, which is changed next."""
@@ -201,6 +198,19 @@ class Place:
     def fed(self, copy: Store) -> Store:
         """``copy`` as the compute copy of master weights that are kept here."""
         return self.feed(copy.tensor) if self.feed is not None and type(copy) is Store else copy
+
+
+@dataclass
+class Places:
+    """The places of one bucket. Everything that makes its stores shares this object, and asks it then.
+
+    Attributes:
+        step: of what a step reads and writes: master weights, optimizer states and gradients.
+        gather: of what gathers read.
+    """
+
+    step: Place
+    gather: Place
 
 
 def device_place(

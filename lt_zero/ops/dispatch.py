@@ -97,11 +97,17 @@ def address(tensor: Tensor | None) -> int | None:
     return tensor.data_ptr() if tensor is not None else None
 
 
+_loaded: dict[str, ctypes.CDLL] = {}  # by type of device: libraries that ``native`` has found
+
+
 def native(device: torch.device) -> ctypes.CDLL | None:
     """The library of kernels for ``device``; None if the references run."""
-    if device.type == "cpu":
-        return library.cpu()
-    return library.cuda() if device.type == "cuda" else None
+    found = _loaded.get(device.type)
+    if found is None and device.type in ("cpu", "cuda"):
+        found = library.cpu() if device.type == "cpu" else library.cuda()
+        if found is not None:
+            _loaded[device.type] = found
+    return found
 
 
 def available(device: torch.device) -> bool:
@@ -127,7 +133,8 @@ def call(lib: ctypes.CDLL, operation: str, device: torch.device, *args: Any) -> 
     else:
         with torch.cuda.device(device):
             code = getattr(lib, f"lt_cuda_{operation}")(*args, torch.cuda.current_stream(device).cuda_stream)
-    library.check(lib, code)
+    if code != 0:
+        library.check(lib, code)
 
 
 def scratch(lib: ctypes.CDLL, tensors: Sequence[Tensor], device: torch.device) -> Tensor | None:

@@ -33,6 +33,7 @@ from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.compat import forget_meshes
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.units import format_bytes
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
@@ -298,8 +299,8 @@ def _warn_of_traffic(engine: Engine, config: ZeroConfig) -> None:
     if nbytes and count > 1:
         warn(
             f"zero_optimization.stage={stage} shards gradients, so a pipeline reduces them for each of its {count} "
-            f"micro-batches: {count * nbytes / 1e6:.1f} MB per step on a rank of the first stage. Stage 1 reduces them "
-            f"once, {nbytes / 1e6:.1f} MB."
+            f"micro-batches: {format_bytes(count * nbytes)} per step on a rank of the first stage. Stage 1 reduces "
+            f"them once, {format_bytes(nbytes)}."
         )
 
 

@@ -24,18 +24,18 @@ from lt_zero.config.applicability import Face, check_same, tell_without_effect
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
-from lt_zero.memory.check import check_optimizers
 from lt_zero.parallel.batches import check_same_batch
 from lt_zero.parallel.mesh import DATA, DeviceMesh, ParallelMesh, mesh_of
 from lt_zero.parallel.pipeline import position
 from lt_zero.parallel.pipeline.layers import join_pipelines
+from lt_zero.planning.check import check_optimizers
+from lt_zero.planning.trial import FOLDER, Trial
 from lt_zero.session.checkpoints import Saver, Saving
 from lt_zero.step.loss_scale import LossScaleController
+from lt_zero.step.param_groups import compare_optimizers, compare_options
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
-from lt_zero.step.step_options import compare_optimizers, compare_options
 from lt_zero.step.supported_optimizers import states_per_element
-from lt_zero.tuning.trial import FOLDER, Trial
 
 
 class Session:

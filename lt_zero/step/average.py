@@ -71,7 +71,7 @@ class WeightAverage:
             # It is the first update, or the parameters were unfrozen since the last one.
             if bucket.average is None:
                 wide = torch.promote_types(weights.dtype, torch.float32)
-                bucket.average = bucket.step_place.store(AVERAGE, weights.numel(), wide)
+                bucket.average = bucket.places.step.store(AVERAGE, weights.numel(), wide)
                 bucket.average.overwrite().copy_(weights)
             else:
                 rows = bucket.average.write()
@@ -202,7 +202,7 @@ class WeightAverage:
             if not all(spec.name in state for spec in specs):
                 continue
             wide = torch.promote_types(bucket.weights.precision, torch.float32)
-            bucket.average = bucket.step_place.store(AVERAGE, bucket.shard.numel(), wide)
+            bucket.average = bucket.places.step.store(AVERAGE, bucket.shard.numel(), wide)
             rows = bucket.average.overwrite()
             rows.zero_()
             for index, spec in enumerate(specs):

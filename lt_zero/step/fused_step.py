@@ -4,16 +4,16 @@ The optimizer stays the user's: its groups are read at every step, its state has
 agree with the optimizers' arithmetic to the last bits (``lt_zero.ops``).
 
 Note [Deferred factor]
-    Unscaling and clipping multiply all gradients by one number. It is recorded (``Accumulator.defer``), and the kernel
-    multiplies it in. ``Accumulator.stored``, which the kernel and norms read, returns it beside what is stored; for all
-    other readers the accumulator returns products, and multiplies before it is written to.
+    Unscaling and clipping multiply all gradients by one number. It is recorded (``GradAccumulator.defer``), and the
+    kernel multiplies it in. ``GradAccumulator.stored``, which the kernel and norms read, returns it beside what is
+    stored; for all other readers the accumulator returns products, and multiplies before it is written to.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -21,16 +21,129 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lt_zero import ops
 from lt_zero.common.compat import step_hooks, without_grad
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.layout import ALIGN
-from lt_zero.step.fragments import Fragments, Member
-from lt_zero.step.kernels import KERNELS, FullNorms, Kernel, Options, Rows, is_plain, launch_lamb, numbers_of
+from lt_zero.optim.lamb import Lamb, corrected_rate, trust_rates
+from lt_zero.optim.lion import Lion
+from lt_zero.step.full_norms import FullNorms
+from lt_zero.step.param_groups import Fragments, Member
 
 log = logging.getLogger("lt_zero")
+
+Options = dict[str, Any]
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The operation that computes the step of an optimizer.
+
+    Attributes:
+        operation: its name in ``lt_zero.ops``.
+        keys: of the element-wise states, in the operation's order.
+        options: the operation's options out of a group and the number of the elements' step, from 1.
+        takes: whether the operation computes the update of such a group.
+        has_states: whether such a group has states.
+        counts: whether the state holds the number of steps, as ``step``.
+        initial: what a state begins with.
+        collective: whether a step needs norms over all ranks.
+    """
+
+    operation: str
+    keys: tuple[str, ...]
+    options: Callable[[Options, float], Options]
+    takes: Callable[[Options], bool] = lambda group: True
+    has_states: Callable[[Options], bool] = lambda group: True
+    counts: bool = True
+    initial: Callable[[Optimizer], float] = lambda optimizer: 0.0
+    collective: bool = False
+
+
+def numbers_of(group: Options) -> Options:
+    """A copy of a group's hyper-parameters, with numbers for tensors."""
+    numbers = {key: value for key, value in group.items() if key != "params"}
+    numbers["lr"] = float(group["lr"])
+    if "betas" in group:
+        numbers["beta1"], numbers["beta2"] = numbers["betas"] = tuple(map(float, group["betas"]))
+    return numbers
+
+
+def _adam_options(group: Options, step: float) -> Options:
+    options = _same(group, "lr", "beta1", "beta2", "eps", "weight_decay", "maximize")
+    return {**options, "decoupled": group["decoupled_weight_decay"], "step": step}
+
+
+def _sgd_options(group: Options, step: float) -> Options:
+    options = _same(group, "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    return {**options, "first": step == 1}
+
+
+def _adagrad_options(group: Options, step: float) -> Options:
+    rate = group["lr"] / (1 + (step - 1) * group["lr_decay"])
+    return {**_same(group, "eps", "weight_decay", "maximize"), "lr": rate}
+
+
+def _lion_options(group: Options, step: float) -> Options:
+    return _same(group, "lr", "beta1", "beta2", "weight_decay", "maximize")
+
+
+def _lamb_options(group: Options, step: float) -> Options:
+    options = _same(group, "beta1", "beta2", "eps", "weight_decay")
+    bounds = {"lower": group["min_coeff"], "upper": group["max_coeff"]}
+    return {**options, "lr": corrected_rate(group, step), **bounds}
+
+
+def _same(group: Options, *keys: str) -> Options:
+    return {key: group[key] for key in keys}
+
+
+# Exactly these classes: a subclass may compute something else. Without eps, Adam and Adagrad would make NaN of the
+# zeros in alignment gaps.
+_ADAM = Kernel(
+    "adam_step",
+    ("exp_avg", "exp_avg_sq"),
+    options=_adam_options,
+    takes=lambda group: group["eps"] > 0 and not group["amsgrad"],
+)
+KERNELS: dict[type[Optimizer], Kernel] = {
+    Adam: _ADAM,
+    AdamW: _ADAM,
+    SGD: Kernel(
+        "sgd_step",
+        ("momentum_buffer",),
+        options=_sgd_options,
+        has_states=lambda group: group["momentum"] != 0,
+        counts=False,
+    ),
+    Adagrad: Kernel(
+        "adagrad_step",
+        ("sum",),
+        options=_adagrad_options,
+        takes=lambda group: group["eps"] > 0,
+        initial=lambda optimizer: float(optimizer.defaults["initial_accumulator_value"]),
+    ),
+    Lion: Kernel("lion_step", ("exp_avg",), options=_lion_options, counts=False),
+    Lamb: Kernel(
+        "lamb",
+        ("exp_avg", "exp_avg_sq"),
+        options=_lamb_options,
+        takes=lambda group: not group["eps_inside_sqrt"],
+        collective=True,
+    ),
+}
+
+
+def is_plain(kernel: Kernel, group: Options) -> bool:
+    """True if the kernel supports the group's options, and its numbers are on the host."""
+    numbers = [group["lr"], *group.get("betas", ())]
+    on_host = all(not isinstance(n, Tensor) or (n.device.type == "cpu" and n.numel() == 1) for n in numbers)
+    return on_host and kernel.takes(group) and not group.get("capturable") and not group.get("differentiable")
+
 
 # ---- rows of elements ------------------------------------------------------------------------------------------------
 
@@ -158,6 +271,45 @@ class Run:
 _Row = tuple[Run, int, list[Member]]  # a run, its group, and its members in a step
 
 
+class Rows:
+    """The rows of one kernel call.
+
+    Args:
+        kernel: that is called.
+        factor: multiplies the gradients (0D fp32); None: 1.
+        options: of the operation.
+    """
+
+    def __init__(self, kernel: Kernel, factor: Tensor | None, options: Options) -> None:
+        self.kernel, self.options, self._factor = kernel, options, factor
+        self.places: list[tuple[Bucket, int]] = []  # bucket of a row, and the index of its first parameter
+        self.params: list[Tensor] = []
+        self.grads: list[Tensor] = []
+        self.states: list[list[Tensor]] = [[] for _ in kernel.keys]
+        self.outs: list[Tensor] = []
+
+    def add(self, bucket: Bucket, index: int, lo: int, hi: int, states: list[Tensor], out: Tensor | None) -> None:
+        """Add elements [lo, hi) of this rank's shard; ``out`` (1D, as the shard) takes their compute copy."""
+        self.places.append((bucket, index))
+        self.params.append(bucket.weights.master_rows[lo:hi])
+        self.grads.append(bucket.grads.stored()[0][lo:hi])
+        # A group without states has none to add (SGD without momentum).
+        for rows, state in zip(self.states, states, strict=False):
+            rows.append(state)
+        if out is not None:
+            self.outs.append(out[lo:hi])
+
+    @property
+    def factor(self) -> Tensor | None:
+        """The factor of the gradients, on their device."""
+        return self._factor.to(self.params[0].device) if self._factor is not None else None
+
+    def launch(self, found_inf: Tensor | None) -> None:
+        """Run the kernel; it writes nothing if ``found_inf`` (0D fp32) is not zero."""
+        rows = (self.params, self.grads, *self.states, self.outs)
+        getattr(ops, self.kernel.operation)(*rows, **self.options, scale=self.factor, found_inf=found_inf)
+
+
 # ---- the step --------------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +352,7 @@ class FusedStep:
 
     def steps_alone(self, bucket: Bucket) -> bool:
         """True if this rank steps a bucket without collectives; the same on all ranks."""
-        return not self._kernel.collective or bucket.shard_range == (0, bucket.layout.numel)
+        return not self._kernel.collective or bucket.is_whole
 
     def refusal(self, otherwise: str = "master weights that are not fp32, or kernels that are not available") -> str:
         """The reason why the optimizer's own step runs; ``otherwise`` if that is because of buckets or the machine."""
@@ -228,7 +380,7 @@ class FusedStep:
 
     @without_grad
     def step(self, bucket_members: dict[Bucket, list[Member]], found_inf: Tensor | None = None) -> None:
-        """Step the fragments, which ``param_groups`` and ``state`` hold during a step (fragments.py).
+        """Step the fragments, which ``param_groups`` and ``state`` hold during a step (param_groups.py).
 
         If ``found_inf`` (0D fp32) is not zero, nothing is written; see ``uncount``. Collective if one of the buckets
         does not ``steps_alone``.
@@ -348,3 +500,27 @@ def _covers(bucket: Bucket, parts: list[Part]) -> bool:
         if before < 0 or mine[before][1] < piece.offset + piece.numel:
             return False
     return True
+
+
+def launch_lamb(calls: Sequence[Rows], norms: FullNorms | None, found_inf: Tensor | None) -> None:
+    """Step LAMB by its two kernels, one fragment per row.
+
+    Args:
+        calls: the rows; may be none.
+        norms: adds up norms over the ranks, once for all calls; None: all rows are full parameters.
+        found_inf: 0D fp32; if it is not zero, nothing is written.
+    """
+    parts = [torch.zeros(0, 2, dtype=torch.float64)]
+    for rows in calls:
+        options = _same(rows.options, "beta1", "beta2", "eps", "weight_decay")
+        tensors = (rows.params, rows.grads, *rows.states)
+        parts.append(ops.lamb_update(*tensors, **options, scale=rows.factor, found_inf=found_inf))
+    squares = torch.cat([part.to(parts[-1].device) for part in parts])
+    if norms is not None:
+        squares = norms.at([place for rows in calls for place in rows.places], squares)
+    for rows, mine in zip(calls, squares.split([len(rows.params) for rows in calls]), strict=True):
+        count, bounds = len(rows.params), (rows.options["lower"], rows.options["upper"])
+        rates = trust_rates(mine, [rows.options["lr"]] * count, [bounds] * count)
+        rates = rates.to(rows.params[0].device, torch.float32)
+        rule, (first, second) = _same(rows.options, "eps", "weight_decay"), rows.states
+        ops.lamb_apply(rows.params, first, second, rates, rows.outs, **rule, found_inf=found_inf)

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 
 from lt_zero.engine.bucket import Bucket
 from lt_zero.offload.background import Job
-from lt_zero.step.fragments import Fragments, Member
 from lt_zero.step.fused_step import FusedStep, Part
+from lt_zero.step.param_groups import Fragments, Member
 from lt_zero.step.reduced_grads import ReducedGrads
 
 _WAITING = 1  # the most buckets that are queued with gradients in memory, if gradients are in files
@@ -41,7 +41,7 @@ class Overlap:
     def __init__(self, fragments: Fragments, fused: FusedStep | None, grads: ReducedGrads) -> None:
         self._fragments, self._fused, self._grads = fragments, fused, grads
         self._engine, self._offload_manager = fragments.engine, fragments.engine.offload_manager
-        self._early: dict[Bucket, int] = {}  # stepped beside the last backward -> ``Accumulator.changes`` then
+        self._early: dict[Bucket, int] = {}  # stepped beside the last backward -> ``GradAccumulator.changes`` then
         self._backwards = 0  # ``Engine.backwards`` after that backward
         self.early: set[Bucket] = set()  # buckets of the running step that were stepped beside backward
         self.late: set[Bucket] = set()  # buckets of the running step that the background thread publishes
@@ -63,7 +63,7 @@ class Overlap:
             yield
             return
         reducer = self._engine.reducer
-        reducer.on_landed = self._landed
+        reducer.on_reduced = self._landed
         try:
             with self._offload_manager.streaming():
                 yield
@@ -71,7 +71,7 @@ class Overlap:
             self._end_early()
             raise
         finally:
-            reducer.on_landed = None
+            reducer.on_reduced = None
             self._backwards = self._engine.backwards
             for bucket in self._early:
                 # Backward is over, so later forwards may gather the bucket again.

@@ -18,10 +18,10 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import without_grad
 from lt_zero.common.timing import phased
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.grad_accumulator import Products
 from lt_zero.engine.layout import ALIGN
-from lt_zero.engine.shard import Products
 from lt_zero.engine.visible_grads import is_view
-from lt_zero.step.fragments import Fragments
+from lt_zero.step.param_groups import Fragments
 
 
 class ReducedGrads:

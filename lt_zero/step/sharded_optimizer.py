@@ -36,12 +36,11 @@ from lt_zero.engine.layout import Piece
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.optim.exchanging import ExchangingOptimizer
 from lt_zero.optim.lamb import Lamb
-from lt_zero.step.fragments import Fragments, Member
+from lt_zero.step.full_norms import FullNorms
 from lt_zero.step.fused_step import FusedStep, Part
-from lt_zero.step.kernels import FullNorms
 from lt_zero.step.overlap import Overlap
+from lt_zero.step.param_groups import Fragments, Member, StepOptions
 from lt_zero.step.reduced_grads import ReducedGrads
-from lt_zero.step.step_options import StepOptions
 from lt_zero.step.supported_optimizers import check_parts, check_supported, states_per_element
 
 log = logging.getLogger("lt_zero")

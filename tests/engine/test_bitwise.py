@@ -18,8 +18,8 @@ from torch import nn
 import lt_zero
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.grad_bucket import Reducer
-from lt_zero.engine.shard import Accumulator
+from lt_zero.engine.grad_accumulator import GradAccumulator
+from lt_zero.engine.grad_reducer import GradReducer
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of, full_values
@@ -51,8 +51,8 @@ def _run(stage: int, dtype: torch.dtype | None, zero: dict[str, Any], slow: bool
 _DELAYED = [
     (Bucket, "refresh_after_step"),
     (Bucket, "launch_publish"),
-    (Accumulator, "take"),
-    (Reducer, "_land"),
+    (GradAccumulator, "take"),
+    (GradReducer, "_finish_oldest"),
     (SharedArena, "gather"),
 ]
 

@@ -20,9 +20,8 @@ class Row:
         self.state, self.live = State.RELEASED, Live()
 
     def _add(self, elements: int, flying: int) -> None:
-        self.live.elements += elements
-        self.live.flying += flying
-        self.live.launched += flying // 10
+        self.live.numel += elements
+        self.live.in_flight.add(flying, flying // 10)
 
     def launch_gather(self) -> None:
         assert self.state is State.RELEASED

@@ -24,10 +24,10 @@ from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.layout import ALIGN, Owners, aligned, join, plan_bucket, share_out, split_by_size
 from lt_zero.engine.partition import plan_engine
 from lt_zero.engine.storage_plan import HOST
-from lt_zero.memory.check import measured
-from lt_zero.memory.forecast import GRADS, MASTER, MOMENTS, REDUCE, WEIGHTS
 from lt_zero.offload import host_store
 from lt_zero.optim import Lamb, Muon, muon_groups
+from lt_zero.planning.check import measured
+from lt_zero.planning.forecast import GRADS, MASTER, MOMENTS, REDUCE, WEIGHTS
 from tests.support.matrix import cover, only
 from tests.support.models import Block, next_token_loss, tokens
 from tests.support.parity import Case, check, config_of, full_values

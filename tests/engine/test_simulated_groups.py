@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.gather import Gatherer, Unit
-from lt_zero.engine.grad_bucket import Reducer
+from lt_zero.engine.grad_reducer import GradReducer
 from lt_zero.engine.guard import is_guarded
 from lt_zero.offload.store import Store
 from tests.support.parity import STAGES, CountedStorage, config_of, counted_storages, full_grads, full_values
@@ -187,15 +188,16 @@ def test_a_unit_that_is_larger_than_the_limit_is_prefetched(prefetch: int) -> No
     assert exposed(prefetch) <= 2
 
 
-def _sends_before_it_writes(self: Reducer, bucket: Bucket) -> None:
-    while len(self._flying) >= 2:
-        self._land()
+def _sends_before_it_writes(self: GradReducer, bucket: Bucket, again: bool = False) -> None:
+    while len(self._in_flight) >= 2:
+        self._finish_oldest()
     send = self._buffers[bucket.group].take(bucket.layout.numel, bucket.dtype)
-    self._flying.append((bucket, bucket.grads.launch_reduce(self._exchange.reduction(bucket, send)), send))
+    out, add = bucket.grads.target()
+    self._in_flight.append((bucket, self._exchange.reduce(bucket, out, send, add), send))
     bucket.grads.take(send.flat, add=False)
 
 
-_take, _launch_reduce = SendBuffers.take, Store.launch_reduce
+_take, _target = SendBuffers.take, Store.target
 _taken: dict[SendBuffers, SendBuffer] = {}
 
 
@@ -206,18 +208,14 @@ def _take_one_buffer(self: SendBuffers, numel: int, dtype: torch.dtype) -> SendB
 
 
 BUGS: dict[str, tuple[Any, str, Any]] = {
-    "no wait for a gather": (Bucket, "_land", lambda self: None),
+    "no wait for a gather": (Bucket, "finish_gather", lambda self: None),
     "no wait for a reduction": (All, "wait", lambda self: None),
     "one send buffer": (SendBuffers, "take", _take_one_buffer),
-    "a gather without the own shard": (Store, "launch_gather", lambda self, shard, gather: gather(self.tensor)),
-    "reductions in flight are dropped": (Reducer, "drain", lambda self: self._flying.clear()),
+    "a gather without the own shard": (Store, "source", lambda self, shard: nullcontext(self.tensor)),
+    "reductions in flight are dropped": (GradReducer, "drain", lambda self: self._in_flight.clear()),
     "a sum instead of the mean": (ShardGroup, "factors", lambda self, wire: (1.0, 1.0)),
-    "an accumulator that forgets": (
-        Store,
-        "launch_reduce",
-        lambda self, reduce, add: _launch_reduce(self, reduce, False),
-    ),
-    "sent before it is written": (Reducer, "_launch", _sends_before_it_writes),
+    "an accumulator that forgets": (Store, "target", lambda self, add: _target(self, False)),
+    "sent before it is written": (GradReducer, "_launch", _sends_before_it_writes),
 }
 
 

@@ -259,7 +259,7 @@ def test_the_verdict_compares_coding_with_the_transfer_it_saves(rate: float, pay
     line = verdict(Costs(dense=10_000_000, sent=1_000_000, coding=0.1), rate, 10, 20)
     assert (line == "") == pays
     if not pays:
-        for part in ("step 20", "coding takes 10.0 ms", "would take 0.9 ms", "8000 Mbit/s", "1.00 MB become 0.10 MB"):
+        for part in ("step 20", "coding takes 10.0 ms", "would take 0.9 ms", "8000 Mbit/s", "1.00 MB become 100.00 kB"):
             assert part in line
 
 

@@ -19,9 +19,9 @@ from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import restore_whole
 from lt_zero.engine.storage_plan import DEVICE
-from lt_zero.memory.estimate import estimate
 from lt_zero.optim import Lamb
 from lt_zero.optim.muon import orthogonalize
+from lt_zero.planning.estimate import estimate
 from tests.support.parity import STAGES, config_of, full_values
 from tests.support.paths import ROOT
 from tests.support.pool import Pool

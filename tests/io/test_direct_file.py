@@ -465,7 +465,7 @@ def test_an_unexpected_error_ends_the_transfer(pool: IoPool) -> None:
 def test_a_full_disk_is_told_with_needed_and_free_bytes(
     tmp_path: Path, pool: IoPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = rf"records with {1 << 60} bytes .*No space left.*ENOSPC.*bytes \([0-9.]+ GiB\) are free"
+    words = rf"records with {1 << 60} bytes .*No space left.*ENOSPC.*bytes \([0-9.]+ [GTP]B\) are free"
     with pytest.raises(SwapError, match=words):
         SwapFile(tmp_path / "records", [1 << 60], pool)
     monkeypatch.setattr(os, "posix_fallocate", lambda *args: fail_with(errno.EDQUOT)(0, memoryview(b""), 0))

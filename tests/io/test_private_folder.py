@@ -180,7 +180,7 @@ def test_a_missing_place_is_made_and_told(tmp_path: Path, caplog: pytest.LogCapt
     assert f"nvme_path {tmp_path / 'a' / 'b'} did not exist; it was created" in caplog.text
     free = direct_file.free_bytes(made.path)
     made.require(1)
-    with pytest.raises(SwapError, match=rf"rank 0 needs {1 << 60} bytes \(.* GiB\), and [0-9]+ bytes .*are free"):
+    with pytest.raises(SwapError, match=rf"rank 0 needs {1 << 60} bytes \(1\.15 EB\), and [0-9]+ bytes .*are free"):
         made.require(1 << 60)
     assert free > 0
     made.close()

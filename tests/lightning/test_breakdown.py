@@ -29,7 +29,7 @@ from lt_zero.common.timing import PARTS, STAGES
 from lt_zero.io import direct_file
 from lt_zero.lightning.monitor import breakdown
 from lt_zero.lightning.monitor.breakdown import EVERY, memory_now
-from lt_zero.memory.limits import peak_rss
+from lt_zero.planning.limits import peak_rss
 from tests.support.fake_time import Time
 from tests.support.lightning_tools import QUIET, torchrun_env
 from tests.support.matrix import only, only_rows

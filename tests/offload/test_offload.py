@@ -90,7 +90,7 @@ def _host(stage: int, optimizer: str, dtype: torch.dtype | None) -> None:
             got, engine, _ = train(stage, None, optimizer, dtype=dtype, zero=zero)
         same(got, want, (stage, params))
         assert all(b.offloaded and not b.streamed for b in engine.buckets)
-        assert all(b.gather_place.offloads == (params == "cpu") for b in engine.buckets if b.sharding.params)
+        assert all(b.places.gather.offloads == (params == "cpu") for b in engine.buckets if b.sharding.params)
         for bucket in engine.buckets:
             assert bucket.weights.master is not None
             rows = bucket.weights.master_rows

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lt_zero import ops
-from lt_zero.ops import library
+from lt_zero.ops import dispatch, library
 from lt_zero.ops.compiler import CSRC, CUDA_FLAGS, CompileJob, build, load, recipe_of, run
 from tests.support.matrix import only
 from tests.support.paths import SUPPORT
@@ -191,11 +191,13 @@ def device(
             pytest.skip("no GPU")
         cuda = request.getfixturevalue("compiled").library
         monkeypatch.setattr(library, "cuda", lambda force=False: cuda)
+        monkeypatch.setattr(dispatch, "_loaded", {})
         yield torch.device("cuda")
         torch.cuda.synchronize()
     else:
         stand_in = InPlaceOfCpu(request.getfixturevalue("emulated"))
         monkeypatch.setattr(library, "cpu", lambda: stand_in)
+        monkeypatch.setattr(dispatch, "_loaded", {})
         yield torch.device("cpu")
         assert "runtime error" not in capfd.readouterr().err
 
@@ -386,6 +388,7 @@ def test_one_bad_element_spoils_the_norm(device: torch.device, value: float, pla
 def test_sums_do_not_depend_on_the_size_of_the_gpu(emulated: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = InPlaceOfCpu(emulated)
     monkeypatch.setattr(library, "cpu", lambda: stand_in)
+    monkeypatch.setattr(dispatch, "_loaded", {})
     tensors = Arena([300001, 5, 70000], FP32, 1)
     sums = []
     for processors in (1, 2, 7):

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 import lt_zero
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.guard import owner_of
-from lt_zero.memory.check import measured
-from lt_zero.memory.forecast import WEIGHTS
+from lt_zero.planning.check import measured
+from lt_zero.planning.forecast import WEIGHTS
 from tests.support.lightning_tools import FULL, sharded_trainer
 from tests.support.llamas import Llama, rules
 from tests.support.matrix import cover, only

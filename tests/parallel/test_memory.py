@@ -17,12 +17,12 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.storage_plan import DEVICE, HOST
-from lt_zero.memory import NotEnoughMemory, limits
-from lt_zero.memory.check import check_optimizers, measured, setup_of
-from lt_zero.memory.estimate import estimate_traffic
-from lt_zero.memory.forecast import COPY, FRESH, GATHERED, GRADS, LOCAL, MASTER, MOMENTS, REDUCE, WEIGHTS, forecast
-from lt_zero.memory.limits import Available
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
+from lt_zero.planning import NotEnoughMemory, limits
+from lt_zero.planning.check import check_optimizers, measured, setup_of
+from lt_zero.planning.estimate import estimate_traffic
+from lt_zero.planning.forecast import COPY, FRESH, GATHERED, GRADS, LOCAL, MASTER, MOMENTS, REDUCE, WEIGHTS, forecast
+from lt_zero.planning.limits import Available
 from tests.support.cut_blocks import RULES, CutBlocks
 from tests.support.matrix import cover, only
 from tests.support.nodes import NodePool, Traffic

@@ -11,12 +11,12 @@ from torch import nn
 
 from lt_zero import ZeroConfig, estimate
 from lt_zero.common.errors import ConfigError
-from lt_zero.memory.check import measured
-from lt_zero.memory.estimate import estimate_traffic
-from lt_zero.memory.forecast import GRADS, LOCAL, MASTER, MOMENTS, WEIGHTS
-from lt_zero.memory.sizes import Sizes, Stage, fullest, stages_of_module, stages_of_sizes
-from lt_zero.memory.transformer import Transformer
 from lt_zero.parallel.pipeline.schedules import bubble, in_flight, running
+from lt_zero.planning.check import measured
+from lt_zero.planning.estimate import estimate_traffic
+from lt_zero.planning.forecast import GRADS, LOCAL, MASTER, MOMENTS, WEIGHTS
+from lt_zero.planning.sizes import Sizes, Stage, fullest, stages_of_module, stages_of_sizes
+from lt_zero.planning.transformer import Transformer
 from tests.support.matrix import cover
 from tests.support.pipelines import Model, Ranks, specs, start
 from tests.support.pool import Pool

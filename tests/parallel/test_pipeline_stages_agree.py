@@ -12,7 +12,7 @@ from torch import nn
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
-from lt_zero.step.step_options import compare_options
+from lt_zero.step.param_groups import compare_options
 from tests.support.lightning_tools import quick, sharded_trainer
 from tests.support.pipeline_module import Module
 from tests.support.pipelines import VOCABULARY, WIDTH, Block, Ranks, head, mean_loss, start

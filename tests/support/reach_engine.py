@@ -17,11 +17,11 @@ from lt_zero import ZeroConfig
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.bucket import State
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.grad_bucket import Reducer
+from lt_zero.engine.grad_reducer import GradReducer
 from lt_zero.exchange.gradient_compression import GradientCompression, codec_of
 from lt_zero.lightning.precision import ZeroPrecision
-from lt_zero.memory.limits import NotEnoughMemory
 from lt_zero.ops import TopK, library
+from lt_zero.planning.limits import NotEnoughMemory
 from tests.support.models import VOCAB, Net, tokens
 from tests.support.parity import full_values
 from tests.support.pool import Pool
@@ -154,13 +154,13 @@ def ahead(lab: Lab, config: Config) -> Any:
 
 def flying(lab: Lab, config: Config) -> Any:
     """Reductions that were launched when the first of them is waited for."""
-    engine, seen, land = engine_of(lab, config), [], Reducer._land
+    engine, seen, land = engine_of(lab, config), [], GradReducer._finish_oldest
 
-    def look(reducer: Reducer) -> None:
-        seen.append(len(reducer._flying))
+    def look(reducer: GradReducer) -> None:
+        seen.append(len(reducer._in_flight))
         land(reducer)
 
-    with mock.patch.object(Reducer, "_land", look):
+    with mock.patch.object(GradReducer, "_finish_oldest", look):
         backward(engine)
     return max(seen)
 

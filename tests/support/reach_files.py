@@ -37,7 +37,7 @@ def folder(lab: Lab, config: Config) -> Any:
 def resting(lab: Lab, config: Config) -> Any:
     """How many buckets have files: for the optimizer, for gathers."""
     engine = engine_of(lab, config)
-    found = [[b.step_place.streamed, b.gather_place.streamed] for b in engine.buckets]
+    found = [[b.places.step.streamed, b.places.gather.streamed] for b in engine.buckets]
     engine.offload_manager.close()
     return [sum(column) for column in zip(*found, strict=True)]
 

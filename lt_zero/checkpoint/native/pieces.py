@@ -28,8 +28,8 @@ from lt_zero.engine.layout import Piece
 from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, whole
 from lt_zero.engine.whole_model import sent
 from lt_zero.offload.store import Store, put_away
+from lt_zero.step.param_groups import compare_options
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.step.step_options import compare_options
 
 
 class Fragment(Tensor):
@@ -160,7 +160,7 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
     own: dict[str, dict[str, Any]] = {}  # by name: numbers are those of a module, of which ranks may have others
     known: dict[str, int] = {}
     for bucket in engine.buckets:
-        is_whole = bucket.shard_range == (0, bucket.layout.numel)  # on every rank
+        is_whole = bucket.is_whole  # on every rank
         for index, parameter in enumerate(bucket.params):
             if id(parameter) in numbers:
                 known[bucket.layout.spans[index].name] = numbers[id(parameter)]
@@ -188,7 +188,7 @@ def states_of(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str,
     """The state of a parameter on this rank, with fragments."""
     shape = tuple(bucket.shapes[index])
     numel = sum(piece.numel for piece in bucket.pieces_of(index))  # of this rank
-    alone = numel == math.prod(shape) and bucket.shard_range != (0, bucket.layout.numel)
+    alone = numel == math.prod(shape) and not bucket.is_whole
     made = dict(state)
     for key, value in state.items():
         if not isinstance(value, Tensor) or not bucket.pieces_of(index):
@@ -401,7 +401,7 @@ def load_full_optimizer_state(
                 spec = bucket.layout.spans[index].spec
                 if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != spec.global_shape:
                     cut[number][key] = whole(value)
-                elif bucket.step_place.streamed:
+                elif bucket.places.step.streamed:
                     streamed.setdefault(bucket, []).append((parameter, piece, key, value))
                 else:
                     cut[number][key] = _piece_of(bucket, piece, value)

@@ -50,10 +50,10 @@ from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, flat_index
 from lt_zero.common.compat import storage_info
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.units import exact_bytes
 from lt_zero.common.users_code import warn
 from lt_zero.engine.lazy_tensor import LazyTensor
 from lt_zero.io.checked_file import FileRecord, Sink
-from lt_zero.io.direct_file import in_words
 from lt_zero.io.pinned import host_buffer
 
 LT_ZERO = "lt_zero"  # key of this package's entries in a Lightning checkpoint
@@ -411,7 +411,7 @@ class DirectoryWriter(StorageWriter):
         need, free = sum(map(_size_of, divided)), self.place.free_bytes()
         if free is not None and free < need:
             raise CheckpointError(
-                f"{self.place.name} needs {in_words(need)}, but {in_words(free)} are free. Nothing was written. "
+                f"{self.place.name} needs {exact_bytes(need)}, but {exact_bytes(free)} are free. Nothing was written. "
                 "Free space, lower ModelCheckpoint's save_top_k, or save to another disk."
             )
         return [replace(plan, storage_data=parts) for plan, parts in zip(plans, divided, strict=True)]

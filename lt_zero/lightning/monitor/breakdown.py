@@ -18,7 +18,7 @@ from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, TimedSpan, Time
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.step_metrics import RunObserver, is_due
 from lt_zero.lightning.setup import RunSnapshot
-from lt_zero.memory.limits import peak_rss
+from lt_zero.planning.limits import peak_rss
 
 EVERY = 10  # optimizer steps between lines without steps_per_print
 _WAITS = ("gather", "reduce", "offload")

@@ -42,7 +42,7 @@ from lt_zero.lightning.monitor.flops_profiler import Profiler
 from lt_zero.lightning.monitor.loggers import attach_loggers
 from lt_zero.lightning.monitor.step_metrics import RunObserver, StepPrinter
 from lt_zero.lightning.setup import RunSnapshot
-from lt_zero.tuning.trial import Trial
+from lt_zero.planning.trial import Trial
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ Note [Gradients of a pipeline]
     All forwards and backwards run while the pipeline is called, in ``training_step``, and the loss that it returns has
     nothing left to compute: its backward only checks that the loss was not multiplied by anything that the gradients
     do not know. Gradients that are not sharded are reduced in the last backward of this rank, those that are in each.
-    Layers at several stages wait for the step: engine/grad_bucket.py, Note [Wide buckets].
+    Layers at several stages wait for the step: engine/grad_reducer.py, Note [Wide buckets].
 
 Note [Shapes]
     A rank posts its receives before the sender has computed what it sends, so it has to know the shapes. For each form

@@ -1,0 +1,220 @@
+"""The weights of a bucket on one rank: master weights, or frozen weights, and what gathers read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lt_zero.common.compat import without_grad
+from lt_zero.engine.storage_plan import StoragePlan
+from lt_zero.offload.background import BackgroundStep
+from lt_zero.offload.store import Gap, Place, Places, Store, put_away
+from lt_zero.ops.codecs import Codec
+
+
+class _NoCopy(Store):
+    """Stands for the compute copy where master weights serve."""
+
+    def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
+        return None
+
+    def refresh(self, master: Store, written: bool, gaps: Sequence[Gap]) -> None:
+        pass
+
+
+NO_COPY = _NoCopy(torch.float32, partial(torch.empty, 0))
+
+
+@dataclass(eq=False)
+class MasterWeights:
+    """The weights of one bucket on this rank: what the optimizer updates, and what gathers read."""
+
+    shard: Tensor  # this rank's elements (1D) of the flat tensor
+    plan: StoragePlan  # says what is kept, and where; after ``enable_training`` that it trains
+    gaps: Sequence[Gap]  # elements [lo, hi) of ``shard`` that belong to no parameter
+    background: BackgroundStep  # of the bucket
+    places: Places  # of the bucket
+    # This rank's shard, or all elements if the optimizer is not sharded: a slice of the compute copy where that stays
+    # in memory and has the master's dtype.
+    master: Store | None = None
+    frozen: Store | None = None  # the shard of a frozen bucket, or its values in a wider dtype
+    # The compute copy that a step or an edit has to update: this rank's elements of the flat tensor, or what gathers
+    # read while the master weights, or frozen weights in a wider dtype, are offloaded.
+    copy: Store = NO_COPY
+    written: bool = False  # the running step has written the compute copy already
+    # With a codec, after edits: ``shard`` then. An edit changes its block's scale, and with it what is decoded of the
+    # other elements, so these would be taken for edited, too. None: ``shard`` is what is decoded of the weights.
+    decoded_reference: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._compute = Store.of(self.shard)
+
+    def keep(self, values: Tensor) -> None:
+        """Store this rank's ``values`` (1D, as ``shard``): as master weights if it trains, else as frozen weights."""
+        plan = self.plan
+
+        def stored(place: Place, kind: str, dtype: torch.dtype) -> Store:
+            store = place.store(kind, values.numel(), dtype)
+            store.overwrite().copy_(values)
+            return store
+
+        if not plan.trains:
+            self.frozen = stored(self.places.gather, "weights", plan.precision)
+        else:
+            self.master = stored(self.places.step, "master", plan.precision)
+        if plan.copies_weights:
+            self.copy = stored(self.places.gather, "weights", plan.dtype)
+        elif plan.trains and not self.sharded:
+            self.copy = Store.of(self.shard)
+        if plan.trains and self.copy is not NO_COPY:
+            self.copy = self.places.step.fed(self.copy)
+
+    @without_grad
+    def enable_training(self) -> None:
+        """Make the master weights if there are none; called late when frozen parameters are unfrozen."""
+        if self.master is not None:
+            return
+        frozen, self.frozen, self.plan = self.frozen, None, replace(self.plan, trains=True)
+        if self.copy is not NO_COPY:
+            self.copy.discard()
+            self.copy = NO_COPY
+        if self.plan.master_is_view:
+            self.master = self._compute
+        elif frozen is None:
+            self.keep(self.shard)
+        elif frozen.dtype == self.plan.master and not self.places.step.offloads and not frozen.streamed:
+            self.master = frozen
+            self.copy = NO_COPY if self.sharded else Store.of(self.shard)
+        else:
+            self.keep(frozen.read())
+            frozen.discard()
+        # Do not leave it to a step: the bucket may never be stepped.
+        put_away(self.stores())
+
+    @property
+    def sharded(self) -> bool:
+        """True if parameters are sharded, so that the flat tensor is released at times."""
+        return self.plan.sharding.params
+
+    @property
+    def codec(self) -> Codec | None:
+        """The codec with which updates of unsharded weights are gathered."""
+        return self.plan.codec
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        return self.plan.master
+
+    @property
+    def trains(self) -> bool:
+        return self.master is not None
+
+    @property
+    def _kept(self) -> Store:
+        return self.master or self.frozen or self._compute
+
+    @property
+    def has_master(self) -> bool:
+        """True if master or frozen weights are stored apart from the flat tensor."""
+        return self._kept is not self._compute
+
+    def stores(self) -> list[Store]:
+        return [store for store in (self.master, self.frozen, self.copy) if store is not None and store is not NO_COPY]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that weights apart from the flat tensor take now."""
+        copy = self.copy.nbytes if self.sharded else 0
+        return copy + (self._kept.nbytes if self.has_master else 0)
+
+    @property
+    def master_rows(self) -> Tensor:
+        """The master weights (1D, as ``shard``), whether or not their values are in memory."""
+        assert self.master is not None
+        return self.master.tensor
+
+    @property
+    def precision(self) -> torch.dtype:
+        """Dtype of ``values()``, without reading them."""
+        return self._kept.dtype
+
+    def values(self) -> Tensor:
+        """Master or frozen weights, or the flat tensor's elements if there are none (1D, as ``shard``), read-only."""
+        self.background.wait()
+        return self._kept.read()
+
+    def writable_values(self) -> Tensor:
+        """``values()``, for writing."""
+        self.background.wait()
+        return self._kept.write()
+
+    @property
+    def gather_source(self) -> Store:
+        """The store that a gather of sharded parameters reads (1D, as ``shard``)."""
+        return self._kept if self.copy is NO_COPY else self.copy
+
+    def kernel_target(self, covers: Callable[[], bool]) -> Tensor | None:
+        """The tensor where the kernel writes the compute copy as it updates master weights; None: ``refresh`` copies.
+
+        ``covers``: whether the kernel writes all elements but the gaps.
+        """
+        self.gather_source.wait_sent()
+        return self.copy.kernel_target(self.plan.master, covers)
+
+    def cancel_kernel(self) -> None:
+        """Forget ``kernel_target`` after the kernel failed."""
+        self.copy.cancel()
+        self.written = False
+
+    def refresh(self) -> None:
+        """Copy the master or frozen weights, which are in memory, to the compute copy."""
+        self.background.wait()
+        self.copy.refresh(self._kept, self.written, self.gaps)
+        self.written, self.decoded_reference = True, None
+
+    def follow_edit(self) -> None:
+        """Update what gathers read after an edit of ``writable_values()``, and write streamed stores."""
+        if self.sharded:
+            self.written = False
+            self.refresh()
+            self.written = False
+            self.copy.wait_copied()
+        put_away(self.stores())
+
+    @torch.no_grad()
+    def keep_edits(self) -> None:
+        """Copy edits of the (gathered) flat tensor to the master weights."""
+        if not self.has_master:
+            return
+        # Only edited elements: the others are more precise in the master weights.
+        kept = self.values()
+        compute = self.shard.to(kept.device)
+        edited = kept.to(compute.dtype) != compute
+        if self.codec is not None:
+            known = self.decoded_reference
+            before = self.codec.decoded(kept.to(compute.dtype)) if known is None else known.to(compute.device)
+            edited &= before != compute
+            self.note_decoded()
+        if not self.places.step.offloads:
+            # Select with ``where``: indexing by a mask would wait for the GPU.
+            self.writable_values().copy_(torch.where(edited, compute.to(kept.dtype), kept))
+            self.follow_edit()
+        elif bool(edited.any()):
+            master = self.writable_values()
+            master[edited] = compute[edited].to(master.dtype)
+            self.follow_edit()
+        else:
+            put_away(self.stores())
+
+    def note_decoded(self, rows: slice = slice(None)) -> None:
+        """Remember the compute copy of these elements, which were edited, until the next step."""
+        if self.codec is None:
+            return
+        if self.decoded_reference is None:
+            self.decoded_reference = self.shard.clone()
+        else:
+            self.decoded_reference[rows].copy_(self.shard[rows])

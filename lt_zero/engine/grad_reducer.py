@@ -1,0 +1,207 @@
+"""The gradients of buckets: taken from the parameters, reduced over the ranks, accumulated until the step.
+
+Reductions are launched in one fixed order, at most two in flight: in the first backward of a run the reverse of
+registration, later the order that the first rank saw. The remaining buckets are launched at the end of backward, so
+each bucket is reduced exactly once per backward on every rank.
+
+Note [When a bucket is ready]
+    Where parameters are sharded, gathers run between the reductions, and a rank that waits for a reduction which
+    another rank launches only at the end of backward would never take part in the gathers that rank needs to get there.
+    So a sharded bucket is ready when backward has left its unit, whether or not this rank's data touched each of its
+    parameters. Gradients that arrive later (weights read outside of their unit) stay in ``p.grad`` until the step, when
+    the ranks agree on a second reduction. Other buckets are ready when all their gradients are there.
+
+Note [Wide buckets]
+    A bucket of parameters that other ranks have in another model (weights that the first and the last stage of a
+    pipeline share) is reduced at the step. In backward these ranks may wait for each other, as each gets its gradients
+    from the next, so a rank that waited for this reduction before it sends them would never end. They have other
+    buckets beside it, in another order. For the same reasons its parameters stay gathered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+
+import torch
+
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.transport import SendBuffer
+from lt_zero.comm.work import Done, Work
+from lt_zero.common.timing import phase
+from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.exchange import GradientExchange
+from lt_zero.engine.grad_accumulator import GradAccumulator
+
+
+class GradReducer:
+    """Launches and finishes the gradient reductions of one engine.
+
+    Args:
+        peers: the ranks that have its buckets.
+        buckets: in the order of the first backward.
+        exchange: how ranks reduce the gradients of a bucket.
+        overlap: computation goes on beside a reduction.
+        max_buffer: elements of a bucket up to which its buffer is kept.
+    """
+
+    def __init__(
+        self, peers: ShardGroup, buckets: list[Bucket], exchange: GradientExchange, overlap: bool, max_buffer: int
+    ) -> None:
+        self._peers, self._exchange, self._overlap = peers, exchange, overlap
+        self._order = _wide_last(buckets)
+        largest: dict[ShardGroup, dict[torch.dtype, int]] = {}  # elements of a bucket
+        for bucket in buckets:
+            dtype, numel = bucket.grads.send_dtype(bucket.dtype), bucket.layout.numel
+            known = largest.setdefault(bucket.group, {})
+            if numel <= max_buffer:
+                known[dtype] = max(numel, known.get(dtype, 0))
+        self._buffers = {group: group.send_buffers(numels) for group, numels in largest.items()}
+        self._head = 0
+        self._ready: dict[Bucket, None] = {}  # in the order of completion in this backward
+        self._learnt = False  # ``_order`` is that of rank 0
+        self._in_flight: deque[tuple[Bucket, Work, SendBuffer | None]] = deque()
+        self._leaving: deque[GradAccumulator] = deque()  # being written
+        self.on_reduced: Callable[[Bucket], bool] | None = None  # steps a reduced bucket early, if it returns True
+        self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
+        # That can get gradients in this backward; None: all. Of others only what was accumulated locally is reduced.
+        self.scope: Collection[Bucket] | None = None
+
+    def mark_ready(self, bucket: Bucket) -> None:
+        """Launch the reduction of ``bucket``, whose gradients are all there, when its turn has come."""
+        if bucket in self._ready:
+            return
+        self._ready[bucket] = None
+        while self._head < len(self._order):
+            following = self._order[self._head]
+            if following in self._ready:
+                self._launch(following)
+            elif self._is_awaited(following):
+                return
+            self._head += 1
+
+    def _is_awaited(self, bucket: Bucket) -> bool:
+        """True if this backward ends with a reduction of ``bucket``."""
+        found = self.scope is None or bucket in self.scope or bucket.grads.local is not None
+        return bucket.wants_grad and found
+
+    @property
+    def active(self) -> bool:
+        """True if a bucket became ready since the last backward ended."""
+        return bool(self._ready)
+
+    def finish(self) -> None:
+        """End of backward: reduce the remaining buckets in order, and wait for all reductions."""
+        for bucket in self._order[self._head :]:
+            if self._is_awaited(bucket):
+                self._launch(bucket)
+        self.drain()
+        if not self._learnt and self.sync:
+            # From now on, buckets are reduced in the order in which the first rank completed them in this backward.
+            self._learnt = True
+            index = {bucket: i for i, bucket in enumerate(self._order)}
+            seen = self._peers.host_broadcast([index[b] for b in self._ready], "the order of gradient buckets")
+            seen = [index for index in seen if not self._order[index].is_wide]
+            self._order = _wide_last([self._order[i] for i in dict.fromkeys([*seen, *range(len(self._order))])])
+        self._head, self.scope = 0, None
+        self._ready.clear()
+
+    def _keeps_local(self, bucket: Bucket) -> bool:
+        """True if the gradients of ``bucket`` from the running backward wait for a later reduction."""
+        waits = not self.sync or self._exchange.reduces_at_step
+        return bucket.is_wide or (waits and not bucket.sharding.grads)
+
+    def flush(self) -> None:
+        """Reduce gradients that were accumulated locally without a final synchronised backward."""
+        waiting = [bucket for bucket in self._order if bucket.grads.local is not None]
+        if waiting:
+            self._exchange.begin_flush(waiting)
+            self.reduce_again(waiting)
+
+    def reduce_again(self, buckets: list[Bucket]) -> None:
+        """Reduce gradients that arrived after their bucket's reduction. Collective: the same buckets on all ranks."""
+        for bucket in buckets:
+            self._launch(bucket, again=True)
+        self.drain()
+
+    def _launch(self, bucket: Bucket, again: bool = False) -> None:
+        """Start reducing the gradients of ``bucket``; unless ``again``, those that wait are kept on this rank."""
+        bucket.weights.enable_training()
+        if not again and self._keeps_local(bucket):
+            bucket.grads.accumulate_local()
+            return
+        # Two in flight let one bucket travel while the next is copied; more would hold more send buffers.
+        while len(self._in_flight) >= 2:
+            self._finish_oldest()
+        grads, send = bucket.grads, self._filled_buffer(bucket)
+        work: Work = Done()
+        try:
+            out, add = grads.target()
+            if send is not None:
+                work = self._exchange.reduce(bucket, out, send, add)
+            else:
+                grads.take(out, add)
+        except BaseException:
+            if send is not None:
+                self._buffers[bucket.group].give_back(send, unused=True)
+            raise
+        self._in_flight.append((bucket, work, send))
+        if not self._overlap:
+            self._finish_oldest()
+
+    def _filled_buffer(self, bucket: Bucket) -> SendBuffer | None:
+        """A buffer with the gradients of ``bucket`` that are sent; None: they are not sent."""
+        grads, buffers = bucket.grads, self._buffers[bucket.group]
+        if grads.local is not None:
+            grads.take(grads.local, add=True)
+            local, grads.local = grads.local, None
+            return buffers.filled(local, grads.send_dtype(local.dtype))
+        if grads.skips_collective:
+            return None
+        send = buffers.take(bucket.layout.numel, grads.send_dtype(bucket.dtype))
+        try:
+            grads.take(send.flat, add=False, factor=send.factor)
+        except BaseException:
+            # After running out of memory the caller may go on with a smaller batch, and needs the buffer.
+            buffers.give_back(send, unused=True)
+            raise
+        return send
+
+    def _finish_oldest(self) -> None:
+        bucket, work, send = self._in_flight.popleft()
+        with torch.no_grad(), phase("reduce", bucket.name):
+            work.wait()
+            bucket.grads.arrived()
+        # Only after the wait: until then the collective reads the buffer.
+        if send is not None:
+            self._buffers[bucket.group].give_back(send)
+        taken = self.on_reduced is not None and self.on_reduced(bucket)
+        if bucket.grads.streamed and not taken:
+            bucket.grads.end_use()
+            self._leaving.append(bucket.grads)
+            if len(self._leaving) > 1:
+                # Wait for all writes but the last, so that the accumulators do not fill the memory.
+                self._leaving.popleft().put_away()
+
+    def abort(self) -> None:
+        """Drop a failed backward; waits for launched reductions, whose buffers are reused."""
+        self.on_reduced = None
+        self.drain()
+        self._head, self.scope = 0, None
+        self._ready.clear()
+
+    def drain(self) -> None:
+        """Wait for all launched reductions."""
+        while self._in_flight:
+            self._finish_oldest()
+        while self._leaving:
+            self._leaving.popleft().put_away()
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffers.nbytes for buffers in self._buffers.values())
+
+
+def _wide_last(buckets: list[Bucket]) -> list[Bucket]:
+    """A list of ``buckets`` in which those that other ranks have, too, come last, otherwise in their order."""
+    return [*(bucket for bucket in buckets if not bucket.is_wide), *(bucket for bucket in buckets if bucket.is_wide)]

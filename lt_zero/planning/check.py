@@ -1,0 +1,270 @@
+"""Checks before allocating whether the machines have enough memory. The ranks decide together, so all of them raise.
+
+There are two checks, because the optimizer is not known when a model is sharded. ``check_build`` runs before the first
+bucket is allocated and covers everything but the optimizer. ``check_optimizers`` runs before the first step and adds
+optimizer states and copies for checkpoints.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.shared_memory import host_identity
+from lt_zero.comm.world import World
+from lt_zero.common.compat import without_torch_function
+from lt_zero.common.units import GB, format_bytes
+from lt_zero.config import ZeroConfig
+from lt_zero.config.precision import DtypePolicy
+from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.guard import is_guarded
+from lt_zero.engine.partition import EnginePlan
+from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.io.pinned import return_freed_memory, return_large_blocks, rounded
+from lt_zero.planning import limits
+from lt_zero.planning.estimate import Machine, cheapest, states_of
+from lt_zero.planning.forecast import (
+    GATHERED,
+    GRADS,
+    LOCAL,
+    MASTER,
+    MOMENTS,
+    OFFLOAD,
+    REDUCE,
+    RESIDUALS,
+    WEIGHTS,
+    Forecast,
+    forecast,
+)
+from lt_zero.planning.limits import Available, NotEnoughMemory, check_host_memory, shortage
+from lt_zero.planning.setup import Setup
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
+
+RESTING = "in files"  # bytes of files, of all kinds
+
+
+def measured(engine: Engine, optimizers: Iterable[ShardedOptimizer] = ()) -> dict[str, int]:
+    """Bytes by kind. Views of one storage count once; streamed stores count while they are in memory."""
+    total: Counter[str] = Counter()
+    for bucket in engine.buckets:
+        total.update(_of_bucket(bucket))
+    stored = [store for bucket in engine.buckets for store in bucket.stores() if store.streamed]
+    values = [v for s in optimizers for p in s.parameters() for v in s.optimizer.state.get(p, {}).values()]
+    tensors = [v for v in values if isinstance(v, Tensor) and v.dim() > 0 and not any(t.owns(v) for t in stored)]
+    states = {v.untyped_storage().data_ptr(): v for v in tensors}
+    averages = [b.average for b in engine.buckets if b.average is not None and not b.average.streamed]
+    total[MOMENTS] = sum(v.untyped_storage().nbytes() for v in states.values()) + sum(a.nbytes for a in averages)
+    manager = engine.offload_manager
+    files = {id(found): found for found in (manager.optim, manager.params) if found is not None}
+    total[OFFLOAD] = sum(rounded(store.nbytes) for store in stored) + sum(tier.spare_nbytes for tier in files.values())
+    total[OFFLOAD] += manager.host_link.slots.nbytes if manager.host_link is not None else 0
+    total[REDUCE] = engine.reducer.buffer_bytes
+    total[RESIDUALS] = engine.exchange.nbytes
+    total[RESTING] = sum(tier.bytes_on_disk for tier in files.values())
+    return {kind: nbytes for kind, nbytes in total.items() if nbytes}
+
+
+def _of_bucket(bucket: Bucket) -> dict[str, int]:
+    """Bytes of a bucket in memory, without its streamed stores."""
+    sharded, weights, grads = bucket.sharding.params, bucket.weights, bucket.grads
+    held = {
+        GATHERED if sharded else WEIGHTS: bucket.flat.nbytes if bucket.state is not State.RELEASED else 0,
+        GRADS: grads.nbytes if not grads.streamed else 0,
+        LOCAL: grads.local.nbytes if grads.local is not None else 0,
+    }
+    kinds = {MASTER: weights.master if weights.has_master else None, WEIGHTS: weights.frozen}
+    for kind, store in kinds.items():
+        held[kind] = held.get(kind, 0) + (store.nbytes if store is not None and not store.streamed else 0)
+    if sharded and weights.copy.nbytes and not weights.copy.streamed:
+        held[WEIGHTS] = held.get(WEIGHTS, 0) + weights.copy.nbytes
+    held[WEIGHTS] = held.get(WEIGHTS, 0) + bucket.gathers.nbytes
+    return held
+
+
+_EVERYTHING = 1 << 62  # bytes: not limited
+
+Advice = Callable[[int, int], str]  # (bytes of the host, ranks on it) -> remedy
+
+
+def check_build(
+    plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, group: ShardGroup, training: bool = True
+) -> None:
+    """Check everything but the optimizer, before the first bucket is allocated. Collective.
+
+    Raises:
+        NotEnoughMemory: on all ranks, if a machine has too little memory.
+    """
+    if not limits.checks_wanted():
+        return
+    setup = Setup(group, group.size, group.device.type, states=0.0, fused=False, training=training, saves=False)
+    cast = forecast(plan, config, policy, setup)
+    taken: Counter[str] = Counter()  # bytes that parameters take now, by device type
+    for bucket in plan.buckets:
+        for _, parameter in bucket.parameters:
+            parts = group.mesh.shards if is_guarded(parameter) else 1  # guarded: sharded at construction
+            taken[parameter.device.type] += parameter.data.numel() * parameter.dtype.itemsize // parts
+    advice = partial(_advice, plan.root, config, policy, setup, "adam")
+    _check(cast, list(cast.phases), taken, config.max_cpu_gb, group.world, advice)
+
+
+def check_optimizers(
+    engine: Engine,
+    optimizers: Iterable[Optimizer],
+    accumulates: bool = False,
+    saves: bool = True,
+    averages: int = 0,
+) -> None:
+    """Check the memory that training needs beyond the weights, before the first step. Collective.
+
+    Args:
+        engine: of the model.
+        optimizers: the optimizers of the run.
+        accumulates: several micro-batches per step.
+        saves: whether checkpoints will be saved, which need buffers or copies.
+        averages: so many averages of the weights are kept beside the states.
+
+    Raises:
+        NotEnoughMemory: on all ranks, if a machine has too little memory.
+    """
+    if not limits.checks_wanted():
+        return
+    # Guards would intercept each access.
+    with without_torch_function():
+        setup = setup_of(engine, optimizers, accumulates, saves, averages)
+        cast = forecast(engine.plan, engine.config, engine.policy, setup)
+    phases = [phase for phase in cast.phases if phase != "build"]
+    held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)
+    advice = partial(_advice, engine.root, engine.config, engine.policy, setup, setup.states * torch.float32.itemsize)
+    _check(cast, phases, {engine.device.type: held}, engine.config.max_cpu_gb, engine.world, advice)
+
+
+def setup_of(
+    engine: Engine, optimizers: Iterable[Optimizer], accumulates: bool = False, saves: bool = True, averages: int = 0
+) -> Setup:
+    """Facts of a run for its forecast; arguments as for ``check_optimizers``."""
+    known = [states_of(optimizer) for optimizer in optimizers]
+    states = max((count for count, _ in known), default=0.0) + averages
+    fused = engine.config.fused_step and all(fused for _, fused in known)
+    accumulates = accumulates or engine.config.micro_batches > 1  # of a pipeline
+    return Setup(engine.groups[0], engine.world.size, engine.device.type, states, fused, accumulates, saves=saves)
+
+
+def _check(
+    cast: Forecast,
+    phases: Sequence[str],
+    taken: Mapping[str, int],
+    max_cpu_gb: float | None,
+    world: World,
+    advice: Advice,
+) -> None:
+    """Compare needs and available memory per host, and again without garbage if they do not fit. Collective."""
+    with suppress(NotEnoughMemory):
+        _compare(cast, phases, taken, max_cpu_gb, world, advice)
+        return
+    # A model of an earlier run may still be alive in the reference cycles of its Trainer.
+    gc.collect()
+    return_freed_memory()
+    _compare(cast, phases, taken, max_cpu_gb, world, advice)
+
+
+def _compare(
+    cast: Forecast,
+    phases: Sequence[str],
+    taken: Mapping[str, int],
+    max_cpu_gb: float | None,
+    world: World,
+    advice: Advice,
+) -> None:
+    # Each rank reads the available memory before the gather and allocates only after it, so no rank's memory counts
+    # both as needed and as taken.
+    needs = {phase: cast.need_of_rank(phase, HOST, first=world.rank == 0) for phase in phases}
+    problem = _gpu_problem(cast, phases, taken.get("cuda", 0), world)
+    mine = _Rank(needs, taken.get("cpu", 0), limits.host_memory(), problem)
+    try:
+        here = host_identity()
+    except OSError:  # not Linux
+        here = socket.gethostname()
+    hosts: dict[str, list[_Rank]] = {}
+    for host, rank in world.host_gather((here, mine), "memory"):
+        hosts.setdefault(host, []).append(rank)
+    for ranks in hosts.values():
+        named = dict.fromkeys(phase for rank in ranks for phase in rank.needs)  # a stage may train nothing
+        sums = [sum((Counter(rank.needs.get(phase, {})) for rank in ranks), Counter[str]()) for phase in named]
+        need = max(sums, key=lambda kinds: sum(kinds.values()))
+        free = min((rank.free for rank in ranks), key=lambda free: free.nbytes)
+        # Memory that the model has already is part of the need: parameters are freed when they move into a bucket.
+        # ``max_cpu_gb`` limits the total, so nothing is added to it.
+        have = Available(free.nbytes + sum(rank.taken for rank in ranks), f"{free.source}, plus what the model has")
+        if max_cpu_gb is not None and max_cpu_gb * GB < have.nbytes:
+            have = Available(int(max_cpu_gb * GB), f"max_cpu_gb={max_cpu_gb:g}")
+        # The advice is computed only if it is needed.
+        if sum(need.values()) > have.nbytes:
+            check_host_memory(need, have, ranks=len(ranks), remedy=advice(have.nbytes, len(ranks)))
+        gaps = len(ranks) * cast.local * torch.float32.itemsize if cast.setup.training else 0
+        if world.device.type == "cpu" and sum(need.values()) + gaps > have.nbytes and ranks is hosts[here]:
+            # Freed gradients leave gaps in the heap, up to those of a whole backward (glibc's memalign seldom uses them
+            # again). Without gaps steps take 1.2 times as long.
+            return_large_blocks()
+        for rank in ranks:
+            if rank.problem:
+                raise NotEnoughMemory(rank.problem, need, have.nbytes)
+
+
+class _Rank(NamedTuple):
+    """Sent to all ranks: needs by phase and kind, bytes taken, memory available, and the GPU's shortage or ""."""
+
+    needs: dict[str, dict[str, int]]
+    taken: int
+    free: Available
+    problem: str
+
+
+def _gpu_problem(cast: Forecast, phases: Sequence[str], taken: int, world: World) -> str:
+    """The error message if this rank's GPU is too small, else ""."""
+    there = limits.device_memory(world.device)
+    need = max((cast.need_of_rank(phase, DEVICE) for phase in phases), key=lambda need: sum(need.values()))
+    if there is None or sum(need.values()) <= there.nbytes + taken:
+        return ""
+    have = Available(there.nbytes + taken, there.source)
+    remedy = "Take a higher stage, more ranks or offload_optimizer; `lt-zero estimate` shows what each needs."
+    return shortage(need, have, f"The GPU memory of rank {world.rank}", remedy)
+
+
+def _advice(
+    root: nn.Module,
+    config: ZeroConfig,
+    policy: DtypePolicy,
+    setup: Setup,
+    optimizer: str | float,
+    host: int,
+    ranks: int,
+) -> str:
+    """The first setting that fits ``ranks`` ranks on a host of ``host`` bytes; ``optimizer``: as for ``estimate``."""
+    fit = cheapest(
+        root,
+        Machine(host=host, nvme=_EVERYTHING, ranks=ranks),
+        config,
+        setup.world * config.pipeline.ranks,
+        device=setup.device,
+        optimizer=optimizer,
+        precision=policy.mode,
+        accumulate_grad_batches=2 if setup.accumulates else 1,
+        saves=setup.saves,
+    )
+    more = "`lt-zero estimate` shows what each setting needs; LT_ZERO_MEMORY_CHECK=0 skips this check."
+    if fit.setting is None or fit.forecast is None:
+        return f"No setting fits: take more or larger machines, or a smaller model. {more}"
+    disk = fit.forecast.node(NVME)
+    room = f" (with nvme_path on a disk that has {format_bytes(disk)} for this node)" if disk else ""
+    return f"What would fit: {fit.setting}{room}. Or start fewer ranks per machine. {more}"

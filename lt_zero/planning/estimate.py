@@ -1,0 +1,447 @@
+"""The memory forecast for a model or for sizes alone, and the fastest setting that fits a machine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lt_zero import optim
+from lt_zero.common.arguments import expect_number, wrong
+from lt_zero.common.boxes import ParamSpec
+from lt_zero.common.errors import ConfigError
+from lt_zero.common.numbers import count_of
+from lt_zero.common.tables import bytes_cell, show
+from lt_zero.common.units import format_bytes
+from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks import ZeroOptimization
+from lt_zero.config.precision import MODES, DtypePolicy, dtype_policy, resolve_mode
+from lt_zero.engine.partition import EnginePlan, GroupFacts, plan_engine, with_sizes
+from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.parallel.mesh import ParallelSizes
+from lt_zero.parallel.pipeline.layers import pipeline_of
+from lt_zero.parallel.plan import planned_parts
+from lt_zero.planning.forecast import PLACES, Forecast, forecast
+from lt_zero.planning.setup import PlannedGroup, Setup
+from lt_zero.planning.sizes import Model, Sizes, Stage, fullest, parts_of_all, skeleton, stages_of_sizes
+from lt_zero.planning.traffic import Traffic, forecast_traffic
+from lt_zero.step.fused_step import FusedStep
+from lt_zero.step.supported_optimizers import states_by_group
+
+_OF_HIDDEN = ("bucket_size", "persistence_threshold")  # suffixes of keys that "auto" derives from the hidden size
+_OFFLOADS = ("offload_optimizer", "offload_param")
+
+
+def estimate(
+    model: Model,
+    config: ZeroConfig | dict[str, Any] | None = None,
+    world: int = 1,
+    *,
+    ranks_per_node: int | None = None,
+    optimizer: str | float | Optimizer = "adam",
+    precision: str | None = None,
+    device: str = "cuda",
+    accumulate_grad_batches: int = 1,
+    saves: bool = True,
+) -> Forecast:
+    """The bytes that each rank and node needs. Allocates nothing and needs no process group.
+
+    Args:
+        model: a module on any device, also "meta"; or ``Sizes``, or the number of parameters (also "7B"). For a module
+            that is not sharded yet the engine's own plan is used. For sizes the padding of ``shard_along=parameter`` is
+            unknown and not counted, and with tensor parallelism all parameters are taken to be cut. With
+            ``pipeline.stages`` above 1, it is the rank with most parameters that counts; a module is one rank's.
+        config: as for ``ZeroStrategy``. With ``tensor_parallel.autotp_size`` above 1, a module is cut as in a run.
+        world: ranks.
+        ranks_per_node: ranks on one node; default: all on CPUs, at most 8 on GPUs.
+        optimizer: a class of ``torch.optim`` ("adam", "sgd", ...; "momentum" is SGD with momentum), an optimizer, or
+            the bytes of its states per parameter (8 for Adam).
+        precision: as for ``Trainer``; default: that of the config, or "32-true".
+        device: "cuda" or "cpu", where the ranks will compute.
+        accumulate_grad_batches: as for ``Trainer``; stages 0 and 1 keep whole gradients if it is above 1.
+        saves: whether checkpoints will be saved; for full ones rank 0 collects a full copy in host memory.
+
+    Raises:
+        ValueError: a value is wrong, or precision and config contradict each other.
+        ConfigError: the tensor ranks do not divide ``world``, or a module has no plan that they fit.
+    """
+    options = (ranks_per_node, optimizer, precision, device, accumulate_grad_batches, saves)
+    return forecast(*_planned(model, config, world, *options))
+
+
+def estimate_traffic(
+    model: Model,
+    config: ZeroConfig | dict[str, Any] | None = None,
+    world: int = 1,
+    *,
+    ranks_per_node: int | None = None,
+    precision: str | None = None,
+    device: str = "cuda",
+    accumulate_grad_batches: int = 1,
+) -> Traffic:
+    """The bytes that ZeRO makes each node send to others in an optimizer step. Arguments, errors: as for ``estimate``.
+
+    With pipelines, of a node of the rank with most parameters; what stages send each other is not counted.
+    """
+    options = (ranks_per_node, "adam", precision, device, accumulate_grad_batches, False)
+    plan, parsed, policy, setup = _planned(model, config, world, *options)
+    if setup.world < world > setup.per_node:
+        _check_nodes(setup, world // setup.world)
+        setup = replace(setup, per_node=min(setup.per_node, setup.world))
+    return forecast_traffic(plan, parsed, policy, setup, accumulate_grad_batches * parsed.micro_batches)
+
+
+def _check_nodes(setup: Setup, stages: int) -> None:
+    """Refuse stages that have parts of nodes."""
+    if setup.world % setup.per_node and setup.per_node % setup.world:
+        key = "pipeline.stages"
+        raise ConfigError.about(
+            key,
+            f"{key}={stages}: the {setup.world} ranks of a stage are on parts of nodes of {setup.per_node}, whose "
+            "traffic is not counted. Use numbers that divide each other.",
+        )
+
+
+def _planned(
+    model: Model,
+    config: ZeroConfig | dict[str, Any] | None,
+    world: int,
+    ranks_per_node: int | None,
+    optimizer: str | float | Optimizer,
+    precision: str | None,
+    device: str,
+    accumulate_grad_batches: int,
+    saves: bool,
+) -> tuple[EnginePlan, ZeroConfig, DtypePolicy, Setup]:
+    """The plan of a run, its configuration, precision and setup; arguments as for ``estimate``."""
+    config = ZeroConfig.of(config)
+    counts = {"world": world, "ranks_per_node": ranks_per_node, "accumulate_grad_batches": accumulate_grad_batches}
+    for name, count in counts.items():
+        if count is not None or name != "ranks_per_node":
+            expect_number(count, f"estimate({name}=...)", whole=True)
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"device={device!r} is not 'cuda' or 'cpu'.")
+    if precision is not None and precision not in MODES:
+        raise ValueError(f"precision={precision!r} is not one of {', '.join(MODES)}.")
+    per_node = ranks_per_node or (world if device == "cpu" else min(world, 8))
+    if world < 1 or not 1 <= per_node <= world:
+        raise ValueError(f"world={world}, ranks_per_node={per_node}: 1 <= ranks_per_node <= world is needed.")
+    ranks = ParallelSizes.of(config, world)
+    stage = _stage_of(model, config)
+    module, config, specs = _cut_module(stage.model, config, ranks.tensor)
+    policy = dtype_policy(config, resolve_mode(config, precision or "32-true"))
+    if module is not stage.model:
+        policy = replace(policy, keep_fp32=())  # the names of modules are unknown
+    states, fused = states_of(optimizer)
+    groups = _Groups(ranks, world, config.zero_optimization, device, world == per_node)
+    setup = Setup(
+        groups.of_stage,
+        per_node,
+        device,
+        states,
+        fused=fused and config.fused_step,
+        accumulates=accumulate_grad_batches * config.micro_batches > 1,
+        saves=saves,
+        elsewhere=stage.elsewhere,
+    )
+    named = dict(module.named_parameters())
+    sizes = {named[spec.name]: spec.local_box.numel for spec in specs}
+    others, wide = groups.of_parameters(module, sizes, module is stage.model)
+    plan = plan_engine(module, config, policy, groups.of_stage.mesh.shards, specs, others, sizes, wide=wide)
+    return plan, config, policy, setup
+
+
+def _stage_of(model: Model, config: ZeroConfig) -> Stage:
+    """The stage with most parameters of a model; a module is that already."""
+    if isinstance(model, Stage):
+        return model
+    if not isinstance(model, nn.Module):
+        sizes = model if isinstance(model, Sizes) else Sizes(count_of(model, "model"))
+        return fullest(stages_of_sizes(sizes, config)) if config.pipeline.ranks > 1 else Stage(sizes, 0, 0, 0, 0)
+    return Stage(model, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The ranks over which parameters are sharded: ``ParallelMesh``, without processes."""
+
+    ranks: ParallelSizes
+    world: int
+    zero: ZeroOptimization
+    device: str
+    in_node: bool
+
+    def _sized(self, size: int) -> PlannedGroup:
+        return PlannedGroup.assumed(size, self.world, self.zero, self.device, self.in_node)
+
+    @property
+    def of_stage(self) -> PlannedGroup:
+        """The ranks that have the same stage."""
+        return self._sized(self.ranks.of_stage)
+
+    def of_parameters(
+        self, module: nn.Module, cut: Mapping[Parameter, int], of_user: bool
+    ) -> tuple[dict[Parameter, GroupFacts], set[Parameter]]:
+        """The groups of parameters with another one, and those that other stages have, too."""
+        tensor, pipeline = self.ranks.tensor, self.ranks.pipeline
+        found: dict[Parameter, GroupFacts] = dict.fromkeys(cut, self._sized(self.ranks.data))
+        made = pipeline_of(module, pipeline) if of_user else None  # of a model by its size nothing is shared
+        if made is None:
+            return found, set()
+        holding, wide = made.stages_of_parameters(), set[Parameter]()
+        for parameter in module.parameters():
+            stages = len(holding.get(parameter, range(pipeline)))
+            if stages > 1:
+                found[parameter] = self._sized(self.ranks.of_stage * stages // (tensor if parameter in cut else 1))
+                wide.add(parameter)
+        return found, wide
+
+
+def _cut_module(
+    model: nn.Module | Sizes, config: ZeroConfig, tensor: int
+) -> tuple[nn.Module, ZeroConfig, list[ParamSpec]]:
+    """The module that is planned, its configuration, and the part of a rank of each cut parameter."""
+    if isinstance(model, nn.Module):
+        config = with_sizes(config, model)
+        return model, config, planned_parts(model, tensor, config)
+    if sizes_left := sorted(path[1] for path in config.autos if path[1:] and str(path[1]).endswith(_OF_HIDDEN)):
+        raise ValueError(f'{", ".join(map(str, sizes_left))} "auto" needs the model, not its size: write numbers.')
+    along = config.zero_optimization.model_copy(update={"shard_along": "element"})
+    config = config.model_copy(update={"zero_optimization": along})
+    limit = min(config.zero_optimization.reduce_bucket_size, config.zero_optimization.allgather_bucket_size)
+    made = skeleton(model, limit * tensor)
+    return made, config, list(parts_of_all(made, tensor))
+
+
+def states_of(optimizer: str | float | Optimizer) -> tuple[float, bool]:
+    """The number of element-wise states of an optimizer (mean of its groups), and whether the native kernel steps it.
+
+    Raises:
+        ValueError: the optimizer is unknown.
+    """
+    if isinstance(optimizer, (int, float)):
+        if optimizer < 0:
+            raise ValueError(f"optimizer={optimizer}: bytes of state per parameter are not negative.")
+        return optimizer / torch.float32.itemsize, False
+    if isinstance(optimizer, str):
+        name = optimizer.lower()
+        every = {**vars(optim), **vars(torch.optim)}
+        classes: dict[str, Any] = {n.lower(): c for n, c in every.items() if inspect.isclass(c)}
+        known = {n: c for n, c in classes.items() if issubclass(c, Optimizer) and c is not Optimizer}
+        known["momentum"] = partial(torch.optim.SGD, momentum=0.9)
+        if name not in known:
+            raise ValueError(
+                f"optimizer={name!r} is not one of {', '.join(sorted(known))}. Pass the bytes of its states per "
+                "parameter as a number."
+            )
+        try:
+            optimizer = known[name]([Parameter(torch.zeros(1, 1))])
+        except TypeError as error:
+            raise ValueError(f"optimizer={name!r} has no defaults ({error}). Pass an instance.") from error
+        assert isinstance(optimizer, Optimizer)
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        raise wrong("optimizer", optimizer, "pass a name such as 'adam', an instance, or bytes per parameter")
+    counts = states_by_group(optimizer)
+    sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+    mean = sum(count * size for count, size in zip(counts, sizes, strict=True)) / max(1, sum(sizes))
+    return mean if any(sizes) else max(counts, default=0), FusedStep.fits(optimizer)
+
+
+class Setting(NamedTuple):
+    """One rung of the ladder.
+
+    Attributes:
+        stage: of ZeRO.
+        places: device of ``offload_optimizer`` and of ``offload_param``; "-" for none.
+        releases: no unit stays gathered between its forward and its backward.
+    """
+
+    stage: int
+    places: tuple[str, str] = ("-", "-")
+    releases: bool = False
+
+    def __str__(self) -> str:
+        named = zip(_OFFLOADS, self.places, strict=True)
+        parts = [f"{key}: {place}" for key, place in named if place != "-"]
+        parts += ["stage3_max_reuse_distance: 0"] if self.releases else []
+        return ", ".join([f"stage {self.stage}", *parts])
+
+    def of(self, config: ZeroConfig) -> ZeroConfig:
+        """``config`` with this setting; a missing ``nvme_path`` is left for the user to fill."""
+        block = config.zero_optimization
+        values = {name: getattr(block, name) for name in block.model_fields_set} | {"stage": self.stage}
+        for key, place in zip(_OFFLOADS, self.places, strict=True):
+            kept = {name: getattr(getattr(block, key), name) for name in getattr(block, key).model_fields_set}
+            values[key] = {"nvme_path": Path("nvme_path"), **kept, "device": place.replace("-", "none")}
+        if self.places[1] == "nvme":
+            values["offload_param"]["max_in_cpu"] = 0
+        if self.releases:
+            values["stage3_max_reuse_distance"] = 0
+        return config.model_copy(update={"zero_optimization": ZeroOptimization.model_validate(values)})
+
+
+# From fast to slow: collectives that are saved, then states that cross PCIe each step, then weights that cross it twice
+# per micro-batch, then the disk.
+_LADDER = (
+    *(Setting(stage) for stage in (0, 1, 2, 3)),
+    Setting(3, releases=True),
+    *(Setting(stage, ("cpu", "-")) for stage in (1, 2, 3)),
+    Setting(3, ("cpu", "cpu")),
+    Setting(3, ("cpu", "cpu"), releases=True),
+    *(Setting(stage, ("nvme", "-")) for stage in (2, 3)),
+    Setting(3, ("nvme", "cpu")),
+    Setting(3, ("nvme", "nvme"), releases=True),
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One node.
+
+    Attributes:
+        device: bytes of one GPU that model states may take; None: not limited, or no GPU.
+        host: bytes of its memory; None: not limited.
+        nvme: bytes of its disk.
+        ranks: processes on it.
+    """
+
+    host: int | None
+    device: int | None = None
+    nvme: int = 0
+    ranks: int = 8
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The first setting that fits (None: none does), and why those before it do not."""
+
+    setting: Setting | None
+    forecast: Forecast | None
+    skipped: tuple[tuple[Setting, str], ...]
+
+
+def settings(device: str = "cuda", stage: int | None = None) -> list[Setting]:
+    """The ladder. On CPUs, offloading to the CPU changes nothing and is left out."""
+    useful = [setting for setting in _LADDER if device != "cpu" or "cpu" not in setting.places]
+    return [setting for setting in useful if stage in (None, setting.stage)]
+
+
+def cheapest(
+    model: Model,
+    machine: Machine,
+    config: ZeroConfig | dict[str, Any] | None = None,
+    world: int | None = None,
+    *,
+    device: str = "cuda",
+    **options: Any,
+) -> Fit:
+    """The fastest setting that fits. See ``_LADDER`` for the order.
+
+    Args:
+        model: as in ``estimate``.
+        machine: one node; all are alike.
+        config: everything but stage, offload and reuse distance.
+        world: ranks; default: one node.
+        device: "cuda" or "cpu".
+        options: further arguments of ``estimate``.
+    """
+    parsed = ZeroConfig.of(config)
+    skipped: list[tuple[Setting, str]] = []
+    for setting in settings(device):
+        cast = estimate(
+            model, setting.of(parsed), world or machine.ranks, ranks_per_node=machine.ranks, device=device, **options
+        )
+        problem = misfit(cast, machine)
+        if not problem:
+            return Fit(setting, cast, tuple(skipped))
+        skipped.append((setting, problem))
+    return Fit(None, None, tuple(skipped))
+
+
+def misfit(cast: Forecast, machine: Machine) -> str:
+    """A sentence on the memory that is too small; "" if everything fits."""
+    lacking = []
+    for place, word, limit in (
+        (DEVICE, "GPU", machine.device),
+        (HOST, "host", machine.host),
+        (NVME, "NVMe", machine.nvme),
+    ):
+        need = cast.rank(DEVICE) if place == DEVICE else cast.node(place)
+        if limit is not None and need > limit:
+            phases = [cast.need_of_node(phase, place) for phase in cast.phases]
+            peak = max(phases, key=lambda kinds: sum(kinds.values()))
+            kind, most = max(peak.items(), key=lambda item: item[1])
+            most //= cast.setup.per_node if place == DEVICE else 1
+            lacking.append(
+                f"{word}: {format_bytes(need)} needed, {format_bytes(limit)} there (most: {kind}, {format_bytes(most)})"
+            )
+    return "; ".join(lacking)
+
+
+def settings_table(
+    model: Model,
+    config: ZeroConfig | dict[str, Any] | None = None,
+    world: int = 1,
+    *,
+    device: str = "cuda",
+    stage: int | None = None,
+    console: Console | None = None,
+    **options: Any,
+) -> Table:
+    """Print, and return, the peak memory of each rung of the ladder, per rank and per node.
+
+    Args:
+        model, config, world, device, options: as in ``estimate``.
+        stage: only this one.
+        console: where to print.
+    """
+    parsed = ZeroConfig.of(config)
+    casts = [
+        (setting, estimate(model, setting.of(parsed), world, device=device, **options))
+        for setting in settings(device, stage)
+    ]
+    per_node = casts[0][1].setup.per_node
+    tensor, stages = parsed.tensor_parallel.autotp_size, parsed.pipeline.ranks
+    ranks = f"{world} rank(s), {per_node} per node" + (f", {tensor} tensor ranks" if tensor > 1 else "")
+    ranks += f", {stages} pipeline ranks (the fullest)" if stages > 1 else ""
+    table = Table(
+        title=f"{casts[0][1].parameters:,} parameters, {ranks}",
+        caption="Without activations. optim., param: device of offload_optimizer, offload_param.\n"
+        "* stage3_max_reuse_distance: 0, nothing stays gathered after its forward.",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for name in ("stage", "optim.", "param"):
+        table.add_column(name, no_wrap=True)
+    for name in (f"{place}\n/ {unit}" for unit in ("rank", "node") for place in PLACES):
+        table.add_column(name, justify="right", no_wrap=True)
+    for setting, cast in casts:
+        each = [cast.rank(place) for place in PLACES] + [cast.node(place) for place in PLACES]
+        stage_cell = f"{setting.stage}{' *' if setting.releases else ''}"
+        table.add_row(stage_cell, *setting.places, *[bytes_cell(nbytes, 1) for nbytes in each])
+    return show(table, console)
+
+
+def kinds_table(cast: Forecast, title: str, console: Console | None = None) -> Table:
+    """Print, and return, the bytes of rank 0 by kind. Kinds do not all exist at once."""
+    table = Table(title=title, caption="Rank 0, each kind at its most; not all exist at once.", box=SIMPLE_HEAD)
+    table.add_column("kind")
+    for place in PLACES:
+        table.add_column(place, justify="right")
+    kinds = {place: cast.kinds(place) for place in PLACES}
+    for kind in dict.fromkeys(kind for place in PLACES for kind in kinds[place]):
+        table.add_row(kind, *[bytes_cell(kinds[place].get(kind, 0)) for place in PLACES])
+    return show(table, console)

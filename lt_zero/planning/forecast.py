@@ -1,0 +1,460 @@
+"""Bytes of one rank by place, kind and phase: sums over what is kept of each bucket (engine/storage_plan.py).
+
+Note [Phases]
+    Kinds that never exist together are not added: local gradients of an accumulation window give way to the
+    accumulators, gathered weights are gone when the optimizer steps. A forecast therefore has phases:
+      build         buckets are filled, one copy in full precision at a time
+      accumulation  micro-batches before the last one: gradients that are not sharded (stages 0 and 1) are kept whole
+      backward      reductions and gathers are under way
+      step          one bucket after the other is brought from its file, or copied to fp32
+      checkpoint    sharded: each rank writes its part, or (checkpoint.async) copies it first. Full: rank 0 collects
+                    a full copy on its host, and Lightning makes the file's bytes in memory
+    Activations, what libraries and the allocator keep for themselves, and the caller's data are not in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from lt_zero.comm.shared_memory import SEND_BUFFERS
+from lt_zero.config import ZeroConfig
+from lt_zero.config.precision import DtypePolicy
+from lt_zero.config.rules import one_bit
+from lt_zero.engine.bucket import InFlight, Live
+from lt_zero.engine.gather import Residency
+from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
+from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan, plan_storage
+from lt_zero.exchange.choose import codecs_of
+from lt_zero.exchange.gradient_compression import residual_numels
+from lt_zero.exchange.zero_plus_plus import GRADIENTS_INSIDE
+from lt_zero.exchange.zero_plus_plus import WEIGHTS as QUANTIZED_WEIGHTS
+from lt_zero.io.pinned import rounded
+from lt_zero.ops.codecs import INT8
+from lt_zero.planning.setup import Setup
+
+PLACES = (DEVICE, HOST, NVME)
+PHASES = ("build", "accumulation", "backward", "step", "checkpoint")
+WEIGHTS, MASTER, MOMENTS = "weights", "master weights", "moments"
+GRADS, LOCAL, FRESH = "gradients", "local gradients", "autograd's gradients"
+RESIDUALS = "residuals"
+GATHERED, REDUCE, OFFLOAD = "gathered weights", "reduce buffers", "offload buffers"
+BUILD, STEP, COPY, FILE = "build buffers", "step copies", "checkpoint copy", "checkpoint file"
+KINDS = (WEIGHTS, MASTER, GRADS, LOCAL, FRESH, MOMENTS, RESIDUALS, GATHERED, REDUCE, OFFLOAD, BUILD, STEP, COPY, FILE)
+STATES = (WEIGHTS, MASTER, GRADS, LOCAL, MOMENTS)  # kept from step to step (LOCAL: within one step)
+
+SAVE_BUFFERS = 2 * 4 * (4 << 20)  # bytes: buffers of the threads and those being filled (io/checked_file.py)
+
+Part = tuple[str, str, int]  # place, kind, bytes
+Amounts = Mapping[tuple[str, str], int]  # (place, kind) -> bytes
+
+
+def storage_of(
+    plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup
+) -> dict[BucketPlan, StoragePlan]:
+    """Plan of the storage of one rank for each bucket, as ``build`` makes it."""
+    apart, codecs = setup.device != "cpu", partial(codecs_of, config)
+    return plan_storage(plan, config, policy, setup.group, apart, codecs, setup.training)
+
+
+def read_nbytes(row: StoragePlan, states: float) -> int:
+    """Bytes that a step of a bucket reads from files: master weights, gradients, each of the optimizer's states."""
+    dtypes = [row.master, row.accumulate, *[row.step] * int(states)]
+    partial = int(row.own * row.step.itemsize * (states - int(states)))
+    return sum(rounded(row.own * dtype.itemsize) for dtype in dtypes) + rounded(partial)
+
+
+def _residual(bucket: BucketPlan, row: StoragePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> int:
+    """Elements of a bucket's residuals, and of their copies where steps may be skipped (gradient_compression.py).
+
+    Or of gradients that are late (comm/tolerance.py): those that a rank adds up, and those that are under way.
+    """
+    if not row.trains or row.group.size == 1:
+        return 0
+    layout = bucket.layout_in(setup.group.mesh.shards, setup.group.size)
+    if config.communication.slow_node_tolerance:
+        return 2 * layout.numel
+    if not bucket.compresses:
+        return 0
+    whole = bool(one_bit(config)) or not (bucket.sharding.optim or bucket.sharding.params)
+    return sum(residual_numels(layout, whole)) * (2 if policy.check_overflow else 1)
+
+
+def _held(table: Mapping[BucketPlan, StoragePlan], everyone: GroupFacts) -> list[int]:
+    """Elements of each bucket on the rank of its group with most to step: ranks differ if parameters are not cut."""
+    if all(bucket.owners is None for bucket in table):
+        return [row.own for row in table.values()]
+    shares = []
+    for bucket in table:
+        layout = bucket.layout_in(everyone.mesh.shards, everyone.size)
+        shares.append([sum(p.numel for p in layout.pieces(*layout.shard(r))) for r in range(layout.world)])
+    most: dict[GroupFacts | None, int] = {}  # the rank of each group
+    for group in dict.fromkeys(bucket.group for bucket in table):
+        rows = zip(table, shares, strict=True)
+        trained = [share for bucket, share in rows if bucket.trains and bucket.group is group]
+        totals = [sum(of_rank) for of_rank in zip(*trained, strict=True)]
+        most[group] = totals.index(max(totals)) if totals else 0
+    return [share[most[bucket.group]] for bucket, share in zip(table, shares, strict=True)]
+
+
+class Gathered(NamedTuple):
+    """Elements, bytes and buckets that one unit gathers, and whether its backward needs them."""
+
+    numel: int
+    nbytes: int
+    buckets: int
+    needs_weights: bool
+
+
+def _peak_gathered(units: Sequence[Gathered], limits: Residency, keeps_whole: bool) -> int:
+    """Peak bytes of the micro-batches after the first one, which records the order, as ``Gatherer`` runs them.
+
+    Args:
+        units: all but the root, in forward order; small parameters, which are never released, are not counted.
+        limits: on what stays gathered, and on what is prefetched.
+        keeps_whole: units stay gathered after backward.
+    """
+    stays = limits.keep_after_forward([unit.numel for unit in units])
+    keep = {i for i, unit in enumerate(units) if stays[i] and unit.needs_weights}
+    here = set(keep) if keeps_whole else set[int]()
+    early = set[int]()  # prefetched, not visited yet
+    live, nbytes = Live(numel=sum(units[i].numel for i in here)), sum(units[i].nbytes for i in here)
+    peak = nbytes
+    forward = list(range(len(units)))
+    # A unit is released when its inputs have gradients, before backward reaches the previous unit.
+    backward = [i for i in reversed(forward) if units[i].needs_weights]
+    for order, kept in ((forward, keep), (backward, set[int]())):
+        live.in_flight = InFlight()  # of ``early``
+        # Index in ``order``: units before it were gathered, and stay so until they are visited.
+        ahead = 0
+        for position, index in enumerate(order):
+            if index in early:
+                early.remove(index)
+                live.in_flight.add(-units[index].numel, -units[index].buckets)
+            # Gather the unit, and prefetch those that ``Gatherer.visit`` would.
+            ahead = max(ahead, position)
+            while ahead < (len(order) if limits.prefetch > 0 else position + 1):
+                other = order[ahead]
+                unit = units[other]
+                if other not in here:
+                    if other != index:
+                        if not limits.may_prefetch(unit.numel, unit.buckets, live, len(early)):
+                            break
+                        early.add(other)
+                        live.in_flight.add(unit.numel, unit.buckets)
+                    here.add(other)
+                    live.numel, nbytes = live.numel + unit.numel, nbytes + unit.nbytes
+                ahead += 1
+            peak = max(peak, nbytes)
+            if index not in kept:
+                here.remove(index)
+                live.numel, nbytes = live.numel - units[index].numel, nbytes - units[index].nbytes
+    return peak
+
+
+class _Sums:
+    """The bytes of each purpose, summed over the buckets of a plan; ``forecast`` combines them into phases."""
+
+    def __init__(self, plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> None:
+        self.plan, self.config, self.zero, self.setup = plan, config, config.zero_optimization, setup
+        self.table = storage_of(plan, config, policy, setup)
+        self.rows, self.held = list(self.table.values()), _held(self.table, setup.group)
+        residuals = (_residual(b, row, config, policy, setup) for b, row in self.table.items())
+        self.residual = sum(residuals)  # elements that compression, a 1-bit optimizer or late ranks keep in fp32
+        self.trained = [row for row in self.rows if row.trains]
+        self.stored = [row for row in self.trained if row.states == NVME]  # in files between steps
+        self.momenta = setup.world > 1 and one_bit(config) not in ("", "zerooneadam")
+        self.exchanged = self.trained if self.momenta else []  # averaged in the step (compressed_momentum.py)
+        self.memory = DEVICE if setup.device == "cpu" else HOST  # the place that files are read into
+
+    def _file(self, dtype: torch.dtype) -> int:
+        """Bytes of one NVMe file: a record of full blocks for every bucket, also for those that do not use it."""
+        coded = dtype == torch.uint8
+        return sum(rounded(INT8.nbytes(row.own) if coded else row.own * dtype.itemsize) for row in self.rows)
+
+    def weights(self) -> list[Part]:
+        """Weights and master weights (``Bucket.load_initial``)."""
+        total: list[Part] = []
+        files: set[tuple[str, torch.dtype]] = set()
+        for row in self.rows:
+            if not row.sharding.params:
+                total.append((DEVICE, WEIGHTS, row.numel * row.dtype.itemsize))
+            held = [(row.states, MASTER, row.master)] if row.trains and not row.master_is_view else []
+            held += [(row.weights, WEIGHTS, row.dtype)] if row.copies_weights else []
+            rests = not row.trains and (row.freezes_wide or row.sharding.params)
+            if rests and row.rests is not None:
+                if row.weights == NVME:
+                    files.add((WEIGHTS, torch.uint8))
+                else:
+                    total.append((row.weights, WEIGHTS, row.rests.nbytes(row.own)))
+            elif rests:
+                held.append((row.weights, WEIGHTS, row.precision))
+            for place, kind, dtype in held:
+                if place == NVME:
+                    files.add((kind, dtype))
+                else:
+                    total.append((place, kind, row.own * dtype.itemsize))
+        return total + [(NVME, kind, self._file(dtype)) for kind, dtype in files]
+
+    def states(self) -> list[Part]:
+        """The optimizer's states, and the buffers that offloading keeps from step to step."""
+        states = self.setup.states
+        total = [
+            (row.states, MOMENTS, int(held * row.step.itemsize * states))
+            for row, held in zip(self.rows, self.held, strict=True)
+            if row.trains and row.states != NVME
+        ]
+        total += [(NVME, MOMENTS, int(self._file(dtype) * states)) for dtype in {row.step for row in self.stored}]
+        # Free buffers that are kept for the next stored tensor (io.pinned.BufferPool).
+        sizes = [row.own * row.master.itemsize for row in self.rows if NVME in (row.states, row.weights)]
+        pools = 1 if all(row.states == NVME for row in self.rows if row.weights == NVME) else 2
+        total.append((self.memory, OFFLOAD, 2 * pools * rounded(max(sizes, default=0))))
+        # Staging buffers for low-precision weights from host memory to the device (HostLink).
+        cast = max((row.cast_nbytes for row in self.rows), default=0)
+        return [*total, (HOST, OFFLOAD, 2 * cast if self.memory == HOST else 0)]
+
+    def gradients(self, waiting: bool = False) -> list[Part]:
+        """The accumulators (``GradAccumulator.target``); without the fused step fp16 ones are unscaled in fp32.
+
+        ``waiting``: those that there are in an accumulation window, beside ``local``.
+        """
+        total = [(NVME, GRADS, self._file(dtype)) for dtype in {row.accumulate for row in self.stored}]
+        for row in self.trained:
+            if waiting and not row.sharding.grads:
+                continue
+            if row.states != NVME:
+                unscaled = row.accumulate == torch.float16 and not self.setup.fused
+                total.append((row.states, GRADS, row.own * (4 if unscaled else row.accumulate.itemsize)))
+        return total
+
+    def residuals(self) -> list[Part]:
+        """Residuals of compressed reductions (``ErrorFeedback``), and full momenta (``MomentumFeedback``)."""
+        full = [row.numel for row in self.exchanged if row.sharding.optim]
+        kept = self.residual * torch.float32.itemsize
+        return [(DEVICE, RESIDUALS, kept + sum(full) * (torch.float32.itemsize + torch.bool.itemsize))]
+
+    def exchanging(self) -> list[Part]:
+        """Buffers of a step of a 1-bit optimizer: the next full momenta, bytes to send and bytes received."""
+        full = [row.numel for row in self.exchanged if row.sharding.optim]
+        most = sorted((row.numel for row in self.trained), reverse=True)[:2] if one_bit(self.config) else []
+        buffers = 2 * sum(most) if self.exchanged else 3 * max(most, default=0)
+        return [(DEVICE, STEP, (sum(full) + buffers * (self.setup.world > 1)) * torch.float32.itemsize)]
+
+    def second_copies(self) -> list[Part]:
+        """Copies of all parameters on the ranks of a node (``zero_hpz_partition_size``)."""
+        rows = [(row, row.group.secondary_shards) for row in self.rows if row.sharding.params]
+        return [(DEVICE, WEIGHTS, row.numel * row.dtype.itemsize // shares) for row, shares in rows if shares > 1]
+
+    @property
+    def accumulates(self) -> bool:
+        """True if gradients wait for their reduction; the same on all ranks, whose phases are compared."""
+        return self.setup.accumulates or self.momenta
+
+    def local(self) -> list[Part]:
+        """Gradients of an accumulation window before they are reduced (``GradAccumulator.local``)."""
+        full = [row for row in self.trained if not row.sharding.grads] if self.accumulates else []
+        return [(DEVICE, LOCAL, row.numel * row.accumulate.itemsize) for row in full]
+
+    def moving(self) -> list[Part]:
+        """``p.grad`` between autograd and the accumulator, flat storages of gathered buckets, and read buffers."""
+        units, total = self.plan.units, list[Part]()
+        if self.setup.training:  # p.grad of one unit, and of the root until backward ends
+            fresh = [
+                sum(
+                    spec.local_box.numel * b.dtype.itemsize
+                    for b in buckets
+                    for (_, p), spec in zip(b.parameters, b.specs, strict=True)
+                    if p.requires_grad
+                )
+                for buckets in (*(unit.buckets for unit in units), self.plan.rest)
+            ]
+            total.append((DEVICE, FRESH, max(fresh[:-2], default=0) + sum(fresh[-2:])))
+        zero, groups = self.zero, {self.setup.group, *(row.group for row in self.rows)}
+        inner = [self._gathered(unit.buckets, unit.needs_weights) for unit in units[:-1] if unit.buckets]
+        root = self._gathered(units[-1].buckets, True)  # always stays gathered
+        limits = Residency.of(zero, groups)
+        limits = limits if self.setup.training else limits.without_training()
+        whole = root.numel + sum(unit.numel for unit in inner)
+        peak = _peak_gathered(inner, limits, keeps_whole=self.setup.accumulates and limits.fits_whole(whole))
+        total.append((DEVICE, GATHERED, root.nbytes + peak))
+        others = whole - root.numel if self.setup.training else max((unit.numel for unit in inner), default=0)
+        most = min(limits.prefetch, others) + max(unit.numel for unit in [*inner, root])
+        shards = min(group.mesh.shards for group in groups)
+        if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
+            total.append((DEVICE, GATHERED, QUANTIZED_WEIGHTS.nbytes(most) if self.setup.world > 1 else 0))
+        elif self.config.quantize is not None:
+            total.append((DEVICE, GATHERED, INT8.nbytes(most) + INT8.nbytes(most) // shards))
+        dtypes = [row.dtype if row.copies_weights else row.precision for row in self.rows if row.weights == NVME]
+        if dtypes:
+            total.append((self.memory, OFFLOAD, most // shards * max(dtype.itemsize for dtype in dtypes)))
+        return total
+
+    def _gathered(self, buckets: Iterable[BucketPlan], needs_weights: bool) -> Gathered:
+        rows = [self.table[b] for b in buckets if b.sharding.params]
+        nbytes = sum(row.numel * row.dtype.itemsize for row in rows)
+        return Gathered(sum(row.counted for row in rows), nbytes, len(rows), needs_weights)
+
+    def reduce_buffers(self) -> list[Part]:
+        """The buffers of ``GradReducer``: send buffers, and scratch of the same size where the collective needs it."""
+        limit, total, own = self.zero.reduce_bucket_size, 0, list[int]()
+        for group, dtype in {(row.group, row.send) for row in self.trained if row.send is not None}:
+            each = dtype.itemsize * (2 if group.scratch_numel(1) else 1)
+            alike = [row for row in self.rows if row.group == group and row.send == dtype]
+            reusable = max((row.numel for row in alike if row.numel <= limit), default=0)
+            total += reusable * (SEND_BUFFERS * dtype.itemsize if group.shares_memory else 2 * each)
+            own += [row.numel * each for row in alike if row.trains and row.numel > limit]
+        total += sum(sorted(own)[-2:])  # in flight, of all groups
+        if self.zero.zero_quantized_gradients and self.setup.world > 1:  # Compressor._sum: by node, codes of both ways
+            sent = [(row.numel, row.send) for row in self.trained if row.sharding.optim and row.send is not None]
+            codes = [numel * dtype.itemsize + 2 * GRADIENTS_INSIDE.nbytes(numel) for numel, dtype in sent]
+            total += max(codes, default=0)
+        return [(DEVICE, REDUCE, total)]
+
+    def offloading(self) -> list[Part]:
+        """Accumulators that are moved off the device in backward, and steps that overlap (step/overlap.py)."""
+        files = max((rounded(row.own * row.accumulate.itemsize) for row in self.stored), default=0)
+        landing = max((row.own * row.accumulate.itemsize for row in self.trained if row.states != DEVICE), default=0)
+        total = [(self.memory, OFFLOAD, 4 * files)]  # two in flight, two being written
+        total += [(DEVICE, OFFLOAD, 2 * landing)] if self.memory == HOST else []
+        how = self.zero.offload_optimizer.overlap_step
+        if how is False or not self.setup.fused:
+            return total
+        return total + self.stepping([row for row in self.stored if how is True or row.sharding.params])
+
+    def stepping(self, trained: Sequence[StoragePlan]) -> list[Part]:
+        """Buckets in memory for a step: read from files, or fp32 copies (step/, Note [Staged buckets])."""
+        optim, sizes = self.zero.offload_optimizer, list[int]()
+        for row in trained:
+            if row.states == NVME:  # what is read, and the weights that are written to another file
+                written = row.own * row.dtype.itemsize if row.copies_weights and row.weights == NVME else 0
+                sizes.append(read_nbytes(row, self.setup.states) + rounded(written))
+        leaving = max(0, min(1, optim.buffer_count - 2)) if optim.pipeline_write else 0
+        ahead = 1 if optim.pipeline_read and 2 + leaving <= optim.buffer_count else 0
+        window = 1 + leaving + ahead
+        most = max((sum(sizes[i : i + window]) for i in range(len(sizes))), default=0)
+        copies = [
+            row.own * row.step.itemsize * (1 + (row.accumulate != row.step))
+            for row in trained
+            if row.staged and not (self.setup.fused and row.step == row.master == torch.float32)
+        ]
+        place = self.memory if any(row.states != DEVICE for row in trained) else DEVICE
+        return [(self.memory, OFFLOAD, most), (place, STEP, max(copies, default=0))]
+
+    def building(self) -> list[Part]:
+        """One bucket in full precision while its shard is built (``Bucket.load_initial``)."""
+        most = 0
+        for row in self.rows:
+            flat = row.numel * row.dtype.itemsize if row.sharding.params else 0
+            stored = rounded(row.own * row.master.itemsize) if NVME in (row.states, row.weights) else 0
+            most = max(most, (row.numel * row.master.itemsize if row.fills_apart else 0) + flat + stored)
+        return [(DEVICE, BUILD, most)]
+
+    def saving(self) -> list[Part]:
+        """A save on every rank: its shards are copied or written, or one bucket is gathered from all ranks."""
+        rows, trained, states = self.rows, self.trained, self.setup.states
+        files = max((read_nbytes(row, states) for row in self.stored), default=0)
+        if not self.config.sharded_checkpoints:  # full_params.gather_own
+            widest = [max(r.precision.itemsize, r.step.itemsize if r.trains and states else 0) for r in rows]
+            sizes = [r.numel * itemsize for r, itemsize in zip(rows, widest, strict=True) if r.own != r.numel]
+            joined = max((math.prod(spec.global_shape) for spec in self.plan.parts), default=0)  # full_params.joined
+            copied = max(sizes, default=0) + joined * torch.float32.itemsize
+            return [(DEVICE, COPY, copied), (self.memory, OFFLOAD, files)]
+        copy = 0
+        if self.config.checkpoint.async_save:
+            copy = sum(row.own * row.precision.itemsize for row in rows)
+            copy += sum(int(row.own * row.step.itemsize * states) for row in trained)
+            copy += self.residual * torch.float32.itemsize
+        return [(HOST, COPY, copy), (HOST, FILE, SAVE_BUFFERS), (self.memory, OFFLOAD, files)]
+
+    def full_copy(self) -> list[Part]:
+        """A full save: rank 0's copy, and the file, which Lightning builds in memory (``_atomic_save``)."""
+        total = sum(row.whole * row.precision.itemsize for row in self.rows)
+        total += sum(int(row.whole * row.step.itemsize * self.setup.states) for row in self.trained)
+        whole = sum(row.whole for row in self.rows)
+        total += total * self.setup.elsewhere // max(1, whole)  # other stages are as this one
+        return [(HOST, COPY, total), (HOST, FILE, total)]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The memory that a run needs.
+
+    Attributes:
+        setup: ranks, device, optimizer.
+        parameters: elements of the model.
+        local: those that a rank has of it, which ZeRO shards further; all of them without tensor and pipeline ranks.
+        phases: (place, kind) -> bytes of one rank, in each phase. See Note [Phases].
+        first: (place, kind) -> additional bytes of rank 0, in each phase.
+    """
+
+    setup: Setup
+    parameters: int
+    local: int
+    phases: Mapping[str, Amounts]
+    first: Mapping[str, Amounts]
+
+    def kinds(self, place: str) -> dict[str, int]:
+        """Peak bytes of each kind on rank 0. The peaks may occur in different phases."""
+        needs = [self.need_of_rank(phase, place, first=True) for phase in self.phases]
+        peaks = {kind: max(need.get(kind, 0) for need in needs) for kind in KINDS}
+        return {kind: nbytes for kind, nbytes in peaks.items() if nbytes}
+
+    def rank(self, place: str) -> int:
+        """Peak bytes of one rank, other than rank 0."""
+        return max(sum(self.need_of_rank(phase, place).values()) for phase in self.phases)
+
+    def node(self, place: str) -> int:
+        """Peak bytes of the first node, which has rank 0."""
+        return max(sum(self.need_of_node(phase, place).values()) for phase in self.phases)
+
+    def model_states(self) -> int:
+        """Peak bytes of one rank's weights, gradients, master weights and moments, as the ZeRO paper counts them."""
+        return max(sum(n for (_, kind), n in phase.items() if kind in STATES) for phase in self.phases.values())
+
+    def need_of_rank(self, phase: str, place: str, first: bool = False) -> dict[str, int]:
+        """Bytes of one rank by kind, in one phase; ``first``: of rank 0."""
+        more = self.first.get(phase, {}) if first else {}
+        total = {kind: self.phases[phase].get((place, kind), 0) + more.get((place, kind), 0) for kind in KINDS}
+        return {kind: nbytes for kind, nbytes in total.items() if nbytes}
+
+    def need_of_node(self, phase: str, place: str) -> dict[str, int]:
+        """Bytes of the first node by kind, in one phase."""
+        first, others = self.need_of_rank(phase, place, first=True), self.need_of_rank(phase, place)
+        return {kind: n + (self.setup.per_node - 1) * others.get(kind, 0) for kind, n in first.items()}
+
+
+def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> Forecast:
+    """Sum up a plan. Allocates nothing; ranks differ only by ``Forecast.first``."""
+    sums = _Sums(plan, config, policy, setup)
+    weights, buffers, moving = sums.weights(), sums.reduce_buffers(), sums.moving()
+    states = [*weights, *sums.states(), *sums.residuals(), *sums.second_copies()]
+    grads = [*states, *sums.gradients()]
+    phases = {  # the same on all ranks, which compare them, also if only some stages of a pipeline have a window
+        "build": [*weights, *sums.building()],
+        "backward": [*grads, *buffers, *moving, *sums.offloading()],
+        "step": [*grads, *buffers, *sums.stepping(sums.trained), *sums.exchanging()],
+    }
+    if setup.saves:
+        phases["checkpoint"] = [*grads, *buffers, *sums.saving()]
+    if sums.accumulates:
+        phases["accumulation"] = [*states, *buffers, *moving, *sums.gradients(waiting=True), *sums.local()]
+
+    def added(parts: Iterable[Part]) -> Amounts:
+        total: Counter[tuple[str, str]] = Counter()
+        for place, kind, nbytes in parts:
+            total[HOST if setup.device == "cpu" and place == DEVICE else place, kind] += nbytes
+        return {key: nbytes for key, nbytes in total.items() if nbytes}
+
+    return Forecast(
+        setup=setup,
+        parameters=sum(row.whole for row in sums.rows) + setup.elsewhere,
+        local=sum(row.elements for row in sums.rows),
+        phases={name: added(phases[name]) for name in PHASES if name in phases},
+        first={"checkpoint": added([] if config.sharded_checkpoints else sums.full_copy())},
+    )

@@ -1,0 +1,219 @@
+"""Bytes that a node sends to others in a step, over a link that is slower than memory.
+
+Counted as gloo's and NCCL's algorithms send them, without the headers of packets (about 3 %) and without the small
+collectives of a step (norms, flags). Of a 1-bit optimizer it is a step after the freeze.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from lt_zero.comm.hierarchy import lines
+from lt_zero.comm.topology import choose, whole_nodes
+from lt_zero.comm.transport import Mesh
+from lt_zero.common.errors import ConfigError
+from lt_zero.config import ZeroConfig
+from lt_zero.config.precision import DtypePolicy
+from lt_zero.config.rules import one_bit
+from lt_zero.engine.gather import Residency
+from lt_zero.engine.partition import EnginePlan, GroupFacts
+from lt_zero.engine.storage_plan import StoragePlan
+from lt_zero.exchange.compressed_momentum import MOMENTA
+from lt_zero.exchange.gradient_compression import codec_of
+from lt_zero.exchange.zero_plus_plus import GRADIENTS, WEIGHTS
+from lt_zero.planning.forecast import storage_of
+from lt_zero.planning.setup import Setup
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one node sends to others per optimizer step (mean of the nodes).
+
+    Attributes:
+        gradients: sent by reductions.
+        weights: sent by gathers.
+        topology: how; see ``communication.topology``.
+    """
+
+    gradients: float
+    weights: float
+    topology: str
+
+    @property
+    def total(self) -> float:
+        return self.gradients + self.weights
+
+    def seconds(self, mbit: float) -> float:
+        """Seconds that a link of ``mbit`` Mbit/s per node takes for them."""
+        return self.total * 8 / (mbit * 1e6)
+
+
+def forecast_traffic(
+    plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup, micro_batches: int = 1
+) -> Traffic:
+    """The traffic of a step with ``micro_batches`` backwards. ``setup.per_node`` ranks are on each node."""
+    zero = config.zero_optimization
+    table = storage_of(plan, config, policy, setup)
+    links = {
+        group: _GroupLinks(group, config, setup) for group in {setup.group, *(row.group for row in table.values())}
+    }
+    topology = links[setup.group].topology
+    if setup.world <= setup.per_node:
+        return Traffic(0, 0, topology.why)
+    gradients = weights = 0.0
+    for bucket, row in table.items():
+        if row.trains:
+            reductions = micro_batches if row.sharding.grads else 1
+            gradients += reductions * links[row.group].reduced(row, bucket.compresses)
+            if row.sharding.optim and not row.sharding.params:
+                weights += links[row.group].gathered(row, zero.zero_quantized_weights and zero.stage < 3)
+    limits = Residency.of(zero, links)
+    units = [[table[b] for b in unit.buckets if b.sharding.params] for unit in plan.units[:-1]]
+    stays = limits.keep_after_forward([sum(row.counted for row in rows) for rows in units])
+    for rows, unit, keeps in zip(units, plan.units, stays, strict=False):
+        passes = 2 if unit.needs_weights and not keeps else 1
+        weights += sum(links[row.group].gathers(row, passes * micro_batches) for row in rows)
+    root = [table[b] for b in (*plan.units[-1].buckets, *plan.rest) if b.sharding.params]
+    weights += sum(links[row.group].gathers(row, micro_batches) for row in root)
+    return Traffic(gradients, weights, topology.why)
+
+
+class _GroupLinks:
+    """Traffic of a bucket of ``group`` between nodes, per node. Groups with other parts of its tensors send as much.
+
+    Their ranks are on nodes alike: tensor ranks are neighbours, as many on each node.
+
+    Raises:
+        ConfigError: they are not.
+    """
+
+    def __init__(self, group: GroupFacts, config: ZeroConfig, setup: Setup) -> None:
+        self._config, self._size = config, group.size
+        self._alike = max(1, setup.world // group.size)
+        if setup.world > setup.per_node and setup.per_node % self._alike:
+            key = "tensor_parallel.autotp_size"
+            text = f"{key}={self._alike} does not divide the {setup.per_node} ranks of a node: activations would cross"
+            raise ConfigError.about(key, f"{text} the network in each layer, which is not counted. Use a divisor.")
+        each = max(1, setup.per_node // self._alike)
+        self._nodes = [list(range(first, min(first + each, group.size))) for first in range(0, group.size, each)]
+        backend = "gloo" if setup.device == "cpu" else "nccl"
+        self.topology = choose(config.communication.topology, group.mesh, self._nodes, backend)
+        self._links = _Links(group.mesh, self._nodes, backend, self.topology.sizes)
+        secondary = config.zero_optimization.secondary_shards(group.size)
+        self._second = _Links(Mesh(group.size, 0, secondary), self._nodes, backend, ()) if secondary > 1 else None
+
+    def reduced(self, row: StoragePlan, compresses: bool) -> float:
+        """Bytes of a reduction of a bucket's gradients."""
+        quantized = self._config.zero_optimization.zero_quantized_gradients and row.sharding.optim
+        if (compresses or quantized) and row.send is not None:
+            return self._alike * _compressed(row, self._config, self._nodes, self._size)
+        return self._alike * self._links.reduced(row)
+
+    def gathered(self, row: StoragePlan, codes: bool) -> float:
+        """Bytes of a gather of a bucket's updated weights; ``codes``: quantised."""
+        return self._alike * self._links.gathered(row, codes)
+
+    def gathers(self, row: StoragePlan, times: int) -> float:
+        """Bytes of ``times`` gathers of a sharded bucket in a step."""
+        zero = self._config.zero_optimization
+        codes = zero.zero_quantized_weights or (zero.zero_quantized_nontrainable_weights and not row.trains)
+        if self._second is None:
+            return self._alike * times * self._links.gathered(row, codes)
+        first = 1 if row.trains else 0  # those that begin at the owners
+        sent = first * self._links.gathered(row, codes) + (times - first) * self._second.gathered(row)
+        return self._alike * sent
+
+
+def _compressed(row: StoragePlan, config: ZeroConfig, nodes: list[list[int]], world: int) -> float:
+    """Bytes of a compressed reduction of a bucket's gradients; with Huffman codes at most. See comm/compression.py."""
+    codec, inner, nested = codec_of(config), whole_nodes(nodes) or 1, config.gradient_compression.hierarchical_compress
+    both = not (row.sharding.optim or row.sharding.params)
+    every = 1.0  # steps
+    if optimizer := one_bit(config):  # compressed_momentum.py; at last as rare as local_steps.py makes it
+        codec, both = MOMENTA, True
+        longest = config.optimizer.params.get("local_step_clipper", 16) if config.optimizer is not None else 1
+        every = float(longest) if optimizer == "zerooneadam" else 1.0
+    elif codec is None:  # zero_plus_plus.py
+        codec, nested = GRADIENTS, inner > 1
+    part, own = codec.nbytes(row.numel // world), world / len(nodes)
+    peers = len(nodes) - 1 if nested else world - own
+    return own * part * (peers + (world // inner - 1 if both else 0)) / every
+
+
+class _Links:
+    """Bytes between nodes, per node, in one collective of a bucket."""
+
+    def __init__(self, mesh: Mesh, nodes: list[list[int]], backend: str, sizes: Sequence[int]) -> None:
+        self._mesh, self._count, self._gloo = mesh, len(nodes), backend == "gloo"
+        self._rows = [mesh.row(replica) for replica in range(mesh.world // mesh.shards)]
+        self._dimensions = [lines(mesh, sizes, number) for number in range(len(sizes))]
+        self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+
+    def reduced(self, row: StoragePlan) -> float:
+        """Bytes of a reduction of a bucket's gradients."""
+        if row.send is None:
+            return 0.0
+        mesh, wide = self._mesh, max(row.accumulate.itemsize, torch.float32.itemsize)
+        if not row.sharding.optim and not row.sharding.params:
+            everyone = [list(range(mesh.world))]
+            return self._scattered(row, everyone, wide) + self._shared(row.numel * row.send.itemsize, everyone)
+        columns = [mesh.column(shard) for shard in range(mesh.shards)] if mesh.shards < mesh.world else []
+        summed = row.own * (wide if self._gloo else row.send.itemsize)
+        return self._scattered(row, self._rows, wide) + self._around(2 * summed, columns)
+
+    def gathered(self, row: StoragePlan, codes: bool = False) -> float:
+        """Bytes of a gather of a bucket's weights; ``codes``: quantised."""
+        shards = self._mesh.shards
+        nbytes = shards * WEIGHTS.nbytes(row.numel // shards) if codes else row.numel * row.dtype.itemsize
+        return self._shared(nbytes, self._rows)
+
+    def _around(self, nbytes: float, groups: Sequence[Sequence[int]]) -> float:
+        """Bytes of a ring through each of the ``groups``: every edge carries all but one rank's part."""
+        sent = 0.0
+        for ranks in groups:
+            pairs = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+            crossed = sum(self._node_of[one] != self._node_of[other] for one, other in pairs)
+            sent += nbytes * (len(ranks) - 1) / len(ranks) * crossed
+        return sent / self._count
+
+    def _scattered(self, row: StoragePlan, groups: list[list[int]], wide: int) -> float:
+        """Bytes of a reduce-scatter in each of the ``groups``; ``wide``: bytes of an element of a partial sum."""
+        assert row.send is not None
+        if not self._gloo:
+            return self._around(row.numel * row.send.itemsize, groups)
+        sent, itemsize, part = 0.0, row.send.itemsize, float(row.numel)
+        for lines_of in self._dimensions or [groups]:
+            part /= len(lines_of[0])
+            for ranks in lines_of:
+                apart = sum(self._node_of[one] != self._node_of[other] for one in ranks for other in ranks)
+                sent += apart * part * itemsize
+            itemsize = wide
+        return sent / self._count
+
+    def _shared(self, nbytes: float, groups: list[list[int]]) -> float:
+        """Bytes of all shards of a bucket of ``nbytes`` on their way to all ranks of each of the ``groups``."""
+        if not self._gloo:
+            return self._around(nbytes, groups)
+        sent = 0.0
+        for lines_of in self._dimensions or [groups]:
+            nbytes /= len(lines_of[0])  # what a rank has after the dimensions that follow, in gathers the earlier ones
+            for ranks in lines_of:
+                nodes = tuple(self._node_of[rank] for rank in ranks)
+                pairs = sum(one != other for one in nodes for other in nodes)  # of ranks that send to each other
+                sent += nbytes * (pairs if self._dimensions else sum(_broadcast(nodes, n) for n in range(len(ranks))))
+        return sent / self._count
+
+
+@cache
+def _broadcast(nodes: tuple[int, ...], root: int) -> int:
+    """Count how often gloo's broadcast from ``root``, a binomial tree, crosses between ``nodes`` (of each rank)."""
+    count, crossed, bit = len(nodes), 0, 1
+    while bit < count:  # ranks that have the data, counted from the root, double in each round
+        for source in range(min(bit, count - bit)):
+            crossed += nodes[(source + root) % count] != nodes[(source + bit + root) % count]
+        bit *= 2
+    return crossed
