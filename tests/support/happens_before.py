@@ -246,27 +246,46 @@ class Recorder(TorchDispatchMode):
         reads, written = _operands(func, args, kwargs)
         known = {id(tensor) for tensor in written}
         made = [tensor for tensor in _tensors(out) if id(tensor) not in known]
-        self._note(name, reads, written, made)
+        # Without ``non_blocking`` the host waits for a copy between host and device.
+        waits = name == "copy_" and not (kwargs.get("non_blocking", False) or (len(args) > 2 and args[2]))
+        self._note(name, reads, written, made, waits)
         return out
 
-    def _note(self, name: str, reads: list[Tensor], written: list[Tensor], made: list[Tensor]) -> None:
+    def _note(self, name: str, reads: list[Tensor], written: list[Tensor], made: list[Tensor], blocks: bool) -> None:
         order = self._order
         with order.lock:
-            hosts = [order.is_host(tensor) for tensor in (*reads, *written)]
-            copies = name in _COPIES and not all(hosts)
-            stream = HOST if any(hosts) and not copies else order.current
+            stream = self._stream_of(name, [*reads, *written])
             if stream == HOST:
                 for tensor in (*reads, *written):
                     order.claim(tensor)
                 for tensor in made:
                     order.on_host(tensor)
+            numbers = [tensor for tensor in reads if tensor.dim() == 0 and order.is_host(tensor) != (stream == HOST)]
+            self._pass(numbers, stream, name)
             number = order.launch(stream)
             for tensor in reads:
-                order.access(tensor, False, stream, number, name)
+                if not any(tensor is other for other in numbers):
+                    order.access(tensor, False, stream, number, name)
             for tensor in (*written, *made):
                 order.access(tensor, True, stream, number, name, blank=not reads)
-            if name in _READS_BACK and stream != HOST:
+            if stream != HOST and (name in _READS_BACK or (blocks and any(map(order.is_host, (*reads, *written))))):
                 order.wait(HOST, order.snapshot(stream))
+
+    def _pass(self, numbers: list[Tensor], stream: str, name: str) -> None:
+        """Note numbers (0D) on their way between host and device, which ``to`` would move."""
+        order = self._order
+        if numbers and stream == HOST:
+            order.wait(HOST, order.snapshot(order.current))
+        for tensor in numbers if stream != HOST else ():
+            # The host passes its value with the launch.
+            order.access(tensor, False, HOST, order.launch(HOST), name)
+
+    def _stream_of(self, name: str, operands: list[Tensor]) -> str:
+        """Whose work an operator is. A number of the host may be an operand of the device's work."""
+        hosts = [self._order.is_host(tensor) for tensor in operands]
+        large = [host for host, tensor in zip(hosts, operands, strict=True) if tensor.dim() > 0]
+        own = all(hosts) if name in _COPIES else any(large) or all(hosts)
+        return HOST if hosts and own else self._order.current
 
 
 def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
