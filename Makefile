@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-3d test test-slow conformance faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
+.PHONY: help demo demo-3d test test-slow golden conformance faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
 	bench-parallel bench-nodes bench-scale gpu gpu-kernels \
 	gpu-engine gpu-offload gpu-trainer gpu-bench compat docs clean
 
@@ -29,6 +29,9 @@ test: $(STAMP) ## Run the fast tests, in three processes (they also wait)
 
 test-slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -m slow --timeout 1200
+
+golden: $(STAMP) ## Write the texts that users read to tests/data/golden; read the difference before you commit it
+	REWRITE_GOLDEN=1 $(BIN)/python -m pytest tests/config/test_wording.py tests/checkpoint/test_wording.py
 
 conformance: $(STAMP) ## Run one contract over a Trainer, Fabric and a loop, in all rows
 	$(BIN)/python -m pytest -m "not gpu" --timeout 1200 tests/conformance

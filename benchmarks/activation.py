@@ -79,8 +79,7 @@ class Lab:
 
     def run(self, case: Case, work: Callable[[Any], None]) -> None:
         """Do something with the model while it is checkpointed as the case says."""
-        from lt_zero.activation.checkpointing import Checkpointing, find_modules
-        from lt_zero.activation.places import open_store
+        from lt_zero.activation.checkpointing import Checkpointing, find_modules, open_store
         from lt_zero.config.blocks import ActivationCheckpointing
 
         block = ActivationCheckpointing(**case.block | ({"nvme_path": self.path} if "nvme_path" in case.block else {}))

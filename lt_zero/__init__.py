@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lt_zero.config.blocks import ActivationCheckpointing as ActivationCheckpointing
     from lt_zero.engine.full_params import gathered as gathered
     from lt_zero.engine.materialize import empty_weights as empty_weights
-    from lt_zero.engine.synced import synced as synced
+    from lt_zero.engine.uneven_forwards import synced as synced
     from lt_zero.inference import inference as inference
     from lt_zero.lightning.ema import EMA as EMA
     from lt_zero.lightning.fabric import FabricZeroStrategy as FabricZeroStrategy
@@ -103,7 +103,7 @@ _MODULES = {
     "set_full_master": "loop.access",
     "set_full_state": "loop.access",
     "shard": "build",
-    "synced": "engine.synced",
+    "synced": "engine.uneven_forwards",
 }
 _SUBMODULES = ("attention", "utils", "zero")  # ``lt_zero.zero.Init`` as DeepSpeed's scripts write it
 __all__ = list(_MODULES)

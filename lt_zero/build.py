@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -49,7 +50,8 @@ from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_o
 from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.engine.storage_plan import plan_storage
-from lt_zero.exchange.choose import codecs_of, exchange_of, gathers_of
+from lt_zero.exchange.choose import exchange_of, gathers_of
+from lt_zero.exchange.plan import plan_codecs, plan_exchange
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.offload.host_store import is_apart
 from lt_zero.ops.library import missing
@@ -189,9 +191,12 @@ def _build(
 
     materializer, world = Materializer(module, device, saved, parts), group.world
     of_bucket = {bucket: groups.get(bucket.parameters[0][1], group) for bucket in plan.buckets}
-    exchange = exchange_of(config, plan, group, of_bucket.values(), policy)
-    storage = plan_storage(plan, config, policy, group, is_apart(device), partial(codecs_of, config), training)
-    made = {b: Bucket(b, storage[b], its, owner, gathers_of(config, b, its)) for b, its in of_bucket.items()}
+    planned = plan_exchange(config, plan, policy, group)
+    codecs = partial(plan_codecs, config, planned)
+    storage = plan_storage(plan, config, policy, group, is_apart(device), codecs, training)
+    exchange = exchange_of(planned, config, plan, group, of_bucket.values())
+    shared = owner, deque[Bucket]()
+    made = {b: Bucket(b, storage[b], its, gathers_of(storage[b]), *shared) for b, its in of_bucket.items()}
     offload_manager = open_offload_manager(world, list(made.values()), config, device)
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=world.rank) as work:
         units, root = _move_in(plan, made, materializer, work)
@@ -266,7 +271,7 @@ def _move_in(
     arriving[-1] += [made[bucket] for bucket in plan.rest]
     ordered = [bucket for buckets in arriving for bucket in buckets]
     for group in dict.fromkeys(bucket.group for bucket in ordered):
-        group.foresee_broadcasts((bucket.name, bucket.layout.numel) for bucket in ordered if bucket.group is group)
+        group.expect_broadcasts((bucket.name, bucket.layout.numel) for bucket in ordered if bucket.group is group)
     for planned, buckets in zip(plan.units, arriving, strict=True):
         materializer.fill([p for _, p in planned.parameters])
         for bucket in buckets:

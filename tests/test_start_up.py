@@ -23,16 +23,23 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
 
 
-def test_after_lightning_the_package_costs_nothing() -> None:
+def test_after_lightning_the_package_costs_nothing_and_its_cli_knows_the_short_name() -> None:
     code = (
         "import sys, lightning.pytorch; before = set(sys.modules)\n"
         "import lt_zero; print(*sorted(set(sys.modules) - before))\n"
         "from lightning.pytorch.strategies import StrategyRegistry\n"
-        "print(type(StrategyRegistry.get('zero_2')) is lt_zero.ZeroStrategy)"
+        "print(type(StrategyRegistry.get('zero_2')) is lt_zero.ZeroStrategy)\n"
+        "from lightning.pytorch.cli import LightningCLI\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "args = ['--trainer.strategy.class_path=ZeroStrategy', '--trainer.strategy.init_args.stage=2']\n"
+        "cli = LightningCLI(BoringModel, run=False, args=[*args, '--trainer.accelerator=cpu'])\n"
+        "print(type(cli.trainer.strategy) is lt_zero.ZeroStrategy, cli.trainer.strategy.stage)"
     )
-    imported, registered = python("-c", code).stdout.splitlines()
+    lines = python("-c", code).stdout.splitlines()
+    imported, registered = lines[:2]
     assert set(imported.split()) <= {"lt_zero", "lt_zero.common", "lt_zero.common.checks", "lt_zero.common.errors"}
     assert registered == "True"
+    assert lines[-1] == "True 2"
 
 
 def test_exports_import_little_beside_torch() -> None:
@@ -82,15 +89,3 @@ def test_help_of_the_command_imports_no_heavy_package() -> None:
     imported = {name.partition(".")[0] for name in re.findall(r"\|\s+([\w.]+)$", shown.stderr, re.M)}
     assert "typer" in imported
     assert not imported & HEAVY
-
-
-def test_lightning_cli_knows_the_strategy_by_its_short_name() -> None:
-    code = (
-        "from lightning.pytorch.cli import LightningCLI\n"
-        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
-        "import lt_zero\n"
-        "args = ['--trainer.strategy.class_path=ZeroStrategy', '--trainer.strategy.init_args.stage=2']\n"
-        "cli = LightningCLI(BoringModel, run=False, args=[*args, '--trainer.accelerator=cpu'])\n"
-        "print(type(cli.trainer.strategy) is lt_zero.ZeroStrategy, cli.trainer.strategy.stage)"
-    )
-    assert python("-c", code).stdout.splitlines()[-1] == "True 2"

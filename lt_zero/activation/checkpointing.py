@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,24 +29,30 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lt_zero.activation import selective
-from lt_zero.activation.places import open_store
+from lt_zero.activation.partitioned import PartitionedStore
 from lt_zero.activation.profile import Boundary, open_boundary
 from lt_zero.activation.state import Caches, ForwardState, SavedState
 from lt_zero.activation.stores import ActivationStore
+from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.common import accelerator
 from lt_zero.common.compat import compiled_module
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tensor_tree import map_tensors
-from lt_zero.config.blocks import ActivationCheckpointing
+from lt_zero.config.blocks import ActivationCheckpointing, Aio
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.find_units import class_matches, clean_name, find_repeated
 from lt_zero.engine.partition import refuse_name
+from lt_zero.io.pinned import host_buffer
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.host_store import is_apart
+from lt_zero.offload.reuse import Arena, LoanPool, Memory
+from lt_zero.offload.saved_activations import ActivationFiles, Storage
 
 Around = Callable[[str, bool], AbstractContextManager[Any]]
 
 _BLOCK = "activation_checkpointing"
+_SPARE = 2  # slots of a block for tensors that are brought back, in addition to the stored ones
 _PLACEHOLDER = torch.empty(0)  # stands for a saved tensor among the arguments
 
 
@@ -239,6 +246,7 @@ class _Checkpointed:
         if not any(tensor.requires_grad for tensor in chain(run.tensors, self._module.parameters())):
             return self.__wrapped__(*args, **kwargs)  # frozen layers before the first trainable one
         contexts, store = selective.contexts if self._selective else noop_context_fn, self._store
+        # From here on only autograd holds the tensors, or in their place what the store has made of them.
         tensors = run.begin()
         with store.saving(self.name, tensors) if store is not None else nullcontext():
             return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
@@ -288,6 +296,7 @@ class _Run:
     def __call__(self, *tensors: Tensor) -> Any:
         forward = self._forward
         if self._first:
+            # Not kept, since the arguments would hold the inputs until backward.
             args, kwargs = self._first.pop()
             with forward.around(forward.name, False):
                 output = forward.__wrapped__(*args, **kwargs)
@@ -301,6 +310,46 @@ class _Run:
         args, kwargs = map_tensors(self._arguments, put)
         with self._state.again(), forward.around(forward.name, True):
             return forward.__wrapped__(*args, **kwargs)
+
+
+# ---- where their inputs are kept -----------------------------------------------------------------------------------
+
+
+def open_store(
+    block: ActivationCheckpointing,
+    device: torch.device,
+    count: int,
+    aio: Aio | None = None,
+    rank: int = 0,
+    ranks: PartRanks | None = None,
+) -> ActivationStore | None:
+    """The store that the configuration asks for, with ``count`` checkpointed modules; None: inputs stay where they are.
+
+    Args:
+        rank: of this process in the run.
+        ranks: that may have the same inputs; None: no others.
+
+    Raises:
+        SwapError: files cannot be created in ``nvme_path`` on this rank; other ranks may have succeeded.
+    """
+    pinned = partial(host_buffer, pin=accelerator.is_accelerator(device))
+    splitting = ranks if block.partition_activations else None
+    in_host, in_one_block = block.cpu_checkpointing and is_apart(device), block.contiguous_memory_optimization
+    if block.nvme_path is not None:
+        files = ActivationFiles(block.nvme_path, rank, aio or Aio())
+        storage = Storage(LoanPool(pinned), device, is_apart(device), files)
+    elif in_host or in_one_block or splitting is not None:
+        make = pinned if in_host else partial(torch.empty, dtype=torch.uint8, device=device)
+        memory: Memory = LoanPool(make)
+        if in_one_block:
+            wanted = block.number_checkpoints
+            memory = Arena(make, wanted or max(1, count), grows=wanted is None, spare=0 if in_host else _SPARE)
+        storage = Storage(memory, device, apart=in_host)
+    else:
+        return None
+    if splitting is not None:
+        return PartitionedStore(storage, device, splitting, rank == 0)
+    return ActivationStore(storage, device)
 
 
 # ---- for an engine -------------------------------------------------------------------------------------------------

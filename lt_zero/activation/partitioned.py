@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lt_zero.activation.stores import ActivationStore, SavedElements, Shown
+from lt_zero.activation.stores import ActivationStore, SavedBytes, SavedElements, Shown
 from lt_zero.comm.part_ranks import Comparison, PartRanks
 from lt_zero.common import accelerator
 from lt_zero.common.compat import version_of
-from lt_zero.offload.saved_activations import DeviceStorage, Storage, StoredActivation, changed
+from lt_zero.offload.saved_activations import Storage, StoredActivation, changed
 
 log = logging.getLogger("lt_zero")
 
@@ -77,6 +77,7 @@ class Undecided:
             return
         size = -(-self._numel // self._ranks.size)
         part = self.source[self._ranks.rank * size :][:size]
+        # Parts have one size: in an all-gather each rank sends the same number of bytes.
         if part.numel() < size:
             part = torch.cat([part, part.new_zeros(size - part.numel())])
         self._move(part, storage)
@@ -84,6 +85,7 @@ class Undecided:
     def _move(self, tensor: Tensor | None, storage: Storage | None) -> None:
         if self.source is None or tensor is None or storage is None:
             return
+        # From here on the storage watches for changes, but one until now is in the bytes that it gets.
         self._changed = version_of(self.source) - self._version
         self.source, self.nbytes, self._stored = None, tensor.numel(), storage.put(tensor)
 
@@ -157,7 +159,7 @@ class PartitionedStore(ActivationStore):
         self._calls, self._name = 0, ""  # of modules, and of the last one
         # Uses share a copy; otherwise each would be gathered.
         self._shares_copies = True
-        self._rest = None if isinstance(storage, DeviceStorage) else storage  # of whole tensors
+        self._rest = None if storage.is_at_hand else storage  # of whole tensors; None: they stay where they are
         self._compared: deque[tuple[Comparison, list[_Input]]] = deque()
         # Equal on ranks that have made the same entries.
         self._numbers = weakref.WeakKeyDictionary[SavedElements, int]()
@@ -187,7 +189,7 @@ class PartitionedStore(ActivationStore):
         self._compared.clear()
         super().clear()
 
-    def _put(self, elements: Tensor) -> StoredActivation:
+    def _put(self, elements: Tensor) -> SavedBytes:
         return Undecided(elements, self._ranks, self._name)
 
     # ---- forward ---------------------------------------------------------------------------------------------------
@@ -207,11 +209,13 @@ class PartitionedStore(ActivationStore):
             use = _Use(entry, None if is_new else whole)
             uses.setdefault((local.untyped_storage(), shown.key(local)), deque()).append((use, shown))
             if is_new and whole.source is not None:
+                # The same on all ranks that make an entry in this place of this call, and nowhere else.
                 self._numbers[entry] = _number(("entry", self._calls, place))
                 number = self._digests.of(whole.source) + _number((shown.dtype, shown.geometry))
                 inputs.append(_Input(number, partial(self._decide, weakref.ref(entry))))
             else:
                 inputs.append(_Input(self._numbers.get(entry), partial(self._decide_shared, weakref.ref(use))))
+        # Always one length, whatever a rank saves: else ranks that differ would wait for each other forever.
         told = [0 if each.number is None else each.number for each in inputs[:_INPUTS]]
         numbers = _row([_number((name, len(inputs))), *told, *[0] * (_INPUTS - len(told))], self.device)
         self._compared.append((self._ranks.compare(numbers, name), inputs))
@@ -225,6 +229,7 @@ class PartitionedStore(ActivationStore):
             self._counts["packed"] += 1
             local, shown = found
             key = (local.untyped_storage(), shown.key(local))
+            # Autograd packs the tensors in the order of the arguments, so the first one with this view is meant.
             use, shown = uses[key].popleft()
             if not uses[key]:
                 del uses[key]  # it refers to the storage
@@ -244,6 +249,7 @@ class PartitionedStore(ActivationStore):
         entry = ref()
         if entry is None or not isinstance(entry.stored, Undecided):  # freed
             return
+        # Only here does the rank know what it keeps of the tensor; until now all of it was counted.
         before = entry.nbytes
         if same:
             entry.stored.split(self.storage)
@@ -265,6 +271,7 @@ class PartitionedStore(ActivationStore):
 
     def _restore_use(self, use: _Use, shown: Shown) -> Tensor:
         with self._lock, torch.no_grad():
+            # First: the numbers of the last call decide whether this tensor is gathered.
             self._settle()
             return self._restore(use.entry, shown)
 
@@ -283,6 +290,7 @@ class _Digests:
         words, rest = elements[:whole].view(torch.int64), elements[whole:].long()
         total = self._sum(rest)
         for chunk in words.split(_WORDS):
+            # A factor for each chunk, as the keys are the same in all of them.
             total = total * 0x100000001B3 + self._sum(chunk)
         return total
 

@@ -66,6 +66,7 @@ class Boundary:
     @contextmanager
     def around(self, name: str, recompute: bool = False) -> Iterator[None]:
         """Context for one call of module ``name``, in forward or in recomputation, which may end by an exception."""
+        # Before the start is taken: work that was queued earlier is not this call's.
         self._wait()
         start = self._now() if self._profile else None
         try:
@@ -118,6 +119,7 @@ class Boundary:
 
     def _collect(self) -> None:
         """Count the calls whose events have completed."""
+        # The device ends calls in their order, so the first one that has not ended is asked alone.
         while self._pending and (not self._gpu or self._pending[0][3].query()):
             name, recompute, start, end = self._pending.popleft()
             self.times[name].milliseconds[recompute] += start.elapsed_time(end) if self._gpu else end - start

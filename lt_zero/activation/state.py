@@ -53,6 +53,7 @@ class SavedState:
         self._versions = {name: (buffer, version_of(buffer)) for name, buffer in found.items()}
         copied = found.keys() & state.changing if state.known else found.keys()
         self._buffers = {name: found[name].clone() for name in copied}
+        # torch restores its default generators only, not those that a module draws from by itself.
         values = [value for m in state.modules for value in vars(m).values()]
         self._generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
         self._objects = [(held, held.copy()) for held in iter_containers(tuple(_objects(arguments)))]
@@ -72,6 +73,7 @@ class SavedState:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Context for a recomputation; everything gets its current value back afterwards."""
+        # The tensors themselves, not copies: the engine and the user refer to them.
         buffers = {name: _get(name) for name in self._buffers}
         generators = [(generator, generator.get_state()) for generator, _ in self._generators]
         objects = [(held, {key: _at(held, key) for key in old}) for held, old in self._objects]

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lt_zero.common import accelerator
 from lt_zero.common.compat import version_of, view_base
 from lt_zero.io.thread_pool import SwapError
-from lt_zero.offload.saved_activations import DeviceStorage, Storage, StoredActivation, changed
+from lt_zero.offload.saved_activations import Storage, changed
 from lt_zero.parallel.local import local_of
 
 _MIN_BYTES = 4096  # bytes; storing a smaller tensor costs more than it saves
@@ -67,6 +67,7 @@ class Geometry:
     def restore(self, elements: Tensor) -> Tensor:
         """The tensor with these elements (1D); a view of them if there are no others between them."""
         span = 1 + sum((side - 1) * step for side, step in zip(self.sides, self.steps, strict=True))
+        # There were other elements between them. They are not restored, but the strides are.
         if span > elements.numel():
             spread = elements.new_empty(span)  # 1D
             spread.as_strided(self.sides, self.steps).copy_(elements.view(self.sides))
@@ -122,13 +123,28 @@ class Shown(NamedTuple):
         return self.rebuild(local) if self.rebuild is not None else local
 
 
+class SavedBytes(Protocol):
+    """The bytes of one saved tensor, wherever they are (``StoredActivation``, or a part of it on each rank)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds."""
+
+    def prefetch(self) -> bool:
+        """Start to bring them; False if there is no buffer for that."""
+
+    def bring(self) -> Tensor:
+        """All of them on the device, 1D uint8."""
+
+    def free(self) -> None:
+        """Release the memory. The last call on this object."""
+
+
 class SavedElements:
     """The stored elements of a tensor; the graphs' handles of all tensors with these elements share it."""
 
-    def __init__(
-        self, stored: StoredActivation, before: weakref.ref[SavedElements] | None, gone: deque[StoredActivation]
-    ) -> None:
-        self.stored: StoredActivation | None = stored
+    def __init__(self, stored: SavedBytes, before: weakref.ref[SavedElements] | None, gone: deque[SavedBytes]) -> None:
+        self.stored: SavedBytes | None = stored
         self.before, self.shared = before, False
         self.common: Tensor | None = None  # the copy on the device, if the entry is shared
         self._gone = gone
@@ -160,14 +176,15 @@ class ActivationStore:
     def __init__(self, storage: Storage, device: torch.device, least: int | None = None) -> None:
         self.storage, self.device = storage, accelerator.with_index(device)
         self._least = _MIN_BYTES if least is None else least
-        self._shares_copies = not isinstance(storage, DeviceStorage)
+        # Tensors with the same elements share one copy on the device, if another one costs more than memory.
+        self._shares_copies = not storage.is_at_hand
         self._lock = threading.RLock()
-        self._gone: deque[StoredActivation] = deque()
+        self._gone: deque[SavedBytes] = deque()
         self._entries: weakref.WeakSet[SavedElements] = weakref.WeakSet()  # owned by the graphs
         self._last: weakref.ref[SavedElements] | None = None  # packed last
         self._known: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Any, SavedElements]]
         # Keyed by the storage object, since addresses are reused.
-        self._known = weakref.WeakKeyDictionary()
+        self._known = weakref.WeakKeyDictionary()  # storage -> elements shown -> entry
         self._counts = dict.fromkeys(("packed", "kept", "shared", "unpacked", "stored", "bytes", "most"), 0)
 
     @property
@@ -231,6 +248,7 @@ class ActivationStore:
         """The entry with the elements of ``local``, and whether there was none before."""
         known = self._known.setdefault(local.untyped_storage(), weakref.WeakValueDictionary())
         entry = known.get(key := shown.key(local))
+        # ``clear`` may have emptied the entry of a graph that is still alive.
         if entry is not None and entry.stored is not None:
             return entry, False
         known[key] = entry = self._new_entry(shown.take(local))
@@ -240,13 +258,14 @@ class ActivationStore:
         """An entry of bytes (1D uint8)."""
         entry = SavedElements(self._put(elements), self._last, self._gone)
         self._entries.add(entry)
+        # Weak, as the chain to earlier entries is: an entry has to die with its graph.
         self._last = weakref.ref(entry)
         self._counts["stored"] += 1
         self._counts["bytes"] += entry.nbytes
         self._counts["most"] = max(self._counts["most"], self._counts["bytes"])
         return entry
 
-    def _put(self, elements: Tensor) -> StoredActivation:
+    def _put(self, elements: Tensor) -> SavedBytes:
         return self.storage.put(elements)
 
     def _share(self, entry: SavedElements) -> None:
@@ -263,6 +282,7 @@ class ActivationStore:
             return entry.stored.bring()
         if entry.common is None:
             entry.common = entry.stored.bring()
+        # Recomputation may write to what it gets, and the other users are still to come.
         return entry.common.clone()
 
     def _prefetch_before(self, entry: SavedElements | None) -> None:
@@ -274,6 +294,7 @@ class ActivationStore:
 
     def _reap(self) -> None:
         while self._gone:
+            # A finalizer may append meanwhile, in any thread; a deque allows that.
             stored = self._gone.popleft()
             self._counts["stored"] -= 1
             self._counts["bytes"] -= stored.nbytes
@@ -283,6 +304,7 @@ class ActivationStore:
         """Free tensors that no graph holds, after a backward has ended or failed. See Note [Lifetime]."""
         with self._lock:
             self._reap()
+            # With several forwards before their backwards the pass ends with the last of them.
             if not self._counts["stored"]:
                 self.storage.end_pass()
 

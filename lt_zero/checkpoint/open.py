@@ -40,7 +40,7 @@ from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.users_code import warn
-from lt_zero.io.checked_file import unreadable
+from lt_zero.io.direct_file import unreadable
 from lt_zero.io.regular_file import read_bytes
 
 LATEST = "latest"  # the file that names the last checkpoint of a folder
@@ -267,20 +267,13 @@ def _number(step: Any) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def open_same(
-    world: World | None, path: str | os.PathLike[str], use: Callable[[CheckpointSource], Found], tell: bool = True
-) -> Found:
-    """Open a checkpoint, and return ``use`` of it if all ranks have the same one. Collective.
-
-    ``tell``: see ``open_source``. Errors are those of ``load_same``.
-    """
-    return load_same(world, path, lambda: opened_source(path, use, tell))
-
-
 def opened_source(
-    path: str | os.PathLike[str], use: Callable[[CheckpointSource], Found], tell: bool
+    path: str | os.PathLike[str], use: Callable[[CheckpointSource], Found], tell: bool = True
 ) -> tuple[Found, Callable[[], Identity]]:
-    """Open a checkpoint; returns ``use`` of it, and the function that computes its identity."""
+    """Open a checkpoint, for ``load_same``; returns ``use`` of it, and the function that computes its identity.
+
+    ``tell``: see ``open_source``.
+    """
     source = open_source(path, tell=tell)
     return use(source), partial(of_source, source)
 

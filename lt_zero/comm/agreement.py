@@ -79,7 +79,7 @@ class Agreement:
         if self._requests or self._store.check([self._key("requested")]):
             self._post()
 
-    def pass_point(self, trains: bool) -> list[str]:
+    def step_boundary(self, trains: bool) -> list[str]:
         """Count a point of the main thread; returns the requests that all ranks serve here. In order on all ranks.
 
         Args:

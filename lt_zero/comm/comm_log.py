@@ -31,7 +31,7 @@ from rich.table import Table
 
 from lt_zero.comm.compression import Compressed, Costs
 from lt_zero.comm.ranks import Unlogged
-from lt_zero.comm.work import All, Work
+from lt_zero.comm.work import Work, WorkList
 from lt_zero.common import accelerator
 from lt_zero.config.blocks import CommsLogger
 
@@ -135,7 +135,7 @@ class CommLog(Unlogged):
         return _Open(operation, name, nbytes, self._now(host))
 
     def follow(self, opened: _Open | None, work: Work) -> Work:
-        if opened is not None and isinstance(work, All):
+        if opened is not None and isinstance(work, WorkList):
             # A wait for gloo's works would block the host, so only works of streams are followed.
             works = work.works if work.watch is None else ()
             return _Recorded(self, self.launched(opened, works), work)

@@ -22,15 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.procedures import Procedures
+from lt_zero.comm.collective_worker import CollectiveWorker
+from lt_zero.comm.topology import whole_nodes
 from lt_zero.comm.transport import Group, Mesh, exchange, sum_in_rank_order
-from lt_zero.comm.work import All, Launch, Watch, Work
+from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Work, WorkList
 from lt_zero.common import accelerator
 from lt_zero.ops.codecs import Codec
 from lt_zero.ops.flat import store
 
 _ALIGN = 16  # bytes: where encoded parts begin
 _PROBE = 1 << 20  # bytes to each rank
+_FP32 = torch.float32.itemsize
 
 
 class Residuals(NamedTuple):
@@ -47,6 +49,69 @@ class Residuals(NamedTuple):
     server: Tensor | None = None
     gaps: Sequence[tuple[int, int]] = ()
     shard_gaps: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True)
+class CompressionPlan:
+    """Plan of the compressed reductions of a group.
+
+    Attributes:
+        ranks, nodes: of the group.
+        codec: encodes parts.
+        inner: ranks of a node, which are neighbours; 1: nodes do not count.
+        hierarchical: see Note [Compressed reductions].
+        inside: encodes what ranks of a node add up first, without residuals; None: it is sent as it is.
+    """
+
+    ranks: int
+    nodes: int
+    codec: Codec
+    inner: int = 1
+    hierarchical: bool = False
+    inside: Codec | None = None
+
+    def crossing_nbytes(self, numel: int, everywhere: bool) -> float:
+        """Bytes that a node sends to others in a reduction of ``numel`` elements; with Huffman codes at most.
+
+        ``everywhere``: all ranks need all sums.
+        """
+        own = self.ranks / self.nodes
+        peers = self.nodes - 1 if self.hierarchical else self.ranks - own
+        peers += self.ranks // self.inner - 1 if everywhere else 0
+        return own * self.codec.nbytes(numel // self.ranks) * peers
+
+    def scratch_nbytes(self, numel: int, itemsize: int) -> int:
+        """Bytes of copies, of codes in both ways and of sums in a reduction of ``numel`` elements, at most."""
+        if not self.hierarchical or self.inner == 1:
+            return 2 * self.codec.nbytes(numel) + numel // self.ranks * _FP32
+        received = numel * itemsize if self.inside is None else 2 * self.inside.nbytes(numel)
+        return numel * itemsize + received + numel // self.inner * _FP32
+
+
+def plan_compression(nodes: Sequence[Sequence[int]], codec: Codec, hierarchical: bool) -> CompressionPlan | None:
+    """Plan reductions that send codes over the ranks of ``nodes``, or between nodes only; None: there is one of them.
+
+    Where ``hierarchical`` ranks do not form equal nodes, the plan cannot be run.
+    """
+    ranks, inner = sum(map(len, nodes)), _neighbours(nodes)
+    if ranks == 1 or (hierarchical and len(nodes) == 1):
+        return None
+    return CompressionPlan(ranks, len(nodes), codec, inner, hierarchical)
+
+
+def plan_quantized_sums(nodes: Sequence[Sequence[int]], codec: Codec, inside: Codec) -> CompressionPlan | None:
+    """Plan sums in nodes, encoded with ``inside``, then between them, with ``codec``; None: there is one rank."""
+    ranks, inner = sum(map(len, nodes)), _neighbours(nodes)
+    if ranks == 1:
+        return None
+    if inner > 1:
+        return CompressionPlan(ranks, len(nodes), codec, inner, True, inside)
+    return CompressionPlan(ranks, len(nodes), inside if len(nodes) == 1 else codec)
+
+
+def _neighbours(nodes: Sequence[Sequence[int]]) -> int:
+    """The ranks of each of several nodes, if these are equal; else 1."""
+    return (whole_nodes(nodes) or 1) if len(nodes) > 1 else 1
 
 
 @dataclass
@@ -69,7 +134,7 @@ class Costs:
         self.coding, self.exchanging = self.coding + other.coding, self.exchanging + other.exchanging
 
 
-class Compressed(All):
+class Compressed(WorkList):
     """A launched collective; ``costs`` after its wait."""
 
     costs: Costs
@@ -122,31 +187,24 @@ class Compressor:
     """Compressed reductions over the ranks of one group.
 
     Args:
-        world, rank: of the group.
+        plan: of the group.
+        rank: of the group.
         device: of the tensors; on a GPU reductions run on a stream of their own, on a CPU in a thread.
         watch: waits for the thread.
-        codec: how parts are encoded.
-        inner: ranks of a node, which are neighbours; 1: nodes do not count.
-        hierarchical: see Note [Compressed reductions].
         new_group: makes a process group of those of the given ranks which have this rank. Collective.
-        inside: how what ranks of a node add up first is encoded, without residuals; None: it is not.
     """
 
     def __init__(
         self,
-        world: int,
+        plan: CompressionPlan,
         rank: int,
         device: torch.device,
-        watch: Watch,
-        codec: Codec,
-        inner: int,
-        hierarchical: bool,
+        watch: CollectiveMonitor,
         new_group: Callable[[Sequence[Sequence[int]]], Group],
-        inside: Codec | None = None,
     ) -> None:
-        self._inside = inside
+        world, inner, self._inside = plan.ranks, plan.inner, plan.inside
         self._world, self._rank, self._inner, self._nodes = world, rank, inner, world // inner
-        self._watch, self._codec, self._hierarchical = watch, codec, hierarchical
+        self._watch, self._codec, self._hierarchical, self.plan = watch, plan.codec, plan.hierarchical, plan
         self._everyone = new_group([range(world)])
         self._across, self._node = self._everyone, None
         if inner > 1:
@@ -154,10 +212,12 @@ class Compressor:
             self._node = new_group([range(first, first + inner) for first in range(0, world, inner)])
         self._stream = accelerator.stream(device) if accelerator.has_streams(device) else None
         self._device = device
-        self._thread = Procedures("compression")
+        self._thread = CollectiveWorker("compression")
         self.costs = Costs()
 
-    def reduce(self, out: Tensor, flat: Tensor, residuals: Residuals, add: bool, factor: float, launch: Launch) -> All:
+    def reduce(
+        self, out: Tensor, flat: Tensor, residuals: Residuals, add: bool, factor: float, launch: CollectiveId
+    ) -> WorkList:
         """Write ``factor`` times the sum over the ranks to ``out``, or add it: all of it, or this rank's shard.
 
         Args:
@@ -192,7 +252,7 @@ class Compressor:
         work.costs = costs
         return work
 
-    def _launch(self, run: Callable[[], None], launch: Launch) -> Compressed:
+    def _launch(self, run: Callable[[], None], launch: CollectiveId) -> Compressed:
         if self._stream is None:
             return Compressed([self._thread.submit(run)], None, self._watch, launch)
         # The gradients are still being written on the current stream.
@@ -290,7 +350,7 @@ class Compressor:
         """Begin ``costs`` at zero."""
         self.costs = Costs()
 
-    def measure_rate(self, launch: Launch) -> float:
+    def measure_rate(self, launch: CollectiveId) -> float:
         """Bytes per second of this rank to others while all ranks send, from one small exchange. Collective."""
         seconds: list[float] = []
 

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from lt_zero.comm.work import Launch, Watch
+from lt_zero.comm.work import CollectiveId, CollectiveMonitor
 from lt_zero.common.errors import add_note
 from lt_zero.common.users_code import is_users
 from lt_zero.common.variables import switched
@@ -76,7 +76,7 @@ class End:
         """True if it ends one of ``scopes``, the runs and operations that another rank is in."""
         return self.scope is None or self.scope in scopes
 
-    def precedes(self, launch: Launch) -> bool:
+    def precedes(self, launch: CollectiveId) -> bool:
         """True if the rank ended before ``launch``."""
         return self.launched.get(launch.channel, 0) < launch.number
 
@@ -96,7 +96,9 @@ class EndedRanks:
         server_gone: whether the process of global rank 0, which may serve the store, was found to have ended.
     """
 
-    def __init__(self, store: Store, ranks: list[int], rank: int, host: dist.ProcessGroup, watch: Watch) -> None:
+    def __init__(
+        self, store: Store, ranks: list[int], rank: int, host: dist.ProcessGroup, watch: CollectiveMonitor
+    ) -> None:
         self._signal, self._store = store, PrefixStore("ended", store)
         self._ranks, self._rank, self._world = ranks, rank, len(ranks)
         self._host, self._watch = host, watch

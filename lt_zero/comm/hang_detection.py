@@ -64,7 +64,7 @@ from lt_zero.comm.ended_ranks import (
 )
 from lt_zero.comm.process_groups import close_connections, closing_if_unanswered, exists
 from lt_zero.comm.verdict import GONE, OVER, RAN, RankState, Remedy, diverged, sentence
-from lt_zero.comm.work import CALL, Launch, Watch
+from lt_zero.comm.work import CALL, CollectiveId, CollectiveMonitor
 from lt_zero.common.compat import process_groups
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class HangDetector:
     """
 
     def __init__(
-        self, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch, link_timeout: float
+        self, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: CollectiveMonitor, link_timeout: float
     ) -> None:
         client: Any = groups[0].get_group_store()  # has the group's prefix
         with closing_if_unanswered(True, link_timeout):
@@ -117,7 +117,7 @@ class HangDetector:
         self._ranks = dist.get_process_group_ranks(groups[0])  # global ones
         self._watch = watch
         self._patience, self._pid = PATIENCE, os.getpid()
-        self._examined: Launch | None = None
+        self._examined: CollectiveId | None = None
         self._first_question = 0  # number of the first question about it
         self._asked = 0.0  # when the last one was asked
         self._last_answers: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
@@ -163,7 +163,7 @@ class HangDetector:
 
     # ---- one rank waits --------------------------------------------------------------------------------------------
 
-    def examine(self, launch: Launch, waited: float) -> None:
+    def examine(self, launch: CollectiveId, waited: float) -> None:
         """Raise if ``launch``, which this rank has waited for ``waited`` seconds, can never complete.
 
         See Note [Which ranks can still arrive].
@@ -198,7 +198,7 @@ class HangDetector:
             asks = self._store.add("asks", 1)
             self._first_question = self._first_question or asks
 
-    def _state_of(self, rank: int, launch: Launch, now: float) -> RankState:
+    def _state_of(self, rank: int, launch: CollectiveId, now: float) -> RankState:
         """State of another rank: its activity, and whether it will never launch ``launch``."""
         key = f"doing/{rank}"
         answer: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {"asks": 0}
@@ -215,13 +215,13 @@ class HangDetector:
             if end is not None and not end.text and end.concerns(self.ends.scopes) and end.precedes(launch):
                 return RankState(None, "", OVER, never=True)
             return RankState(None, "", "does not answer")
-        theirs = Launch(*answer["launch"]) if answer["launch"] is not None else None
+        theirs = CollectiveId(*answer["launch"]) if answer["launch"] is not None else None
         state = RankState(theirs, answer["place"], answer["text"])
         stuck = answer["seconds"] >= self._patience.stuck
         ran = answer["ran"].get(str(self._rank))
         channel = self._watch.channels.get(theirs.channel) if theirs is not None else None
         if ran is not None:
-            state.compare(launch, Launch(*ran))
+            state.compare(launch, CollectiveId(*ran))
         elif theirs is not None and channel is not None and channel.launched >= theirs.number:
             mine = channel.find(theirs.number)
             # This rank has launched that number, too. If it was the same collective, the other is on its way.
@@ -233,7 +233,7 @@ class HangDetector:
             state.never = stuck and answer["ranks"] is not None and self._ranks[self._rank] in answer["ranks"]
         return state
 
-    def raise_divergence(self, launch: Launch) -> None:
+    def raise_divergence(self, launch: CollectiveId) -> None:
         """Raise the error of ranks that meet in different collectives. Collective.
 
         Raises:
@@ -244,7 +244,7 @@ class HangDetector:
             self._store.add(f"diverged/{launch.channel}", 1)
             self._store.set(f"ran/{self._rank}", json.dumps([channel.history(), user_line(sys._getframe())]))
             told = {rank: json.loads(self._store.get(f"ran/{rank}")) for rank in channel.ranks}
-            histories = {rank: ([Launch(*entry) for entry in ran], place) for rank, (ran, place) in told.items()}
+            histories = {rank: ([CollectiveId(*entry) for entry in ran], place) for rank, (ran, place) in told.items()}
             self._fail(diverged(histories, self.remedy), len(channel.ranks))
         raise RuntimeError(f"The ranks diverged at {launch}. {RAN}")
 
@@ -262,7 +262,7 @@ class HangDetector:
 
     # ---- ranks that have ended: see ended_ranks.py, Note [Ended ranks] ----------------------------------------------
 
-    def heed(self, launch: Launch) -> None:
+    def heed(self, launch: CollectiveId) -> None:
         """Raise if an error has ended a rank before ``launch``, for which this rank waits.
 
         Raises:
@@ -374,7 +374,12 @@ class _Reporter:
     """Polls the store, and reports what the thread that made it is doing."""
 
     def __init__(
-        self, watch: Watch, store: Store, groups: list[dist.ProcessGroup], patience: Patience, ends: EndedRanks
+        self,
+        watch: CollectiveMonitor,
+        store: Store,
+        groups: list[dist.ProcessGroup],
+        patience: Patience,
+        ends: EndedRanks,
     ) -> None:
         self.interval, self._stuck, self._ends = patience.poll, patience.stuck, ends
         self._alarmed = False  # whether another rank has told of an error that ends this run

@@ -19,14 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.procedures import Procedures
+from lt_zero.comm.collective_worker import CollectiveWorker
+from lt_zero.comm.send_sizes import GLOO, NODE_WINDOWS
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.transport import Gloo, Group, Groups, Mesh, exchange, sum_in_rank_order
-from lt_zero.comm.work import Launch, Watch, Work
+from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Work
 from lt_zero.ops.flat import store, wide
 
 
-def lines(mesh: Mesh, sizes: Sequence[int], dimension: int) -> list[list[int]]:
+def axis_groups(mesh: Mesh, sizes: Sequence[int], dimension: int) -> list[list[int]]:
     """The groups of ranks of all replicas that differ in one coordinate only; ``sizes``: innermost first."""
     stride, size = math.prod(sizes[:dimension]), sizes[dimension]
     firsts = [rank for rank in range(mesh.world) if rank % mesh.shards // stride % size == 0]
@@ -49,7 +50,7 @@ class Hierarchy(Gloo):
         groups: Groups,
         device: torch.device,
         scatters: bool,
-        watch: Watch,
+        watch: CollectiveMonitor,
         sizes: Sequence[int],
         new_group: Callable[[Sequence[Sequence[int]]], Group],
         arenas: Sequence[SharedArena] = (),
@@ -58,16 +59,19 @@ class Hierarchy(Gloo):
         used = [number for number, size in enumerate(sizes) if size > 1]
         self._sizes = [sizes[number] for number in used]
         # Two threads, each with its own groups: a gather does not wait for a reduction.
-        self._gathers, self._sums = ([new_group(lines(mesh, sizes, number)) for number in used] for _ in range(2))
-        self._gathering, self._reducing = Procedures("gather"), Procedures("reduce")
+        self._gathers, self._sums = ([new_group(axis_groups(mesh, sizes, number)) for number in used] for _ in range(2))
+        self._gathering, self._reducing = CollectiveWorker("gather"), CollectiveWorker("reduce")
         # Windows of each thread, as all ranks have to allocate them in the same order.
         self._sends = arenas[0] if arenas else None
+        self.sends = NODE_WINDOWS if arenas else GLOO
         self._staging: list[_Staging | None] = [_Staging(arena) for arena in arenas[1:]] if arenas else [None, None]
 
     def sends_from(self) -> SharedArena | None:
         return self._sends
 
-    def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
+    def all_gather(
+        self, flat: Tensor, own: Tensor | None, launch: CollectiveId | None, group: Group | None = None
+    ) -> Work:
         # A group is given by the background thread, whose gathers have a group of their own.
         if group is not None:
             return super().all_gather(flat, own, launch, group)
@@ -93,7 +97,7 @@ class Hierarchy(Gloo):
             exchange(sends, ends, group)
 
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
     ) -> Work:
         if not self._scatters:
             return super().reduce_scatter(out, flat, scratch, add, factor, launch)
@@ -106,7 +110,9 @@ class Hierarchy(Gloo):
 
         return self._all([self._reducing.submit(run)], launch)
 
-    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch) -> Work:
+    def all_reduce(
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
+    ) -> Work:
         if self._mesh.shards != self._mesh.world:
             return super().all_reduce(out, flat, scratch, add, factor, launch)
 

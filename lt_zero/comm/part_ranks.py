@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lt_zero.comm.ranks import Ranks
-from lt_zero.comm.work import Launch
+from lt_zero.comm.work import CollectiveId
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 
@@ -53,7 +53,7 @@ class PartRanks(Ranks):
         host, copied = accelerator.fetch(rows)
         return Comparison(copied.synchronize, host, numbers)
 
-    def _launch(self, part: Tensor, name: str) -> tuple[Any, Tensor, Launch]:
+    def _launch(self, part: Tensor, name: str) -> tuple[Any, Tensor, CollectiveId]:
         launch = self.order.launch("all-gather", f"saved inputs of {name}", part.numel())
         whole = part.new_empty(part.numel() * self.size)
         return self._all_gather(whole, part, group=self.process_group, async_op=True), whole, launch

@@ -19,9 +19,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.procedures import Procedure, Procedures
+from lt_zero.comm.collective_worker import CollectiveWorker, Procedure
 from lt_zero.comm.process_groups import close_connections
-from lt_zero.comm.work import Launch, Watch
+from lt_zero.comm.work import CollectiveId, CollectiveMonitor
 
 
 class PointToPoint:
@@ -36,9 +36,9 @@ class PointToPoint:
         closed: whether an error has ended the connections.
     """
 
-    def __init__(self, group: dist.ProcessGroup, world: dist.ProcessGroup, watch: Watch) -> None:
+    def __init__(self, group: dist.ProcessGroup, world: dist.ProcessGroup, watch: CollectiveMonitor) -> None:
         self._group, self._world, self._watch = group, world, watch
-        self._waits = Procedures("transfers")
+        self._waits = CollectiveWorker("transfers")
         self.closed = False
 
     def isend(self, tensor: Tensor, peer: int, name: str) -> PendingTransfer:
@@ -80,7 +80,9 @@ class PointToPoint:
 class PendingTransfer:
     """A started send or receive."""
 
-    def __init__(self, work: dist.Work, launch: Launch, watch: Watch, waits: Procedures) -> None:
+    def __init__(
+        self, work: dist.Work, launch: CollectiveId, watch: CollectiveMonitor, waits: CollectiveWorker
+    ) -> None:
         self._work, self._launch, self._watch, self._waits = work, launch, watch, waits
         self._procedure: Procedure | None = None
 
@@ -100,7 +102,7 @@ class PendingTransfer:
 
 
 @contextmanager
-def _naming(launch: Launch) -> Iterator[None]:
+def _naming(launch: CollectiveId) -> Iterator[None]:
     """Context that adds the name of ``launch`` to errors."""
     try:
         yield

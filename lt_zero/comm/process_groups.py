@@ -297,20 +297,12 @@ def init_distributed(
         raise ValueError(f"init_distributed(rank={rank}, world_size={world_size}): pass both, or none.")
     check_group_options("init_distributed", timeout, dist_backend=dist_backend)
     if dist.is_initialized():
-        refuse_alone(dist.get_world_size())
-        if world_size >= 0 and (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
-            has = f"this is rank {dist.get_rank()} of {dist.get_world_size()}"
-            raise ValueError(
-                f"init_distributed(rank={rank}, world_size={world_size}), but there is a process group already, in "
-                f"which {has}. Remove one of the two calls."
-            )
+        _check_existing_group(rank, world_size)
         return
-    tasks = launched_tasks(mpi=auto_mpi_discovery)
-    if world_size >= 0:
-        tasks = (tasks or Tasks("", 0, 1))._replace(rank=rank, world=world_size)
-    if dist_init_required is False or tasks is None or (tasks.world == 1 and init_method is None):
-        if init_method is not None and dist_init_required is not False:
-            raise ValueError(f"init_distributed(init_method={init_method!r}) needs rank=... and world_size=..., too.")
+    tasks = None
+    if dist_init_required is not False:
+        tasks = _joining_tasks(rank, world_size, init_method, auto_mpi_discovery)
+    if tasks is None:
         if world_size < 0:
             refuse_alone(1)
         return
@@ -324,6 +316,28 @@ def init_distributed(
             dist.init_process_group(backend, init_method, timeout, rank=tasks.rank, world_size=tasks.world)
     if world_size < 0:
         refuse_alone(dist.get_world_size())
+
+
+def _check_existing_group(rank: int, world_size: int) -> None:
+    """Check that the process group that there is has the ranks that were launched, or asked for (-1: none were)."""
+    refuse_alone(dist.get_world_size())
+    if world_size >= 0 and (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+        raise ValueError(
+            f"init_distributed(rank={rank}, world_size={world_size}), but there is a process group already, in which "
+            f"this is rank {dist.get_rank()} of {dist.get_world_size()}. Remove one of the two calls."
+        )
+
+
+def _joining_tasks(rank: int, world_size: int, init_method: str | None, mpi: bool) -> Tasks | None:
+    """This task among those that join a group; None for a single process, which needs none."""
+    tasks = launched_tasks(mpi=mpi)
+    if world_size >= 0:
+        tasks = (tasks or Tasks("", 0, 1))._replace(rank=rank, world=world_size)
+    if init_method is not None:
+        if tasks is None:
+            raise ValueError(f"init_distributed(init_method={init_method!r}) needs rank=... and world_size=..., too.")
+        return tasks
+    return tasks if tasks is not None and tasks.world > 1 else None
 
 
 def _export(tasks: Tasks, init_method: str | None, port: int | None) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from lt_zero.comm.ended_ranks import user_line
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.shared_memory import FENCES, Barrier, Maxima, SharedArena
-from lt_zero.comm.work import CALL, All, Channel, Done, Launch, Watch, Work
+from lt_zero.comm.work import CALL, Channel, CollectiveId, CollectiveMonitor, Done, Work, WorkList
 from lt_zero.common.module_hooks import ProcessLocal
 
 
@@ -50,7 +50,7 @@ class LaunchOrder:
         detector: finds ranks that diverge; None: there are no others, or they are simulated.
     """
 
-    def __init__(self, watch: Watch, ranks: Sequence[int], name: str = "") -> None:
+    def __init__(self, watch: CollectiveMonitor, ranks: Sequence[int], name: str = "") -> None:
         self._watch, self.ranks = watch, tuple(ranks)
         self._collectives = watch.open(f"collective {name}".strip(), self.ranks)
         self._reductions = watch.open(f"reduction {name}".strip(), self.ranks)
@@ -62,7 +62,7 @@ class LaunchOrder:
         self._comparisons = 0
         self._maxima: Maxima | None = None  # in ``arena``
 
-    def launch(self, operation: str, name: str, numel: int, compare: bool = False) -> Launch:
+    def launch(self, operation: str, name: str, numel: int, compare: bool = False) -> CollectiveId:
         """Number the collective that is launched next, and compare it over the ranks if it was not predicted.
 
         Raises:
@@ -73,21 +73,21 @@ class LaunchOrder:
             self._compare(launch)
         return launch
 
-    def launch_reduction(self, operation: str, name: str, numel: int) -> Launch:
+    def launch_reduction(self, operation: str, name: str, numel: int) -> CollectiveId:
         """Number the reduction that is launched next. Raises as ``launch``."""
         launch, _ = self._number(self._reductions, operation, name, numel)
         if self.compares_all:
             self._compare(launch)
         return launch
 
-    def _number(self, channel: Channel, operation: str, name: str, numel: int) -> tuple[Launch, bool]:
+    def _number(self, channel: Channel, operation: str, name: str, numel: int) -> tuple[CollectiveId, bool]:
         # After a verdict connections are closed, and no collective works any more.
         self._watch.raise_verdict()
         if self.detector is not None and self.detector.ends.posted:
             self.detector.go_on()
         return channel.launch(operation, name, numel)
 
-    def _compare(self, launch: Launch) -> None:
+    def _compare(self, launch: CollectiveId) -> None:
         """Compare the ranks' collectives up to ``launch``; a barrier."""
         channel = self._watch.channels[launch.channel]
         group = self.of_reductions if channel is self._reductions else self.host
@@ -108,17 +108,15 @@ class LaunchOrder:
         if any(checksum != mine for checksum in checksums):
             self.detector.raise_divergence(launch)
 
-    def launch_maximum(self, tensor: Tensor, launch: Launch) -> Work:
-        """Start the element-wise maximum over the ranks of a tensor on the host, in place."""
-        if self.arena is None:
-            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.host, async_op=True)
-            return All([work], None, self._watch if self.detector is not None else None, launch)
+    def launch_maximum(self, tensor: Tensor, launch: CollectiveId) -> Work:
+        """Start the element-wise maximum over the ranks, which share memory, of a tensor on the host, in place."""
+        assert self.arena is not None
         self._maxima = self._maxima or Maxima(self.arena)
         return self._maxima.launch(tensor, partial(self._watch.wait, launch=launch))
 
-    def foresee(self, labels: Iterable[tuple[str, str, int]]) -> None:
+    def expect(self, labels: Iterable[tuple[str, str, int]]) -> None:
         """Predict that these are launched next, in this order: (operation, name, elements)."""
-        self._collectives.foresee(labels)
+        self._collectives.expect(labels)
 
 
 class Unlogged:
@@ -157,7 +155,7 @@ class Ranks(ProcessLocal):
         ranks: Sequence[int],
         rank: int,
         device: torch.device,
-        watch: Watch,
+        watch: CollectiveMonitor,
         order: LaunchOrder,
         log: Unlogged,
     ) -> None:
@@ -213,8 +211,14 @@ class Ranks(ProcessLocal):
         if self.process_group is None:
             return Done()
         opened = self.log.open("all_reduce", name, flags.nbytes, host=True)
-        launch = self.order.launch("flags", name, flags.numel())
-        return self.log.follow(opened, self.order.launch_maximum(flags, launch))
+        order = self.order
+        launch = order.launch("flags", name, flags.numel())
+        if order.arena is not None:
+            return self.log.follow(opened, order.launch_maximum(flags, launch))
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=order.host, async_op=True)
+        return self.log.follow(
+            opened, WorkList([work], None, self.watch if order.detector is not None else None, launch)
+        )
 
     def roll_call(self, what: str) -> None:
         """Wait until each of these ranks has called this for ``what``, an operation of all of them. Collective.
@@ -237,7 +241,7 @@ class Ranks(ProcessLocal):
                 f" {', '.join(f'rank {rank}' for rank in ended)}, which has ended or left the process group."
             ) from error
 
-    def foresee_broadcasts(self, tensors: Iterable[tuple[str, int]]) -> None:
+    def expect_broadcasts(self, tensors: Iterable[tuple[str, int]]) -> None:
         """Compare the broadcasts that follow, (name, elements), at once, not each before its launch. Collective.
 
         If ranks expect different ones, or launch other collectives in between, these are compared as always.
@@ -250,7 +254,7 @@ class Ranks(ProcessLocal):
         # The result is the maximum and the negative minimum, whose sum is zero if all ranks have the same number.
         self.host_max(extremes, "broadcasts to come").wait()
         if not extremes.sum():
-            self.order.foresee(labels)
+            self.order.expect(labels)
 
     def _require_device(self, tensor: Tensor, name: str) -> None:
         """Raise for a tensor on another device. A GPU's backend would raise, too, but tests on the CPU have none."""
@@ -259,7 +263,7 @@ class Ranks(ProcessLocal):
                 f"A collective for {name!r} got a tensor on {tensor.device}, its group is of {self.device}."
             )
 
-    def _wait(self, work: Any, launch: Launch) -> None:
+    def _wait(self, work: Any, launch: CollectiveId) -> None:
         if work is not None:  # None: the backend has waited
             self.watch.wait(work, launch)
 

@@ -15,15 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.compression import Compressor, Residuals, gather_encoded
+from lt_zero.comm.compression import (
+    CompressionPlan,
+    Compressor,
+    Residuals,
+    gather_encoded,
+    plan_compression,
+    plan_quantized_sums,
+)
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.ranks import Ranks
+from lt_zero.comm.send_sizes import BACKEND, SendSizes
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
 from lt_zero.comm.topology import Topology, choose, whole_nodes
-from lt_zero.comm.transport import Gloo, Groups, Mesh, SendBuffer, SendBuffers, Transport, Windows
-from lt_zero.comm.work import FENCE, All, Done, Work
+from lt_zero.comm.transport import Gloo, Groups, Mesh, SendBuffer, SendBuffers, SharedMemoryTransport, Transport
+from lt_zero.comm.work import FENCE, Done, Work, WorkList
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.flat_storage import flat_empty
@@ -91,7 +99,6 @@ class ShardGroup(Ranks):
         self._row: Groups | None = None  # groups over parts of the ranks
         self._configured: tuple[Any, ...] | None = None
         self.compressor: Compressor | None = None
-        self._compresses: tuple[Any, ...] | None = None  # what ``compressor`` was made for
         self.secondary_shards = 1
         self._in_node: Transport | None = None  # between them
         self._transport: Transport
@@ -178,8 +185,8 @@ class ShardGroup(Ranks):
         if division != self._division:
             self._division, mesh = division, Mesh(self._largest, 0, division)
             self.mesh = Mesh(self.size, self.rank, min(division, self.size))
-            rows = [mesh.row(replica) for replica in range(self._largest // division)]
-            columns = [mesh.column(shard) for shard in range(division)] if division < self._largest else []
+            rows = [mesh.shard_ranks(replica) for replica in range(self._largest // division)]
+            columns = [mesh.replica_ranks(shard) for shard in range(division)] if division < self._largest else []
             gathers = self._new_group(backend, rows)
             reductions = gathers if one_queue() else self._new_group(backend, rows)
             across = self._new_group(backend, columns) if columns else None
@@ -203,7 +210,7 @@ class ShardGroup(Ranks):
             shared = [arena for arena in arenas if arena is not None]
             self._transport = Hierarchy(*common, self.watch, self.topology.sizes, make, shared)
         elif self._arena is not None:
-            self._transport = Windows(*common, self.watch, self._arena, self.ranks)
+            self._transport = SharedMemoryTransport(*common, self.watch, self._arena, self.ranks)
         else:
             self._transport = Gloo(*common, self.watch) if self._gloo else Transport(*common)
         self._sums = self._transport
@@ -226,12 +233,12 @@ class ShardGroup(Ranks):
         mesh, new_group = Mesh(self.size, self.rank, size), partial(self._new_group, backend)
         groups = Groups(self.reductions, self.process_group, self.reductions)
         if self._gloo:
-            arena = self._share_memory(mesh.row(mesh.replica)) if self.device.type == "cpu" else None
+            arena = self._share_memory(mesh.shard_ranks(mesh.replica)) if self.device.type == "cpu" else None
             # One arena serves for all three: this transport only gathers, in one thread.
             arenas = [arena] * 3 if arena is not None else []
             self._in_node = Hierarchy(mesh, groups, self.device, False, self.watch, [size], new_group, arenas)
         else:
-            row = new_group([mesh.row(replica) for replica in range(self.size // size)])
+            row = new_group([mesh.shard_ranks(replica) for replica in range(self.size // size)])
             self._in_node = Transport(mesh, replace(groups, gathers=row), self.device, False)
 
     def _tolerate(self, share: float, sharded: bool) -> None:
@@ -251,7 +258,7 @@ class ShardGroup(Ranks):
         ranks, late = tolerance_of(share, sharded, self.mesh, self.nodes, backend, self.device)
         mesh, new_group = Mesh(self.size, self.rank, ranks), partial(self._new_group, "gloo")
         node = next(n for n in self.nodes if self.rank in n)
-        columns = [mesh.column(number) for number in range(ranks)]
+        columns = [mesh.replica_ranks(number) for number in range(ranks)]
         groups = [new_group(columns, FOR_EVER) for _ in range(2)]
         self.tolerance = TolerantSum(groups, mesh, late, partial(_tell_late, mesh, self.world.hosts))
         weakref.finalize(self, self.tolerance.end).atexit = False
@@ -269,11 +276,8 @@ class ShardGroup(Ranks):
         Raises:
             ConfigError: a GPU has one queue for all groups.
         """
-        nested = len(self.nodes) > 1 and (whole_nodes(self.nodes) or 1) > 1
-        if nested:
-            return self._use_compressor(codec, True, inside, "zero_optimization.zero_quantized_gradients")
-        one = inside if len(self.nodes) == 1 else codec
-        return self._use_compressor(one, False, None, "zero_optimization.zero_quantized_gradients")
+        plan = plan_quantized_sums(self.nodes, codec, inside)
+        return self._use_compressor(plan, "zero_optimization.zero_quantized_gradients")
 
     def use_compression(self, codec: Codec, hierarchical: bool) -> bool:
         """Prepare ``reduce_compressed``; returns whether gradients are compressed at all. Collective.
@@ -283,27 +287,21 @@ class ShardGroup(Ranks):
         Raises:
             ConfigError: the ranks do not form nodes, or a GPU has one queue for all groups.
         """
-        nodes, key = self.nodes, "gradient_compression.hierarchical_compress"
-        if hierarchical and len(nodes) == 1:
-            return False
-        if hierarchical and whole_nodes(nodes) is None:
-            sizes = ", ".join(str(len(node)) for node in nodes)
+        key, plan = "gradient_compression.hierarchical_compress", plan_compression(self.nodes, codec, hierarchical)
+        if plan is not None and hierarchical and whole_nodes(self.nodes) is None:
+            sizes = ", ".join(str(len(node)) for node in self.nodes)
             text = f"{key}=true needs nodes of equally many, neighbouring ranks; they have {sizes}: write false."
             raise ConfigError([Problem(key, text)])
-        return self._use_compressor(codec, hierarchical, None, "gradient_compression.algorithm")
+        return self._use_compressor(plan, "gradient_compression.algorithm")
 
-    def _use_compressor(self, codec: Codec, hierarchical: bool, inside: Codec | None, key: str) -> bool:
-        if self.process_group is None or self.size == 1:
+    def _use_compressor(self, plan: CompressionPlan | None, key: str) -> bool:
+        if self.process_group is None or plan is None:
             return False
         if one_queue():
             raise ConfigError([Problem(key, f"{key} {_QUEUE}, or remove the key.")])
-        wanted = (codec, hierarchical, inside)
-        if self._compresses != wanted:
+        if self.compressor is None or self.compressor.plan != plan:
             new_group = partial(self._new_group, dist.get_backend(self.process_group))
-            inner = (whole_nodes(self.nodes) or 1) if len(self.nodes) > 1 else 1
-            given = (self.size, self.rank, self.device, self.watch)
-            self.compressor = Compressor(*given, codec, inner, hierarchical, new_group, inside)
-            self._compresses = wanted
+            self.compressor = Compressor(plan, self.rank, self.device, self.watch, new_group)
         return True
 
     # ---- in the background ---------------------------------------------------------------------------------------
@@ -320,7 +318,7 @@ class ShardGroup(Ranks):
                 text = "needs collectives beside each other, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow"
                 raise ConfigError([Problem(key, f"{key}=true {text}: unset it, or set overlap_step='auto'.")])
             mesh = Mesh(self._largest, 0, self._division)
-            rows = [mesh.row(replica) for replica in range(self._largest // self._division)]
+            rows = [mesh.shard_ranks(replica) for replica in range(self._largest // self._division)]
             opened = self.log.open("barrier", "background", 0)
             self._background = self._new_group(dist.get_backend(self.process_group), rows)
             self.log.ended(opened)
@@ -353,7 +351,7 @@ class ShardGroup(Ranks):
         if self._arena is None:
             return Done()
         opened = self.log.open("barrier", "background", 0)
-        work = All([dist.barrier(self._background, async_op=True)], None, self.watch if self._gloo else None)
+        work = WorkList([dist.barrier(self._background, async_op=True)], None, self.watch if self._gloo else None)
         return self.log.follow(opened, work)
 
     # ---- windows: see shared_memory.py, Note [Shared windows] -------------------------------------------------------
@@ -389,15 +387,20 @@ class ShardGroup(Ranks):
             return self._arena.allocate(numel, dtype)
         return flat_empty(numel, dtype, self.device)
 
+    def allocate_written(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor as from ``allocate``, which the caller writes before the next gather."""
+        self.after_write()
+        return self.allocate(numel, dtype)
+
     def send_buffers(self, largest: Mapping[torch.dtype, int]) -> SendBuffers:
         """Buffers for reductions, reusable up to the ``largest`` elements of each dtype."""
         transport = self._sums if self.process_group is not None else None
         return SendBuffers(transport, self.device, lambda dtype: self.factors(dtype)[0], largest)
 
     @property
-    def shares_sends(self) -> bool:
-        """True if peers read buffers for reductions in place, so that no scratch memory is needed."""
-        return self.process_group is not None and self._sums.sends_from() is not None
+    def sends(self) -> SendSizes:
+        """The buffers that reductions need."""
+        return self._sums.sends if self.process_group is not None else BACKEND
 
     def before_write(self) -> None:
         """Wait until no rank reads a tensor from ``allocate``. Call it before writing to one."""
@@ -455,10 +458,6 @@ class ShardGroup(Ranks):
         launch = self.order.launch("all-gather in the node", name, flat.numel())
         return self.log.follow(opened, self._in_node.all_gather(flat, None, launch))
 
-    def scratch_numel(self, numel: int) -> int:
-        """Elements of scratch that ``reduce_scatter`` and ``all_reduce`` need for a flat tensor of ``numel``."""
-        return self._sums.scratch_numel(numel) if self.process_group is not None else 0
-
     def reduce_scatter(self, out: Tensor, send: SendBuffer, add: bool, name: str) -> Work:
         """Average ``send`` (``mesh.shards`` shards) over all ranks; write this rank's shard to ``out``, or add it.
 
@@ -468,7 +467,7 @@ class ShardGroup(Ranks):
         flat, after = send.flat, self.factors(send.flat.dtype)[1]
         self._require_device(flat, name)
         if self.process_group is None:
-            return All([], lambda: store(out, flat, add, after))
+            return WorkList([], lambda: store(out, flat, add, after))
         opened = self.log.open("reduce_scatter", name, flat.nbytes)
         launch = self.order.launch_reduction("reduce-scatter", name, flat.numel())
         return self.log.follow(opened, self._sums.reduce_scatter(out, flat, send.scratch, add, after, launch))
@@ -478,7 +477,7 @@ class ShardGroup(Ranks):
         flat, after = send.flat, self.factors(send.flat.dtype)[1]
         self._require_device(flat, name)
         if self.process_group is None:
-            return All([], lambda: store(out, flat, add, after))
+            return WorkList([], lambda: store(out, flat, add, after))
         opened = self.log.open("all_reduce", name, flat.nbytes)
         launch = self.order.launch_reduction("all-reduce", name, flat.numel())
         return self.log.follow(opened, self._sums.all_reduce(out, flat, send.scratch, add, after, launch))
@@ -534,6 +533,6 @@ def _tell_late(mesh: Mesh, hosts: Sequence[str], member: int, late: bool) -> Non
     """Log that a member is late, or on time again. No method: ``TolerantSum`` keeps this, not the group."""
     # One rank logs, of another member than the late one, which may not come to this for long.
     if mesh.rank == (0 if member else mesh.world - 1) // mesh.shards * mesh.shards:
-        ranks = mesh.row(member)
+        ranks = mesh.shard_ranks(member)
         text = "is late: sums of gradients go on without it, and get its contributions later" if late else "is on time"
         log.warning("Node %s (rank %s) %s.", hosts[ranks[0]], ", ".join(map(str, ranks)), text)

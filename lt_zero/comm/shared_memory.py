@@ -14,7 +14,7 @@ Note [Shared windows]
     Barriers are counters, too: each rank counts its entries in a byte at the beginning of its file (one byte is read
     whole; ranks are never 128 entries apart), and polls those of the peers. gloo's would wake a thread in each rank,
     which competes with the computation for the same cores. As no connection is involved, none is closed when a peer
-    ends, and no group times out: ``Watch.wait`` looks after both.
+    ends, and no group times out: ``CollectiveMonitor.wait`` looks after both.
 
 Note [Maxima]
     Small tensors on the host are exchanged the same way: a rank writes its own to a window and enters a barrier.

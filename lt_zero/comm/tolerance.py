@@ -15,8 +15,8 @@ Note [Sums without late nodes]
     Replicas stay equal to the bit: every member gets each piece's sum from one owner. Sums are added in the order of
     the members, so one without late members does not depend on time.
 
-    Everybody waits for owners, so a late member loses its pieces to the others (``_judge``). All members judge by what
-    came with the same sums, in the same order, so they agree on the owners without another exchange.
+    Everybody waits for owners, so a late member loses its pieces to the others (``_update_stragglers``). All members
+    decide by what came with the same sums, in the same order, so they agree on the owners without another exchange.
 
     Members may be a turn apart: a contribution, or a sum, of the next turn waits in a dict. Who is further ahead waits.
 """
@@ -41,7 +41,7 @@ from torch import Tensor
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.topology import whole_nodes
 from lt_zero.comm.transport import Group, Mesh
-from lt_zero.comm.work import Launch, Work
+from lt_zero.comm.work import CollectiveId, Work
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.ops.flat import store, wide
 
@@ -51,7 +51,7 @@ _PIECE = 1 << 20  # bytes
 _PROBE, _PROBES = 1 << 20, 4  # bytes of the messages that measure a link, and their number
 _CONTRIBUTION, _SUM = range(2)  # kinds of messages
 _PATIENCE = 10.0  # seconds for threads to end
-# Whether the run ends, flow, piece, turn, weight, elements, bytes of an element; of sums for each member an ``Arrival``
+# Whether the run ends, stream, piece, turn, weight, elements, bytes of an element; of sums each member's ``Arrival``
 _HEADER = 7
 
 
@@ -92,7 +92,7 @@ class _OpenSum:
         self.turn, self.began, self.enough = turn, 0.0, 0.0
 
 
-class _Flow:
+class _Stream:
     """Sums of one name, turn after turn, and the contributions that are carried from one to the next."""
 
     def __init__(self, name: str, number: int, total: Tensor, members: int) -> None:
@@ -136,10 +136,10 @@ class TolerantSum:
         seconds = _seconds(groups)
         self._rate = _PROBES // 2 * _PROBE / median_low(seconds)  # bytes per second
         self._changed = threading.Condition()
-        self._flows: list[_Flow] = []
-        self._open: dict[tuple[int, int], _OpenSum] = defaultdict(_OpenSum)  # by flow and piece
-        self._turns: dict[int, int] = defaultdict(int)  # of each flow, on this member
-        self._sums: dict[tuple[int, int, int], tuple[Contribution, list[Arrival]]] = {}  # by flow, turn and piece
+        self._streams: list[_Stream] = []
+        self._open: dict[tuple[int, int], _OpenSum] = defaultdict(_OpenSum)  # by stream and piece
+        self._turns: dict[int, int] = defaultdict(int)  # of each stream, on this member
+        self._sums: dict[tuple[int, int, int], tuple[Contribution, list[Arrival]]] = {}  # by stream, turn and piece
         self._restored: dict[str, tuple[Tensor, Tensor]] = {}
         slow = [member for member in range(self._members) if seconds[member] > 2 * median_low(seconds)]
         slow = sorted(slow, key=seconds.__getitem__, reverse=True)[:tolerated]
@@ -147,7 +147,7 @@ class TolerantSum:
         self._late: dict[int, int] = dict.fromkeys(slow, 0)
         self._sent, self._received = [0] * self._members, [0] * self._members  # contributions
         self._leaving: dict[tuple[int, int], list[tuple[Any, Tensor]]] = defaultdict(list)  # messages, by kind and peer
-        self._published: dict[tuple[int, int, int], Any] = {}  # the last sum, by peer, flow and piece
+        self._published: dict[tuple[int, int, int], Any] = {}  # the last sum, by peer, stream and piece
         self._threads: dict[tuple[int, int], threading.Thread] = {}  # by kind and peer; this member's close sums
         self._started: list[threading.Thread] = []  # those, and those that have said that they end
         self._running, self._runs = False, 0
@@ -168,69 +168,71 @@ class TolerantSum:
         """
         with self._changed:
             self._begin()
-            flow = self._flow(name, total)
-            turn, owners = flow.turn, self._owners(flow)
+            stream = self._stream(name, total)
+            turn, owners = stream.turn, self._owners(stream)
             # Contributions are clones: they may still be kept, or on their way, when ``total`` is overwritten below.
-            for piece, (lo, hi) in enumerate(flow.spans):
-                self._contribute(flow, piece, owners[piece], Contribution(turn, self._ranks, total[lo:hi].clone()))
-            flow.owners = owners
+            for piece, (lo, hi) in enumerate(stream.spans):
+                self._contribute(stream, piece, owners[piece], Contribution(turn, self._ranks, total[lo:hi].clone()))
+            stream.owners = owners
             self._changed.notify_all()
-            keys = [(flow.number, turn, piece) for piece in range(len(flow.spans))]
+            keys = [(stream.number, turn, piece) for piece in range(len(stream.spans))]
             while not all(key in self._sums for key in keys):
                 self._changed.wait(1.0)
                 if self._error is not None or not self._running:
                     raise RuntimeError(f"A sum of gradients of {name!r} has ended early: {self._error}")
             sums = [self._sums.pop(key) for key in keys]
-            flow.arrived = [arrivals[self._me].present for _, arrivals in sums]
-            flow.turn = self._turns[flow.number] = turn + 1
-            self._judge(owners, [arrivals for _, arrivals in sums])
+            stream.arrived = [arrivals[self._me].present for _, arrivals in sums]
+            stream.turn = self._turns[stream.number] = turn + 1
+            self._update_stragglers(owners, [arrivals for _, arrivals in sums])
             self._changed.notify_all()
         everyone = self._ranks * self._members
-        for (lo, hi), (found, _) in zip(flow.spans, sums, strict=True):
+        for (lo, hi), (found, _) in zip(stream.spans, sums, strict=True):
             total[lo:hi] = found.data
             if found.weight != everyone:
                 total[lo:hi].mul_(everyone / found.weight)
-        return [(*span, found.weight) for span, (found, _) in zip(flow.spans, sums, strict=True)]
+        return [(*span, found.weight) for span, (found, _) in zip(stream.spans, sums, strict=True)]
 
-    def _flow(self, name: str, total: Tensor) -> _Flow:
-        found = next((flow for flow in self._flows if flow.name == name and flow.numel == total.numel()), None)
+    def _stream(self, name: str, total: Tensor) -> _Stream:
+        found = next(
+            (stream for stream in self._streams if stream.name == name and stream.numel == total.numel()), None
+        )
         if found is None:
-            found = _Flow(name, len(self._flows), total, self._members)
-            self._flows.append(found)
+            found = _Stream(name, len(self._streams), total, self._members)
+            self._streams.append(found)
             self._take_over(found)
         return found
 
-    def _owners(self, flow: _Flow) -> list[int]:
+    def _owners(self, stream: _Stream) -> list[int]:
         able = [member for member in range(self._members) if member not in self._late]
-        return [able[(flow.number + piece) % len(able)] for piece in range(len(flow.spans))]
+        return [able[(stream.number + piece) % len(able)] for piece in range(len(stream.spans))]
 
-    def _contribute(self, flow: _Flow, piece: int, owner: int, mine: Contribution) -> None:
+    def _contribute(self, stream: _Stream, piece: int, owner: int, mine: Contribution) -> None:
         """Send a contribution to the owner of ``piece``, or keep it until the last one has arrived there."""
-        opened = self._open[flow.number, piece]
-        if owner == self._me and opened.turn < flow.turn:
+        opened = self._open[stream.number, piece]
+        if owner == self._me and opened.turn < stream.turn:
             # Another member owned the piece until now, and its earlier sums are closed.
-            opened.begin(flow.turn)
+            opened.begin(stream.turn)
         elif owner != self._me:
             # These came when the piece was no longer this member's. They go to the new owner, or would be lost.
             for part in opened.parts.values():
-                flow.add(piece, part)
+                stream.add(piece, part)
             opened.parts.clear()
-        moved = not flow.owners or flow.owners[piece] != owner
-        if not (moved or flow.arrived[piece]):
-            flow.add(piece, mine)
+        moved = not stream.owners or stream.owners[piece] != owner
+        if not (moved or stream.arrived[piece]):
+            stream.add(piece, mine)
             return
-        mine = _both(flow.carried.pop(piece, None), mine)
+        mine = _both(stream.carried.pop(piece, None), mine)
         if owner == self._me:
-            self._take(self._me, flow.number, piece, mine)
+            self._take(self._me, stream.number, piece, mine)
         else:
             self._sent[owner] += 1
-            self._send(owner, _CONTRIBUTION, flow.number, piece, mine)
+            self._send(owner, _CONTRIBUTION, stream.number, piece, mine)
 
-    def _judge(self, owners: Sequence[int], pieces: Sequence[Sequence[Arrival]]) -> None:
+    def _update_stragglers(self, owners: Sequence[int], pieces: Sequence[Sequence[Arrival]]) -> None:
         """Decide who owns pieces from now on, and count.
 
         A late member is not waited for, but its contributions still arrive and are timed. It counts as on time again
-        after more than two turns of each flow in which most of them did not take too long.
+        after more than two turns of each stream in which most of them did not take too long.
         """
         late = dict[int, float]()  # by member: by how much
         for member in range(self._members):
@@ -238,7 +240,7 @@ class TolerantSum:
             fine = 2 * sum(share > 1 for share in shares) <= len(shares)
             if member in self._late:
                 self._late[member] = self._late[member] + 1 if fine else 0
-                fine = self._late[member] > 2 * len(self._flows)  # each flow has two turns to show it
+                fine = self._late[member] > 2 * len(self._streams)  # each stream has two turns to show it
             if not fine:
                 late[member] = max(shares, default=0.0)
         latest = sorted(late, key=late.__getitem__, reverse=True)[: self._tolerated]
@@ -254,8 +256,8 @@ class TolerantSum:
 
     # ---- the owner -------------------------------------------------------------------------------------------------
 
-    def _take(self, member: int, flow: int, piece: int, part: Contribution) -> None:
-        opened, now = self._open[flow, piece], time.monotonic()
+    def _take(self, member: int, stream: int, piece: int, part: Contribution) -> None:
+        opened, now = self._open[stream, piece], time.monotonic()
         # Another member owned the sums of the turns between, which are closed.
         if part.turn > opened.turn:
             opened.begin(part.turn)
@@ -279,8 +281,8 @@ class TolerantSum:
                     continue
                 closed = [(key, *self._closed(key[0], self._open[key], now)) for key in ready]
             try:
-                for (flow, piece), turn, parts, arrivals in closed:
-                    self._publish(flow, piece, turn, parts, arrivals)
+                for (stream, piece), turn, parts, arrivals in closed:
+                    self._publish(stream, piece, turn, parts, arrivals)
             except BaseException as error:
                 self._fail(error)
 
@@ -288,7 +290,7 @@ class TolerantSum:
         """Time at which the sum may be closed, as far as is known now."""
         missing = set(range(self._members)) - opened.parts.keys()
         if (
-            key[0] >= len(self._flows)
+            key[0] >= len(self._streams)
             or all(part.turn < opened.turn for part in opened.parts.values())
             or len(missing) > self._tolerated
         ):
@@ -299,17 +301,17 @@ class TolerantSum:
         opened.enough = opened.enough or now
         return opened.enough + self._limit(key[0], opened)
 
-    def _limit(self, flow: int, opened: _OpenSum) -> float:
+    def _limit(self, stream: int, opened: _OpenSum) -> float:
         """Seconds that a contribution may take: twice its time on a usual link, and the usual lag of a rank."""
-        nbytes = self._flows[flow].numel * self._flows[flow].dtype.itemsize
+        nbytes = self._streams[stream].numel * self._streams[stream].dtype.itemsize
         return 2 * nbytes / self._rate + max(0.05, opened.lasted / 10)
 
-    def _closed(self, flow: int, opened: _OpenSum, now: float) -> tuple[int, dict[int, Contribution], list[Arrival]]:
+    def _closed(self, stream: int, opened: _OpenSum, now: float) -> tuple[int, dict[int, Contribution], list[Arrival]]:
         turn, parts, arrivals = opened.turn, opened.parts, list[Arrival]()
         for member in range(self._members):
             present = member in parts
             seconds = opened.seconds[member] if present else now - opened.awaited.setdefault(member, opened.began)
-            arrivals.append(Arrival(present, seconds / self._limit(flow, opened)))
+            arrivals.append(Arrival(present, seconds / self._limit(stream, opened)))
         opened.absent = set(range(self._members)) - parts.keys()
         if opened.closed:
             opened.lasted = now - opened.closed
@@ -318,7 +320,7 @@ class TolerantSum:
         return turn, parts, arrivals
 
     def _publish(
-        self, flow: int, piece: int, turn: int, parts: dict[int, Contribution], arrivals: list[Arrival]
+        self, stream: int, piece: int, turn: int, parts: dict[int, Contribution], arrivals: list[Arrival]
     ) -> None:
         """Sum the contributions in the order of the members, and send the sum to all."""
         rows = [parts[member] for member in sorted(parts)]
@@ -329,12 +331,12 @@ class TolerantSum:
         others = [peer for peer in range(self._members) if peer != self._me]
         # One sum of a piece at a time: otherwise sums would pile up here for a peer that receives slowly.
         for peer in others:
-            if (work := self._published.get((peer, flow, piece))) is not None:
+            if (work := self._published.get((peer, stream, piece))) is not None:
                 work.wait()
         with self._changed:
             for peer in others:
-                self._published[peer, flow, piece] = self._send(peer, _SUM, flow, piece, found, arrivals)
-            self._sums[flow, turn, piece] = found, arrivals
+                self._published[peer, stream, piece] = self._send(peer, _SUM, stream, piece, found, arrivals)
+            self._sums[stream, turn, piece] = found, arrivals
             self._changed.notify_all()
 
     # ---- messages --------------------------------------------------------------------------------------------------
@@ -343,13 +345,13 @@ class TolerantSum:
         self,
         peer: int,
         kind: int,
-        flow: int = 0,
+        stream: int = 0,
         piece: int = 0,
         what: Contribution | None = None,
         arrivals: Sequence[Arrival] = (),
     ) -> Any:
         """Start to send a message; returns torch's work. With the lock, as a message has two parts."""
-        values: list[float] = [what is None, flow, piece]
+        values: list[float] = [what is None, stream, piece]
         if what is not None:
             values += [what.turn, what.weight, what.data.numel(), what.data.itemsize, *itertools.chain(*arrivals)]
         header = torch.zeros(_HEADER + 2 * self._members, dtype=torch.float64)
@@ -366,7 +368,7 @@ class TolerantSum:
         try:
             while True:
                 dist.recv(header, self._peers[peer], self._groups[kind])
-                ends, flow, piece, turn, _, numel, size = map(int, header[:_HEADER])
+                ends, stream, piece, turn, _, numel, size = map(int, header[:_HEADER])
                 if ends:
                     with self._changed:
                         self._ends[kind, peer] += 1
@@ -377,21 +379,21 @@ class TolerantSum:
                     continue
                 data = torch.empty(numel, dtype=torch.float64 if size == 8 else torch.float32)
                 dist.recv(data, self._peers[peer], self._groups[kind])
-                self._store(peer, kind, flow, piece, Contribution(turn, float(header[4]), data), header)
+                self._store(peer, kind, stream, piece, Contribution(turn, float(header[4]), data), header)
         except BaseException as error:
             self._fail(error)
 
-    def _store(self, peer: int, kind: int, flow: int, piece: int, what: Contribution, header: Tensor) -> None:
+    def _store(self, peer: int, kind: int, stream: int, piece: int, what: Contribution, header: Tensor) -> None:
         with self._changed:
             if kind == _CONTRIBUTION:
                 self._received[peer] += 1
-                self._take(peer, flow, piece, what)
+                self._take(peer, stream, piece, what)
             else:
                 # A peer that is ahead waits, as nothing more of it is received meanwhile.
-                while what.turn > self._turns[flow] + 1 and self._running:
+                while what.turn > self._turns[stream] + 1 and self._running:
                     self._changed.wait(1.0)
                 arrivals = [Arrival(bool(present), share) for present, share in header[_HEADER:].view(-1, 2).tolist()]
-                self._sums[flow, what.turn, piece] = what, arrivals
+                self._sums[stream, what.turn, piece] = what, arrivals
             self._changed.notify_all()
 
     # ---- the run ---------------------------------------------------------------------------------------------------
@@ -444,11 +446,11 @@ class TolerantSum:
         each = numel // self._ranks
         return self._mesh.shard_rank * each, (self._mesh.shard_rank + 1) * each
 
-    def column(self, of_ranks: list[Any]) -> list[Any]:
+    def my_part(self, of_ranks: list[Any]) -> list[Any]:
         """Select the entries of this rank's shard column from a list over all ranks."""
-        return [of_ranks[rank] for rank in self._mesh.column(self._mesh.shard_rank)]
+        return [of_ranks[rank] for rank in self._mesh.replica_ranks(self._mesh.shard_rank)]
 
-    def owed(self, gather: Callable[[list[int]], list[list[int]]]) -> dict[str, tuple[Tensor, Tensor]]:
+    def unsent(self, gather: Callable[[list[int]], list[list[int]]]) -> dict[str, tuple[Tensor, Tensor]]:
         """Contributions of this member that are in no sum yet, by name: their sum, and counts of each element.
 
         Collective: between steps, and no message is under way afterwards.
@@ -463,41 +465,41 @@ class TolerantSum:
                 if self._error is not None:
                     raise RuntimeError(f"Contributions to sums of gradients do not arrive: {self._error}")
             found = {}
-            for flow in self._flows:
-                rows = torch.zeros(flow.numel, dtype=flow.dtype)
-                counts = torch.zeros(flow.numel)
-                for piece, (lo, hi) in enumerate(flow.spans):
-                    parts = list(self._open[flow.number, piece].parts.values())
-                    for part in [*parts, *filter(None, [flow.carried.get(piece)])]:
+            for stream in self._streams:
+                rows = torch.zeros(stream.numel, dtype=stream.dtype)
+                counts = torch.zeros(stream.numel)
+                for piece, (lo, hi) in enumerate(stream.spans):
+                    parts = list(self._open[stream.number, piece].parts.values())
+                    for part in [*parts, *filter(None, [stream.carried.get(piece)])]:
                         rows[lo:hi] += part.data
                         counts[lo:hi] += part.weight
-                found[flow.name] = rows, counts
+                found[stream.name] = rows, counts
             return found | self._restored
 
     def restore(self, owed: dict[str, tuple[Tensor, Tensor]]) -> None:
         """Drop all that is in no sum yet, and let this member owe ``owed``: sums, and counts of each element.
 
-        On all members, right after ``owed``.
+        On all members, right after ``unsent``.
         """
         with self._changed:
             self._restored = dict(owed)
-            for flow in self._flows:
-                flow.carried.clear()
-                flow.arrived = [True] * len(flow.spans)
-                self._take_over(flow)
+            for stream in self._streams:
+                stream.carried.clear()
+                stream.arrived = [True] * len(stream.spans)
+                self._take_over(stream)
             for opened in self._open.values():
                 for members in (opened.parts, opened.absent, opened.awaited):
                     members.clear()
                 opened.begin(opened.turn)
 
-    def _take_over(self, flow: _Flow) -> None:
-        """Let a flow carry its restored contributions. A piece has one weight, its largest count: padding has none."""
-        rows, counts = self._restored.pop(flow.name, (None, None))
+    def _take_over(self, stream: _Stream) -> None:
+        """Let a stream carry what was restored of it. A piece has one weight, its largest count: padding has none."""
+        rows, counts = self._restored.pop(stream.name, (None, None))
         if rows is None or counts is None:
             return
-        for piece, (lo, hi) in enumerate(flow.spans):
+        for piece, (lo, hi) in enumerate(stream.spans):
             if counts[lo:hi].any() or rows[lo:hi].any():
-                flow.add(piece, Contribution(flow.turn, float(counts[lo:hi].max()), rows[lo:hi].to(flow.dtype)))
+                stream.add(piece, Contribution(stream.turn, float(counts[lo:hi].max()), rows[lo:hi].to(stream.dtype)))
 
 
 def _seconds(groups: Sequence[Group]) -> list[float]:
@@ -534,14 +536,16 @@ class TolerantHierarchy(Hierarchy):
         self._tolerant = tolerant
 
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
     ) -> Work:
         def run() -> None:
             store(out, self._mean(flat, scratch, out, launch), add, factor)
 
         return self._all([self._reducing.submit(run)], launch)
 
-    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch) -> Work:
+    def all_reduce(
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
+    ) -> Work:
         def run() -> None:
             self._own(flat).copy_(self._mean(flat, scratch, out, launch).mul_(factor))
             self._gather(flat, self._sums, self._staging[1])
@@ -549,7 +553,7 @@ class TolerantHierarchy(Hierarchy):
 
         return self._all([self._reducing.submit(run)], launch)
 
-    def _mean(self, flat: Tensor, scratch: Tensor, out: Tensor, launch: Launch) -> Tensor:
+    def _mean(self, flat: Tensor, scratch: Tensor, out: Tensor, launch: CollectiveId) -> Tensor:
         total = self._sum(flat, scratch, wide(out.dtype)).to(wide(out.dtype))
         self._tolerant.sum(launch.name, total)
         return total

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.shared_memory import REDUCTIONS, SEND_BUFFERS, Barrier, SharedArena
-from lt_zero.comm.work import All, Done, Launch, Watch, Work
+from lt_zero.comm.send_sizes import BACKEND, GLOO, WINDOWS
+from lt_zero.comm.shared_memory import REDUCTIONS, Barrier, SharedArena
+from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Done, Work, WorkList
 from lt_zero.common import accelerator
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.ops.flat import store, wide
@@ -52,11 +53,11 @@ class Mesh:
     def replica(self) -> int:
         return self.rank // self.shards
 
-    def row(self, replica: int) -> list[int]:
+    def shard_ranks(self, replica: int) -> list[int]:
         """The ranks of a replica."""
         return list(range(replica * self.shards, (replica + 1) * self.shards))
 
-    def column(self, shard: int) -> list[int]:
+    def replica_ranks(self, shard: int) -> list[int]:
         """The ranks that have the same shard."""
         return list(range(shard, self.world, self.shards))
 
@@ -81,7 +82,7 @@ class Transport:
     """The collectives of a device's backend, such as NCCL. Methods start them; tensors are 1D."""
 
     overlaps = True  # gathers overlap with computation
-    send_buffers = 2  # see ``ShardGroup.send_buffers``
+    sends = BACKEND  # buffers of reductions
     sums_wide = False  # see ``ShardGroup.sums_wide``
 
     def __init__(self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool = True) -> None:
@@ -92,9 +93,6 @@ class Transport:
         # torch renamed these in 2.13, and warns on the old names.
         self._all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-    def scratch_numel(self, numel: int) -> int:
-        return 0
 
     def shares(self, tensor: Tensor | None) -> bool:
         """True if peers read ``tensor`` in place when they gather."""
@@ -109,12 +107,14 @@ class Transport:
         numel = flat.numel() // self._mesh.shards
         return flat.narrow(0, self._mesh.shard_rank * numel, numel)
 
-    def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
+    def all_gather(
+        self, flat: Tensor, own: Tensor | None, launch: CollectiveId | None, group: Group | None = None
+    ) -> Work:
         """Fill ``flat`` from the shards of a row (``group``: another one over it), which are in place already."""
-        return All([self._all_gather(flat, self._own(flat), group=group or self._groups.gathers, async_op=True)])
+        return WorkList([self._all_gather(flat, self._own(flat), group=group or self._groups.gathers, async_op=True)])
 
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
     ) -> Work:
         """Write ``factor`` times the sum of the ranks' shards of ``flat`` to ``out``, or add it."""
         mine, groups = self._own(flat), self._groups
@@ -129,37 +129,40 @@ class Transport:
                 with accelerator.use(self._side):
                     work.wait()
                     work = dist.all_reduce(mine, group=groups.across, async_op=True)
-        return All([work], lambda: store(out, mine, add, factor))
+        return WorkList([work], lambda: store(out, mine, add, factor))
 
-    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch) -> Work:
+    def all_reduce(
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
+    ) -> Work:
         """Write ``factor`` times the sum of the ranks' ``flat`` to ``out``, or add it."""
         work = dist.all_reduce(flat, group=self._groups.everyone, async_op=True)
-        return All([work], lambda: store(out, flat, add, factor))
+        return WorkList([work], lambda: store(out, flat, add, factor))
 
 
 class Gloo(Transport):
     """gloo between hosts. ``watch``: waits for its works."""
 
-    def __init__(self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool, watch: Watch) -> None:
+    sends = GLOO
+
+    def __init__(
+        self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool, watch: CollectiveMonitor
+    ) -> None:
         super().__init__(mesh, groups, device, scatters)
         self._watch, self.sums_wide = watch, scatters
 
-    def scratch_numel(self, numel: int) -> int:
-        return numel
+    def _all(self, works: list[Any], launch: CollectiveId | None, finish: Any = None) -> WorkList:
+        return WorkList(works, finish, self._watch, launch)
 
-    def _all(self, works: list[Any], launch: Launch | None, finish: Any = None) -> All:
-        return All(works, finish, self._watch, launch)
-
-    def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
-        return self._broadcasts(flat, group or self._groups.gathers, launch)
-
-    def _broadcasts(self, flat: Tensor, group: Group, launch: Launch | None) -> All:
+    def all_gather(
+        self, flat: Tensor, own: Tensor | None, launch: CollectiveId | None, group: Group | None = None
+    ) -> Work:
+        group = group or self._groups.gathers
         ranks = dist.get_process_group_ranks(group)
         shards = zip(flat.chunk(len(ranks)), ranks, strict=True)
         return self._all([dist.broadcast(s, peer, group, async_op=True) for s, peer in shards], launch)
 
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
     ) -> Work:
         if not self._scatters:
             summed = self._own(flat)
@@ -176,7 +179,9 @@ class Gloo(Transport):
 
         return self._all([work], launch, finish)
 
-    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch) -> Work:
+    def all_reduce(
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
+    ) -> Work:
         world, rank = self._mesh.world, self._mesh.rank
         work = dist.all_to_all_single(scratch, flat, group=self._groups.everyone, async_op=True)
 
@@ -184,20 +189,20 @@ class Gloo(Transport):
             # One rank sums each part and sends the result, so all ranks get the same bits.
             total = sum_in_rank_order(scratch.chunk(world), out.dtype).mul_(factor)
             flat.chunk(world)[rank].copy_(total)
-            self._broadcasts(flat, self._groups.everyone, launch).wait()
+            Gloo.all_gather(self, flat, None, launch, self._groups.everyone).wait()
             store(out, flat, add, 1.0)
 
         return self._all([work], launch, finish)
 
 
-class Windows(Gloo):
+class SharedMemoryTransport(Gloo):
     """Memory that all ranks read, on one host. See shared_memory.py, Note [Shared windows].
 
     ``ranks``: the arena's numbers of the ranks of ``mesh``.
     """
 
     overlaps, sums_wide = False, True
-    send_buffers = SEND_BUFFERS
+    sends = WINDOWS
 
     def __init__(
         self,
@@ -205,13 +210,13 @@ class Windows(Gloo):
         groups: Groups,
         device: torch.device,
         scatters: bool,
-        watch: Watch,
+        watch: CollectiveMonitor,
         arena: SharedArena,
         ranks: Sequence[int],
     ) -> None:
         super().__init__(mesh, groups, device, scatters, watch)
         self._arena, self.sums_wide = arena, True
-        self._ranks, self._row = list(ranks), [ranks[rank] for rank in mesh.row(mesh.replica)]
+        self._ranks, self._row = list(ranks), [ranks[rank] for rank in mesh.shard_ranks(mesh.replica)]
 
     def shares(self, tensor: Tensor | None) -> bool:
         return tensor is not None and self._arena.has(tensor)
@@ -219,14 +224,16 @@ class Windows(Gloo):
     def sends_from(self) -> SharedArena | None:
         return self._arena
 
-    def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
+    def all_gather(
+        self, flat: Tensor, own: Tensor | None, launch: CollectiveId | None, group: Group | None = None
+    ) -> Work:
         if own is None or not self._arena.has(own):
             return super().all_gather(flat, own, launch, group)
         self._arena.gather(own, flat, self._row)
         return Done()
 
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
     ) -> Work:
         if not self._arena.has(flat):
             return super().reduce_scatter(out, flat, scratch, add, factor, launch)
@@ -234,7 +241,9 @@ class Windows(Gloo):
         first = mesh.shard_rank * (flat.numel() // mesh.shards)
         return self._all([entered], launch, lambda: self._arena.sum(flat, first, out, add, factor))
 
-    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch) -> Work:
+    def all_reduce(
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
+    ) -> Work:
         if not self._arena.has(flat):
             return super().all_reduce(out, flat, scratch, add, factor, launch)
         world, rank = self._mesh.world, self._mesh.rank
@@ -325,6 +334,7 @@ class SendBuffers:
         largest: Mapping[torch.dtype, int],
     ) -> None:
         self._transport, self._device, self._factor, self._largest = transport, device, factor, largest
+        self._sizes = transport.sends if transport is not None else BACKEND
         self._free: dict[torch.dtype, deque[tuple[Tensor, Tensor]]] = {}
         self._made: dict[torch.dtype, int] = {}  # number of reusable ones, free or not
 
@@ -332,10 +342,10 @@ class SendBuffers:
         """A buffer for ``numel`` elements; in the same order on all ranks. At most two are in use at a time."""
         largest, factor = self._largest.get(dtype, 0), self._factor(dtype)
         if numel > largest:
-            return SendBuffer(flat_empty(numel, dtype, self._device), factor, self._scratch(numel, dtype))
+            return SendBuffer(flat_empty(numel, dtype, self._device), factor, self._scratch(numel, dtype, False))
         free = self._free.setdefault(dtype, deque())
         made = self._made.get(dtype, 0)
-        if made < (self._transport.send_buffers if self._transport is not None else 2):
+        if made < self._sizes.turns:
             self._made[dtype] = made + 1
             whole = self._allocate(largest, dtype)
         else:
@@ -345,7 +355,7 @@ class SendBuffers:
     def filled(self, values: Tensor, dtype: torch.dtype) -> SendBuffer:
         """A buffer with gradients (1D) that are complete, in ``dtype``; ``values`` may be overwritten."""
         factor = self._factor(dtype)
-        return SendBuffer(values.mul_(factor).to(dtype), factor, self._scratch(values.numel(), dtype))
+        return SendBuffer(values.mul_(factor).to(dtype), factor, self._scratch(values.numel(), dtype, False))
 
     def give_back(self, buffer: SendBuffer, unused: bool = False) -> None:
         """Let a buffer from ``take`` be reused after its reduction; ``unused``: there was none."""
@@ -358,14 +368,11 @@ class SendBuffers:
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A reusable buffer for the life of a run, in shared memory if possible, and its scratch."""
         arena = self._transport.sends_from() if self._transport is not None else None
-        # Peers read a window in place, so the reduction needs no scratch.
-        if arena is not None:
-            return arena.allocate(numel, dtype), flat_empty(0, dtype, self._device)
-        return flat_empty(numel, dtype, self._device), self._scratch(numel, dtype)
+        flat = arena.allocate(numel, dtype) if arena is not None else flat_empty(numel, dtype, self._device)
+        return flat, self._scratch(numel, dtype, True)
 
-    def _scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
-        needs = self._transport.scratch_numel(numel) if self._transport is not None else 0
-        return flat_empty(needs, dtype, self._device)
+    def _scratch(self, numel: int, dtype: torch.dtype, reusable: bool) -> Tensor:
+        return flat_empty(self._sizes.scratch_numel(numel, reusable), dtype, self._device)
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from lt_zero.comm.ended_ranks import COUNTS, WHERE
-from lt_zero.comm.work import CALL, FENCE, MEETING, Launch
+from lt_zero.comm.work import CALL, FENCE, MEETING, CollectiveId
 
 GONE = "has ended or left the process group"
 OVER = "has come to its end without an error"
@@ -19,7 +19,7 @@ RAN = (
     "Every rank has to launch the same collectives in the same order: look for a branch or a loop that depends on the"
     " rank or its data."
 )
-Remedy = Callable[[Launch, Launch | None], str]  # what to tell users whose ranks ran these two, or this one
+Remedy = Callable[[CollectiveId, CollectiveId | None], str]  # what to tell users whose ranks ran these two, or this one
 
 
 @dataclass
@@ -29,17 +29,17 @@ class RankState:
     ``came``: it is, or was, in the collective that is examined. ``never``: it never will be.
     """
 
-    launch: Launch | None
+    launch: CollectiveId | None
     place: str
     text: str
     came: bool = False
     never: bool = False
 
     @classmethod
-    def waiting(cls, launch: Launch, place: str) -> RankState:
+    def waiting(cls, launch: CollectiveId, place: str) -> RankState:
         return cls(launch, place, f"waits in {launch} ({place})", came=True)
 
-    def compare(self, launch: Launch, ran: Launch) -> None:
+    def compare(self, launch: CollectiveId, ran: CollectiveId) -> None:
         """Compare ``launch``, which is examined, with ``ran``, which the rank launched under the same number."""
         self.came = launch.like(ran)
         self.never = not self.came
@@ -47,7 +47,7 @@ class RankState:
             self.text += f", and ran {ran} ({ran.numel:,} elements) in its place"
 
 
-def diverged(histories: Mapping[int, tuple[list[Launch], str]], remedy: Remedy) -> str:
+def diverged(histories: Mapping[int, tuple[list[CollectiveId], str]], remedy: Remedy) -> str:
     """The verdict on ranks that meet in different collectives, from the history and user line of each.
 
     The same text on every rank.
@@ -98,7 +98,7 @@ def sentence(states: dict[int, RankState], head: int, lost: int, remedy: Remedy)
     return f"{begun} on {_names(came)} ({first.place}) and not on rank {lost}, which {other.text}{also}. {advice}"
 
 
-def _known(launch: Launch) -> int:
+def _known(launch: CollectiveId) -> int:
     """Order of launches by how well users know them: calls, batches and epochs, modules, this package's fences."""
     return {CALL: 0, MEETING: 1, FENCE: 3}.get(launch.operation, 2)
 

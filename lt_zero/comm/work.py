@@ -1,9 +1,9 @@
 """Launched collectives and copies, and interruptible waits for them.
 
 A collective that a peer never enters would block in C++ until its timeout, and no other thread can end it: gloo's
-``abort`` does nothing. So on gloo, where waiting costs the host's time anyway, ``Watch.wait`` waits in slices, and in
-between hang detection finds out whether the collective can complete (hang_detection.py). The operation stays in gloo's
-thread until its sockets close, when a peer ends or closes its connections.
+``abort`` does nothing. So on gloo, where waiting costs the host's time anyway, ``CollectiveMonitor.wait`` waits in
+slices, and in between hang detection finds out whether the collective can complete (hang_detection.py). The operation
+stays in gloo's thread until its sockets close, when a peer ends or closes its connections.
 
 Note [Unforeseen collectives]
     Backends match collectives only by order. If one rank runs a module that another does not, two different gathers
@@ -13,7 +13,7 @@ Note [Unforeseen collectives]
     and at the first difference at least one of them launches a collective that it did not predict. Such a collective is
     compared before its launch (``LaunchOrder``): the ranks exchange a checksum of their histories. They agree, or the
     checksums differ, or a rank waits until hang detection ends that (hang_detection.py). A repeated step costs nothing.
-    A long sequence that all ranks know beforehand is compared at once (``Ranks.foresee_broadcasts``).
+    A long sequence that all ranks know beforehand is compared at once (``Ranks.expect_broadcasts``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
-class Launch(NamedTuple):
+class CollectiveId(NamedTuple):
     """A collective: its number in its channel (from 1), operation, purpose and elements."""
 
     channel: str
@@ -59,7 +59,7 @@ class Launch(NamedTuple):
             return f"`{self.name}`" if self.operation == CALL else self.name
         return f"the {self.operation} of {self.name!r}"
 
-    def like(self, other: Launch | None) -> bool:
+    def like(self, other: CollectiveId | None) -> bool:
         """True if both are the same operation of the same name and size."""
         return other is not None and self[2:] == other[2:]
 
@@ -73,16 +73,16 @@ class Channel:
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         self.launched, self.ranks = 0, ranks
         self._name = name
-        self._recent: dict[int, Launch] = {}
+        self._recent: dict[int, CollectiveId] = {}
         # The last two collectives -> the one that followed, and its checksum. See Note [Unforeseen collectives].
         self._followed: dict[tuple[Label | None, Label | None], tuple[Label, int]] = {}
         self._last: tuple[Label | None, Label | None] = (None, None)
         self._hash = 0
 
-    def launch(self, operation: str, name: str, numel: int) -> tuple[Launch, bool]:
+    def launch(self, operation: str, name: str, numel: int) -> tuple[CollectiveId, bool]:
         """Number the collective that is launched next; returns it, and whether it was predicted."""
         number = self.launched + 1
-        launch = self._recent[number % _REMEMBERED] = Launch(self._name, number, operation, name, numel)
+        launch = self._recent[number % _REMEMBERED] = CollectiveId(self._name, number, operation, name, numel)
         # Set after ``_recent``: other threads read ``launched`` first, and then look that number up.
         self.launched = number
         label = (operation, name, numel)
@@ -94,7 +94,7 @@ class Channel:
         self._hash = (self._hash * _FACTOR + checksum) % 2**32
         return launch, before == label
 
-    def foresee(self, labels: Iterable[Label]) -> None:
+    def expect(self, labels: Iterable[Label]) -> None:
         """Predict that these are launched next, in this order."""
         last = self._last
         for label in labels:
@@ -106,12 +106,12 @@ class Channel:
         """63 bits, of the collectives and their number."""
         return (self.launched % 2**31) << 32 | self._hash
 
-    def find(self, number: int) -> Launch | None:
+    def find(self, number: int) -> CollectiveId | None:
         """The launch of that number; None if there was none, or it is forgotten."""
         found = self._recent.get(number % _REMEMBERED)
         return found if found is not None and found.number == number else None
 
-    def history(self) -> list[Launch]:
+    def history(self) -> list[CollectiveId]:
         """The recent launches in order."""
         return sorted(self._recent.values())
 
@@ -121,7 +121,7 @@ def checksum_of(label: Label) -> int:
     return zlib.crc32("{} {} {}".format(*label).encode())
 
 
-class Watch:
+class CollectiveMonitor:
     """The state of this rank's collectives; other threads may read it.
 
     ``channels``: by name; those that this rank takes part in. ``waiting``: the launch that is waited for. ``verdict``:
@@ -131,7 +131,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.channels: dict[str, Channel] = {}
-        self.waiting: Launch | None = None
+        self.waiting: CollectiveId | None = None
         self.verdict: str | None = None
         self.slice = timedelta(seconds=_SLICE)
         self.detector: Callable[[], Any] = lambda: None
@@ -143,7 +143,7 @@ class Watch:
             self.channels = {**self.channels, name: Channel(name, ranks)}
         return self.channels[name]
 
-    def wait(self, work: Any, launch: Launch | None) -> None:
+    def wait(self, work: Any, launch: CollectiveId | None) -> None:
         """Wait for a gloo work, or a ``Barrier``, in slices.
 
         Raises:
@@ -210,7 +210,7 @@ class Done:
         return None
 
 
-class All:
+class WorkList:
     """Several works that are waited for in order, and ``finish``, which is called afterwards.
 
     With ``watch`` they are gloo works of ``launch``.
@@ -220,8 +220,8 @@ class All:
         self,
         works: Sequence[Work],
         finish: Callable[[], object] | None = None,
-        watch: Watch | None = None,
-        launch: Launch | None = None,
+        watch: CollectiveMonitor | None = None,
+        launch: CollectiveId | None = None,
     ) -> None:
         self.works: Sequence[Work] = works
         self.watch, self._finish, self._launch = watch, finish, launch

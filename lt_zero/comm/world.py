@@ -27,7 +27,7 @@ from lt_zero.comm.process_groups import LINK_TIMEOUT_S, await_all, exists, new_g
 from lt_zero.comm.ranks import LaunchOrder, Ranks, Unlogged
 from lt_zero.comm.shared_memory import SharedArena, supported
 from lt_zero.comm.topology import group_by_node, node_identity
-from lt_zero.comm.work import MEETING, Launch, Watch
+from lt_zero.comm.work import MEETING, CollectiveId, CollectiveMonitor
 from lt_zero.common import accelerator
 from lt_zero.config import ZeroConfig
 
@@ -67,7 +67,7 @@ class World(Ranks):
     ) -> None:
         size = dist.get_world_size(process_group) if process_group is not None else 1
         rank = dist.get_rank(process_group) if process_group is not None else 0
-        device, watch = accelerator.with_index(device), Watch()
+        device, watch = accelerator.with_index(device), CollectiveMonitor()
         show = (lambda text: print(text, flush=True)) if rank == 0 else None
         log = CommLog(device, size, show) if records else Unlogged()
         super().__init__(process_group, range(size), rank, device, watch, LaunchOrder(watch, range(size)), log)
@@ -220,7 +220,7 @@ class World(Ranks):
 
     # ---- operations of all ranks -----------------------------------------------------------------------------------
 
-    def advise(self, remedy: Callable[[Launch, Launch | None], str]) -> None:
+    def advise(self, remedy: Callable[[CollectiveId, CollectiveId | None], str]) -> None:
         """Let errors of ranks that diverge end with ``remedy``: of two collectives that met, or of one."""
         if self.detector is not None:
             self.detector.remedy = remedy

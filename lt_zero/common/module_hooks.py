@@ -1,12 +1,28 @@
-"""Module hooks that are not copied with the module."""
+"""Hooks on modules, which are not copied with these, and on the autograd nodes of their inputs and outputs.
+
+Note [Aliases]
+    The hook that ends a unit's backward is on a view of each input, not on the input: a tensor that feeds every block
+    (a conditioning vector) gets its full gradient only at the very end, its alias when this block is done.
+    Tensors in objects cannot be replaced, and the gradient of keys in a cache may need other layers' backward first.
+    So these are hooked only if no other input needs a gradient.
+    An alias that the module returns (T5's blocks pass on their relative bias) is not hooked as an output: its gradient
+    is not the beginning of the module's backward, and comes after its end. If a call returns nothing else (no expert
+    had a token), ranks whose calls used weights gather in backward, so this one does when that gradient is there.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn import Parameter
+
+from lt_zero.common.compat import view_base
+from lt_zero.common.tensor_tree import ReplacedTensors, iter_tensors
 
 
 class Hook:
@@ -45,3 +61,82 @@ class ProcessLocal:
 
     def __reduce__(self) -> Any:
         return type(None), ()
+
+
+def hook_forward(
+    module: nn.Module, before: Callable[[Any, Any], Any], after: Callable[[Any], None], always_call: bool = False
+) -> list[Any]:
+    """Call ``before(args, kwargs)`` before the module's forward, and ``after(output)`` after it.
+
+    A shallow copy of the module shares the hooks and ignores them.
+    """
+
+    def pre(called: nn.Module, args: Any, kwargs: Any) -> Any:
+        return before(args, kwargs) if called is module else None
+
+    def post(called: nn.Module, args: Any, output: Any) -> None:
+        if called is module:
+            after(output)
+
+    handle = module.register_forward_pre_hook(Hook(pre), prepend=True, with_kwargs=True)
+    return [handle, module.register_forward_hook(Hook(post), always_call=always_call)]
+
+
+def hook_nodes(outputs: Iterable[Tensor], fn: Callable[[Any], None], given: ReplacedTensors | None = None) -> bool:
+    """Call ``fn(grads)`` before autograd runs the nodes that made ``outputs``; returns whether there are any.
+
+    Unlike tensor hooks, node hooks survive a caller that adds to the output in place. The in-place history of a view is
+    that of its base, so the base's node is hooked too. Aliases in ``given`` are not hooked, see Note [Aliases].
+    """
+    seen: set[Any] = set()
+    for tensor in outputs:
+        if given is not None and given.is_unmodified(tensor):
+            continue
+        base = view_base(tensor)
+        for node in (tensor.grad_fn, base.grad_fn if base is not None else None):
+            if node is not None and node not in seen:
+                seen.add(node)
+                node.register_prehook(fn)
+    return bool(seen)
+
+
+def hook_inputs(args: Any, kwargs: Any, fn: Callable[[Any], None]) -> ReplacedTensors:
+    """The arguments with aliases of inputs that need a gradient; ``fn(grads)`` runs when these gradients are there.
+
+    See Note [Aliases].
+    """
+    aliases: list[Tensor] = []
+
+    def alias(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or tensor.layout is not torch.strided or isinstance(tensor, Parameter):
+            return tensor
+        aliases.append(tensor.view_as(tensor))
+        return aliases[-1]
+
+    copied = ReplacedTensors((args, kwargs), alias)
+    inputs = aliases or [t for t in iter_tensors(copied.value) if t.requires_grad and not isinstance(t, Parameter)]
+    # A multi-grad hook refers to the nodes that hold it. The garbage collector finds such a cycle only when nothing
+    # else holds the node, so it would free a model's graph by one layer per collection. One input needs none.
+    if len(inputs) == 1:
+        inputs[0].register_hook(fn)
+    elif inputs:
+        register_multi_grad_hook(inputs, fn, mode="all")
+    return copied
+
+
+def hook_bare_parameters(root: nn.Module, owned: Container[int], fn: Callable[[Any], None]) -> list[Any]:
+    """Call ``fn(grad)`` before the gradient of a parameter that belongs to no layer is added to ``p.grad``.
+
+    Used outside of every layer (in ``training_step``), it has no hooked output node before it: its gradient may be the
+    first that ``loss.backward()`` computes. There are few of them, so there are O(units) hooks.
+    """
+    handles = []
+    composite = [m for m in root.modules() if any(True for _ in m.children())]
+    for parameter in dict.fromkeys(p for m in composite for p in m.parameters(recurse=False)):
+        if id(parameter) in owned and parameter.is_floating_point():
+            trainable = parameter.requires_grad
+            # A frozen parameter cannot be hooked, and may be unfrozen later.
+            parameter.requires_grad_(True)
+            handles.append(parameter.register_hook(fn))
+            parameter.requires_grad_(trainable)
+    return handles

@@ -7,13 +7,13 @@ import json
 import os
 import shlex
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import PrivateAttr, ValidationError, model_validator
 
-from lt_zero.common.errors import BLOCK_CHECKS, MOST_SHOWN, Check, ConfigError, Mark, Path, dotted, path_of
+from lt_zero.common.errors import BLOCK_CHECKS, MOST_SHOWN, Check, ConfigError, Mark, Path, Problem, dotted, path_of
 from lt_zero.common.fields import Block, block_of, item_block_of, keys_of, scalars, thawed
 from lt_zero.common.users_code import warn
 from lt_zero.common.variables import check_variables
@@ -203,17 +203,21 @@ def examine(
         made._autos, made._secret = document.autos, frozenset(document.secret)
         for path, why in inactive(made, plain(made)):
             document.notices.append(Notice(dotted(path), why, document.mark(path), "inactive"))
+    problems, notices = _findings(document, mask)
+    config = None if problems else made
+    return Loaded(written, document.marks, notices=notices, problems=problems, secret=document.secret, config=config)
+
+
+def _findings(document: Document, mask: Callable[[str], str]) -> tuple[list[Problem], list[Notice]]:
+    """The problems in the order of their places, and the notices, each once and without secret values."""
     problems = dict.fromkeys(replace(problem, message=mask(problem.message)) for problem in document.problems)
-    return Loaded(
-        written,
-        document.marks,
-        notices=list(dict.fromkeys(replace(notice, message=mask(notice.message)) for notice in document.notices)),
-        problems=sorted(
-            problems, key=lambda p: (p.mark.source, p.mark.line or 0, p.mark.column or 0) if p.mark else ("",)
-        ),
-        secret=document.secret,
-        config=None if problems else made,
-    )
+    notices = dict.fromkeys(replace(notice, message=mask(notice.message)) for notice in document.notices)
+
+    def place(problem: Problem) -> tuple[str, int, int]:
+        mark = problem.mark
+        return ("", 0, 0) if mark is None else (mark.source, mark.line or 0, mark.column or 0)
+
+    return sorted(problems, key=place), list(notices)
 
 
 def _of_environment(document: Document, overrides: Sequence[str]) -> Document:

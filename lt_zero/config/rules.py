@@ -299,7 +299,8 @@ def inactive(config: Schema, written: Mapping[str, Any]) -> Iterator[tuple[Path,
 
     Skips blocks with ``enabled: false``, where that is expected.
     """
-    reasons = [rule for rule in (*_inactive_sharding(config), *_inactive_elsewhere(config)) if rule[0]]
+    rules = (*_inactive_sharding(config), *_inactive_activations(config), *_inactive_elsewhere(config))
+    reasons = [rule for rule in rules if rule[0]]
     for path, _ in leaves(written, lists=False):
         block, name = dotted(path[:-1]), str(path[-1])
         found = (why for _, at, keys, why in reasons if at == block and (not keys or name in keys.split()))
@@ -361,10 +362,24 @@ def _inactive_sharding(config: Schema) -> Sequence[Rule]:
     )
 
 
+def _inactive_activations(config: Schema) -> Sequence[Rule]:
+    saved, fields = config.activation_checkpointing, ActivationCheckpointing.model_fields.items()
+    changed = " ".join(name for name, field in fields if getattr(saved, name) != field.default)
+    alone = saved.number_checkpoints is not None and not saved.contiguous_memory_optimization
+    cuts = saved.partition_activations and config.tensor_parallel.autotp_size == 1
+    recomputed = f"nothing is recomputed without {ACTIVATIONS}.mode: full or selective"
+    alike = "without tensor_parallel.autotp_size above 1 no other rank has the same inputs"
+    in_files = "saved inputs are in files"
+    return (
+        (saved.mode == "none" and changed != "", ACTIVATIONS, changed, recomputed),
+        (cuts, ACTIVATIONS, "partition_activations", alike),
+        (alone, ACTIVATIONS, "number_checkpoints", "it needs contiguous_memory_optimization"),
+        (saved.nvme_path is not None, ACTIVATIONS, "contiguous_memory_optimization number_checkpoints", in_files),
+    )
+
+
 def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
     zero, saved = config.zero_optimization, config.activation_checkpointing
-    fields = ActivationCheckpointing.model_fields.items()
-    changed = " ".join(name for name, field in fields if getattr(saved, name) != field.default)
     uses_files = "nvme" in (zero.offload_optimizer.device, zero.param_offload.device)
     uses_files |= saved.nvme_path is not None and saved.mode != "none"
     compression, shrinks = "gradient_compression", config.gradient_compression.algorithm
@@ -374,12 +389,8 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
     sparse = config.sparse_attention or SparseAttention()
     drawn = sparse.num_random_blocks > 0 and sparse.mode in ("variable", "bigbird")
     several = drawn or sparse.num_different_global_patterns > 1
-    alone = saved.number_checkpoints is not None and not saved.contiguous_memory_optimization
     adds = "each backward adds to the accumulators in any case"
-    recomputed = f"nothing is recomputed without {ACTIVATIONS}.mode: full or selective"
-    alike = "without tensor_parallel.autotp_size above 1 no other rank has the same inputs"
     prescaled = "prescale_gradients divides by the number of ranks instead, as in DeepSpeed"
-    in_files = "saved inputs are in files"
     late = bool(config.communication.slow_node_tolerance) and config.broadcast_buffers
     waits = "with communication.slow_node_tolerance ranks do not wait for rank 0's buffers"
     buffers = "buffers keep their dtype without data_types.buffer_dtype"
@@ -389,15 +400,6 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
         (shrinks == "none", compression, keys, "gradient_compression.algorithm is none"),
         (shrinks != "topk", compression, "huffman_coding topk_ratio", "it counts with algorithm: topk only"),
         (config.comms_logger.prof_all, "comms_logger", "prof_ops", "comms_logger.prof_all records all operations"),
-        (saved.mode == "none" and changed != "", ACTIVATIONS, changed, recomputed),
-        (
-            saved.partition_activations and config.tensor_parallel.autotp_size == 1,
-            ACTIVATIONS,
-            "partition_activations",
-            alike,
-        ),
-        (alone, ACTIVATIONS, "number_checkpoints", "it needs contiguous_memory_optimization"),
-        (saved.nvme_path is not None, ACTIVATIONS, "contiguous_memory_optimization number_checkpoints", in_files),
         (not uses_files, "aio", "", "nothing is offloaded to nvme"),
         (not drawn, SPARSE, "seed", f"no block is random without {SPARSE}.num_random_blocks"),
         (
@@ -415,10 +417,5 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
             "parameters are sharded at stage 3 only",
         ),
         (config.data_types.buffer_dtype is None, "data_types", "keep_in_fp32_modules", buffers),
-        (
-            late,
-            "",
-            "broadcast_buffers",
-            waits,
-        ),
+        (late, "", "broadcast_buffers", waits),
     )

@@ -44,7 +44,6 @@ from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep, Job
 from lt_zero.offload.store import Place, Places, Store, device_place, put_away
-from lt_zero.ops.codecs import Codec
 
 
 class State(Enum):
@@ -78,13 +77,9 @@ class GatherStrategy:
     Others are in ``exchange/``.
 
     Attributes:
-        codec: updates of parameters that are not sharded are gathered encoded; None: as they are.
-        rests: what gathers read rests encoded; None: as it is.
         rounded: what was gathered last is not what the owners have.
     """
 
-    codec: Codec | None = None
-    rests: Codec | None = None
     rounded = False
 
     def place(self, place: Place, device: torch.device) -> Place:
@@ -124,8 +119,9 @@ class Bucket:
 
     Args:
         storage: what is kept of it, and where.
-        owner: returns the engine that handles uses of released parameters.
         gathers: how its weights are gathered; of this bucket alone.
+        owner: returns the engine that handles uses of released parameters.
+        unpublished: buckets of its engine whose updates the thread that waits gathers, in the order of their steps.
     """
 
     def __init__(
@@ -133,14 +129,15 @@ class Bucket:
         plan: BucketPlan,
         storage: StoragePlan,
         group: ShardGroup,
-        owner: Callable[[], Owner | None],
         gathers: GatherStrategy,
+        owner: Callable[[], Owner | None],
+        unpublished: deque[Bucket],
     ) -> None:
         self.name, self.dtype, self.sharding, self.group = plan.name, plan.dtype, plan.sharding, group
         self.storage, self.is_wide, self.compresses = storage, plan.is_wide, plan.compresses
         dtype, sharding = plan.dtype, plan.sharding
         self.params = [p for _, p in plan.parameters]
-        self.is_cut = sharding.optim or sharding.params  # this rank steps, and gets the gradients of, a shard
+        self.is_cut = storage.is_cut  # this rank steps, and gets the gradients of, a shard
         self.layout = plan.layout_in(group.mesh.shards, group.size)
         self.counted = storage.counted  # elements, where ranks of all groups have to decide alike
         self.shapes = [span.shape for span in self.layout.spans]
@@ -162,25 +159,25 @@ class Bucket:
             # All buckets are made before ``load_initial`` fills the first. A slice of freed memory is an error.
             self._storage.free()
         self._background, self.gathers = BackgroundStep(), gathers
-        self.memory = _memory_of_device(group, sharding.params)
+        allocate = partial(brief_empty, device=group.device)
+        self.memory = device_place(allocate, group.allocate_written if sharding.params else None)
         self.places = Places(self.memory, gathers.place(self.memory, group.device))
         gaps = gaps_between(((p.offset, p.offset + p.numel) for p in self.pieces), self.shard.numel())
         shared = self._background, self.places
         self.weights = MasterWeights(self.shard, storage, gaps, *shared)
         self.grads = GradAccumulator(plan, storage, self.layout, self.pieces, self.shard_range, group, *shared)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
-        self.average: Store | None = None  # the average of the master weights, in the same rows
+        self.beside: dict[str, Store] = {}  # states that no step reads, such as an average of the weights
         self.state = State.RESIDENT
         self.live = Live()
-        # Called before a gather is launched (False) and before it is waited for (True); synced.py.
+        # Called before a gather is launched (False) and before it is waited for (True); uneven_forwards.py.
         self.announce: Callable[[Bucket, bool], None] | None = None
         self._guarded = False
         self._owner = owner
         self._sentinels: list[Tensor] = []  # one for each parameter, with sharded parameters
         self.edits = InplaceEdits(self)
         self.stepped_early = False  # beside the running backward; see overlap.py, Note [Beside backward]
-        # Buckets whose updates the thread that waits gathers, in the order of their steps; one for an engine.
-        self.unpublished: deque[Bucket] = deque()
+        self.unpublished = unpublished
         self._unpublished = False  # the compute copy awaits the background step, or ``_arriving``
         self._arriving: Work | None = None  # a gather of the other ranks' updates
         # A launched gather and what it reads; None in GATHERING: it is launched when its file was read.
@@ -223,7 +220,7 @@ class Bucket:
             self.weights.keep(full[self.shard_range[0] : self.shard_range[1]])
         elif self.storage.trains:
             self.weights.enable_training()
-        elif self.sharding.params:
+        elif self.storage.keeps_frozen:
             self.weights.keep(self.shard)
         self.edits.note()
         if self.sharding.params:
@@ -380,7 +377,7 @@ class Bucket:
     @property
     def is_whole(self) -> bool:
         """True if this rank steps all elements, and gets their gradients, not those of a shard."""
-        return self.shard_range == (0, self.layout.numel)
+        return self.storage.is_whole
 
     def pieces_of(self, index: int) -> list[Piece]:
         """This rank's piece of parameter ``index``: none or one."""
@@ -441,9 +438,20 @@ class Bucket:
             self.states[key] = store
         return store
 
+    def add_beside(self, key: str, dtype: torch.dtype) -> Store:
+        """A new store of elements as the master weights have, kept where optimizer states are; steps do not read it."""
+        self.drop_beside(key)
+        # The kind has a name of its own: an optimizer's state may have the same key.
+        self.beside[key] = self.places.step.store(f"beside {key}", self.shard.numel(), dtype)
+        return self.beside[key]
+
+    def drop_beside(self, key: str) -> None:
+        """Free a store of ``add_beside``, if there is one."""
+        if (store := self.beside.pop(key, None)) is not None:
+            store.discard()
+
     def stores(self) -> list[Store]:
-        average = [self.average] if self.average is not None else []
-        return [*self.weights.stores(), *self.grads.stores(), *self.states.values(), *average]
+        return [*self.weights.stores(), *self.grads.stores(), *self.states.values(), *self.beside.values()]
 
     def step_stores(self) -> list[Store]:
         """The streamed stores of master weights and optimizer states."""
@@ -595,14 +603,3 @@ class Bucket:
         self.group.after_write()
         self.weights.keep_edits()
         self.edits.note()
-
-
-def _memory_of_device(group: ShardGroup, shares: bool) -> Place:
-    """The place of stores in memory of the device; ``shares``: peers may read weights there."""
-
-    def readable_by_peers(numel: int, dtype: torch.dtype) -> Tensor:
-        window = group.allocate(numel, dtype)
-        group.after_write()
-        return window
-
-    return device_place(partial(brief_empty, device=group.device), readable_by_peers if shares else None)

@@ -103,7 +103,7 @@ class MasterWeights:
     @property
     def codec(self) -> Codec | None:
         """The codec with which updates of unsharded weights are gathered."""
-        return self.plan.codec
+        return self.plan.codecs.updates
 
     @property
     def master_dtype(self) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lt_zero.comm.work import Launch
+from lt_zero.comm.work import CollectiveId
 
 _RAN = (
     "Every rank has to run the same modules, and the same calls that need all ranks, in the same order: look for a"
@@ -12,7 +12,7 @@ _RAN = (
 )
 
 
-def remedy(one: Launch, other: Launch | None) -> str:
+def remedy(one: CollectiveId, other: CollectiveId | None) -> str:
     """Tell the user what to do if ranks ran these two collectives."""
     # Only gathers of weights differ for the reasons below.
     if other is None or not ("all-gather" in one.operation and "all-gather" in other.operation):

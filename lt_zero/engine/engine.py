@@ -2,7 +2,7 @@
 
 Note [Life of a unit in a step]
     pre-forward   gather; inputs that need a gradient are replaced by aliases whose hook marks the end of the unit's
-                  backward (Note [Aliases])
+                  backward (module_hooks.py, Note [Aliases])
     post-forward  release, or keep and guard (gather.py, ``Residency``); hook the autograd nodes of the outputs
     backward      output node: take a lease, gather. Inputs' hook: all gradients are there, mark the bucket as ready,
                   drop the lease; released at zero leases
@@ -27,22 +27,12 @@ Note [Transforms]
     without hooks. So units that are called there have to be gathered by ``lt_zero.gathered`` around it. The hooks then
     only pin them, as gradients of a loss outside of the transform may flow back through it; these are reduced at the
     end of that backward.
-
-Note [Aliases]
-    The hook that ends a unit's backward is on a view of each input, not on the input: a tensor that feeds every block
-    (a conditioning vector) gets its full gradient only at the very end, its alias when this block is done.
-    Tensors in objects cannot be replaced, and the gradient of keys in a cache may need other layers' backward first.
-    So these are hooked only if no other input needs a gradient.
-    An alias that the module returns (T5's blocks pass on their relative bias) is not hooked as an output: its gradient
-    is not the beginning of the module's backward, and comes after its end. If a call returns nothing else (no expert
-    had a token), ranks whose calls used weights gather in backward, so this one does when that gradient is there.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -50,7 +40,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
 
 from lt_zero.comm.shard_group import ShardGroup
@@ -58,11 +47,10 @@ from lt_zero.common.compat import (
     in_running_backward,
     queue_backward_callback,
     running_transform,
-    view_base,
 )
-from lt_zero.common.module_hooks import Hook, ProcessLocal
-from lt_zero.common.tensor_tree import ReplacedTensors, iter_tensors
-from lt_zero.common.timing import NOTHING, TimedSpan, UnitRanges, phase, phased, unit_range
+from lt_zero.common.module_hooks import ProcessLocal, hook_bare_parameters, hook_forward, hook_inputs, hook_nodes
+from lt_zero.common.tensor_tree import iter_tensors
+from lt_zero.common.timing import NOTHING, TimedSpan, UnitRanges, phase, unit_range
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.rules import refuse_quantized
@@ -77,7 +65,7 @@ from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.same_on_ranks import SameOnRanks
 from lt_zero.engine.saved_weights import SavedWeights, references_of
-from lt_zero.engine.visible_grads import UsedParameters
+from lt_zero.engine.visible_grads import GradViews, UnusedParameters
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 
@@ -96,6 +84,14 @@ class Engine(ProcessLocal):
 
     plan: EnginePlan  # the plan that the engine was built by
     on_guarded_use: Callable[[list[Tensor], Callable[..., Any], Any, Any], Any]  # set to full_params.py, use_outside
+    in_backward = False
+    backwards = 0  # backwards that have ended
+    stepped = False  # a step has published the weights that there are
+    _explicit = False  # a backward_pass context is open
+    _passed = False  # the gradients of the next backward are there: ``whole_passes``
+    _create_graph = False  # the running backward builds a graph for another backward
+    _depth = 0  # nested forward scopes
+    _entered = 0  # the depth of the outermost module that is called; 0: none is
 
     def __init__(
         self,
@@ -120,9 +116,6 @@ class Engine(ProcessLocal):
         # Whether ranks may have other parameters, or other numbers of ranks the same.
         self.has_groups = has_groups(groups)
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
-        unpublished = deque[Bucket]()
-        for bucket in self.buckets:
-            bucket.unpublished = unpublished
         self.owner = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.params)}
         first_order = [b for u in reversed(units) for b in u.buckets] + root_unit.buckets  # in the first backward
         self.exchange = exchange
@@ -134,25 +127,16 @@ class Engine(ProcessLocal):
         self._publishes_later = zero.overlap_comm and all(group.gathers_in_background for group in self.groups)
         self._awaits_steps = offload_manager.overlaps or self._publishes_later
         self.gatherer = Gatherer(units, root_unit, groups, limits, self._awaits_steps)
-        self.in_backward = False
-        self.backwards = 0  # backwards that have ended
-        self.stepped = False  # a step has published the weights that there are
-        self._explicit = False  # a backward_pass context is open
-        self._passed = False  # the gradients of the next backward are there: ``whole_passes``
-        self._create_graph = False  # the running backward builds a graph for another backward
-        self._depth = 0  # nested forward scopes
-        self._entered = 0  # the depth of the outermost module that is called; 0: none is
         self._span: TimedSpan = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
         self.buffers = BufferSync(root, self.peers, config.broadcast_buffers and not exchange.sums_late)
         self.same_on_ranks = SameOnRanks(self.peers, root, [p for b in self.buckets for p in b.params])
-        problem, travel = offload_manager.find_problem, (self.same_on_ranks, self.buffers)
-        given = self.peers, self.reducer, self.buckets, self.parts
-        self.used_parameters = UsedParameters(*given, exchange.sums_late, problem, *travel)
-        self.finish_reductions = self.used_parameters.finish_reductions
+        self.grad_views = GradViews(self.peers, self.buckets, self.parts)
+        given, news = (self.peers, self.buckets, self.grad_views), (offload_manager, self.same_on_ranks, self.buffers)
+        self.unused_parameters = UnusedParameters(*given, self.reducer, *news, exchange.sums_late)
+        self.finish_reductions = self.unused_parameters.finish_reductions
         self.sharded_optim = any(not b.is_whole for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
-        self.average: Any = None  # a WeightAverage of its parameters
         self.before_backward: list[Callable[[], None]] = []  # called when a backward begins
         # Called at the end of a backward, also of a failed one.
         self.after_backward: list[Callable[[], None]] = [self.buffers.end_backward]
@@ -160,14 +144,18 @@ class Engine(ProcessLocal):
         # Called before weights and states leave the engine, on all ranks.
         self.before_reading: list[Callable[[], object]] = []
         self._saved_weights = SavedWeights(units, self._need_saved)
-        self.handles = hook_bare_parameters(root, self.owner, self._arm)
-        for unit in units:
+        self.handles = self._hook_model()
+        self._of_parts: list[Any] = [] if training else self._hook_parts()  # handles
+
+    def _hook_model(self) -> list[Any]:
+        """Hook the model, its units, and parameters that belong to no layer; returns the handles."""
+        handles = hook_bare_parameters(self.root, self.owner, self._arm)
+        for unit in self.units:
             before, after = partial(self.pre_forward, unit), partial(self.post_forward, unit)
             # Also after an exception: a caller may catch it and take an output from it.
-            self.handles += hook_forward(unit.module, before, after, always_call=True)
+            handles += hook_forward(unit.module, before, after, always_call=True)
         # Called always, also after a failed forward.
-        self.handles += self._hook_scope(root)
-        self._of_parts: list[Any] = [] if training else self._hook_parts()  # handles
+        return handles + self._hook_scope(self.root)
 
     def _hook_scope(self, module: nn.Module) -> list[Any]:
         return hook_forward(module, lambda *_: self.enter_forward(module), self.leave_forward, always_call=True)
@@ -199,13 +187,13 @@ class Engine(ProcessLocal):
     def forward_scope(self, trains: bool = True) -> Iterator[None]:
         """Context for code that runs the model: root parameters are readable inside. ``trains``: a training step."""
         # A user may compile the code that enters this context, so this breaks the graph.
-        _call_uncompiled(partial(self.enter_forward, trains=trains), None)
+        _enter_uncompiled(self, trains=trains)
         depth = self._depth
         try:
             yield
         finally:
             self._depth = depth  # torch calls no hook of modules that KeyboardInterrupt and its like end
-            _call_uncompiled(partial(self.leave_forward, None), None)
+            _leave_uncompiled(self, None)
 
     def enter_forward(self, entry: nn.Module | None = None, trains: bool = True) -> None:
         """Begin a forward. ``entry``: the module that is called."""
@@ -223,7 +211,7 @@ class Engine(ProcessLocal):
         begins = entry is not None and self._entered == 0
         self._entered = self._depth if begins else self._entered
         if self._depth == 1 and not self.in_backward:
-            self.used_parameters.drop_cleared()
+            self.grad_views.drop_cleared()
             if self.training and trains and torch.is_grad_enabled() and (entry is None or entry.training):
                 self.buffers.before_forward(self.reducer.sync)
             self.gatherer.begin_forward(entry)
@@ -240,7 +228,7 @@ class Engine(ProcessLocal):
         if self.in_backward or running_transform():
             return
         if torch.is_grad_enabled():
-            hook_nodes(iter_tensors(output), self._arm)
+            hook_nodes(iter_tensors(output), partial(_arm_uncompiled, self))
         if self._depth > 0:
             return
         if self._saved_weights.opened:
@@ -270,7 +258,7 @@ class Engine(ProcessLocal):
         depth, entered = self._depth, self._entered
         self._depth = self._entered = 0
         if trains:
-            self.used_parameters.put_aside()
+            self.grad_views.put_aside()
         try:
             yield
         except BaseException:
@@ -279,7 +267,7 @@ class Engine(ProcessLocal):
             raise
         finally:
             self._depth, self._entered = depth, entered
-            self.used_parameters.aside = False
+            self.grad_views.aside = False
         if trains:
             self._passed, self.reducer.scope = True, [bucket for bucket in self.buckets if bucket not in buckets]
         if depth > 0:
@@ -315,7 +303,7 @@ class Engine(ProcessLocal):
             return None
         call.references = references_of(unit) if releases else []
         unit.awaited += 1
-        call.inputs = hook_inputs(args, kwargs, lambda: self.unit_done(unit, call))
+        call.inputs = hook_inputs(args, kwargs, partial(self.unit_done, unit, call))
         return call.inputs.value
 
     def _stays_gathered(self, unit: Unit) -> bool:
@@ -336,7 +324,8 @@ class Engine(ProcessLocal):
             # With values that the forward stored in attributes of the module or its children (auxiliary losses).
             modules = unit.module.modules() if unit.sharded else ()
             stored = [value for m in modules for key, value in vars(m).items() if key not in _MODULE_INTERNALS]
-            hooked = hook_nodes([*tensors, *iter_tensors(stored)], lambda: self._pre_backward(unit, call), given)
+            begin = partial(_begin_uncompiled, self, unit, call)
+            hooked = hook_nodes([*tensors, *iter_tensors(stored)], begin, given)
             call.passed = not hooked
         if not unit.sharded:
             return
@@ -380,17 +369,18 @@ class Engine(ProcessLocal):
         self._span.close()
         self.reducer.abort()
         self.finish_steps()
-        self.used_parameters.abort()
+        self.unused_parameters.abort()
         for unit in [*self.units, self.root_unit]:
             unit.leases, unit.awaited = 0, 0
         self.gatherer.end_pass()
         for listener in self.after_backward:
             listener()
 
-    def _arm(self) -> None:
+    def _arm(self, grads: object = None) -> None:
+        """Begin a backward, unless one is running. ``grads``: of the node or parameter whose hook this is."""
         if not self.in_backward:
             # Hide first: autograd would add to the gradients that ``p.grad`` shows, and count them twice.
-            self.used_parameters.hide(fresh=in_running_backward())
+            self.grad_views.detach(fresh=in_running_backward())
             self.in_backward = True
             if not self._explicit:
                 self._span = phase("backward").open()
@@ -400,7 +390,8 @@ class Engine(ProcessLocal):
             if not self._explicit:
                 queue_backward_callback(self.end_backward)
 
-    def _pre_backward(self, unit: Unit, call: Call) -> None:
+    def _pre_backward(self, unit: Unit, call: Call, grads: object = None) -> None:
+        """Begin the backward of a call. ``grads``: of the output node whose hook this is."""
         self._arm()
         self._ranges.enter(unit.name)
         if torch.is_grad_enabled():
@@ -432,8 +423,11 @@ class Engine(ProcessLocal):
         if not bucket.readable:
             self.gatherer.pin(bucket, again=torch.is_grad_enabled())
 
-    def unit_done(self, unit: Unit, call: Call) -> None:
-        """Called when a call's input gradients are there. See grad_reducer.py, Note [When a bucket is ready]."""
+    def unit_done(self, unit: Unit, call: Call, grads: object = None) -> None:
+        """Called when a call's input gradients are there. See grad_reducer.py, Note [When a bucket is ready].
+
+        ``grads``: these, which are left as they are.
+        """
         if not self.in_backward:
             return
         # Gather before the reduction: ranks that used weights wait in that gather, and this one would wait in a
@@ -473,14 +467,14 @@ class Engine(ProcessLocal):
             # Enter it once: the functions below would enter it for each bucket.
             with torch.no_grad():
                 self.reducer.finish()
-                self.used_parameters.record()
+                self.unused_parameters.record()
         elif explicit:
             # When ``whole_passes`` recorded, it was not known whether the loss is finite: record again.
             self.reducer.scope = None
-            self.used_parameters.record()
+            self.unused_parameters.record()
         else:
             self.reducer.scope = None
-            self.used_parameters.show_held()
+            self.grad_views.attach_held()
         for unit in [*self.units, self.root_unit]:
             unit.leases = 0
         if not again:
@@ -523,44 +517,43 @@ class Engine(ProcessLocal):
         for prepare in self.before_reading:
             prepare()
 
-    @phased("publish")
     def publish(self, buckets: set[Bucket], stepped: bool = True) -> None:
         """Update the compute copies of ``buckets`` after their master weights were changed, by a step if ``stepped``.
 
         Gathers that overlap with computation are waited for in the next forward, unit by unit.
         """
-        self.gatherer.after_step()
-        for unit in self.units:
-            unit.awaited = 0
-        # Every forward begins with the root unit, so its gather is launched first.
-        first = self.root_unit.buckets
-        changed = [bucket for bucket in dict.fromkeys([*first, *self.buckets]) if bucket in buckets]
-        for bucket in self.buckets:
-            bucket.end_lending(bucket in buckets)
-        for bucket in changed:
-            bucket.refresh_after_step()
-        for bucket in changed:
-            # Peers may read this copy directly in the gathers below, so it has to be complete.
-            bucket.weights.copy.wait_copied()
-        for group in self.groups:
-            group.after_write()
-        # Launch all gathers before the first wait, so that they overlap; all ranks have them in the same order.
-        gathers = [(bucket, bucket.launch_publish()) for bucket in changed]
-        for bucket, gather in gathers:
-            if gather is not None and self._publishes_later:
-                bucket.publish_later(gather)
-            elif gather is not None:
-                gather.wait()
-        # User code may write to the parameters from here on, so no rank may still read them.
-        self.before_write()
-        for bucket, gather in gathers:
-            if gather is None or not self._publishes_later:
-                bucket.edits.note()
-        self.stepped |= stepped
-        if stepped:
-            self.exchange.end_step()
-            for listener in self.after_step:
-                listener()
+        with phase("publish"):
+            self.gatherer.after_step()
+            for unit in self.units:
+                unit.awaited = 0
+            # Every forward begins with the root unit, so its gather is launched first.
+            changed = [b for b in dict.fromkeys([*self.root_unit.buckets, *self.buckets]) if b in buckets]
+            for bucket in self.buckets:
+                bucket.end_lending(bucket in buckets)
+            for bucket in changed:
+                bucket.refresh_after_step()
+            for bucket in changed:
+                # Peers may read this copy directly in the gathers below, so it has to be complete.
+                bucket.weights.copy.wait_copied()
+            for group in self.groups:
+                group.after_write()
+            # Launch all gathers before the first wait, so that they overlap; all ranks have them in the same order.
+            gathers = [(bucket, bucket.launch_publish()) for bucket in changed]
+            for bucket, gather in gathers:
+                if gather is not None and self._publishes_later:
+                    bucket.publish_later(gather)
+                elif gather is not None:
+                    gather.wait()
+            # User code may write to the parameters from here on, so no rank may still read them.
+            self.before_write()
+            for bucket, gather in gathers:
+                if gather is None or not self._publishes_later:
+                    bucket.edits.note()
+            self.stepped |= stepped
+            if stepped:
+                self.exchange.end_step()
+                for listener in self.after_step:
+                    listener()
 
     def before_write(self) -> None:
         """Wait, before a write to parameters or to what gathers read, until no rank reads them."""
@@ -582,95 +575,6 @@ def has_groups(groups: Sequence[ShardGroup]) -> bool:
     return len(groups) > 1 or groups[0].size < groups[0].world.size
 
 
-# ---- hooks on modules, output nodes and inputs -----------------------------------------------------------------------
-
-
-def hook_forward(
-    module: nn.Module, before: Callable[[Any, Any], Any], after: Callable[[Any], None], always_call: bool = False
-) -> list[Any]:
-    """Call ``before(args, kwargs)`` before the module's forward, and ``after(output)`` after it.
-
-    A shallow copy of the module shares the hooks and ignores them.
-    """
-
-    def pre(called: nn.Module, args: Any, kwargs: Any) -> Any:
-        return before(args, kwargs) if called is module else None
-
-    def post(called: nn.Module, args: Any, output: Any) -> None:
-        if called is module:
-            after(output)
-
-    handle = module.register_forward_pre_hook(Hook(pre), prepend=True, with_kwargs=True)
-    return [handle, module.register_forward_hook(Hook(post), always_call=always_call)]
-
-
-def _call(fn: Callable[[], None], grads: Any) -> None:
-    fn()
-
-
-_call_uncompiled: Any = torch.compiler.disable(_call)  # torch.compile breaks the graph here
-
-
-def hook_nodes(outputs: Iterable[Tensor], fn: Callable[[], None], given: ReplacedTensors | None = None) -> bool:
-    """Call ``fn`` before autograd runs the nodes that made ``outputs``; returns whether there are any.
-
-    Unlike tensor hooks, node hooks survive a caller that adds to the output in place. The in-place history of a view is
-    that of its base, so the base's node is hooked too. Aliases in ``given`` are not hooked, see Note [Aliases].
-    """
-    seen: set[Any] = set()
-    for tensor in outputs:
-        if given is not None and given.is_unmodified(tensor):
-            continue
-        base = view_base(tensor)
-        for node in (tensor.grad_fn, base.grad_fn if base is not None else None):
-            if node is not None and node not in seen:
-                seen.add(node)
-                node.register_prehook(partial(_call_uncompiled, fn))
-    return bool(seen)
-
-
-def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> ReplacedTensors:
-    """The arguments with aliases of inputs that need a gradient; ``fn`` runs when these gradients are there.
-
-    See Note [Aliases].
-    """
-    aliases: list[Tensor] = []
-
-    def alias(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad or tensor.layout is not torch.strided or isinstance(tensor, Parameter):
-            return tensor
-        aliases.append(tensor.view_as(tensor))
-        return aliases[-1]
-
-    copied = ReplacedTensors((args, kwargs), alias)
-    inputs = aliases or [t for t in iter_tensors(copied.value) if t.requires_grad and not isinstance(t, Parameter)]
-    # A multi-grad hook refers to the nodes that hold it. The garbage collector finds such a cycle only when nothing
-    # else holds the node, so it would free a model's graph by one layer per collection. One input needs none.
-    if len(inputs) == 1:
-        inputs[0].register_hook(lambda grad: fn())
-    elif inputs:
-        register_multi_grad_hook(inputs, lambda grads: fn(), mode="all")
-    return copied
-
-
-def hook_bare_parameters(root: nn.Module, owned: dict[int, tuple[Bucket, int]], fn: Callable[[], None]) -> list[Any]:
-    """Call ``fn`` before the gradient of a parameter that belongs to no layer is added to ``p.grad``.
-
-    Used outside of every layer (in ``training_step``), it has no hooked output node before it: its gradient may be the
-    first that ``loss.backward()`` computes. There are few of them, so there are O(units) hooks.
-    """
-    handles = []
-    composite = [m for m in root.modules() if any(True for _ in m.children())]
-    for parameter in dict.fromkeys(p for m in composite for p in m.parameters(recurse=False)):
-        if id(parameter) in owned and parameter.is_floating_point():
-            trainable = parameter.requires_grad
-            # A frozen parameter cannot be hooked, and may be unfrozen later.
-            parameter.requires_grad_(True)
-            handles.append(parameter.register_hook(lambda grad: fn()))
-            parameter.requires_grad_(trainable)
-    return handles
-
-
 def refuse_reentrant_checkpoint(unit: str) -> None:
     """Raise if the forward that is running inside backward belongs to a re-entrant activation checkpoint."""
     frame = inspect.currentframe()
@@ -681,3 +585,10 @@ def refuse_reentrant_checkpoint(unit: str) -> None:
                 "backward inside backward and hides when gradients are complete. Pass use_reentrant=False."
             )
         frame = frame.f_back
+
+
+# torch.compile breaks the graph here
+_enter_uncompiled: Any = torch.compiler.disable(Engine.enter_forward)
+_leave_uncompiled: Any = torch.compiler.disable(Engine.leave_forward)
+_arm_uncompiled: Any = torch.compiler.disable(Engine._arm)
+_begin_uncompiled: Any = torch.compiler.disable(Engine._pre_backward)

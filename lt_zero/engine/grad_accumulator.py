@@ -48,6 +48,7 @@ class GradAccumulator:
         self._gradient_of = plan.gradient_of
         self._numel, self._pieces = shard_range[1] - shard_range[0], pieces
         self._plan, self.dtype, self._background, self._places = storage, storage.accumulate, background, places
+        self._sends = storage.send_dtype(storage.dtype)
         self._store = self._none = Store(self.dtype, partial(torch.empty, 0))  # from the place, kept from step to step
         self.values = self._none  # ``_store``, or what replaces it in this step; ``_none``: nothing is accumulated
         self.changes = 0  # counts changes of the gradients
@@ -59,7 +60,7 @@ class GradAccumulator:
 
     def send_dtype(self, have: torch.dtype) -> torch.dtype:
         """Dtype in which gradients of dtype ``have`` are sent: as configured, else ``have`` if that is as precise."""
-        return self._plan.send_dtype(have)
+        return self._sends if have == self._plan.dtype else self._plan.send_dtype(have)
 
     @without_grad
     def take(self, out: Tensor, add: bool, factor: float = 1.0) -> None:

@@ -32,6 +32,10 @@ from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.exchange import GradientExchange
 from lt_zero.engine.grad_accumulator import GradAccumulator
+from lt_zero.engine.storage_plan import largest_sends
+
+# Two let one bucket travel while the next is copied; more would hold more send buffers.
+IN_FLIGHT = 2  # reductions
 
 
 class GradReducer:
@@ -50,13 +54,9 @@ class GradReducer:
     ) -> None:
         self._peers, self._exchange, self._overlap = peers, exchange, overlap
         self._order = _wide_last(buckets)
-        largest: dict[ShardGroup, dict[torch.dtype, int]] = {}  # elements of a bucket
-        for bucket in buckets:
-            dtype, numel = bucket.grads.send_dtype(bucket.dtype), bucket.layout.numel
-            known = largest.setdefault(bucket.group, {})
-            if numel <= max_buffer:
-                known[dtype] = max(numel, known.get(dtype, 0))
-        self._buffers = {group: group.send_buffers(numels) for group, numels in largest.items()}
+        largest = largest_sends((bucket.storage for bucket in buckets), max_buffer)
+        groups = dict.fromkeys(bucket.group for bucket in buckets)
+        self._buffers = {group: group.send_buffers(largest[group]) for group in groups}
         self._head = 0
         self._ready: dict[Bucket, None] = {}  # in the order of completion in this backward
         self._learnt = False  # ``_order`` is that of rank 0
@@ -130,8 +130,7 @@ class GradReducer:
         if not again and self._keeps_local(bucket):
             bucket.grads.accumulate_local()
             return
-        # Two in flight let one bucket travel while the next is copied; more would hold more send buffers.
-        while len(self._in_flight) >= 2:
+        while len(self._in_flight) >= IN_FLIGHT:
             self._finish_oldest()
         grads, send = bucket.grads, self._filled_buffer(bucket)
         work: Work = Done()

@@ -51,6 +51,7 @@ class InplaceEdits:
 
     def __init__(self, bucket: Edited) -> None:
         self._bucket, self._weights, self._sharded = bucket, bucket.weights, bucket.sharding.params
+        self._edits_master = bucket.weights.plan.master_is_view  # an edit of the compute copy is one of the master
         self.lost: list[str] = []  # names of parameters whose edits are lost
         self.handed_out = False  # user code got a tensor whose writes change no version counter
         self._versions: list[int] = []
@@ -62,7 +63,7 @@ class InplaceEdits:
     def note(self, released: bool = False) -> None:
         """Record the current values as unedited; ``released``: they were, and views of them may have been edited."""
         self._paused, self._sums = False, None
-        if not self._weights.plan.master_is_view:
+        if not self._edits_master:
             before, self._versions = self._versions, versions_of(self._bucket.params)
             if released and before != self._versions and self._weights.has_master:
                 edited = zip(self._bucket.layout.spans, self._versions, before, strict=True)

@@ -35,8 +35,13 @@ _TIERS: dict[str, Callable[..., NvmeFiles]] = {"nvme": NvmeFiles}
 
 @dataclass
 class OffloadManager:
-    """Files, host link and background thread of one engine."""
+    """Files, host link and background thread of one engine.
 
+    Attributes:
+        active: there are some; without them, and without ``others``, ``find_problem`` finds nothing.
+    """
+
+    active: bool = False
     optim: NvmeFiles | None = None  # files of master weights, states and gradients
     params: NvmeFiles | None = None  # files of the weights that gathers read
     how: OffloadOptimizer = OffloadOptimizer()
@@ -163,7 +168,7 @@ def open_offload_manager(
             log.info("zero_optimization.%s.device=cpu has no effect: the model is on the CPU already", name)
     if (optim.device, params.device) == ("none", "none"):
         return manager
-    manager.how = optim
+    manager.active, manager.how = True, optim
     pin = accelerator.is_accelerator(device) and optim.pin_memory and params.pin_memory
     manager.has_files = bool(_TIERS.keys() & {optim.device, params.device})
     if manager.has_files:

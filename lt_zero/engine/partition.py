@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lt_zero.comm.send_sizes import SendSizes
 from lt_zero.comm.transport import Mesh
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.compat import without_torch_function
@@ -54,14 +55,15 @@ class GroupFacts(Protocol):
     @property
     def mesh(self) -> Mesh: ...
     @property
+    def nodes(self) -> Sequence[Sequence[int]]: ...
+    @property
     def secondary_shards(self) -> int: ...
     @property
-    def shares_memory(self) -> bool: ...
+    def sends(self) -> SendSizes: ...
     @property
     def sums_wide(self) -> bool: ...
     @property
     def gathers_in_background(self) -> bool: ...
-    def scratch_numel(self, numel: int) -> int: ...
 
 
 class Kind(NamedTuple):

@@ -11,11 +11,13 @@ device, ``offload_param`` the shards that gathers read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from lt_zero.comm.compression import CompressionPlan
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import DtypePolicy
@@ -24,7 +26,31 @@ from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.ops.codecs import Codec
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
-CodecsOf = Callable[[BucketPlan, GroupFacts], tuple[Codec | None, Codec | None]]
+
+
+class Codecs(NamedTuple):
+    """Codecs of one bucket; None: values are as they are.
+
+    Attributes:
+        updates: gathers of updated weights that are not sharded.
+        gathers: gathers of sharded weights from their owners.
+        gathers_frozen: the same while the bucket is frozen.
+        rests: what gathers of sharded weights read.
+        reductions: gradients, where the exchange compresses them.
+    """
+
+    updates: Codec | None = None
+    gathers: Codec | None = None
+    gathers_frozen: Codec | None = None
+    rests: Codec | None = None
+    reductions: CompressionPlan | None = None
+
+    def sent(self, trains: bool) -> Codec | None:
+        """The codec of gathers of sharded weights from their owners; None: they are sent as they are."""
+        return self.rests or (self.gathers if trains else self.gathers_frozen)
+
+
+CodecsOf = Callable[[BucketPlan, GroupFacts], Codecs]
 
 
 @dataclass(frozen=True)
@@ -37,7 +63,7 @@ class StoragePlan:
         whole: elements of the tensors of which these are parts.
         numel: elements of the flat tensor.
         counted: elements with which it counts in limits, the same on all ranks.
-        own: elements of this rank's master weights or shard.
+        shard_numel: elements of this rank's shard, or of its master weights: all, where neither is sharded.
         sharding: what is sharded.
         dtype: of the compute copy.
         master: dtype of the master weights.
@@ -46,8 +72,7 @@ class StoragePlan:
         wire: dtype in which gradients have to be sent; None: any.
         trains: it has master weights and gradients.
         narrows: parameters come in a wider dtype than ``dtype``.
-        codec: updates of parameters that are not sharded are gathered encoded; None: as they are.
-        rests: what gathers read rests encoded; None: as it is.
+        codecs: what is encoded.
         skips_collective: gradients go to the accumulator without a reduction: one rank, no other dtype on the wire.
         states: place of master weights, optimizer states and accumulator.
         weights: place of what gathers read.
@@ -58,7 +83,7 @@ class StoragePlan:
     whole: int
     numel: int
     counted: int
-    own: int
+    shard_numel: int
     sharding: Sharding
     dtype: torch.dtype
     master: torch.dtype
@@ -67,16 +92,25 @@ class StoragePlan:
     wire: torch.dtype | None
     trains: bool
     narrows: bool
-    codec: Codec | None
-    rests: Codec | None
+    codecs: Codecs
     skips_collective: bool
     states: str
     weights: str
 
     @property
+    def is_cut(self) -> bool:
+        """True if each rank steps, and gets the gradients of, a shard."""
+        return self.sharding.optim or self.sharding.params
+
+    @property
+    def is_whole(self) -> bool:
+        """True if this rank steps all elements: they are not cut, or there is one shard."""
+        return self.shard_numel == self.numel
+
+    @property
     def master_is_view(self) -> bool:
         """True if master weights, if there are any, are a slice of the compute copy, which stays in memory."""
-        same = self.master == self.dtype and self.codec is None
+        same = self.master == self.dtype and self.codecs.updates is None
         return not self.sharding.params and same and self.states == DEVICE
 
     @property
@@ -90,9 +124,19 @@ class StoragePlan:
         return self.master if self.trains or self.freezes_wide else self.dtype
 
     @property
+    def keeps_master(self) -> bool:
+        """True if master weights are stored apart from the compute copy."""
+        return self.trains and not self.master_is_view
+
+    @property
+    def keeps_frozen(self) -> bool:
+        """True if frozen weights are stored apart from the flat tensor: wider values, or a shard that gathers read."""
+        return self.freezes_wide or (not self.trains and self.sharding.params)
+
+    @property
     def fills_apart(self) -> bool:
         """True if full values arrive in the master dtype, in a tensor of their own, before this rank's are kept."""
-        return self.freezes_wide or (self.trains and not self.master_is_view)
+        return self.freezes_wide or self.keeps_master
 
     @property
     def copies_weights(self) -> bool:
@@ -113,7 +157,7 @@ class StoragePlan:
     @property
     def cast_nbytes(self) -> int:
         """Bytes of weights that are cast to the compute dtype on their way from the host to the device."""
-        return self.own * self.dtype.itemsize if self.states != DEVICE and self.dtype != self.master else 0
+        return self.shard_numel * self.dtype.itemsize if self.states != DEVICE and self.dtype != self.master else 0
 
     def send_dtype(self, have: torch.dtype) -> torch.dtype:
         """Dtype in which gradients of dtype ``have`` are sent: as configured, else ``have`` if that is as precise."""
@@ -144,7 +188,7 @@ def plan_storage(
         policy: says the dtypes.
         everyone: shards the buckets without a group of their own.
         apart: the device has memory of its own.
-        codecs_of: returns ``StoragePlan.codec`` and ``StoragePlan.rests`` of a bucket, which is in the group.
+        codecs_of: returns ``StoragePlan.codecs`` of a bucket, which is in the group.
         training: there are gradients.
     """
     zero, buckets = config.zero_optimization, plan.buckets
@@ -164,14 +208,14 @@ def plan_storage(
             weights = NVME
         elif sharding.params and param != "none" and apart:
             weights = HOST
-        wire, (codec, rests) = policy.wire_of(dtype), codecs_of(bucket, group)
+        wire = policy.wire_of(dtype)
         found[bucket] = StoragePlan(
             group=group,
             elements=layout.elements,
             whole=sum(math.prod(spec.global_shape) for spec in bucket.specs),
             numel=layout.numel,
             counted=count,
-            own=layout.shard_numel if sharding.optim or sharding.params else layout.numel,
+            shard_numel=layout.shard_numel if sharding.optim or sharding.params else layout.numel,
             sharding=sharding,
             dtype=dtype,
             master=policy.master_of(dtype),
@@ -180,12 +224,22 @@ def plan_storage(
             wire=wire,
             trains=bucket.trains and training,
             narrows=bucket.narrows,
-            codec=codec,
-            rests=rests,
+            codecs=codecs_of(bucket, group),
             skips_collective=group.alone and wire is None and not predivides,
             states=states,
             weights=weights,
         )
+    return found
+
+
+def largest_sends(rows: Iterable[StoragePlan], limit: int) -> dict[GroupFacts, dict[torch.dtype, int]]:
+    """Elements of the reusable send buffers of each group, by dtype; buckets above ``limit`` have their own."""
+    found: dict[GroupFacts, dict[torch.dtype, int]] = {}
+    for row in rows:
+        known = found.setdefault(row.group, {})
+        if row.numel <= limit:
+            dtype = row.send_dtype(row.dtype)
+            known[dtype] = max(row.numel, known.get(dtype, 0))
     return found
 
 

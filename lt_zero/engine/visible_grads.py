@@ -36,6 +36,7 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.grad_reducer import GradReducer
 from lt_zero.engine.guard import PASSING, called
+from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.parts import Parts
 from lt_zero.engine.same_on_ranks import FLAGS, SameOnRanks
 from lt_zero.io.thread_pool import SwapError
@@ -83,9 +84,9 @@ class ShardedGrad(Tensor):
     parameter, its stand-in and its bucket, with the process groups of the run, would never be freed.
     """
 
-    _refs: tuple[weakref.ref[Bucket], int, weakref.ref[UsedParameters]]
+    _refs: tuple[weakref.ref[Bucket], int, weakref.ref[GradViews]]
 
-    def _owners(self) -> tuple[Bucket, int, UsedParameters]:
+    def _owners(self) -> tuple[Bucket, int, GradViews]:
         bucket, index, shown_by = self._refs[0](), self._refs[1], self._refs[2]()
         if bucket is None or shown_by is None:
             raise RuntimeError("A gradient of a model whose ZeRO engine is gone was read.")
@@ -172,138 +173,45 @@ def _replace(bucket: Bucket, index: int, value: Tensor, parts: Parts) -> None:
         bucket.grads.used.add(index)
 
 
-class UsedParameters:
-    """The gradients of one engine, for the optimizer and for user code."""
+class GradViews:
+    """The gradients of one engine as ``p.grad`` shows them.
 
-    def __init__(
-        self,
-        peers: Ranks,
-        reducer: GradReducer,
-        buckets: list[Bucket],
-        parts: Parts,
-        sums_late: bool,
-        problem: Callable[[], SwapError | None],
-        same_on_ranks: SameOnRanks,
-        buffers: BufferSync,
-    ) -> None:
-        self._same_on_ranks, self._buffers = same_on_ranks, buffers  # their news travel with the flags
-        self._peers, self._reducer, self._buckets, self.parts = peers, reducer, buckets, parts
-        self._wide: dict[ShardGroup, list[Bucket]] = {}  # of ranks with other models, which have flags of their own
-        for bucket in buckets:
-            if bucket.is_wide:
-                self._wide.setdefault(bucket.group, []).append(bucket)
-        # Ranks do not wait for late ones.
-        self._tolerates = sums_late and any(not bucket.sharding.optim for bucket in buckets)
-        self._problem = problem  # returns the error of files on this rank
-        self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
-        self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank
-        self._wide_due = False  # the flags of ``_wide`` are not exchanged yet
-        self._earlier: tuple[Work, Tensor] | None = None  # the flags of the step before, if ranks may be late
-        self._hold = False  # user code reads p.grad: ``finish_reductions`` goes on showing it
-        self._shown: dict[Place, Tensor | None] = {}  # shown in p.grad; None: p.grad is a late gradient
+    Attributes:
+        shown: what was attached to ``p.grad``; None: ``p.grad`` is a late gradient.
+        norms: of attached gradients, by type, until these change.
+        aside: nothing is attached: ``put_aside``.
+        spent: a step has used, or skipped, what was accumulated.
+        held: user code reads ``p.grad``, which stays attached.
+        changes: counts what may change which parameters have a gradient.
+    """
+
+    def __init__(self, peers: Ranks, buckets: list[Bucket], parts: Parts) -> None:
+        self._peers, self._buckets, self.parts = peers, buckets, parts
+        self.shown: dict[Place, Tensor | None] = {}
         self._hidden: dict[Place, ShardedGrad] = {}  # stand-ins of the last backward, for reuse
         self._places: set[Place] = set()  # the places of all shown gradients
-        self._accumulators: list[Store] = []  # the accumulators when gradients were shown
-        self._found: set[Place] | None = None  # the result of ``finish_reductions``, valid while ``_shows_reduced``
-        self.norms: dict[float, dict[Place, Tensor]] = {}  # norm type -> norms of shown gradients, until these change
-        self.aside = False  # gradients are not shown: ``put_aside``
-        self.spent = False  # a step has used, or skipped, what was accumulated
-        self.nonfinite = False  # a loss was not finite: on this rank, after the exchange on any
+        self._accumulators: list[Store] = []  # the accumulators when gradients were attached
+        self.norms: dict[float, dict[Place, Tensor]] = {}
+        self.aside = self.spent = self.held = False
+        self.changes = 0
 
-    # ---- the exchange of flags -------------------------------------------------------------------------------------
-
-    def record(self) -> None:
-        """Called when the reductions of a backward are finished."""
-        self.spent, self._found = False, None
-        self._hidden = {}
-        self._flags = None
-        if self._reducer.sync:
-            self._launch()
-        else:
-            self.late = {b for b in self._buckets if b.has_grads()}
-        self.show_held()
+    def begin(self) -> None:
+        """Note that a backward has added gradients, which no step has used."""
+        self.spent, self._hidden = False, {}
+        self.changes += 1
 
     def abort(self) -> None:
         """Drop all gradients after a failed backward, including those that it was added to."""
-        self._flags, self._shown, self._hidden, self._found = None, {}, {}, None
+        self.shown, self._hidden = {}, {}
+        self.changes += 1
         for bucket in self._buckets:
             for parameter in bucket.params:
                 parameter.grad = None
             bucket.grads.clear(bucket.grads.held)
 
-    def _launch(self) -> tuple[Work, Tensor]:
-        """Launch the exchange of flags: what is the same on all ranks, used parameters, late buckets, errors."""
-        for bucket in self._buckets:
-            bucket.edits.check()
-        # Guards would intercept each access to ``.grad``, although it needs no values.
-        with without_torch_function():
-            got = [[p.grad is not None for p in b.params] for b in self._buckets]
-        self.late = {b for b, some in zip(self._buckets, got, strict=True) if any(some)}
-        used = [g or i in b.grads.used for b, some in zip(self._buckets, got, strict=True) for i, g in enumerate(some)]
-        lost = any(b.edits.lost for b in self._buckets)
-        news = [*(b in self.late for b in self._buckets), self.nonfinite, self._problem() is not None, lost]
-        seen = self._buffers.report()
-        every = torch.frombuffer(bytearray([*seen, *self._same_on_ranks.flags(), *used, *news]), dtype=torch.uint8)
-        self._wide_due = bool(self._wide)
-        work, flags = self._peers.host_max(every, "used parameters"), every[len(seen) :]
-        self._buffers.exchanged(work, every[: len(seen)])
-        self._flags = work, flags
-        return self._flags
-
-    def finish_reductions(self) -> Callable[[Bucket, int], bool]:
-        """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective.
-
-        Raises:
-            RuntimeError: on all ranks, if an in-place edit of a sharded parameter was lost, or they step with different
-                options.
-            SwapError: on all ranks, if files failed on one.
-        """
-        stays = self._shows_reduced()
-        if self._found is not None and stays:
-            return partial(_is_used, self._found)
-        if self._hold:
-            self.take_assigned()
-        elif not stays:
-            self.hide()
-        self._reducer.flush()
-        unseen = not self._shown and any(b.has_grads() for b in self._buckets if b not in self.late)
-        pending, flags = self._launch() if self._flags is None or unseen else self._flags
-        if self._tolerates:
-            pending, flags = self._of_the_step_before(pending, flags)
-        with phase("reduce", "used parameters"):
-            pending.wait()
-        if self._wide_due:
-            self._exchange_wide(flags)
-        row, count = flags.tolist(), len(self._buckets)
-        self._same_on_ranks.check(row[:FLAGS])
-        self.nonfinite = bool(row[-3])
-        if row[-2] or row[-1]:
-            self._flags = None
-            self._raise(files=bool(row[-2]))
-        late = [bucket for bucket, flag in zip(self._buckets, row[-3 - count : -3], strict=True) if flag]
-        if late:
-            if stays:
-                # Hide first: the second reduction takes what ``p.grad`` has, and must not take stand-ins.
-                self.hide()
-                stays = False
-            self._reducer.reduce_again(late)
-            flags[-count - 3 :] = 0
-            self.late = set()
-        used, flagged = set[Place](), iter(row[FLAGS:])
-        for bucket in self._buckets:
-            valid, mine = bucket.grads.valid, islice(flagged, len(bucket.params))
-            used |= {(bucket, index) for index, flag in enumerate(mine) if flag and index in valid}
-            # Those of which a gradient was assigned since the exchange; all others of this rank have their flags.
-            used |= {(bucket, index) for index in bucket.grads.used & valid}
-        if not self._hold:
-            if not stays or self._shown.keys() != used:
-                self.show(used)
-            self.norms, self._found = {}, used
-        return partial(_is_used, used)
-
-    def _shows_reduced(self) -> bool:
-        """True if all gradients were reduced, and ``p.grad`` and accumulators are as when they were last shown."""
-        if self._flags is None or self._hold or not self._shown or self.late:
+    def are_reduced(self) -> bool:
+        """True if all gradients are reduced, and ``p.grad`` and accumulators are as when they were attached."""
+        if self.held or not self.shown:
             return False
         for bucket, accumulator in zip(self._buckets, self._accumulators, strict=True):
             if bucket.grads.local is not None or bucket.grads.values is not accumulator:
@@ -311,78 +219,23 @@ class UsedParameters:
         # Compare all parameters, not only those shown: a gradient may have been set where no rank had one.
         with without_torch_function():
             places = ((bucket, index, p) for bucket in self._buckets for index, p in enumerate(bucket.params))
-            return all(p.grad is self._shown.get((bucket, index)) for bucket, index, p in places)
-
-    def _exchange_wide(self, flags: Tensor) -> None:
-        """Take over the flags of buckets that ranks with other models have, too. Collective.
-
-        Not in backward, where these ranks may wait for each other.
-        """
-        self._wide_due = False
-        starts, position = dict[Bucket, int](), FLAGS
-        for bucket in self._buckets:
-            starts[bucket], position = position, position + len(bucket.params)
-        late = {bucket: position + number for number, bucket in enumerate(self._buckets)}
-        for group, buckets in self._wide.items():
-            places = [p for b in buckets for p in (*range(starts[b], starts[b] + len(b.params)), late[b])]
-            mine = flags[places]
-            group.host_max(mine, "used shared parameters").wait()
-            flags[places] = mine
-
-    def _of_the_step_before(self, pending: Work, flags: Tensor) -> tuple[Work, Tensor]:
-        """Keep the flags of this step; returns those of the one before, with all parameters used.
-
-        Raises:
-            RuntimeError: there are gradients that no reduction has had.
-        """
-        if self.late:
-            names = ", ".join(bucket.name for bucket in self.late)
-            raise RuntimeError(
-                f"Gradients of {names} were set after backward. To reduce them all ranks would have to agree, and with "
-                "communication.slow_node_tolerance they do not wait for each other: remove the key, or set p.grad in a "
-                "backward hook."
-            )
-        nothing = Done(), torch.zeros_like(flags)
-        nothing[1][FLAGS // 2 : FLAGS] = 255
-        (pending, flags), self._earlier = self._earlier or nothing, (pending, flags)
-        pending.wait()
-        flags = flags.clone()
-        flags[FLAGS : -len(self._buckets) - 3] = 1
-        flags[-len(self._buckets) - 3 : -3] = 0
-        return Done(), flags
-
-    def _raise(self, files: bool) -> None:
-        """Raise the error of files, or of lost edits, that some rank has. Collective."""
-        if files:
-            problem = self._problem()
-            raise SwapError(" ".join(self._peers.problems(str(problem) if problem else None, "files")))
-        names = [name for bucket in self._buckets for name in bucket.edits.lost]
-        for bucket in self._buckets:
-            bucket.edits.lost = []
-        every = sorted({name for some in self._peers.host_gather(names, "lost edits") for name in some})
-        raise RuntimeError(
-            f"Parameter {', '.join(map(repr, every[:5]))} was modified in place, but its master weights are stored "
-            "elsewhere and would overwrite the edit. Wrap the edit in "
-            "`with lt_zero.gathered(parameters, write=True): ...`."
-        )
-
-    # ---- what p.grad shows -----------------------------------------------------------------------------------------
+            return all(p.grad is self.shown.get((bucket, index)) for bucket, index, p in places)
 
     def put_aside(self) -> None:
-        """Show no gradients until the first backward after ``aside`` is unset; clear those that a step has used."""
-        self.hide()
+        """Attach nothing until the first backward after ``aside`` is unset; clear what a step has used."""
+        self.detach()
         if self.spent:
             for bucket in self._buckets:
                 bucket.grads.clear(bucket.grads.held)
         self.aside, self.spent = True, False
 
-    def show_held(self) -> None:
-        """Show all accumulated gradients, reduced or not, so that ``p.grad = None`` clears them."""
-        self.show({(bucket, index) for bucket in self._buckets for index in bucket.grads.held})
+    def attach_held(self) -> None:
+        """Attach all accumulated gradients, reduced or not, so that ``p.grad = None`` clears them."""
+        self.attach({(bucket, index) for bucket in self._buckets for index in bucket.grads.held})
 
-    def show(self, places: set[Place]) -> None:
+    def attach(self, places: set[Place]) -> None:
         """Set ``p.grad`` to stand-ins for the accumulated gradients."""
-        self.hide()
+        self.detach()
         if self.aside:
             return
         self._places, self.norms = places, {}
@@ -394,7 +247,7 @@ class UsedParameters:
                 parameter = bucket.params[index]
                 # A late gradient stays in ``p.grad`` until its second reduction.
                 if parameter.grad is not None:
-                    self._shown[(bucket, index)] = None
+                    self.shown[(bucket, index)] = None
                     continue
                 local = _local(bucket, index) if views[bucket] else []
                 grad: Tensor | None = self._hidden.get((bucket, index))
@@ -404,28 +257,10 @@ class UsedParameters:
                     empty = _nothing(parameter.shape, parameter.dtype, parameter.device)
                     grad = stand_in = empty.as_subclass(ShardedGrad)
                     stand_in._refs = weakref.ref(bucket), index, weakref.ref(self)
-                parameter.grad = self._shown[(bucket, index)] = grad
+                parameter.grad = self.shown[(bucket, index)] = grad
         self._hidden = {}
 
-    @contextmanager
-    def looked_at(self) -> Iterator[None]:
-        """Context for user code between backward and step: ``p.grad`` is set where any rank used the parameter.
-
-        Collective. The 2-norms are computed in advance, so that one rank alone may read them.
-        """
-        used = self.finish_reductions()
-        places = {(b, i) for b in self._buckets for i in range(len(b.params)) if used(b, i)}
-        self.show(places)
-        self._hold = True
-        try:
-            self.changed()
-            yield
-        finally:
-            self._hold = False
-            self.hide()
-            self.show({(bucket, index) for bucket, index in places if index in bucket.grads.held})
-
-    def hide(self, fresh: bool = False) -> None:
+    def detach(self, fresh: bool = False) -> None:
         """Remove the stand-ins and apply assignments to ``p.grad``: None clears, a tensor replaces the gradient.
 
         With ``fresh`` a backward is running: a tensor is its gradient, and the accumulated one was cleared before.
@@ -433,7 +268,8 @@ class UsedParameters:
         Raises:
             RuntimeError: a sharded gradient was replaced.
         """
-        (shown, self._shown), self._found = (self._shown, {}), None
+        shown, self.shown = self.shown, {}
+        self.changes += 1
         if not shown:
             return
         cleared = []
@@ -457,14 +293,14 @@ class UsedParameters:
 
     @torch.no_grad()
     def take_assigned(self) -> None:
-        """Apply assignments to ``p.grad`` as ``hide`` does, and go on showing gradients. Not collective.
+        """Apply assignments to ``p.grad`` as ``detach`` does, and leave gradients attached. Not collective.
 
         Raises:
             RuntimeError: a sharded gradient was replaced.
         """
         self.drop_cleared()
         with without_torch_function():
-            for (bucket, index), grad in self._shown.items():
+            for (bucket, index), grad in self.shown.items():
                 parameter = bucket.params[index]
                 if grad is not None and (current := parameter.grad) is not None and current is not grad:
                     _replace(bucket, index, current, self.parts)
@@ -473,13 +309,13 @@ class UsedParameters:
     def drop_cleared(self) -> None:
         """Clear the accumulators whose ``p.grad`` was set to None, to free memory before forward."""
         with without_torch_function():
-            cleared = [(bucket, index) for bucket, index in self._shown if bucket.params[index].grad is None]
+            cleared = [(bucket, index) for bucket, index in self.shown if bucket.params[index].grad is None]
         if not cleared:
             return
-        self._clear(cleared, self._shown)
+        self._clear(cleared, self.shown)
         for place in cleared:
-            del self._shown[place]
-        self._found = None
+            del self.shown[place]
+        self.changes += 1
 
     @staticmethod
     def _clear(cleared: list[Place], shown: Collection[Place]) -> None:
@@ -494,7 +330,7 @@ class UsedParameters:
     def unreduced(self, places: list[tuple[Bucket, int, Parameter]]) -> list[Tensor]:
         """The gradients of these parameters that are in no accumulator yet."""
         with without_torch_function():
-            return [p.grad for b, i, p in places if p.grad is not None and self._shown.get((b, i)) is None]
+            return [p.grad for b, i, p in places if p.grad is not None and self.shown.get((b, i)) is None]
 
     # ---- norms of shown gradients ----------------------------------------------------------------------------------
 
@@ -542,5 +378,208 @@ class UsedParameters:
     def changed(self) -> None:
         """Drop computed norms after any other change of gradients. Collective."""
         self.norms.clear()
-        if self._hold and self._places:
+        if self.held and self._places:
             self.norm(self._in_order()[0], 2.0)
+
+
+# ---- the exchange of flags -------------------------------------------------------------------------------------------
+
+
+class UnusedParameters:
+    """The agreement of ranks on the parameters that none of them used, and on the news that travel with it.
+
+    Args:
+        files: whose errors are told.
+        same_on_ranks, buffers: their news travel with the flags.
+        sums_late: reductions go on without late ranks.
+
+    Attributes:
+        late: buckets that got gradients after their reduction in the last backward.
+        nonfinite: a loss was not finite: on this rank, after the exchange on any.
+    """
+
+    def __init__(
+        self,
+        peers: Ranks,
+        buckets: list[Bucket],
+        views: GradViews,
+        reducer: GradReducer,
+        files: OffloadManager,
+        same_on_ranks: SameOnRanks,
+        buffers: BufferSync,
+        sums_late: bool,
+    ) -> None:
+        self._peers, self._buckets, self._views, self._reducer = peers, buckets, views, reducer
+        self._files, self._same_on_ranks, self._buffers = files, same_on_ranks, buffers
+        self._wide: dict[ShardGroup, list[Bucket]] = {}  # of ranks with other models, which have flags of their own
+        for bucket in buckets:
+            if bucket.is_wide:
+                self._wide.setdefault(bucket.group, []).append(bucket)
+        # Ranks do not wait for late ones.
+        self._tolerates = sums_late and any(not bucket.sharding.optim for bucket in buckets)
+        self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank
+        self._wide_due = False  # the flags of ``_wide`` are not exchanged yet
+        self._earlier: tuple[Work, Tensor] | None = None  # the flags of the step before, if ranks may be late
+        # The result of ``finish_reductions``, and ``GradViews.changes`` then.
+        self._found: tuple[set[Place], int] | None = None
+        self.late: set[Bucket] = set()
+        self.nonfinite = False
+
+    def record(self) -> None:
+        """Called when the reductions of a backward are finished."""
+        self._views.begin()
+        self._flags = None
+        if self._reducer.sync:
+            self._launch()
+        else:
+            self.late = {b for b in self._buckets if b.has_grads()}
+        self._views.attach_held()
+
+    def abort(self) -> None:
+        """Drop all gradients after a failed backward, including those that it was added to."""
+        self._flags = None
+        self._views.abort()
+
+    def _launch(self) -> tuple[Work, Tensor]:
+        """Launch the exchange of flags: what is the same on all ranks, used parameters, late buckets, errors."""
+        for bucket in self._buckets:
+            bucket.edits.check()
+        # Guards would intercept each access to ``.grad``, although it needs no values.
+        with without_torch_function():
+            got = [[p.grad is not None for p in b.params] for b in self._buckets]
+        self.late = {b for b, some in zip(self._buckets, got, strict=True) if any(some)}
+        used = [g or i in b.grads.used for b, some in zip(self._buckets, got, strict=True) for i, g in enumerate(some)]
+        lost = any(b.edits.lost for b in self._buckets)
+        files = self._files
+        failed = (files.active or bool(files.others)) and files.find_problem() is not None
+        news = [*(b in self.late for b in self._buckets), self.nonfinite, failed, lost]
+        seen = self._buffers.report()
+        every = torch.frombuffer(bytearray([*seen, *self._same_on_ranks.flags(), *used, *news]), dtype=torch.uint8)
+        self._wide_due = bool(self._wide)
+        work, flags = self._peers.host_max(every, "used parameters"), every[len(seen) :]
+        self._buffers.exchanged(work, every[: len(seen)])
+        self._flags = work, flags
+        return self._flags
+
+    def finish_reductions(self) -> Callable[[Bucket, int], bool]:
+        """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective.
+
+        Raises:
+            RuntimeError: on all ranks, if an in-place edit of a sharded parameter was lost, or they step with different
+                options.
+            SwapError: on all ranks, if files failed on one.
+        """
+        views = self._views
+        stays = self._flags is not None and not self.late and views.are_reduced()
+        if stays and self._found is not None and self._found[1] == views.changes:
+            return partial(_is_used, self._found[0])
+        if views.held:
+            views.take_assigned()
+        elif not stays:
+            views.detach()
+        self._reducer.flush()
+        unseen = not views.shown and any(b.has_grads() for b in self._buckets if b not in self.late)
+        pending, flags = self._launch() if self._flags is None or unseen else self._flags
+        if self._tolerates:
+            pending, flags = self._of_the_step_before(pending, flags)
+        with phase("reduce", "used parameters"):
+            pending.wait()
+        if self._wide_due:
+            self._exchange_wide(flags)
+        row, count = flags.tolist(), len(self._buckets)
+        self._same_on_ranks.check(row[:FLAGS])
+        self.nonfinite = bool(row[-3])
+        if row[-2] or row[-1]:
+            self._flags = None
+            self._raise(files=bool(row[-2]))
+        late = [bucket for bucket, flag in zip(self._buckets, row[-3 - count : -3], strict=True) if flag]
+        if late:
+            if stays:
+                # Detach first: the second reduction takes what ``p.grad`` has, and must not take stand-ins.
+                views.detach()
+                stays = False
+            self._reducer.reduce_again(late)
+            flags[-count - 3 :] = 0
+            self.late = set()
+        used, flagged = set[Place](), iter(row[FLAGS:])
+        for bucket in self._buckets:
+            valid, mine = bucket.grads.valid, islice(flagged, len(bucket.params))
+            used |= {(bucket, index) for index, flag in enumerate(mine) if flag and index in valid}
+            # Those of which a gradient was assigned since the exchange; all others of this rank have their flags.
+            used |= {(bucket, index) for index in bucket.grads.used & valid}
+        if not views.held:
+            if not stays or views.shown.keys() != used:
+                views.attach(used)
+            views.norms, self._found = {}, (used, views.changes)
+        return partial(_is_used, used)
+
+    @contextmanager
+    def user_access(self) -> Iterator[None]:
+        """Context for user code between backward and step: ``p.grad`` is set where any rank used the parameter.
+
+        Collective. The 2-norms are computed in advance, so that one rank alone may read them.
+        """
+        used, views = self.finish_reductions(), self._views
+        places = {(b, i) for b in self._buckets for i in range(len(b.params)) if used(b, i)}
+        views.attach(places)
+        views.held = True
+        try:
+            views.changed()
+            yield
+        finally:
+            views.held = False
+            views.detach()
+            views.attach({(bucket, index) for bucket, index in places if index in bucket.grads.held})
+
+    def _exchange_wide(self, flags: Tensor) -> None:
+        """Take over the flags of buckets that ranks with other models have, too. Collective.
+
+        Not in backward, where these ranks may wait for each other.
+        """
+        self._wide_due = False
+        starts, position = dict[Bucket, int](), FLAGS
+        for bucket in self._buckets:
+            starts[bucket], position = position, position + len(bucket.params)
+        late = {bucket: position + number for number, bucket in enumerate(self._buckets)}
+        for group, buckets in self._wide.items():
+            places = [p for b in buckets for p in (*range(starts[b], starts[b] + len(b.params)), late[b])]
+            mine = flags[places]
+            group.host_max(mine, "used shared parameters").wait()
+            flags[places] = mine
+
+    def _of_the_step_before(self, pending: Work, flags: Tensor) -> tuple[Work, Tensor]:
+        """Keep the flags of this step; returns those of the one before, with all parameters used.
+
+        Raises:
+            RuntimeError: there are gradients that no reduction has had.
+        """
+        if self.late:
+            names = ", ".join(bucket.name for bucket in self.late)
+            raise RuntimeError(
+                f"Gradients of {names} were set after backward. To reduce them all ranks would have to agree, and with "
+                "communication.slow_node_tolerance they do not wait for each other: remove the key, or set p.grad in a "
+                "backward hook."
+            )
+        nothing = Done(), torch.zeros_like(flags)
+        nothing[1][FLAGS // 2 : FLAGS] = 255
+        (pending, flags), self._earlier = self._earlier or nothing, (pending, flags)
+        pending.wait()
+        flags = flags.clone()
+        flags[FLAGS : -len(self._buckets) - 3] = 1
+        flags[-len(self._buckets) - 3 : -3] = 0
+        return Done(), flags
+
+    def _raise(self, files: bool) -> None:
+        """Raise the error of files, or of lost edits, that some rank has. Collective."""
+        if files:
+            problem = self._files.find_problem()
+            raise SwapError(" ".join(self._peers.problems(str(problem) if problem else None, "files")))
+        names = [name for bucket in self._buckets for name in bucket.edits.lost]
+        for bucket in self._buckets:
+            bucket.edits.lost = []
+        every = sorted({name for some in self._peers.host_gather(names, "lost edits") for name in some})
+        raise RuntimeError(
+            f"Parameter {', '.join(map(repr, every[:5]))} was modified in place, but its master weights are stored "
+            "elsewhere and would overwrite the edit. Wrap the edit in "
+            "`with lt_zero.gathered(parameters, write=True): ...`."
+        )

@@ -25,12 +25,11 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Work
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.exchange import OptimizerFragments
-from lt_zero.exchange.gradient_compression import ErrorFeedback, GradientCompression, no_mean
+from lt_zero.exchange.gradient_compression import ErrorFeedback, GradientCompression, compressed, no_mean
 from lt_zero.exchange.momentum_states import OptimizerMomenta
-from lt_zero.ops.codecs import BlockCodec
+from lt_zero.exchange.plan import ExchangePlan
 from lt_zero.optim.onebit import OneBitOptimizer
 
-MOMENTA = BlockCodec(1, 1024)  # 96.8 % fewer bytes than fp32
 _NO_MEAN = "not with a 1-bit optimizer: after freeze_step no rank has the mean gradient."
 
 
@@ -38,16 +37,14 @@ class CompressedMomentum(GradientCompression):
     """The exchange of a 1-bit optimizer. See Note [Averages of momenta].
 
     Args:
-        peers, keeps: as for ``GradientCompression``.
+        peers, plan: as for ``GradientCompression``.
 
     Attributes:
         states: of the optimizer; None until there is one.
     """
 
-    everywhere = True
-
-    def __init__(self, peers: ShardGroup, keeps: bool) -> None:
-        super().__init__(peers, 0, keeps)
+    def __init__(self, peers: ShardGroup, plan: ExchangePlan) -> None:
+        super().__init__(peers, plan)
         self.of_bucket: Mapping[Bucket, MomentumFeedback] = {}
         self.states: OptimizerMomenta | None = None
         self._limit = 0.0  # the norm to which the running step clips; 0: none
@@ -55,7 +52,7 @@ class CompressedMomentum(GradientCompression):
         self._clipped: tuple[float, Tensor] | None = None
 
     def bind(self, buckets: Sequence[Bucket]) -> None:
-        self.of_bucket = {bucket: MomentumFeedback(self, bucket) for bucket in buckets if bucket.compresses}
+        self.of_bucket = {bucket: MomentumFeedback(self, bucket) for bucket in compressed(buckets)}
 
     def connect(self, optimizer: Optimizer, fragments: OptimizerFragments) -> None:
         if not isinstance(optimizer, OneBitOptimizer):
@@ -160,7 +157,7 @@ class MomentumFeedback(ErrorFeedback):
     def __init__(self, owner: CompressedMomentum, bucket: Bucket) -> None:
         super().__init__(owner, bucket)
         self._exchange, self._bucket = owner, bucket
-        self._sharded = not bucket.is_whole
+        self._sharded = owner.plan.copies_momenta(bucket.storage)
         self._momentum: Tensor | None = None  # stage 1: that of the last step (1D fp32, all elements)
         self._moves: Tensor | None = None  # and which of its elements the optimizer updates
         self._next: Tensor | None = None  # the momentum of the running step
@@ -190,6 +187,7 @@ class MomentumFeedback(ErrorFeedback):
         if not self._sharded:
             return states.state(self._bucket, "exp_avg")
         if self._momentum is None:
+            # Gather once, at the freeze or after a load: from then on each exchange leaves the full momentum here.
             self._momentum = self._gathered(states.state(self._bucket, "exp_avg"))
             self._moves = self._gathered(states.state(self._bucket, "exp_avg_sq")) > 0
         return self._momentum
@@ -217,6 +215,8 @@ class MomentumFeedback(ErrorFeedback):
         mine, after = send.to(torch.float32, copy=True), group.factors(torch.float32)[1]
         # Gradients in 16 bits may carry other factors than the fp32 sum below.
         mine.mul_(group.factors(send.dtype)[1] / after)
+        # All ranks add the same old momentum. The sum multiplies it by their number and by the factor after it, so a
+        # rank adds that much less, and the loss scale is left over.
         share = self._exchange.scale / (after * group.size)
         rules = states.rules(self._bucket)
         for span, (beta, factor) in zip(self._layout.spans, rules, strict=True):
@@ -237,6 +237,8 @@ class MomentumFeedback(ErrorFeedback):
         lo, hi = self._bucket.shard_range
         out.copy_(full[lo:hi])
         assert self._moves is not None
+        # A code of one bit has no zero: elements that no optimizer updates (padding, parameters without a gradient)
+        # would get a momentum from it.
         self._next = torch.where(self._moves, full, 0).div_(self._exchange.scale)
 
     @property

@@ -25,34 +25,14 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import Work
 from lt_zero.common.units import format_bytes
-from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.exchange import PlainExchange
-from lt_zero.engine.layout import BucketLayout, gaps_between
-from lt_zero.ops.codecs import TWO_BITS, BlockCodec, Codec, TopK
+from lt_zero.engine.layout import gaps_between
+from lt_zero.exchange.plan import ExchangePlan
 
 log = logging.getLogger("lt_zero")
 
-# With a scale for each 128 signs, not 1,024, a GPT under AdamW lost 9.8 instead of 16.7 % in 300 steps; 96.1 % of the
-# bytes are saved, not 96.8.
-SIGNS = BlockCodec(1, 128)
 JUDGED = 20  # the step after which coding is compared with what it saved
-
-
-def codec_of(config: ZeroConfig) -> Codec | None:
-    """The codec of ``gradient_compression``; None: gradients are not compressed."""
-    block = config.gradient_compression
-    if block.algorithm == "topk":
-        return TopK(block.topk_ratio, torch.bfloat16, block.huffman_coding)
-    return {"1bit": SIGNS, "2bit": TWO_BITS}.get(block.algorithm)
-
-
-def residual_numels(layout: BucketLayout, whole: bool) -> tuple[int, int]:
-    """Elements of a rank's residuals of one bucket: of what it sends, and of the mean that it sends on (0: none).
-
-    ``whole``: all ranks need the mean of all elements.
-    """
-    return layout.numel, layout.shard_numel if whole else 0
 
 
 class ErrorFeedback:
@@ -65,8 +45,7 @@ class ErrorFeedback:
 
     def __init__(self, owner: GradientCompression, bucket: Bucket) -> None:
         self._owner, self._device, self._group, self._name = owner, bucket.group.device, bucket.group, bucket.name
-        whole = owner.everywhere or not bucket.is_cut
-        self._layout, self._numels = bucket.layout, residual_numels(bucket.layout, whole)
+        self._layout, self._numels = bucket.layout, owner.plan.residual_numels(bucket.layout, bucket.is_cut)
         shard = bucket.layout.shard(bucket.group.rank)
         pieces = bucket.layout.pieces(*shard)
         own = gaps_between(((p.offset, p.offset + p.numel) for p in pieces), bucket.layout.shard_numel)
@@ -96,10 +75,11 @@ class ErrorFeedback:
             return None
         self.make()
         # Copy before the first reduction of a step changes the residuals: a skipped step restores them.
-        if owner.keeps and self._kept_at != owner.steps:
+        if owner.plan.keeps and self._kept_at != owner.steps:
             self._kept = self._kept or [torch.empty_like(tensor) for tensor in self._tensors()]
             for kept, tensor in zip(self._kept, self._tensors(), strict=True):
                 kept.copy_(tensor)
+            # Keep the scale of the copies, too: they are not rescaled with the residuals below.
             self._kept_scale, self._kept_at = self.scale, owner.steps
         if self.scale != owner.scale:
             for tensor in self._tensors():
@@ -137,28 +117,27 @@ class GradientCompression(PlainExchange):
 
     Args:
         peers: reduce the gradients.
+        plan: says which buckets are compressed, and whether steps may be skipped (Note [Skipped steps]).
         warmup: optimizer steps whose gradients are sent as they are.
-        keeps: whether steps may be skipped. See Note [Skipped steps].
 
     Attributes:
         announce: called once, with a line of text, if coding takes longer than the transfer that it saves.
         of_bucket: the residuals.
         steps: optimizer steps so far.
         scale: the loss scale of the running step.
-        everywhere: all ranks need all elements of what is averaged, whatever is sharded.
     """
 
-    everywhere = False
+    remembers = True
 
-    def __init__(self, peers: ShardGroup, warmup: int, keeps: bool) -> None:
+    def __init__(self, peers: ShardGroup, plan: ExchangePlan, warmup: int = 0) -> None:
         super().__init__(peers)
-        self._warmup, self.keeps, self.scale = warmup, keeps, 1.0
+        self._warmup, self.plan, self.scale = warmup, plan, 1.0
         self.announce: Callable[[str], object] = log.warning
         self.of_bucket: Mapping[Bucket, ErrorFeedback] = {}
         self._judge_from = warmup + JUDGED // 2  # earlier steps warm up caches and connections
 
     def bind(self, buckets: Sequence[Bucket]) -> None:
-        self.of_bucket = {bucket: ErrorFeedback(self, bucket) for bucket in buckets if bucket.compresses}
+        self.of_bucket = {bucket: ErrorFeedback(self, bucket) for bucket in compressed(buckets)}
 
     @property
     def compresses(self) -> bool:
@@ -179,6 +158,7 @@ class GradientCompression(PlainExchange):
         self.steps += 1
         compressor = self._peers.compressor
         assert compressor is not None
+        # All ranks come here in the same step, as measuring the rate is collective.
         if self.steps == self._judge_from:
             compressor.restart_costs()
         elif self.steps == self._warmup + JUDGED:
@@ -187,13 +167,10 @@ class GradientCompression(PlainExchange):
                 self.announce(line)
 
     def undo_step(self, counted: bool) -> None:
+        # Count back first: the residuals that are restored are those kept for the step that is undone.
         self.steps -= counted
         for feedback in self.of_bucket.values():
             feedback.restore(self.steps)
-
-    @property
-    def remembers(self) -> bool:
-        return True
 
     def resume(self, steps: int) -> None:
         self.steps = steps
@@ -203,6 +180,11 @@ class GradientCompression(PlainExchange):
     @property
     def nbytes(self) -> int:
         return sum(feedback.nbytes for feedback in self.of_bucket.values())
+
+
+def compressed(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Those of ``buckets`` whose gradients are compressed."""
+    return [bucket for bucket in buckets if bucket.storage.codecs.reductions is not None]
 
 
 def no_mean(instead: str) -> RuntimeError:

@@ -23,7 +23,8 @@ from lt_zero.comm.work import Done, Work
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.exchange import OptimizerFragments
 from lt_zero.engine.layout import Piece
-from lt_zero.exchange.gradient_compression import ErrorFeedback, GradientCompression, no_mean
+from lt_zero.exchange.gradient_compression import ErrorFeedback, GradientCompression, compressed, no_mean
+from lt_zero.exchange.plan import ExchangePlan
 from lt_zero.optim.zero_one import ZeroOneAdam
 
 
@@ -31,16 +32,16 @@ class LocalSteps(GradientCompression):
     """The exchange of 0/1 Adam. See Note [Ranks that step apart].
 
     Args:
-        peers, keeps: as for ``GradientCompression``.
+        peers, plan: as for ``GradientCompression``.
     """
 
-    def __init__(self, peers: ShardGroup, keeps: bool) -> None:
-        super().__init__(peers, 0, keeps)
+    def __init__(self, peers: ShardGroup, plan: ExchangePlan) -> None:
+        super().__init__(peers, plan)
         self.of_bucket: Mapping[Bucket, LocalFeedback] = {}
         self._optimizer: ZeroOneAdam | None = None  # knows what the next step is
 
     def bind(self, buckets: Sequence[Bucket]) -> None:
-        self.of_bucket = {bucket: LocalFeedback(self, bucket) for bucket in buckets if bucket.compresses}
+        self.of_bucket = {bucket: LocalFeedback(self, bucket) for bucket in compressed(buckets)}
 
     def connect(self, optimizer: Optimizer, fragments: OptimizerFragments) -> None:
         if not isinstance(optimizer, ZeroOneAdam):
@@ -83,6 +84,7 @@ class LocalSteps(GradientCompression):
         self.steps += 1
         if self._optimizer is not None and self._optimizer.begins_local:
             for feedback in self.of_bucket.values():
+                # What was left of gradients would be added to changes of weights.
                 feedback.reset()
 
     def check_mean(self) -> None:
@@ -112,6 +114,7 @@ class LocalFeedback(ErrorFeedback):
     def reduce(self, out: Tensor, send: Tensor, residuals: Residuals, add: bool) -> Work:
         if not self._steps.ranks_step_apart:
             return super().reduce(out, send, residuals, add)
+        # Scale as if all ranks had sent this gradient, so that whoever reads the accumulator finds the usual units.
         own = send.to(out.dtype) * (self._group.factors(send.dtype)[1] * self._group.size)
         out.add_(own) if add else out.copy_(own)
         return Done()
@@ -124,6 +127,7 @@ class LocalFeedback(ErrorFeedback):
         for rows in self._tensors() if self.scale != 1.0 else ():
             rows.div_(self.scale)
         self.scale = 1.0
+        # The sum is multiplied by the factor after it. Divide by that, and by the number of ranks, to get the mean.
         flat = flat / (self._group.factors(flat.dtype)[1] * self._group.size)
         mean = torch.empty_like(flat)
         self._group.reduce_compressed(mean, flat, residuals, False, self._name).wait()

@@ -54,6 +54,8 @@ class OptimizerMomenta:
             if "exp_avg" in state:
                 table[0, number] = float(state.get("scaling_coeff", 0.0))
                 table[1, number] = torch.linalg.vector_norm(state["exp_avg"], dtype=torch.float64).square()
+        # Where states are sharded, a rank has parts of some parameters. All that have one know the same factor, so the
+        # largest is that of ranks without it (0) and with it; squared norms of the parts add up.
         if any(not bucket.is_whole for bucket, _, _ in places):
             table[0] = group.max_all(table[0].to(group.device), "factors of momenta")
             table[1] = group.sum_scalar(table[1].to(group.device), "norms of momenta")
@@ -61,6 +63,7 @@ class OptimizerMomenta:
         if not factors.any():
             spans = [bucket.layout.spans[index] for bucket, index, _ in places]
             numels = torch.tensor([span.hi - span.lo for span in spans])
+            # A momentum that is still zero has no magnitude: its factor is 1.
             magnitudes = (table[1] / numels.clamp(min=1)).sqrt()
             factors = torch.where(magnitudes > 0, magnitudes.mean() / magnitudes, 1.0)
             for (_, _, parameter), factor in zip(places, factors, strict=True):

@@ -9,28 +9,24 @@ from __future__ import annotations
 import torch
 
 from lt_zero.comm.work import Work
-from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import Bucket, GatherStrategy
-from lt_zero.engine.partition import BucketPlan
 from lt_zero.offload.coded_store import coded_place
 from lt_zero.offload.store import Place
-from lt_zero.ops.codecs import INT8
+from lt_zero.ops.codecs import Codec
 
 
 class RestingGather(GatherStrategy):
-    """Gathers of one bucket whose weights rest encoded. They are exact, as nothing else is known of the weights."""
+    """Gathers of one bucket whose weights rest encoded. They are exact, as nothing else is known of the weights.
 
-    rests = INT8
+    ``codec``: of the weights.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
 
     def place(self, place: Place, device: torch.device) -> Place:
-        return coded_place(place, INT8, device)
+        return coded_place(place, self._codec, device)
 
     def launch(self, bucket: Bucket) -> Work:
         with bucket.weights.gather_source.source(bucket.shard) as codes:
-            return bucket.group.all_gather_encoded(bucket.flat, bucket.name, INT8, codes)
-
-
-def rests_quantized(config: ZeroConfig, plan: BucketPlan) -> bool:
-    """True if the parameters of a bucket are sharded, and kept in as many bits as ``quantize`` says."""
-    known = plan.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return config.quantize is not None and plan.sharding.params and known
+            return bucket.group.all_gather_encoded(bucket.flat, bucket.name, self._codec, codes)

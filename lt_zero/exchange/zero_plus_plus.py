@@ -14,7 +14,7 @@ Note [Exact gathers]
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,28 +23,24 @@ from lt_zero.comm.compression import Residuals
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import Work
-from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import Bucket, GatherStrategy
 from lt_zero.engine.exchange import PlainExchange
 from lt_zero.engine.layout import gaps_between
-from lt_zero.engine.partition import BucketPlan, GroupFacts
-from lt_zero.ops.codecs import INT4, INT8, Codec
-
-WEIGHTS: Codec = INT8
-GRADIENTS, GRADIENTS_INSIDE = INT4, INT8  # between nodes, inside a node
+from lt_zero.engine.storage_plan import Codecs
+from lt_zero.exchange.plan import GRADIENTS, GRADIENTS_INSIDE, WEIGHTS
+from lt_zero.ops.codecs import Codec
 
 
 class ZeroPlusPlusGather(GatherStrategy):
     """Gathers of one bucket with sharded parameters for computation.
 
     Args:
-        quantizes: all gathers from the owners are quantised.
-        frozen_only: only those of a frozen bucket are.
+        codecs: of the bucket; say which gathers from the owners are quantised.
         secondary: ranks that share a second copy; 1: there is none.
     """
 
-    def __init__(self, quantizes: bool, frozen_only: bool, secondary: int) -> None:
-        self._quantizes, self._frozen_only, self._secondary = quantizes, frozen_only, secondary
+    def __init__(self, codecs: Codecs, secondary: int) -> None:
+        self._codecs, self._secondary = codecs, secondary
         self._kept: Tensor | None = None  # 1D: this rank's part of the second copy
         self._valid = self._keeps = False  # the copy is of the current weights; it is made when the gather is finished
         self._kept_rounded = False  # the copy was decoded
@@ -53,7 +49,7 @@ class ZeroPlusPlusGather(GatherStrategy):
         self._serves = False
 
     def prepare(self, bucket: Bucket, exact: bool) -> bool:
-        codec = WEIGHTS if self._quantizes or (self._frozen_only and not bucket.wants_grad) else None
+        codec = self._codecs.sent(bucket.wants_grad)
         # A rounded copy serves only rounded gathers: when frozen parameters were unfrozen, gathers became exact.
         serves = self._valid and not (self._kept_rounded and codec is None)
         rounds = self._kept_rounded if serves else codec is not None
@@ -104,49 +100,26 @@ class ZeroPlusPlusGather(GatherStrategy):
         return self._kept.nbytes if self._kept is not None else 0
 
 
-class EncodedUpdates(GatherStrategy):
-    """Updates of parameters that are not sharded are gathered in 8 bits."""
-
-    codec = WEIGHTS
-
-
-def sends_less(config: ZeroConfig, plan: BucketPlan, group: GroupFacts) -> GatherStrategy | None:
-    """Make the strategy of a bucket of ``group`` if the configuration asks for fewer bytes between nodes, else None."""
-    zero, sharding = config.zero_optimization, plan.sharding
-    secondary = group.secondary_shards if sharding.params else 1
-    codes = _codes(plan.dtype, group)
-    quantizes, frozen_only = codes and zero.zero_quantized_weights, codes and zero.zero_quantized_nontrainable_weights
-    if sharding.params and (quantizes or frozen_only or secondary > 1):
-        return ZeroPlusPlusGather(quantizes, frozen_only, secondary)
-    return EncodedUpdates() if quantizes and sharding.optim and zero.stage < 3 else None
-
-
 class QuantizedGradients(PlainExchange):
-    """Reduces the gradients of sharded optimizers in few bits, without error feedback.
+    """Reduces the gradients of sharded optimizers in few bits, without error feedback. Made collectively.
 
     Args:
         peers: the ranks with the same model.
-        groups: those of several ranks, prepared for it.
+        groups: of the buckets.
+
+    Raises:
+        ConfigError: a GPU has one queue for all groups.
     """
 
-    def __init__(self, peers: ShardGroup, groups: Collection[ShardGroup]) -> None:
+    def __init__(self, peers: ShardGroup, groups: Iterable[ShardGroup]) -> None:
         super().__init__(peers)
-        self._groups = groups
         self._lossy: dict[Bucket, Residuals] = {}  # without a worker's: nothing is kept
-
-    @classmethod
-    def prepare(cls, peers: ShardGroup, groups: Iterable[ShardGroup]) -> QuantizedGradients:
-        """The exchange, of those ``groups`` that send gradients at all. Collective.
-
-        Raises:
-            ConfigError: a GPU has one queue for all groups.
-        """
-        found = list(dict.fromkeys(groups))
-        return cls(peers, [group for group in found if group.use_quantized_sums(GRADIENTS, GRADIENTS_INSIDE)])
+        for group in dict.fromkeys(groups):
+            group.use_quantized_sums(GRADIENTS, GRADIENTS_INSIDE)
 
     def bind(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
-            if bucket.group in self._groups and bucket.sharding.optim and _codes(bucket.dtype, bucket.group):
+            if bucket.storage.codecs.reductions is not None:
                 spans = ((piece.offset, piece.offset + piece.numel) for piece in bucket.pieces)
                 gaps = gaps_between(spans, bucket.layout.shard_numel)
                 self._lossy[bucket] = Residuals(torch.empty(0), None, (), gaps)
@@ -155,8 +128,3 @@ class QuantizedGradients(PlainExchange):
         if (residuals := self._lossy.get(bucket)) is None:
             return super().reduce(bucket, out, send, add)
         return bucket.group.reduce_compressed(out, send.flat, residuals, add, bucket.name)
-
-
-def _codes(dtype: torch.dtype, group: GroupFacts) -> bool:
-    """True if weights and gradients can be sent encoded: there is no codec for 64 bits."""
-    return dtype != torch.float64 and not group.alone

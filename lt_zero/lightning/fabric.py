@@ -20,19 +20,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lt_zero.checkpoint.native.load import engine_of, restore_weights
-from lt_zero.checkpoint.native.pieces import (
-    full_optimizer_state,
-    optimizer_fragments,
-    parameter_names,
-)
-from lt_zero.checkpoint.native.rank_state import RANK_BUFFERS, load_rank_buffers
 from lt_zero.checkpoint.native.save import FABRIC
-from lt_zero.checkpoint.open import Identity, checked_file, is_directory, load_same, of_content, opened_source, reading
+from lt_zero.checkpoint.open import load_same
 from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted, joining
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World, together
-from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_face
@@ -42,36 +35,20 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.lightning.arguments import check_launch, explained
-from lt_zero.lightning.checkpoint_plugin import local_file, write_file, writes_directories
-from lt_zero.lightning.fabric_items import BESIDE, Opened, open_directory, opened_file, prefixes_of
+from lt_zero.lightning.checkpoint_plugin import writes_directories
+from lt_zero.lightning.fabric_items import FabricItems, ShardedModule, optimizer_state, whole
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.setup import shorten_errors
 from lt_zero.parallel.mesh import DeviceMesh
 from lt_zero.session.checkpoints import (
     Saving,
-    beside,
     export_weights,
-    frozen_names,
-    left_out_here,
-    restore_optimizers,
-    weights_to_save,
     whole_weights,
 )
 from lt_zero.session.session import Session, move_buffers
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 log = logging.getLogger("lt_zero")
-
-
-class ShardedModule(nn.Module):
-    """Module that Fabric calls in place of the user's. Methods marked as forward methods pass through it, too."""
-
-    def __init__(self, module: nn.Module, engine: Engine) -> None:
-        super().__init__()
-        self.module, self.engine = module, engine
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
 
 
 class FabricZeroStrategy(DDPStrategy):
@@ -365,6 +342,12 @@ class FabricZeroStrategy(DDPStrategy):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
+    @property
+    def _items(self) -> FabricItems:
+        """Saves and restores the items of a checkpoint."""
+        controller = self.precision.loss_scale_controller
+        return FabricItems(self.config, self._reading, self.session, controller, self.checkpoint_io)
+
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Full tensors on rank 0, {} elsewhere. Collective."""
@@ -375,12 +358,11 @@ class FabricZeroStrategy(DDPStrategy):
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Full tensors on rank 0, {} elsewhere. Collective."""
-        sharded = ShardedOptimizer.of(optimizer)
-        return full_optimizer_state(sharded) if sharded is not None else optimizer.state_dict()
+        return optimizer_state(optimizer)
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        restore_weights(_whole(module), engine_of(module), self.config, state_dict, strict)
+        restore_weights(whole(module), engine_of(module), self.config, state_dict, strict)
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The state dict of a module that is set up, with full tensors on rank 0, {} on the others. Collective."""
@@ -422,13 +404,14 @@ class FabricZeroStrategy(DDPStrategy):
         path = str(self.broadcast(path))
         self.session.saver.wait(world)
         if not writes_directories(self.config, self.checkpoint_io):
-            self._save_file(path, state, storage_options, filter or {})
+            self._items.write(path, state, storage_options, filter or {})
             return
         if storage_options is not None:
             raise TypeError("Sharded checkpoints do not support storage_options: set checkpoint.format='full'.")
-        content, names = self._collect(state, filter or {})
+        items = self._items
+        content, names = items.collect(state, filter or {})
         prefixes = content[FABRIC]["modules"]
-        frozen = [prefixes[key] + name for key in prefixes for name in sorted(self._frozen(state[key]))]
+        frozen = [prefixes[key] + name for key in prefixes for name in sorted(items.frozen(state[key]))]
         about = self.config, self._shown, self.precision.precision, frozen
         self.session.save(Saving(content, names, *about, peers=self.session.peers.ranks), path)
 
@@ -439,88 +422,6 @@ class FabricZeroStrategy(DDPStrategy):
             CheckpointError: on all ranks: it has failed.
         """
         self.session.wait_for_save("FabricZeroStrategy.wait_for_save")
-
-    def _save_file(
-        self, path: str, state: Mapping[str, Any], options: Any, kept: Mapping[str, Callable[[str, Any], bool]]
-    ) -> None:
-        """Rank 0 writes one file. Collective."""
-        modules = {key: value for key, value in state.items() if isinstance(value, ShardedModule)}
-        frozen = {key: self._frozen(module) for key, module in modules.items()}
-        own = {key: whole_weights(module.engine, "Fabric.save", frozen[key]) for key, module in modules.items()}
-        own |= {key: self.get_optimizer_state(o) for key, o in state.items() if isinstance(o, Optimizer)}
-        parts, plugin = self._parts(state, kept, own), self.checkpoint_io
-        found = beside(self._prefixes(state), sharded=False)
-        if found.pop(RANK_BUFFERS, None) is not None and self.world.rank == 0:
-            log.warning("checkpoint.format: full keeps rank 0's buffers only, and other ranks have others.")
-        parts[BESIDE] = {**self._progress(state), **found, "frozen_left_out": frozen}
-        with self.world.agree(f"saving {path}", CheckpointError):
-            if self.world.rank > 0:
-                return
-            if os.path.isdir(path):
-                raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
-            write_file(plugin, parts, path, options)
-
-    def _parts(
-        self, state: Mapping[str, Any], kept: Mapping[str, Callable[[str, Any], bool]], own: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Saved form of each item; ``own``: the forms of sharded items. Collective."""
-        parts = dict[str, Any]()
-        with self.world.agree("reading what is to be saved", CheckpointError):
-            for key, value in state.items():
-                part = own[key] if key in own else value.state_dict() if hasattr(value, "state_dict") else value
-                if key in kept and isinstance(part, Mapping):
-                    part = {name: item for name, item in part.items() if kept[key](name, item)}
-                parts[key] = part
-        return parts
-
-    def _collect(
-        self, state: Mapping[str, Any], kept: Mapping[str, Callable[[str, Any], bool]]
-    ) -> tuple[dict[str, Any], list[list[list[str]]]]:
-        """The content of a checkpoint, and the names of each optimizer's parameters.
-
-        Names of parameters begin with the prefix of their module.
-        """
-        modules = {key: value for key, value in state.items() if isinstance(value, ShardedModule)}
-        optimizers = {key: ShardedOptimizer.of(o) for key, o in state.items() if isinstance(o, Optimizer)}
-        sharded = {key: found for key, found in optimizers.items() if found is not None}
-        prefixes = prefixes_of(list(modules))
-        of_engine = {id(modules[key].engine): prefix for key, prefix in prefixes.items()}
-        own: dict[str, Any] = {
-            key: weights_to_save(module.engine, self._frozen(module)) for key, module in modules.items()
-        }
-        own |= {key: optimizer_fragments(found) for key, found in sharded.items()}
-        parts = self._parts(state, kept, own)
-        weights, names = dict[str, Any](), []
-        for key in modules:
-            weights |= {prefixes[key] + name: value for name, value in parts.pop(key).items()}
-        for found in sharded.values():
-            prefix = of_engine.get(id(found.engine), "")
-            names.append(
-                [[prefix + name for name in group] for group in parameter_names(found.optimizer, found.engine)]
-            )
-        states = [parts.pop(key) for key in sharded]
-        here: dict[str, Any] = {"modules": prefixes, "rest": parts}
-        here["optimizers"] = {key: of_engine.get(id(found.engine), "") for key, found in sharded.items()}
-        here |= self._progress(state)
-        content = {"state_dict": weights, "optimizer_states": states, "global_step": 0, "epoch": 0, FABRIC: here}
-        return {**content, **beside(self._prefixes(state))}, names
-
-    def _prefixes(self, state: Mapping[str, Any]) -> dict[str, Engine]:
-        """Engines by the prefix of their parameters' names in a checkpoint."""
-        modules = {key: value for key, value in state.items() if isinstance(value, ShardedModule)}
-        return {prefix: modules[key].engine for key, prefix in prefixes_of(list(modules)).items()}
-
-    def _progress(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Progress of training: keys of optimizers that have stepped, and the loss scale."""
-        found = {key: ShardedOptimizer.of(value) for key, value in state.items() if isinstance(value, Optimizer)}
-        return {
-            "stepped": [key for key, known in found.items() if known is not None and known.engine.stepped],
-            "loss_scale": self.precision.loss_scale_controller.state_dict(),
-        }
-
-    def _frozen(self, module: ShardedModule) -> list[str]:
-        """Names of weights that are left out (``checkpoint.save_frozen: false``)."""
-        return frozen_names(module.engine, leave_out=not self.config.checkpoint.save_frozen)
 
     @override
     def load_checkpoint(
@@ -548,78 +449,27 @@ class FabricZeroStrategy(DDPStrategy):
         world = self._reading
         # The checkpoint may be the one that is being written in the background.
         self.session.saver.wait(world)
-        opened, of_items = load_same(world, path, partial(self._opened, path, weights_only))
+        opened, of_items = load_same(world, path, partial(self._items.opened, path, weights_only))
         saved = opened.saved
         if not state:
             return saved
         self.precision.loss_scale_controller.read_skip_flag()  # of a step before
         if not isinstance(state, dict):
             key = opened.only(state, path) if of_items else None
-            self._restore(opened, {key: state}, {key: saved if key is None else saved[key]}, strict)
+            self._items.restore(opened, {key: state}, {key: saved if key is None else saved[key]}, strict)
             return {}
         if strict and (missing := [key for key in state if key not in saved]):
             raise KeyError(f"{path} has no {missing[0]!r}; it has {', '.join(saved)}. Pass strict=False to go on.")
         objects = {key: value for key, value in state.items() if key in saved and hasattr(value, "load_state_dict")}
-        self._restore(opened, objects, {key: saved.pop(key) for key in objects}, strict)
+        self._items.restore(opened, objects, {key: saved.pop(key) for key in objects}, strict)
         for key in state.keys() & saved.keys():
             state[key] = saved.pop(key)
         return saved
-
-    def _opened(self, path: str, weights_only: bool | None) -> tuple[tuple[Opened, bool], Callable[[], Identity]]:
-        """The opened checkpoint, True if its contents are by keys of items, and a function that tells its identity."""
-        if is_directory(path):
-            use = partial(open_directory, weights_only=weights_only)
-            opened, identify = opened_source(path, use, self._reading.rank == 0)
-            return (opened, True), identify
-        file = local_file(self.checkpoint_io, path)
-        checked_file(file, self._reading)
-        with reading(file):
-            found = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        return (opened_file(found), False), partial(of_content, found, file)
-
-    def _restore(self, opened: Opened, objects: Mapping[Any, Any], saved: Mapping[Any, Any], strict: bool) -> None:
-        """Load parts of a checkpoint into objects. Collective."""
-        optimizers = {k: ShardedOptimizer.of(value) for k, value in objects.items() if isinstance(value, Optimizer)}
-        stepped_next = [sharded.engine for sharded in optimizers.values() if sharded is not None]
-        # checkpoint/native/load.py, Note [Order of a restore]
-        for key, value in objects.items():
-            if isinstance(value, nn.Module):
-                goes_on = isinstance(value, ShardedModule) and value.engine in stepped_next
-                weights = opened.trained.get(key, {}) if goes_on else {}
-                left_out = left_out_here(engine_of(value), list(opened.left_out.get(key, ())))
-                with self._reading.agree(f"loading {type(value).__name__}", CheckpointError):
-                    state = {**saved[key], **weights}
-                    restore_weights(_whole(value), engine_of(value), self.config, state, strict, left_out)
-                self._restore_buffers(value, opened, key)
-        for key, value in objects.items():
-            if (sharded := optimizers.get(key)) is not None:
-                states = saved[key].get("state") if isinstance(saved[key], Mapping) else None
-                stepped = bool(states) if opened.stepped is None else key in opened.stepped
-                self._restore_optimizer(opened, sharded, saved[key], stepped)
-            elif not isinstance(value, nn.Module):
-                value.load_state_dict(saved[key])
-
-    def _restore_optimizer(self, opened: Opened, sharded: ShardedOptimizer, saved: Any, stepped: bool) -> None:
-        opened.progress(stepped).restore(sharded.engine, self.precision.loss_scale_controller)
-        remedy = "leave the optimizer out of what fabric.load gets, to start with a new one."
-        whole = {"state": {}, **saved} if isinstance(saved, Mapping) else saved  # a filter may have left it out
-        number = self.session.number(sharded)
-        restore_optimizers(sharded.engine, {number: (sharded.optimizer, whole)}, remedy)
-
-    def _restore_buffers(self, value: Any, opened: Opened, key: str | None) -> None:
-        """Load this rank's buffers of a module, where ranks had different ones."""
-        if isinstance(value, ShardedModule) and key is not None:
-            load_rank_buffers(value.engine, opened.rank_buffers, opened.prefixes.get(key, ""))
 
     @override
     def teardown(self) -> None:
         super().teardown()
         self.session.end()
-
-
-def _whole(module: nn.Module) -> nn.Module:
-    """The user's module."""
-    return module.module if isinstance(module, ShardedModule) else module
 
 
 class _NoSync:

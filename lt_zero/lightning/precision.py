@@ -266,7 +266,7 @@ class ZeroPrecision(HalfPrecision):
         self.loss_scale_controller.unscale(sharded)
         # The norm is outdated if user code changes gradients.
         self.loss_scale_controller.norm = None
-        with sharded.engine.used_parameters.looked_at():
+        with sharded.engine.unused_parameters.user_access():
             super()._after_closure(model, optimizer)
 
     @override

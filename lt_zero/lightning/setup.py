@@ -32,10 +32,10 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import owns_all, restore_whole, take_over_assigned
 from lt_zero.engine.guard import owner_of
-from lt_zero.lightning.checkpoint_plugin import writes_directories
 from lt_zero.lightning.model_report import dtype_table, unit_table
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.session.session import Session
+from lt_zero.step.average import average_of
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
@@ -106,11 +106,6 @@ class RunSnapshot:
     def sharded(self) -> list[ShardedOptimizer]:
         return [found for found in map(sharded_of, self.optimizers) if found is not None]
 
-    @property
-    def directories(self) -> bool:
-        """True if checkpoints are directories."""
-        return writes_directories(self.config, self.checkpoint_io)
-
     def agree(self, what: str, error: type[Exception]) -> AbstractContextManager[None]:
         """``World.agree``; outside of a run each process is on its own."""
         return self.world.agree(what, error) if self.world is not None else nullcontext()
@@ -164,8 +159,9 @@ def find_engine(
         same = engine.config == config and engine.policy == policy
         mine = engine.root is module and (engine is last or same)
         reused = mine and len(owners) == 1 and owns_all(engine)
-        if engine.average is not None and not (reused and engine.average.finished and not fits):
-            engine.average.end()
+        average = average_of(engine)
+        if average is not None and not (reused and average.finished and not fits):
+            average.end()
         take_over_assigned(engine)
         if reused:
             return engine
@@ -240,38 +236,40 @@ class Signals:
     Lightning's handlers broadcast, save and log when the signal arrives, possibly inside a collective. Here they only
     record it, until ``give_back``. All ranks agree on a point (comm/agreement.py) and do there what Lightning does:
     stop after the batch with SIGTERMException, on which callbacks may save, or save a checkpoint and requeue the job.
+
+    Attributes:
+        step_boundary: counts a point, as ``Agreement.step_boundary`` does; ``serve`` gets what it returns.
+        agreed: the signals that wait for the next batch to begin.
     """
 
     def __init__(self, trainer: pl.Trainer, agreement: Agreement) -> None:
-        self._trainer, self._agreement = trainer, agreement
-        self._agreed: list[str] = []
+        self._trainer, self.step_boundary = trainer, agreement.step_boundary
+        self.agreed: list[str] = []
         self._override = SignalOverride(trainer, lambda: agreement.request(_STOP), lambda: agreement.request(_REQUEUE))
 
     def give_back(self) -> None:
         """Restore Lightning's handlers."""
         self._override.give_back()
 
-    def pass_point(self, trains: bool) -> None:
-        """Act on signals during a batch, on all ranks; ``trains``: of training. Collective if there was a signal."""
-        agreed = self._agreement.pass_point(trains)
-        self._agreed += agreed
-        if _STOP in agreed:
-            if self._trainer.is_global_zero:
-                log.warning("SIGTERM: all ranks stop after this batch.")
-            self._override.stop()  # Lightning checks this at the end of a batch
+    def serve(self, agreed: list[str], saving: Callable[[], AbstractContextManager[object]] | None = None) -> None:
+        """Act on ``agreed`` signals, on all ranks. Collective.
 
-    def begin_batch(self, trains: bool, saving: Callable[[], AbstractContextManager[object]]) -> None:
-        """Save and requeue, between batches, if that was agreed on. Collective if there was a signal.
-
-        ``trains``: the batch is one of training. ``saving``: a context in which saves are synchronous, as the job ends.
+        ``saving``: a context in which saves are synchronous, as the job ends; None within a batch, where nothing is
+        saved.
 
         Raises:
             SIGTERMException: where Lightning does not check whether to stop.
         """
-        self.pass_point(trains)
-        if _REQUEUE in self._agreed:
+        self.agreed += agreed
+        if _STOP in agreed:
+            if self._trainer.is_global_zero:
+                log.warning("SIGTERM: all ranks stop after this batch.")
+            self._override.stop()  # Lightning checks this at the end of a batch
+        if saving is None:
+            return
+        if _REQUEUE in self.agreed:
             with saving():
                 self._override.requeue()
-        self._agreed.clear()
+        self.agreed.clear()
         if self._trainer.received_sigterm and self._trainer.state.fn == TrainerFn.PREDICTING:
             raise SIGTERMException

@@ -24,8 +24,6 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lt_zero.activation.checkpointing import install, installed, uninstall
-from lt_zero.checkpoint.export import Format
-from lt_zero.comm.comm_log import CommLog, CommRecord
 from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted, joining
 from lt_zero.comm.world import World
@@ -44,14 +42,13 @@ from lt_zero.lightning.arguments import check_launch, explained
 from lt_zero.lightning.checkpoint_service import CheckpointService
 from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.metrics import count_all_ranks, count_data_ranks
-from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.run_monitor import RunMonitor
-from lt_zero.lightning.precision import ZeroPrecision, sharded_of
+from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.reconcile import Reconciler
+from lt_zero.lightning.run_queries import RunQueries
 from lt_zero.lightning.setup import RunSnapshot, Signals
 from lt_zero.parallel.mesh import DeviceMesh
 from lt_zero.parallel.plan import keeping_ties
-from lt_zero.session.checkpoints import export_weights, whole_weights
 from lt_zero.session.session import Session, move_buffers
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -59,7 +56,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 _HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(DDPStrategy.load_checkpoint).parameters
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(RunQueries):
     """Trains with optimizer states, gradients and parameters sharded over the ranks (ZeRO, arXiv:1910.02054).
 
     Args:
@@ -197,67 +194,12 @@ class ZeroStrategy(DDPStrategy):
     @property
     def engine(self) -> Engine:
         """The engine of the current module. Raises RuntimeError before set-up."""
-        return self.run.engine
+        return self._engine if self._engine is not None else self.run.engine
 
     @property
     def world(self) -> World | None:
         """All ranks; set in ``setup_environment``."""
         return self.session.known.world if self.session.known is not None else None
-
-    def memory_report(self) -> dict[str, tuple[int, int]]:
-        """Bytes of model states per kind: (on this rank now, what a replicated run holds)."""
-        return memory_report(self.engine, self.run.sharded)
-
-    def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
-        """The global norm (0D) of the averaged gradients; after backward and before the step. Collective."""
-        sharded = sharded_of(optimizer if optimizer is not None else self.optimizers[0])
-        if sharded is None:
-            raise ValueError("The optimizer has no parameters of this model.")
-        sharded.engine.world.roll_call("grad_norm")
-        return sharded.grads.norm(norm_type) / sharded.grads.loss_scale
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The module's state dict with full tensors on rank 0, {} on the others. Collective: call it on every rank.
-
-        With ``EMA`` it has the averages, as exports have.
-        """
-        return whole_weights(self.engine, "full_state_dict")
-
-    def save_trained_weights(self, checkpoint: dict[str, Any]) -> None:
-        """Add the trained weights to a checkpoint whose state dict has the averages of ``EMA``. Collective."""
-        self.checkpoints.add_trained(self.run, checkpoint)
-
-    def export(
-        self,
-        path: str | os.PathLike[str],
-        dtype: torch.dtype | str = torch.float16,
-        format: Format = "auto",
-        shard_size: int | str | None = None,
-        strip_prefix: str | None = None,
-        overwrite: bool = False,
-    ) -> None:
-        """Write all weights to files that are readable without lt_zero. Collective: call it on every rank.
-
-        Rank 0 writes one bucket at a time. Arguments and errors are those of ``lt_zero.export``.
-        """
-        more = {"shard_size": shard_size, "strip_prefix": strip_prefix, "overwrite": overwrite}
-        export_weights(self.engine, self.broadcast(path), "export", dtype=dtype, format=format, **more)
-        self.barrier("export")
-
-    def comms_summary(self) -> list[CommRecord]:
-        """The cost of this rank's collectives since the last ``fit`` (or other entry point) began.
-
-        Raises RuntimeError if nothing is recorded.
-        """
-        world = self.world
-        if world is None or not isinstance(world.log, CommLog):
-            if world is None:
-                self.run.refuse_parent("the record of collectives")
-            raise RuntimeError(
-                "Collectives are only recorded with comms_logger.enabled: true, once Trainer.fit, validate, test or "
-                "predict has begun. Enable it and start a run first."
-            )
-        return world.log.records()
 
     # ---- precision ---------------------------------------------------------------------------------------------
 
@@ -321,7 +263,9 @@ class ZeroStrategy(DDPStrategy):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the ranks that see different data, unless ``group`` says over which."""
-        return super().reduce(tensor, group if group is not None else self.session.data_group, reduce_op)
+        if group is None and self.session.mesh is not None:
+            group = self.session.data_group
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -355,6 +299,7 @@ class ZeroStrategy(DDPStrategy):
         compare_models(self.session.peers, self._module)  # "auto" depends on it, and whether an engine is used again
         if fitting:
             self._reconciler.agree(trainer, self._module, world, self.session.data_ranks, self.is_global_zero)
+        self.checkpoints.set_up(self.run)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
             self._layer_sync = TorchSyncBatchNorm()
         if fitting and self._layer_sync:
@@ -456,31 +401,45 @@ class ZeroStrategy(DDPStrategy):
         if (epoch := self._module.current_epoch) != self._epoch:
             self._epoch = epoch
             self.engine.world.meet(f"the start of epoch {epoch}")
-        if self._signals is not None:
-            self._signals.begin_batch(True, self.checkpoints.foreground)
+        self._pass_point(trains=True, begins=True)
+
+    def _pass_point(self, trains: bool, begins: bool = False) -> None:
+        """Count a point at which all ranks can act on signals, and do so if that was agreed on.
+
+        ``begins``: it is the beginning of a batch. ``trains``: of training.
+        """
+        signals = self._signals
+        if signals is not None and ((agreed := signals.step_boundary(trains)) or signals.agreed):
+            signals.serve(agreed, self.checkpoints.foreground if begins else None)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        run, module, batch = self.run, self._module, args[0] if args else None
-        self.session.before_step()
+        engine, session, module, batch = self.engine, self.session, self._module, args[0] if args else None
+        if session.saver.pending is not None:
+            session.before_step()
         if not self._reconciler.seen:
-            self._reconciler.see(batch, module.trainer, run.engine.world, self.session.data_ranks, self.is_global_zero)
-        if self.session.mesh is not None:
-            self.session.compare_batch(batch)
-        with phase("forward"), run.engine.forward_scope():
+            self._reconciler.see(batch, module.trainer, engine.world, session.data_ranks, self.is_global_zero)
+        if session.mesh is not None:
+            session.compare_batch(batch)
+        with phase("forward"), engine.forward_scope():
+            if not self.monitor.watches:
+                return super().training_step(*args, **kwargs)
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.monitor.watches:
+            with phase("backward"):
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
         call = partial(super().backward, closure_loss, optimizer, *args, **kwargs)
         return self.monitor.backward(self._module, closure_loss, call)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         call = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-        output = self.monitor.optimizer_step(self._module, optimizer, call)
-        if self._signals is not None:
-            self._signals.pass_point(True)
+        watches = self.monitor.watches
+        output = self.monitor.optimizer_step(self._module, optimizer, call) if watches else call()
+        self._pass_point(trains=True)
         return output
 
     @override
@@ -500,8 +459,7 @@ class ZeroStrategy(DDPStrategy):
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """Handle signals, and make parameters of the LightningModule itself readable inside a step."""
-        if self._signals is not None:
-            self._signals.begin_batch(False, self.checkpoints.foreground)
+        self._pass_point(trains=False, begins=True)
         return self._engine.forward_scope(trains=False) if self._engine is not None else nullcontext()
 
     @contextmanager
@@ -587,14 +545,6 @@ class ZeroStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self.checkpoints.load_optimizers(self.run, checkpoint)
-
-    def wait_for_save(self) -> None:
-        """Wait until the save in the background (``checkpoint.async``) is done. Collective.
-
-        Raises:
-            CheckpointError: on all ranks: it has failed.
-        """
-        self.session.wait_for_save("ZeroStrategy.wait_for_save")
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

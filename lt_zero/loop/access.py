@@ -92,7 +92,7 @@ def set_full_grad(parameter: Parameter, value: Tensor) -> None:
     for piece in bucket.pieces_of(index):
         bucket.grads.of(piece).copy_(row[piece.lo : piece.hi])
     bucket.grads.put_away()
-    engine.used_parameters.changed()
+    engine.grad_views.changed()
 
 
 def full_state(parameter: Parameter, key: str) -> Any:
@@ -218,7 +218,7 @@ def set_local_grad(parameter: Parameter, value: Tensor | None) -> None:
         row = _checked(bucket, index, piece, value) * _scale_of(engine, parameter)
         bucket.grads.of(piece).copy_(row)
         bucket.grads.put_away()
-    engine.used_parameters.norms.clear()  # on every rank: norms are computed together
+    engine.grad_views.norms.clear()  # on every rank: norms are computed together
 
 
 @torch.no_grad()
@@ -260,8 +260,8 @@ def _is_elementwise(bucket: Bucket, piece: Piece, value: Any) -> bool:
 def _check_reduced(engine: Engine, bucket: Bucket, index: int) -> None:
     """Raise RuntimeError if this rank's part of a gradient lacks gradients that are in no sum over the ranks yet."""
     engine.exchange.check_mean()
-    engine.used_parameters.take_assigned()  # None, by zero_grad, or a tensor
-    unreduced = engine.used_parameters.unreduced([(bucket, index, bucket.params[index])])
+    engine.grad_views.take_assigned()  # None, by zero_grad, or a tensor
+    unreduced = engine.grad_views.unreduced([(bucket, index, bucket.params[index])])
     if unreduced or (bucket.grads.local is not None and index in bucket.grads.used):
         raise RuntimeError(
             f"The gradient of {_name(bucket, index)!r} is not reduced yet: ask after the last micro-batch, or call "

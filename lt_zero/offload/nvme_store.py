@@ -35,11 +35,12 @@ from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.timing import phase
 from lt_zero.common.units import exact_bytes
 from lt_zero.config.blocks import Aio
-from lt_zero.io.direct_file import Nowhere, SwapFile
 from lt_zero.io.pinned import BufferPool, aligned_buffer, host_buffer, rounded
 from lt_zero.io.private_folder import SwapFolder
+from lt_zero.io.swap_file import Nowhere, SwapFile
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
 from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
+from lt_zero.offload.record_sizes import record_nbytes
 from lt_zero.offload.store import CODES, Place, Speed, Store
 from lt_zero.ops.codecs import INT8
 
@@ -215,8 +216,8 @@ class NvmeFiles:
         """The place of the stores of bucket ``record``; ``link`` to the device, if that is not the CPU."""
 
         def store(kind: str, numel: int, dtype: torch.dtype) -> Store:
-            nbytes = INT8.nbytes if kind == CODES else lambda numel: numel * dtype.itemsize
-            file = self._file_of(f"{kind}-{str(dtype).removeprefix('torch.')}", [nbytes(n) for n in self._numels])
+            sizes = [record_nbytes(n, dtype, INT8 if kind == CODES else None) for n in self._numels]
+            file = self._file_of(f"{kind}-{str(dtype).removeprefix('torch.')}", sizes)
             return NvmeStore(numel, dtype, file, record, self._buffers, self._note, link, scratch=kind == "grad")
 
         return Place(

@@ -3,6 +3,11 @@
 A bucket owns its tensors as stores (engine/bucket.py): master weights, what gathers read, the accumulator, optimizer
 states. A ``Place`` makes the stores of one bucket. What differs between device memory, host memory and files is in
 their classes: ``Store`` here, ``HostStore`` (host_store.py), ``NvmeStore`` (nvme_store.py).
+
+Note [Pairs of a store]
+    A store launches no collectives. The code that does asks it for the tensor (``source`` of a gather, ``target`` of a
+    reduction), waits for the work, and tells the store (``sent``, ``arrived``). A collective cannot be launched before
+    its input is there, so the gather of a streamed store is launched where it is waited for, on all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +24,6 @@ from torch import Tensor
 
 from lt_zero.offload.copy_streams import CopyEvent
 
-AVERAGE = "average"  # kind of stores of averaged weights
 CODES = "codes"  # kind of stores of encoded weights, as uint8
 Gap = tuple[int, int]  # elements [lo, hi) of a shard that belong to no parameter
 
@@ -176,7 +180,7 @@ class Place:
 
     Attributes:
         store: makes a store for a kind of values: "master", "weights" (which gathers read), ``CODES``, "grad",
-            "state ..."; the other arguments are the number of elements and the dtype.
+            "state ...", "beside ..."; the other arguments are the number of elements and the dtype.
         offloads: whether its stores are off the device.
         streamed: whether its stores are, see ``Store``.
         feed: makes the store of a compute copy (1D, on the device) of master weights that are kept here; None: an
@@ -224,7 +228,7 @@ def device_place(
     """
     return Place(
         lambda kind, numel, dtype: Store(
-            dtype, partial(allocate if kind in ("grad", CODES, AVERAGE) or shared is None else shared, numel, dtype)
+            dtype, partial(shared if kind in ("master", "weights") and shared is not None else allocate, numel, dtype)
         )
     )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lt_zero.ops import library
 from lt_zero.ops.dispatch import DTYPES, address, call
+from lt_zero.ops.header import STRUCTS
 
 LARGEST_DIM = 256  # of a head
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -134,6 +135,7 @@ def attention_forward(
         out, lse = attention_forward_reference(q, k, v, index, terms)
         return torch.empty_like(q).copy_(out), lse.contiguous()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    # The bias has to live until the kernel has run: `problem` has its address only.
     bias = terms.key_bias.contiguous() if terms.key_bias is not None else None
     tensors = {"q": q, "k": k, "v": v, "out": out}
     problem = _problem(tensors, index, lse, bias, terms)
@@ -211,6 +213,7 @@ def _weights(q: Tensor, k: Tensor, index: BlockIndex, terms: Terms) -> tuple[Ten
     seen = index.dense(length)
     scores = scores.masked_fill(~(seen.tril() if terms.causal else seen), -math.inf)
     lse = scores.logsumexp(3)
+    # A row without keys has a softmax of NaN. Give it any finite scores, and no weights.
     blind = (lse == -math.inf)[..., None]
     weights = scores.masked_fill(blind, 0.0).softmax(3).masked_fill(blind, 0.0)  # neither NaN, nor in the gradients
     if not terms.dropout:
@@ -235,8 +238,10 @@ def attention_backward_reference(
     dweights = dout @ wide_v.transpose(2, 3)
     used = weights if kept is None else weights * kept
     dweights = dweights if kept is None else dweights * kept
+    # The gradient of softmax: of each row's gradients, their weighted mean is taken off.
     dscores = terms.scale_of(q) * weights * (dweights - (weights * dweights).sum(3, keepdim=True))
     dk, dv = dscores.transpose(2, 3) @ wide_q, used.transpose(2, 3) @ dout
+    # Heads of q that share one of k add up in it.
     dk, dv = (t.unflatten(1, (shape[1], group)).sum(2) for t in (dk, dv))
     return (dscores @ wide_k).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -252,6 +257,7 @@ def dropout_mask(seed: int, number: int, rows: int, columns: int, dropout: float
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
     z ^= z >> 31
+    # Rows and columns get different halves of the key: with one key the mask would be symmetric.
     row = _mix(torch.arange(rows, device="cpu") ^ z % 2**32)
     column = _mix(torch.arange(columns, device="cpu") ^ z >> 32)
     return _mix(row[:, None] ^ column) >= int(dropout * 2**32)
@@ -305,11 +311,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, terms: Terms) -> 
 
 def _problem(
     tensors: dict[str, Tensor], index: BlockIndex, lse: Tensor, key_bias: Tensor | None, terms: Terms
-) -> library.LtAttention:
+) -> ctypes.Structure:
     """``lt_attention``; it does not keep the tensors alive."""
     q, k = tensors["q"], tensors["k"]
-    rows = {name: library.LtRows(address(t), *t.stride()[:3]) for name, t in tensors.items()}
-    return library.LtAttention(
+    rows = {name: STRUCTS["lt_rows"](address(t), *t.stride()[:3]) for name, t in tensors.items()}
+    return STRUCTS["lt_attention"](
         batch=q.shape[0],
         heads=q.shape[1],
         kv_heads=k.shape[1],
@@ -317,8 +323,8 @@ def _problem(
         dim=q.shape[3],
         block=index.block,
         layouts=index.layouts,
-        rows=library.LtLists(address(index.row_begin), address(index.row_index)),
-        columns=library.LtLists(address(index.column_begin), address(index.column_index)),
+        rows=_native_lists(index.row_begin, index.row_index),
+        columns=_native_lists(index.column_begin, index.column_index),
         lse=address(lse),
         key_bias=address(key_bias),
         scale=terms.scale_of(q),
@@ -327,4 +333,12 @@ def _problem(
         dtype=DTYPES[q.dtype],
         causal=terms.causal,
         **rows,
+    )
+
+
+def _native_lists(begin: Tensor, index: Tensor) -> ctypes.Structure:
+    """``lt_lists`` of int64 and int32 tensors; it does not keep them alive."""
+    return STRUCTS["lt_lists"](
+        ctypes.pointer(ctypes.c_int64.from_address(begin.data_ptr())),
+        ctypes.pointer(ctypes.c_int32.from_address(index.data_ptr())),
     )

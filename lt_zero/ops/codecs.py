@@ -123,6 +123,7 @@ class TopK(Codec):
     def decode_sum(self, buffers: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
         if len(buffers) == 0:
             raise ValueError("buffers is empty; at least one is needed.")
+        # A buffer adds to its own elements only, so the sum begins at zero. It is in fp32, and rounded once at the end.
         total = out.zero_() if out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
         for buffer in buffers:
             decode_topk_add(buffer, total, scale)

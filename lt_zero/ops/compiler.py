@@ -37,13 +37,14 @@ from typing import IO
 from filelock import FileLock, Timeout
 
 from lt_zero.common.progress_bar import progress_bar
+from lt_zero.ops.header import CONSTANTS, HEADER
 from lt_zero.ops.own_folder import OwnFolder
 
 log = logging.getLogger("lt_zero")
 
 MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine())
-ABI_VERSION = 1  # LT_ABI_VERSION in csrc/lt_zero.h
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+ABI_VERSION = CONSTANTS["LT_ABI_VERSION"]
+CSRC = HEADER.parent
 
 # As in the references, multiply and add are fused only where the sources say so. Nothing reads errno or floating-point
 # exceptions, which would prevent vectorization.

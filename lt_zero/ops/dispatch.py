@@ -21,11 +21,16 @@ import torch
 from torch import Tensor
 
 from lt_zero.ops import library
+from lt_zero.ops.header import CONSTANTS, STRUCTS
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # lt_dtype
+DTYPES = {
+    torch.float32: CONSTANTS["LT_FP32"],
+    torch.bfloat16: CONSTANTS["LT_BF16"],
+    torch.float16: CONSTANTS["LT_FP16"],
+}
 LOW_STATE = (torch.float32, torch.bfloat16)
 GPU_CHUNK = 1 << 24  # on a GPU every chunk costs launches, and its temporaries memory
 CHUNK = 1 << 17  # elements that a reference works on at a time: its temporaries stay in the cache
@@ -131,6 +136,7 @@ def call(lib: ctypes.CDLL, operation: str, device: torch.device, *args: Any) -> 
     if device.type == "cpu":
         code = getattr(lib, f"lt_cpu_{operation}")(*args, torch.get_num_threads())
     else:
+        # CUDA launches on the current device, which need not be that of the tensors.
         with torch.cuda.device(device):
             code = getattr(lib, f"lt_cuda_{operation}")(*args, torch.cuda.current_stream(device).cuda_stream)
     if code != 0:
@@ -276,7 +282,7 @@ def step_tensors(
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
     **options: Any,
-) -> library.LtTensors:
+) -> ctypes.Structure:
     """Check the arguments of a step and return its ``lt_tensors``, which keeps its arrays alive, but not the tensors.
 
     Other ``options`` are ignored.
@@ -295,7 +301,7 @@ def step_tensors(
     out_dtype = check_list("outs", outs, params, list(DTYPES)) if outs else torch.float32
     for name, scalar in (("scale", scale), ("clip", clip), ("found_inf", found_inf)):
         check_scalar(name, scalar, device)
-    return library.LtTensors(
+    return STRUCTS["lt_tensors"](
         count=len(params),
         numel=sizes(params),
         param=pointers(params),

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lt_zero.ops import library
 from lt_zero.ops.dispatch import (
     DTYPES,
     address,
@@ -23,6 +22,7 @@ from lt_zero.ops.dispatch import (
     scratch,
     sizes,
 )
+from lt_zero.ops.header import STRUCTS
 
 # ---- sums -----------------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ def _run_norm(tensors: list[Tensor]) -> Tensor:
         return norm_squared_reference(tensors)
     total = torch.empty((), dtype=torch.float64, device=device)
     dtypes = (ctypes.c_int32 * len(tensors))(*[DTYPES[t.dtype] for t in tensors])
-    mixed = library.LtMixed(count=len(tensors), numel=sizes(tensors), data=pointers(tensors), dtype=dtypes)
+    mixed = STRUCTS["lt_mixed"](count=len(tensors), numel=sizes(tensors), data=pointers(tensors), dtype=dtypes)
     workspace = scratch(lib, tensors, device)
     call(lib, "norm_squared", device, ctypes.byref(mixed), address(total), *pointer(workspace))
     return total
@@ -129,11 +129,11 @@ def _run_norm(tensors: list[Tensor]) -> Tensor:
 
 def _pairs(
     names: tuple[str, str], dst: list[Tensor], src: list[Tensor], factor: float, scale: Tensor | None
-) -> library.LtPairs:
+) -> ctypes.Structure:
     dst_dtype = check_list(names[0], dst, dst, list(DTYPES))
     src_dtype = check_list(names[1], src, dst, list(DTYPES))
     check_scalar("scale", scale, dst[0].device)
-    return library.LtPairs(
+    return STRUCTS["lt_pairs"](
         count=len(dst),
         numel=sizes(dst),
         dst=pointers(dst),

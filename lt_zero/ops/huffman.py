@@ -71,6 +71,7 @@ def huffman_decode(coded: Tensor, most: int) -> Tensor:
     lib = library.cpu()
     if lib is None:
         return huffman_decode_reference(coded, most)
+    # Check the size before it is allocated: it comes from the data, which may be damaged.
     size = _checked_size(lib.lt_cpu_huffman_size(coded.data_ptr(), coded.numel()), most)
     out = torch.empty(size, dtype=torch.uint8)
     code = lib.lt_cpu_huffman_decode(coded.data_ptr(), coded.numel(), out.data_ptr(), size)
@@ -92,6 +93,7 @@ def huffman_encode_reference(data: Tensor) -> Tensor:
     kind, body = _STORED, raw.tobytes()
     if len(runs) + (total + 7) // 8 < len(raw):
         words, bits = np.array(_code_words(lengths))[raw], np.zeros(total, dtype=np.uint8)
+        # Write bit number ``place`` of all words at once, where words are that long.
         for place in range(_LONGEST):
             long = sizes > place
             bits[(ends - sizes + place)[long]] = words[long] >> place & 1
@@ -114,6 +116,7 @@ def huffman_decode_reference(coded: Tensor, most: int) -> Tensor:
     symbols, bits = np.zeros(2**_LONGEST, dtype=np.uint8), np.zeros(2**_LONGEST, dtype=np.int64)
     for symbol, (length, word) in enumerate(zip(lengths, _code_words(lengths), strict=True)):
         if length:
+            # The bits after a word are those of the next one: any of them lead to the same entry.
             symbols[word :: 1 << length], bits[word :: 1 << length] = symbol, length
     # The word that would begin at each bit; then from word to word.
     padded = np.frombuffer(body[begin:] + bytes(3), dtype=np.uint8).astype(np.int64)
@@ -121,6 +124,7 @@ def huffman_decode_reference(coded: Tensor, most: int) -> Tensor:
     window = (wide[:, None] >> np.arange(8) & (2**_LONGEST - 1)).ravel()
     steps, place, places = bits[window].tolist(), 0, list[int]()
     for _ in range(size):
+        # The padding behind the last byte is no word: without this check damaged data would be decoded from it.
         if place >= len(steps) - 8 or steps[place] == 0:
             raise CorruptError(f"{len(raw)} Huffman-coded bytes are damaged.")
         places.append(place)

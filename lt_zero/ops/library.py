@@ -1,4 +1,4 @@
-"""Loads the native kernels as ctypes libraries, built on first use, with the declarations of csrc/lt_zero.h.
+"""Loads the native kernels as ctypes libraries, built on first use.
 
 If they are unavailable, ``cpu()`` and ``cuda()`` return None and the torch references run, with bitwise equal results
 and one warning per process. ``LT_ZERO_NATIVE=0`` selects the references without a warning; ``LT_ZERO_ISA=avx2`` selects
@@ -17,151 +17,20 @@ import shutil
 import tempfile
 import threading
 import warnings
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lt_zero.common.users_code import warn
 from lt_zero.common.variables import switched
 from lt_zero.ops.compiler import CSRC, BuildError, Built, Recipe, build, cached, load, recipe_of
+from lt_zero.ops.header import FUNCTIONS, STRUCTS
 from lt_zero.ops.own_folder import OwnFolder, UntrustedError
 
 log = logging.getLogger("lt_zero")
 
-# ---- csrc/lt_zero.h ------------------------------------------------------------------------------------------------
-
-_SIZES, _POINTERS = POINTER(c_int64), POINTER(c_void_p)
-
-
-def _doubles(*names: str) -> list[tuple[str, Any]]:
-    return [(name, c_double) for name in names]
-
-
-class LtTensors(ctypes.Structure):
-    """``lt_tensors``. Keeps the assigned arrays alive, but not the memory that their pointers refer to."""
-
-    _fields_ = [
-        ("count", c_int64),
-        ("numel", _SIZES),
-        *[(name, _POINTERS) for name in ("param", "grad", "state1", "state2", "out")],
-        *[(name, c_int32) for name in ("grad_dtype", "state_dtype", "out_dtype", "maximize")],
-        *[(name, c_void_p) for name in ("scale", "clip", "found_inf")],
-    ]
-
-
-class LtAdam(ctypes.Structure):
-    """``lt_adam``."""
-
-    _fields_ = [*_doubles("lr", "beta1", "beta2", "eps", "weight_decay", "step"), ("decoupled", c_int32)]
-
-
-class LtLion(ctypes.Structure):
-    """``lt_lion``."""
-
-    _fields_ = _doubles("lr", "beta1", "beta2", "weight_decay")
-
-
-class LtAdagrad(ctypes.Structure):
-    """``lt_adagrad``."""
-
-    _fields_ = _doubles("lr", "eps", "weight_decay")
-
-
-class LtSgd(ctypes.Structure):
-    """``lt_sgd``."""
-
-    _fields_ = [
-        *_doubles("lr", "momentum", "dampening", "weight_decay"),
-        ("nesterov", c_int32),
-        ("first", c_int32),
-    ]
-
-
-class LtLamb(ctypes.Structure):
-    """``lt_lamb``."""
-
-    _fields_ = _doubles("beta1", "beta2", "eps", "weight_decay")
-
-
-class LtMixed(ctypes.Structure):
-    """``lt_mixed``."""
-
-    _fields_ = [("count", c_int64), ("numel", _SIZES), ("data", _POINTERS), ("dtype", POINTER(c_int32))]
-
-
-class LtPairs(ctypes.Structure):
-    """``lt_pairs``."""
-
-    _fields_ = [
-        ("count", c_int64),
-        ("numel", _SIZES),
-        ("dst", _POINTERS),
-        ("src", _POINTERS),
-        ("dst_dtype", c_int32),
-        ("src_dtype", c_int32),
-        ("factor", c_double),
-        ("scale", c_void_p),
-    ]
-
-
-class LtBlocks(ctypes.Structure):
-    """``lt_blocks``."""
-
-    _fields_ = [("numel", c_int64), ("block", c_int64), ("bits", c_int32), ("dtype", c_int32)]
-
-
-class LtRows(ctypes.Structure):
-    """``lt_rows``."""
-
-    _fields_ = [("data", c_void_p), *[(name, c_int64) for name in ("batch", "head", "row")]]
-
-
-class LtLists(ctypes.Structure):
-    """``lt_lists``."""
-
-    _fields_ = [("begin", c_void_p), ("index", c_void_p)]
-
-
-class LtAttention(ctypes.Structure):
-    """``lt_attention``."""
-
-    _fields_ = [
-        *[(name, c_int64) for name in ("batch", "heads", "kv_heads", "length", "dim", "block", "layouts")],
-        *[(name, LtLists) for name in ("rows", "columns")],
-        *[(name, LtRows) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")],
-        *[(name, c_void_p) for name in ("lse", "key_bias")],
-        *_doubles("scale", "dropout"),
-        ("seed", c_uint64),
-        *[(name, c_int32) for name in ("dtype", "causal")],
-    ]
-
-
-# Arguments of each operation; a last one follows: the number of threads on the CPU, the stream on CUDA.
-OPERATIONS: dict[str, list[Any]] = {
-    "adam_step": [POINTER(LtTensors), POINTER(LtAdam)],
-    "lion_step": [POINTER(LtTensors), POINTER(LtLion)],
-    "adagrad_step": [POINTER(LtTensors), POINTER(LtAdagrad)],
-    "sgd_step": [POINTER(LtTensors), POINTER(LtSgd)],
-    "lamb_update": [POINTER(LtTensors), POINTER(LtLamb), c_void_p],
-    "lamb_apply": [POINTER(LtTensors), POINTER(LtLamb), c_void_p],
-    "norm_squared": [POINTER(LtMixed), c_void_p],
-    "accumulate": [POINTER(LtPairs)],
-    "cast_scale": [POINTER(LtPairs)],
-    "encode_blocks": [POINTER(LtBlocks), c_void_p, c_void_p, c_void_p],
-    "decode_blocks": [POINTER(LtBlocks), c_int64, _POINTERS, c_double, c_void_p],
-    "select_topk": [c_void_p, c_int64, c_int64, c_void_p],
-}
-# Of the CPU only: results and arguments. What takes a number of threads has it last.
-CPU_OPERATIONS: dict[str, tuple[Any, list[Any]]] = {
-    "attention_forward": (c_int, [POINTER(LtAttention), c_int]),
-    "attention_backward": (c_int, [POINTER(LtAttention), c_int]),
-    "huffman_encode": (c_int, [c_void_p, c_int64, c_void_p, POINTER(c_int64)]),
-    "huffman_size": (c_int64, [c_void_p, c_int64]),
-    "huffman_decode": (c_int, [c_void_p, c_int64, c_void_p, c_int64]),
-}
 # Names of the same in ``lt_zero.ops`` and the documentation, where they differ.
 _PUBLIC = {
     "encode_blocks": "quantize",
@@ -170,13 +39,19 @@ _PUBLIC = {
     "attention_backward": "attention",
     "huffman_size": "huffman_decode",
 }
-_WITH_SCRATCH = ("lamb_update", "norm_squared", "select_topk")  # take scratch memory on CUDA
+# Functions of a library that are no operations.
+_SERVICE = ("abi", "error", "isa", "pool", "use_isa", "scratch", "topk_scratch")
+
+
+def operations(kind: str) -> list[str]:
+    """The operations that have a kernel for ``"cpu"`` or ``"cuda"``, by their names in the header."""
+    names = [name.removeprefix(f"lt_{kind}_") for name in FUNCTIONS if name.startswith(f"lt_{kind}_")]
+    return [name for name in names if name not in _SERVICE]
 
 
 def names(kind: str) -> list[str]:
     """The operations that have a kernel for ``"cpu"`` or ``"cuda"``, as users know them."""
-    native = [*OPERATIONS, *(CPU_OPERATIONS if kind == "cpu" else ())]
-    return list(dict.fromkeys(_PUBLIC.get(name, name) for name in native))
+    return list(dict.fromkeys(_PUBLIC.get(name, name) for name in operations(kind)))
 
 
 def declare(library: ctypes.CDLL, kind: str) -> ctypes.CDLL:
@@ -185,18 +60,10 @@ def declare(library: ctypes.CDLL, kind: str) -> ctypes.CDLL:
     Raises:
         AttributeError: a function is missing.
     """
-    functions: dict[str, tuple[Any, list[Any]]] = {"abi": (c_int, []), "error": (c_char_p, [c_int])}
-    if kind == "cpu":
-        functions |= {"isa": (c_char_p, []), "pool": (c_char_p, []), "use_isa": (c_int, [c_char_p])}
-        functions |= CPU_OPERATIONS
-    else:
-        functions |= {"scratch": (c_int64, [c_int64, _SIZES]), "topk_scratch": (c_int64, [c_int64])}
-    for name, arguments in OPERATIONS.items():
-        scratch = [c_void_p] if kind == "cuda" and name in _WITH_SCRATCH else []
-        functions[name] = (c_int, [*arguments, *scratch, c_int if kind == "cpu" else c_void_p])
-    for name, (result, arguments) in functions.items():
-        function = getattr(library, f"lt_{kind}_{name}")
-        function.restype, function.argtypes = result, arguments
+    for name, (result, arguments) in FUNCTIONS.items():
+        if name.startswith(f"lt_{kind}_"):
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
     return library
 
 
@@ -220,7 +87,7 @@ def try_kernel(library: ctypes.CDLL) -> None:
     """
     values = torch.zeros(2, device=torch.device("cuda", torch.cuda.current_device()))
     one, (dst, src) = (c_int64 * 1)(1), ((c_void_p * 1)(value.data_ptr()) for value in values)
-    pairs = LtPairs(count=1, numel=one, dst=dst, src=src, dst_dtype=0, src_dtype=0, factor=1.0, scale=None)
+    pairs = STRUCTS["lt_pairs"](count=1, numel=one, dst=dst, src=src, dst_dtype=0, src_dtype=0, factor=1.0, scale=None)
     code = library.lt_cuda_cast_scale(ctypes.byref(pairs), torch.cuda.current_stream().cuda_stream)
     if code != 0:
         text = library.lt_cuda_error(code).decode()
@@ -391,6 +258,7 @@ class Loader:
             declare(library, kind)
             if kind == "cuda" and torch.cuda.is_available():
                 try_kernel(library)
+        # Whatever is wrong with a library, training goes on with the references.
         except (BuildError, OSError, AttributeError) as error:
             status = Status(kind, False, None, str(error), log=getattr(error, "log", None))
             return (None, status), _explain(status)

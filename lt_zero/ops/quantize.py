@@ -35,12 +35,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lt_zero.ops import library
 from lt_zero.ops.dispatch import CHUNK, DTYPES, address, call, native, pointers
+from lt_zero.ops.header import CONSTANTS, STRUCTS
 
 BITS = (8, 4, 2, 1)
 GROUP, LARGEST_BLOCK = 16, 1 << 16  # csrc/codec.h
-CUDA_BUFFERS = 256  # LT_CUDA_BUFFERS in csrc/lt_zero.h
+CUDA_BUFFERS = CONSTANTS["LT_CUDA_BUFFERS"]
 _LOW, _HIGH, _THRESHOLD = 0.5674756, 1.8930277, 1.2302517
 
 
@@ -78,7 +78,7 @@ def quantize(x: Tensor, bits: int, block: int, residual: Tensor | None = None, o
     out, lib = _prepared(x, bits, block, residual, out), native(x.device)
     if lib is None:
         return quantize_reference(x, bits, block, residual, out)
-    blocks = library.LtBlocks(numel=x.numel(), block=block, bits=bits, dtype=DTYPES[x.dtype])
+    blocks = STRUCTS["lt_blocks"](numel=x.numel(), block=block, bits=bits, dtype=DTYPES[x.dtype])
     call(lib, "encode_blocks", x.device, ctypes.byref(blocks), address(x), address(residual), address(out))
     return out
 
@@ -87,8 +87,10 @@ def quantize_reference(
     x: Tensor, bits: int, block: int, residual: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """``quantize`` in torch operations."""
+    # Padding is sent, too: with zeros there equal inputs have equal buffers.
     out = _prepared(x, bits, block, residual, out).zero_()
     codes, scales = _sections(out, x.numel(), bits, block)
+    # Whole blocks at a time: a block has 16 elements or more, so its codes begin at a whole byte.
     size = max(1, CHUNK // block) * block
     for lo in range(0, x.numel(), size):
         left = residual[lo : lo + size] if residual is not None else None
@@ -124,7 +126,7 @@ def dequantize_sum(buffers: Sequence[Tensor], out: Tensor, bits: int, block: int
     total = out
     if len(buffers) > CUDA_BUFFERS and out.device.type != "cpu":  # several launches carry the sum in fp32
         total = torch.empty_like(out, dtype=torch.float32)
-    blocks = library.LtBlocks(numel=out.numel(), block=block, bits=bits, dtype=DTYPES[total.dtype])
+    blocks = STRUCTS["lt_blocks"](numel=out.numel(), block=block, bits=bits, dtype=DTYPES[total.dtype])
     given = (len(buffers), pointers(buffers), scale, address(total))
     call(lib, "decode_blocks", out.device, ctypes.byref(blocks), *given)
     if total is not out:
@@ -235,6 +237,7 @@ def _encoded(c: Tensor, bits: int, numel: int) -> tuple[Tensor, Tensor, Tensor]:
     bad = ~largest.isfinite()
     if bits >= 4:
         scale = largest / (127.0 if bits == 8 else 7.0)
+        # A subnormal scale can have an infinite inverse, and is flushed to zero on some devices.
         scale[scale < torch.finfo(torch.float32).tiny] = 0.0
     else:
         scale = _mean_magnitudes(c, largest, numel)
@@ -242,21 +245,26 @@ def _encoded(c: Tensor, bits: int, numel: int) -> tuple[Tensor, Tensor, Tensor]:
     column = scale[:, None]
     if bits >= 4:
         inverse = torch.where(column == 0.0, 0.0, 1.0 / column)
+        # Multiply by the inverse, as the kernels do: a division would round some codes to the other side.
         q = (c * inverse).round().masked_fill_(bad[:, None], 0.0)
         code = (q.to(torch.int8) & (0xF if bits == 4 else -1)).view(torch.uint8)
     else:
         code = (c < 0.0).to(torch.uint8)
         if bits == 2:
             code |= (c.abs() > column * _THRESHOLD).to(torch.uint8) << 1
+        # A block that decodes to NaN has codes of 0, as from the kernels.
         code.masked_fill_(bad[:, None], 0)
     return code, _decoded(code, column, bits), scale
 
 
 def _mean_magnitudes(c: Tensor, largest: Tensor, numel: int) -> Tensor:
     """The mean magnitude of each block; a sum of multiples of one unit per block, exact in fp64 in any order."""
+    # Adding and subtracting 1.5 * 2^exponent rounds each magnitude to a multiple of 2^(exponent - 52). The sum of a
+    # block has less than 2^52 such units, as magnitudes are below 2^(exponent - 16): it is exact.
     exponent = (largest.view(torch.int32) >> 23).long() - 126 + 16
     shift = (((exponent + 1023) << 52) | (1 << 51)).view(torch.float64)[:, None]  # 1.5 * 2^exponent
     count = torch.full_like(largest, c.shape[1], dtype=torch.float64)
+    # The last block may be shorter: its padding does not count in the mean.
     count[-1] = numel - (c.shape[0] - 1) * c.shape[1]
     return (c.abs().double().add_(shift).sub_(shift).sum(1) / count).float()
 
@@ -265,6 +273,7 @@ def _decoded(code: Tensor, scale: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return code.view(torch.int8).float() * scale
     if bits == 4:
+        # Flipping the sign bit and subtracting 8 extends four bits in two's complement.
         return ((code ^ 8).float() - 8.0) * scale
     magnitude = scale if bits == 1 else torch.where(code >= 2, scale * _HIGH, scale * _LOW)
     return torch.where(code & 1 == 1, -magnitude, magnitude)

@@ -62,6 +62,7 @@ def select_topk_reference(c: Tensor, k: int) -> Tensor:
     _check_selection(c, k)
     if k == 0:
         return torch.empty(0, dtype=torch.int32, device=c.device)
+    # Without the sign bit, the bits of fp32 numbers are ordered as the magnitudes, with infinities and NaNs last.
     magnitudes = c.view(torch.int32) & 0x7FFFFFFF
     threshold = magnitudes.kthvalue(c.numel() - k + 1).values
     above, equal = (magnitudes > threshold).nonzero(), (magnitudes == threshold).nonzero()
@@ -103,6 +104,7 @@ def encode_topk(
         c = x.float()
     else:
         check_flat("residual", residual, [torch.float32], x.numel(), x.device)
+        # In place: c is the residual from here on, and loses what is encoded below.
         c = residual.add_(x)
     indices = select_topk(c, k)
     places = indices.long()
@@ -142,6 +144,7 @@ def pack_sparse(indices: Tensor, values: Tensor, numel: int, huffman: bool = Tru
     shift = _shift(numel, k)
     gaps = places.diff(prepend=places.new_tensor([-1])) - 1
     high = gaps >> shift
+    # A gap takes a 255 for each full 255 and one byte for the rest: here is where each gap's bytes end.
     ends = (high // _ESCAPE + 1).cumsum(0)
     escaped = torch.full((int(ends[-1]) if k else 0,), _ESCAPE, dtype=torch.uint8)
     escaped[ends - 1] = (high % _ESCAPE).to(torch.uint8)
@@ -164,6 +167,7 @@ def unpack_sparse(buffer: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         raise CorruptError(f"{data.numel()} bytes are no sparse tensor: its header has {_HEADER.size}.")
     encoded, k, kind, shift = _HEADER.unpack(data[: _HEADER.size].numpy().tobytes())
     dtype = next((dtype for dtype, number in VALUES.items() if number == kind), None)
+    # Check before anything is allocated: damaged numbers would ask for any amount of memory.
     if encoded != numel or not 0 <= k <= numel or dtype is None or shift != _shift(numel, k):
         raise CorruptError(
             f"The header of a sparse tensor says: {k} of {encoded} elements, dtype {kind}, shift {shift}; "
@@ -174,6 +178,7 @@ def unpack_sparse(buffer: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     if any(string.numel() != k for string in rest):
         raise CorruptError(f"A sparse tensor of {k} elements has strings of other sizes.")
     ends = (escaped != _ESCAPE).nonzero().view(-1)
+    # Sums up to the last byte of each gap, less those up to the gap before.
     high = escaped.long().cumsum(0)[ends].diff(prepend=torch.zeros(1, dtype=torch.long))
     if ends.numel() != k or (k and int(ends[-1]) != escaped.numel() - 1):
         raise CorruptError(f"A sparse tensor of {k} elements has {ends.numel()} indices.")

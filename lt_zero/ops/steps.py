@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.ops import library
 from lt_zero.ops.dispatch import (
     address,
     call,
@@ -30,6 +29,7 @@ from lt_zero.ops.dispatch import (
     step_tensors,
     store,
 )
+from lt_zero.ops.header import STRUCTS
 
 
 def adam_step_reference(
@@ -71,6 +71,8 @@ def adam_step_reference(
     if skipped(found_inf):
         return
     factor = factor_of(scale, clip)
+    # Corrections of the bias are in fp64, as in torch. The kernels compute the lines below in this order: another one
+    # changes the last bit.
     step_size, correction2 = lr / (1.0 - beta1**step), (1.0 - beta2**step) ** 0.5
     for p, grad, exp_avg, exp_avg_sq, out in chunks(params, grads, exp_avgs, exp_avg_sqs, outs):
         g, m, v = gradient(grad, factor, maximize), exp_avg.float(), exp_avg_sq.float()
@@ -86,7 +88,7 @@ def adam_step_reference(
         store(out, p)
 
 
-adam_step = step_operator(adam_step_reference, library.LtAdam)
+adam_step = step_operator(adam_step_reference, STRUCTS["lt_adam"])
 
 
 def lion_step_reference(
@@ -118,13 +120,14 @@ def lion_step_reference(
         g, m = gradient(grad, factor, maximize), exp_avg.float()
         if weight_decay != 0.0:
             p.mul_(1.0 - lr * weight_decay)
+        # Step before the momentum changes: the direction mixes the old one with this gradient.
         p.sub_(m.lerp(g, 1.0 - beta1).sign_(), alpha=lr)
         m.lerp_(g, 1.0 - beta2)
         store(exp_avg, m)
         store(out, p)
 
 
-lion_step = step_operator(lion_step_reference, library.LtLion)
+lion_step = step_operator(lion_step_reference, STRUCTS["lt_lion"])
 
 
 def adagrad_step_reference(
@@ -162,7 +165,7 @@ def adagrad_step_reference(
         store(out, p)
 
 
-adagrad_step = step_operator(adagrad_step_reference, library.LtAdagrad)
+adagrad_step = step_operator(adagrad_step_reference, STRUCTS["lt_adagrad"])
 
 
 def sgd_step_reference(
@@ -199,6 +202,7 @@ def sgd_step_reference(
             g = g.add(p, alpha=weight_decay)
         if momentum != 0.0:
             buffer = momentum_buffer.float()
+            # A first step only writes the buffer: it may hold NaNs, and 0 * NaN is NaN.
             buffer.copy_(g) if first else buffer.mul_(momentum).add_(g, alpha=1.0 - dampening)
             store(momentum_buffer, buffer)
             g = g.add(buffer, alpha=momentum) if nesterov else buffer
@@ -206,7 +210,7 @@ def sgd_step_reference(
         store(out, p)
 
 
-sgd_step = step_operator(sgd_step_reference, library.LtSgd)
+sgd_step = step_operator(sgd_step_reference, STRUCTS["lt_sgd"])
 
 
 # ---- LAMB: two passes, as its trust ratios need the norms of full parameters -----------------------------------------
@@ -256,6 +260,8 @@ def lamb_update_reference(
             v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
             store(exp_avg, m)
             store(exp_avg_sq, v)
+            # From the moments as they were stored: the second pass reads them rounded, and its update has to have this
+            # norm.
             update = _lamb_direction(p, exp_avg, exp_avg_sq, eps, weight_decay)
             row += torch.stack([p.double().square().sum(), update.double().square().sum()])
     return norms
@@ -311,12 +317,13 @@ def _run_lamb_update(
     **options: Any,
 ) -> Tensor:
     lib, device = native(params[0].device), params[0].device
+    # Check all arguments also where the reference runs: it is to refuse what the kernel refuses.
     tensors = step_tensors(params, grads, (exp_avgs, exp_avg_sqs), [], **options)
     numbers: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     if lib is None:
         return lamb_update_reference(params, grads, exp_avgs, exp_avg_sqs, **numbers, **options)
     norms, room = torch.empty(len(params), 2, dtype=torch.float64, device=device), scratch(lib, params, device)
-    lamb = library.LtLamb(**numbers)
+    lamb = STRUCTS["lt_lamb"](**numbers)
     call(lib, "lamb_update", device, ctypes.byref(tensors), ctypes.byref(lamb), address(norms), *pointer(room))
     return norms
 
@@ -339,7 +346,7 @@ def _run_lamb_apply(
         options = {"eps": eps, "weight_decay": weight_decay}
         lamb_apply_reference(params, exp_avgs, exp_avg_sqs, rates, outs, found_inf=found_inf, **options)
         return
-    lamb = library.LtLamb(eps=eps, weight_decay=weight_decay)
+    lamb = STRUCTS["lt_lamb"](eps=eps, weight_decay=weight_decay)
     call(lib, "lamb_apply", device, ctypes.byref(tensors), ctypes.byref(lamb), address(rates))
 
 

@@ -144,7 +144,7 @@ def _planned(
     if module is not stage.model:
         policy = replace(policy, keep_fp32=())  # the names of modules are unknown
     states, fused = states_of(optimizer)
-    groups = _Groups(ranks, world, config.zero_optimization, device, world == per_node)
+    groups = _Groups(ranks, world, config.zero_optimization, device, per_node)
     setup = Setup(
         groups.of_stage,
         per_node,
@@ -180,10 +180,13 @@ class _Groups:
     world: int
     zero: ZeroOptimization
     device: str
-    in_node: bool
+    per_node: int
 
     def _sized(self, size: int) -> PlannedGroup:
-        return PlannedGroup.assumed(size, self.world, self.zero, self.device, self.in_node)
+        # Groups with other parts of the same tensors are beside each other on each node.
+        neighbours = min(self.per_node, self.ranks.of_stage) // max(1, self.ranks.of_stage // size)
+        in_node = self.world == self.per_node
+        return PlannedGroup.assumed(size, self.world, self.zero, self.device, in_node, max(1, neighbours))
 
     @property
     def of_stage(self) -> PlannedGroup:

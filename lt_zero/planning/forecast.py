@@ -23,20 +23,17 @@ from typing import NamedTuple
 
 import torch
 
-from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.config.rules import one_bit
 from lt_zero.engine.bucket import InFlight, Live
 from lt_zero.engine.gather import Residency
+from lt_zero.engine.grad_reducer import IN_FLIGHT
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
-from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan, plan_storage
-from lt_zero.exchange.choose import codecs_of
-from lt_zero.exchange.gradient_compression import residual_numels
-from lt_zero.exchange.zero_plus_plus import GRADIENTS_INSIDE
-from lt_zero.exchange.zero_plus_plus import WEIGHTS as QUANTIZED_WEIGHTS
+from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan, largest_sends, plan_storage
+from lt_zero.exchange.plan import ExchangeKind, ExchangePlan, plan_codecs, plan_exchange
 from lt_zero.io.pinned import rounded
-from lt_zero.ops.codecs import INT8
+from lt_zero.offload.record_sizes import record_nbytes
+from lt_zero.ops.codecs import Codec
 from lt_zero.planning.setup import Setup
 
 PLACES = (DEVICE, HOST, NVME)
@@ -55,41 +52,26 @@ Part = tuple[str, str, int]  # place, kind, bytes
 Amounts = Mapping[tuple[str, str], int]  # (place, kind) -> bytes
 
 
-def storage_of(
+def planned(
     plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup
-) -> dict[BucketPlan, StoragePlan]:
-    """Plan of the storage of one rank for each bucket, as ``build`` makes it."""
-    apart, codecs = setup.device != "cpu", partial(codecs_of, config)
-    return plan_storage(plan, config, policy, setup.group, apart, codecs, setup.training)
+) -> tuple[ExchangePlan, dict[BucketPlan, StoragePlan]]:
+    """Plans of the exchange, and of the storage of one rank for each bucket, from which ``build`` makes an engine."""
+    exchange = plan_exchange(config, plan, policy, setup.group)
+    apart, codecs = setup.device != "cpu", partial(plan_codecs, config, exchange)
+    return exchange, plan_storage(plan, config, policy, setup.group, apart, codecs, setup.training)
 
 
 def read_nbytes(row: StoragePlan, states: float) -> int:
     """Bytes that a step of a bucket reads from files: master weights, gradients, each of the optimizer's states."""
     dtypes = [row.master, row.accumulate, *[row.step] * int(states)]
-    partial = int(row.own * row.step.itemsize * (states - int(states)))
-    return sum(rounded(row.own * dtype.itemsize) for dtype in dtypes) + rounded(partial)
+    partial = int(row.shard_numel * row.step.itemsize * (states - int(states)))
+    return sum(rounded(record_nbytes(row.shard_numel, dtype)) for dtype in dtypes) + rounded(partial)
 
 
-def _residual(bucket: BucketPlan, row: StoragePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> int:
-    """Elements of a bucket's residuals, and of their copies where steps may be skipped (gradient_compression.py).
-
-    Or of gradients that are late (comm/tolerance.py): those that a rank adds up, and those that are under way.
-    """
-    if not row.trains or row.group.size == 1:
-        return 0
-    layout = bucket.layout_in(setup.group.mesh.shards, setup.group.size)
-    if config.communication.slow_node_tolerance:
-        return 2 * layout.numel
-    if not bucket.compresses:
-        return 0
-    whole = bool(one_bit(config)) or not (bucket.sharding.optim or bucket.sharding.params)
-    return sum(residual_numels(layout, whole)) * (2 if policy.check_overflow else 1)
-
-
-def _held(table: Mapping[BucketPlan, StoragePlan], everyone: GroupFacts) -> list[int]:
+def _moment_numels(table: Mapping[BucketPlan, StoragePlan], everyone: GroupFacts) -> list[int]:
     """Elements of each bucket on the rank of its group with most to step: ranks differ if parameters are not cut."""
     if all(bucket.owners is None for bucket in table):
-        return [row.own for row in table.values()]
+        return [row.shard_numel for row in table.values()]
     shares = []
     for bucket in table:
         layout = bucket.layout_in(everyone.mesh.shards, everyone.size)
@@ -163,56 +145,50 @@ class _Sums:
 
     def __init__(self, plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> None:
         self.plan, self.config, self.zero, self.setup = plan, config, config.zero_optimization, setup
-        self.table = storage_of(plan, config, policy, setup)
-        self.rows, self.held = list(self.table.values()), _held(self.table, setup.group)
-        residuals = (_residual(b, row, config, policy, setup) for b, row in self.table.items())
-        self.residual = sum(residuals)  # elements that compression, a 1-bit optimizer or late ranks keep in fp32
+        self.exchange, self.table = planned(plan, config, policy, setup)
+        self.rows, self.moment_numels = list(self.table.values()), _moment_numels(self.table, setup.group)
+        shards, size = setup.group.mesh.shards, setup.group.size
+        layouts = ((row, bucket.layout_in(shards, size)) for bucket, row in self.table.items())
+        self.residual = sum(self.exchange.kept_numel(row, layout) for row, layout in layouts)  # elements in fp32
         self.trained = [row for row in self.rows if row.trains]
         self.stored = [row for row in self.trained if row.states == NVME]  # in files between steps
-        self.momenta = setup.world > 1 and one_bit(config) not in ("", "zerooneadam")
-        self.exchanged = self.trained if self.momenta else []  # averaged in the step (compressed_momentum.py)
+        self.momenta = self.exchange.kind is ExchangeKind.MOMENTA  # averaged in the step (compressed_momentum.py)
+        self.copied = [row for row in self.trained if self.exchange.copies_momenta(row)]
         self.memory = DEVICE if setup.device == "cpu" else HOST  # the place that files are read into
 
-    def _file(self, dtype: torch.dtype) -> int:
+    def _file(self, dtype: torch.dtype, codec: Codec | None = None) -> int:
         """Bytes of one NVMe file: a record of full blocks for every bucket, also for those that do not use it."""
-        coded = dtype == torch.uint8
-        return sum(rounded(INT8.nbytes(row.own) if coded else row.own * dtype.itemsize) for row in self.rows)
+        return sum(rounded(record_nbytes(row.shard_numel, dtype, codec)) for row in self.rows)
 
     def weights(self) -> list[Part]:
         """Weights and master weights (``Bucket.load_initial``)."""
         total: list[Part] = []
-        files: set[tuple[str, torch.dtype]] = set()
+        files: set[tuple[str, torch.dtype, Codec | None]] = set()
         for row in self.rows:
             if not row.sharding.params:
                 total.append((DEVICE, WEIGHTS, row.numel * row.dtype.itemsize))
-            held = [(row.states, MASTER, row.master)] if row.trains and not row.master_is_view else []
-            held += [(row.weights, WEIGHTS, row.dtype)] if row.copies_weights else []
-            rests = not row.trains and (row.freezes_wide or row.sharding.params)
-            if rests and row.rests is not None:
-                if row.weights == NVME:
-                    files.add((WEIGHTS, torch.uint8))
-                else:
-                    total.append((row.weights, WEIGHTS, row.rests.nbytes(row.own)))
-            elif rests:
-                held.append((row.weights, WEIGHTS, row.precision))
-            for place, kind, dtype in held:
+            stored: list[tuple[str, str, torch.dtype, Codec | None]] = []
+            stored += [(row.states, MASTER, row.master, None)] if row.keeps_master else []
+            stored += [(row.weights, WEIGHTS, row.dtype, None)] if row.copies_weights else []
+            stored += [(row.weights, WEIGHTS, row.precision, row.codecs.rests)] if row.keeps_frozen else []
+            for place, kind, dtype, codec in stored:
                 if place == NVME:
-                    files.add((kind, dtype))
+                    files.add((kind, torch.uint8 if codec is not None else dtype, codec))
                 else:
-                    total.append((place, kind, row.own * dtype.itemsize))
-        return total + [(NVME, kind, self._file(dtype)) for kind, dtype in files]
+                    total.append((place, kind, record_nbytes(row.shard_numel, dtype, codec)))
+        return total + [(NVME, kind, self._file(dtype, codec)) for kind, dtype, codec in files]
 
     def states(self) -> list[Part]:
         """The optimizer's states, and the buffers that offloading keeps from step to step."""
         states = self.setup.states
         total = [
-            (row.states, MOMENTS, int(held * row.step.itemsize * states))
-            for row, held in zip(self.rows, self.held, strict=True)
+            (row.states, MOMENTS, int(numel * row.step.itemsize * states))
+            for row, numel in zip(self.rows, self.moment_numels, strict=True)
             if row.trains and row.states != NVME
         ]
         total += [(NVME, MOMENTS, int(self._file(dtype) * states)) for dtype in {row.step for row in self.stored}]
         # Free buffers that are kept for the next stored tensor (io.pinned.BufferPool).
-        sizes = [row.own * row.master.itemsize for row in self.rows if NVME in (row.states, row.weights)]
+        sizes = [row.shard_numel * row.master.itemsize for row in self.rows if NVME in (row.states, row.weights)]
         pools = 1 if all(row.states == NVME for row in self.rows if row.weights == NVME) else 2
         total.append((self.memory, OFFLOAD, 2 * pools * rounded(max(sizes, default=0))))
         # Staging buffers for low-precision weights from host memory to the device (HostLink).
@@ -230,21 +206,23 @@ class _Sums:
                 continue
             if row.states != NVME:
                 unscaled = row.accumulate == torch.float16 and not self.setup.fused
-                total.append((row.states, GRADS, row.own * (4 if unscaled else row.accumulate.itemsize)))
+                total.append((row.states, GRADS, row.shard_numel * (4 if unscaled else row.accumulate.itemsize)))
         return total
 
     def residuals(self) -> list[Part]:
         """Residuals of compressed reductions (``ErrorFeedback``), and full momenta (``MomentumFeedback``)."""
-        full = [row.numel for row in self.exchanged if row.sharding.optim]
-        kept = self.residual * torch.float32.itemsize
-        return [(DEVICE, RESIDUALS, kept + sum(full) * (torch.float32.itemsize + torch.bool.itemsize))]
+        full, kept = sum(row.numel for row in self.copied), self.residual * torch.float32.itemsize
+        return [(DEVICE, RESIDUALS, kept + full * (torch.float32.itemsize + torch.bool.itemsize))]
 
     def exchanging(self) -> list[Part]:
         """Buffers of a step of a 1-bit optimizer: the next full momenta, bytes to send and bytes received."""
-        full = [row.numel for row in self.exchanged if row.sharding.optim]
-        most = sorted((row.numel for row in self.trained), reverse=True)[:2] if one_bit(self.config) else []
-        buffers = 2 * sum(most) if self.exchanged else 3 * max(most, default=0)
-        return [(DEVICE, STEP, (sum(full) + buffers * (self.setup.world > 1)) * torch.float32.itemsize)]
+        largest = sorted((row.numel for row in self.trained if row.codecs.reductions is not None), reverse=True)
+        buffers = 0
+        if self.momenta:
+            buffers = 2 * sum(largest[:IN_FLIGHT])
+        elif self.exchange.kind is ExchangeKind.LOCAL_STEPS:
+            buffers = 3 * max(largest, default=0)
+        return [(DEVICE, STEP, (sum(row.numel for row in self.copied) + buffers) * torch.float32.itemsize)]
 
     def second_copies(self) -> list[Part]:
         """Copies of all parameters on the ranks of a node (``zero_hpz_partition_size``)."""
@@ -261,7 +239,7 @@ class _Sums:
         full = [row for row in self.trained if not row.sharding.grads] if self.accumulates else []
         return [(DEVICE, LOCAL, row.numel * row.accumulate.itemsize) for row in full]
 
-    def moving(self) -> list[Part]:
+    def transient_bytes(self) -> list[Part]:
         """``p.grad`` between autograd and the accumulator, flat storages of gathered buckets, and read buffers."""
         units, total = self.plan.units, list[Part]()
         if self.setup.training:  # p.grad of one unit, and of the root until backward ends
@@ -286,10 +264,13 @@ class _Sums:
         others = whole - root.numel if self.setup.training else max((unit.numel for unit in inner), default=0)
         most = min(limits.prefetch, others) + max(unit.numel for unit in [*inner, root])
         shards = min(group.mesh.shards for group in groups)
-        if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
-            total.append((DEVICE, GATHERED, QUANTIZED_WEIGHTS.nbytes(most) if self.setup.world > 1 else 0))
-        elif self.config.quantize is not None:
-            total.append((DEVICE, GATHERED, INT8.nbytes(most) + INT8.nbytes(most) // shards))
+        sharded = [row for row in self.rows if row.sharding.params]
+        for codec in {row.codecs.sent(row.trains) for row in sharded} - {None}:
+            assert codec is not None
+            total.append((DEVICE, GATHERED, codec.nbytes(most)))  # of all ranks
+        for codec in {row.codecs.rests for row in sharded} - {None}:
+            assert codec is not None
+            total.append((DEVICE, GATHERED, codec.nbytes(most) // shards))  # those of this rank, on the device
         dtypes = [row.dtype if row.copies_weights else row.precision for row in self.rows if row.weights == NVME]
         if dtypes:
             total.append((self.memory, OFFLOAD, most // shards * max(dtype.itemsize for dtype in dtypes)))
@@ -302,24 +283,33 @@ class _Sums:
 
     def reduce_buffers(self) -> list[Part]:
         """The buffers of ``GradReducer``: send buffers, and scratch of the same size where the collective needs it."""
-        limit, total, own = self.zero.reduce_bucket_size, 0, list[int]()
-        for group, dtype in {(row.group, row.send) for row in self.trained if row.send is not None}:
-            each = dtype.itemsize * (2 if group.scratch_numel(1) else 1)
-            alike = [row for row in self.rows if row.group == group and row.send == dtype]
-            reusable = max((row.numel for row in alike if row.numel <= limit), default=0)
-            total += reusable * (SEND_BUFFERS * dtype.itemsize if group.shares_memory else 2 * each)
-            own += [row.numel * each for row in alike if row.trains and row.numel > limit]
-        total += sum(sorted(own)[-2:])  # in flight, of all groups
-        if self.zero.zero_quantized_gradients and self.setup.world > 1:  # Compressor._sum: by node, codes of both ways
-            sent = [(row.numel, row.send) for row in self.trained if row.sharding.optim and row.send is not None]
-            codes = [numel * dtype.itemsize + 2 * GRADIENTS_INSIDE.nbytes(numel) for numel, dtype in sent]
-            total += max(codes, default=0)
-        return [(DEVICE, REDUCE, total)]
+        largest = largest_sends(self.rows, self.zero.reduce_bucket_size)
+        sent = [(row, row.group.sends, row.send) for row in self.trained if row.send is not None]
+        total, own = 0, list[int]()
+        for group, dtype in {(row.group, dtype) for row, _, dtype in sent}:
+            sizes = group.sends
+            total += sizes.turns * sizes.nbytes(largest[group].get(dtype, 0), dtype, reusable=True)
+        for row, sizes, dtype in sent:
+            if row.numel > largest[row.group].get(dtype, 0):
+                own.append(sizes.nbytes(row.numel, dtype, reusable=False))
+        return [(DEVICE, REDUCE, total + sum(sorted(own)[-IN_FLIGHT:]))]
+
+    def encoding(self) -> list[Part]:
+        """Codes and sums of one reduction in backward: ``Compressor`` runs them one after the other."""
+        sent = [(row, row.codecs.reductions, row.send) for row in self.trained if not self.momenta]
+        codes = [
+            plan.scratch_nbytes(row.numel, dtype.itemsize)
+            for row, plan, dtype in sent
+            if plan is not None and dtype is not None
+        ]
+        return [(DEVICE, REDUCE, max(codes, default=0))]
 
     def offloading(self) -> list[Part]:
         """Accumulators that are moved off the device in backward, and steps that overlap (step/overlap.py)."""
-        files = max((rounded(row.own * row.accumulate.itemsize) for row in self.stored), default=0)
-        landing = max((row.own * row.accumulate.itemsize for row in self.trained if row.states != DEVICE), default=0)
+        files = max((rounded(row.shard_numel * row.accumulate.itemsize) for row in self.stored), default=0)
+        landing = max(
+            (row.shard_numel * row.accumulate.itemsize for row in self.trained if row.states != DEVICE), default=0
+        )
         total = [(self.memory, OFFLOAD, 4 * files)]  # two in flight, two being written
         total += [(DEVICE, OFFLOAD, 2 * landing)] if self.memory == HOST else []
         how = self.zero.offload_optimizer.overlap_step
@@ -332,14 +322,14 @@ class _Sums:
         optim, sizes = self.zero.offload_optimizer, list[int]()
         for row in trained:
             if row.states == NVME:  # what is read, and the weights that are written to another file
-                written = row.own * row.dtype.itemsize if row.copies_weights and row.weights == NVME else 0
+                written = row.shard_numel * row.dtype.itemsize if row.copies_weights and row.weights == NVME else 0
                 sizes.append(read_nbytes(row, self.setup.states) + rounded(written))
         leaving = max(0, min(1, optim.buffer_count - 2)) if optim.pipeline_write else 0
         ahead = 1 if optim.pipeline_read and 2 + leaving <= optim.buffer_count else 0
         window = 1 + leaving + ahead
         most = max((sum(sizes[i : i + window]) for i in range(len(sizes))), default=0)
         copies = [
-            row.own * row.step.itemsize * (1 + (row.accumulate != row.step))
+            row.shard_numel * row.step.itemsize * (1 + (row.accumulate != row.step))
             for row in trained
             if row.staged and not (self.setup.fused and row.step == row.master == torch.float32)
         ]
@@ -351,7 +341,7 @@ class _Sums:
         most = 0
         for row in self.rows:
             flat = row.numel * row.dtype.itemsize if row.sharding.params else 0
-            stored = rounded(row.own * row.master.itemsize) if NVME in (row.states, row.weights) else 0
+            stored = rounded(row.shard_numel * row.master.itemsize) if NVME in (row.states, row.weights) else 0
             most = max(most, (row.numel * row.master.itemsize if row.fills_apart else 0) + flat + stored)
         return [(DEVICE, BUILD, most)]
 
@@ -361,14 +351,14 @@ class _Sums:
         files = max((read_nbytes(row, states) for row in self.stored), default=0)
         if not self.config.sharded_checkpoints:  # full_params.gather_own
             widest = [max(r.precision.itemsize, r.step.itemsize if r.trains and states else 0) for r in rows]
-            sizes = [r.numel * itemsize for r, itemsize in zip(rows, widest, strict=True) if r.own != r.numel]
+            sizes = [r.numel * itemsize for r, itemsize in zip(rows, widest, strict=True) if r.shard_numel != r.numel]
             joined = max((math.prod(spec.global_shape) for spec in self.plan.parts), default=0)  # full_params.joined
             copied = max(sizes, default=0) + joined * torch.float32.itemsize
             return [(DEVICE, COPY, copied), (self.memory, OFFLOAD, files)]
         copy = 0
         if self.config.checkpoint.async_save:
-            copy = sum(row.own * row.precision.itemsize for row in rows)
-            copy += sum(int(row.own * row.step.itemsize * states) for row in trained)
+            copy = sum(row.shard_numel * row.precision.itemsize for row in rows)
+            copy += sum(int(row.shard_numel * row.step.itemsize * states) for row in trained)
             copy += self.residual * torch.float32.itemsize
         return [(HOST, COPY, copy), (HOST, FILE, SAVE_BUFFERS), (self.memory, OFFLOAD, files)]
 
@@ -432,18 +422,18 @@ class Forecast:
 def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> Forecast:
     """Sum up a plan. Allocates nothing; ranks differ only by ``Forecast.first``."""
     sums = _Sums(plan, config, policy, setup)
-    weights, buffers, moving = sums.weights(), sums.reduce_buffers(), sums.moving()
+    weights, buffers, transient = sums.weights(), sums.reduce_buffers(), [*sums.transient_bytes(), *sums.encoding()]
     states = [*weights, *sums.states(), *sums.residuals(), *sums.second_copies()]
     grads = [*states, *sums.gradients()]
     phases = {  # the same on all ranks, which compare them, also if only some stages of a pipeline have a window
         "build": [*weights, *sums.building()],
-        "backward": [*grads, *buffers, *moving, *sums.offloading()],
+        "backward": [*grads, *buffers, *transient, *sums.offloading()],
         "step": [*grads, *buffers, *sums.stepping(sums.trained), *sums.exchanging()],
     }
     if setup.saves:
         phases["checkpoint"] = [*grads, *buffers, *sums.saving()]
     if sums.accumulates:
-        phases["accumulation"] = [*states, *buffers, *moving, *sums.gradients(waiting=True), *sums.local()]
+        phases["accumulation"] = [*states, *buffers, *transient, *sums.gradients(waiting=True), *sums.local()]
 
     def added(parts: Iterable[Part]) -> Amounts:
         total: Counter[tuple[str, str]] = Counter()

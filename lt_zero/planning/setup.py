@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lt_zero.comm.send_sizes import BACKEND, GLOO, WINDOWS, SendSizes
 from lt_zero.comm.transport import Mesh
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.engine.partition import GroupFacts
@@ -11,42 +13,43 @@ from lt_zero.engine.partition import GroupFacts
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group of ranks without processes; the fields are those of ``ShardGroup``.
-
-    Attributes:
-        scratch: reductions need as much scratch memory as they send (gloo).
-    """
+    """A group of ranks without processes; the fields are those of ``ShardGroup``."""
 
     size: int
     mesh: Mesh
     alone: bool
-    shares_memory: bool
+    sends: SendSizes
     sums_wide: bool
     gathers_in_background: bool
-    scratch: bool
     zero: ZeroOptimization = field(compare=False, repr=False)
+    nodes: Sequence[Sequence[int]] = field(compare=False, repr=False)
 
     @property
     def secondary_shards(self) -> int:
         return self.zero.secondary_shards(self.size)
 
-    def scratch_numel(self, numel: int) -> int:
-        return numel if self.scratch else 0
-
     @classmethod
-    def assumed(cls, size: int, world: int, zero: ZeroOptimization, device: str, in_node: bool) -> PlannedGroup:
-        """``size`` of ``world`` ranks: NCCL on GPUs; on CPUs shared memory within a node, else gloo."""
+    def assumed(
+        cls, size: int, world: int, zero: ZeroOptimization, device: str, in_node: bool, neighbours: int
+    ) -> PlannedGroup:
+        """``size`` of ``world`` ranks: NCCL on GPUs; on CPUs shared memory within a node, else gloo.
+
+        Args:
+            in_node: all of the world are on one node.
+            neighbours: ranks of the group that are on a node.
+        """
         alone, on_cpu = world == 1, device == "cpu"
         shares = on_cpu and in_node and not alone
+        sends = BACKEND if alone or not on_cpu else WINDOWS if shares else GLOO
         return cls(
             size,
             Mesh(size, 0, zero.shards(size)),
             alone,
-            shares_memory=shares,
+            sends,
             sums_wide=alone or shares or (on_cpu and zero.reduce_scatter),
             gathers_in_background=not alone and not shares,
-            scratch=on_cpu and not alone,
             zero=zero,
+            nodes=[range(first, min(first + neighbours, size)) for first in range(0, size, neighbours)],
         )
 
     @classmethod
@@ -56,11 +59,11 @@ class PlannedGroup:
             group.size,
             Mesh(group.size, 0, zero.shards(group.size)),
             group.alone,
-            group.shares_memory,
+            group.sends,
             group.sums_wide,
             group.gathers_in_background,
-            group.scratch_numel(1) > 0,
             zero,
+            group.nodes,
         )
 
 

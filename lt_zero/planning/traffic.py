@@ -12,20 +12,18 @@ from functools import cache
 
 import torch
 
-from lt_zero.comm.hierarchy import lines
-from lt_zero.comm.topology import choose, whole_nodes
+from lt_zero.comm.hierarchy import axis_groups
+from lt_zero.comm.topology import choose
 from lt_zero.comm.transport import Mesh
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.config.rules import one_bit
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.partition import EnginePlan, GroupFacts
 from lt_zero.engine.storage_plan import StoragePlan
-from lt_zero.exchange.compressed_momentum import MOMENTA
-from lt_zero.exchange.gradient_compression import codec_of
-from lt_zero.exchange.zero_plus_plus import GRADIENTS, WEIGHTS
-from lt_zero.planning.forecast import storage_of
+from lt_zero.exchange.plan import ExchangePlan
+from lt_zero.ops.codecs import Codec
+from lt_zero.planning.forecast import planned
 from lt_zero.planning.setup import Setup
 
 
@@ -57,7 +55,7 @@ def forecast_traffic(
 ) -> Traffic:
     """The traffic of a step with ``micro_batches`` backwards. ``setup.per_node`` ranks are on each node."""
     zero = config.zero_optimization
-    table = storage_of(plan, config, policy, setup)
+    exchange, table = planned(plan, config, policy, setup)
     links = {
         group: _GroupLinks(group, config, setup) for group in {setup.group, *(row.group for row in table.values())}
     }
@@ -65,12 +63,12 @@ def forecast_traffic(
     if setup.world <= setup.per_node:
         return Traffic(0, 0, topology.why)
     gradients = weights = 0.0
-    for bucket, row in table.items():
+    for row in table.values():
         if row.trains:
             reductions = micro_batches if row.sharding.grads else 1
-            gradients += reductions * links[row.group].reduced(row, bucket.compresses)
+            gradients += reductions * links[row.group].reduced(row, exchange)
             if row.sharding.optim and not row.sharding.params:
-                weights += links[row.group].gathered(row, zero.zero_quantized_weights and zero.stage < 3)
+                weights += links[row.group].gathered(row, row.codecs.updates)
     limits = Residency.of(zero, links)
     units = [[table[b] for b in unit.buckets if b.sharding.params] for unit in plan.units[:-1]]
     stays = limits.keep_after_forward([sum(row.counted for row in rows) for rows in units])
@@ -92,56 +90,37 @@ class _GroupLinks:
     """
 
     def __init__(self, group: GroupFacts, config: ZeroConfig, setup: Setup) -> None:
-        self._config, self._size = config, group.size
         self._alike = max(1, setup.world // group.size)
         if setup.world > setup.per_node and setup.per_node % self._alike:
             key = "tensor_parallel.autotp_size"
             text = f"{key}={self._alike} does not divide the {setup.per_node} ranks of a node: activations would cross"
             raise ConfigError.about(key, f"{text} the network in each layer, which is not counted. Use a divisor.")
-        each = max(1, setup.per_node // self._alike)
-        self._nodes = [list(range(first, min(first + each, group.size))) for first in range(0, group.size, each)]
+        nodes = [list(node) for node in group.nodes]
         backend = "gloo" if setup.device == "cpu" else "nccl"
-        self.topology = choose(config.communication.topology, group.mesh, self._nodes, backend)
-        self._links = _Links(group.mesh, self._nodes, backend, self.topology.sizes)
-        secondary = config.zero_optimization.secondary_shards(group.size)
-        self._second = _Links(Mesh(group.size, 0, secondary), self._nodes, backend, ()) if secondary > 1 else None
+        self.topology = choose(config.communication.topology, group.mesh, nodes, backend)
+        self._links = _Links(group.mesh, nodes, backend, self.topology.sizes)
+        secondary = group.secondary_shards
+        self._second = _Links(Mesh(group.size, 0, secondary), nodes, backend, ()) if secondary > 1 else None
 
-    def reduced(self, row: StoragePlan, compresses: bool) -> float:
+    def reduced(self, row: StoragePlan, exchange: ExchangePlan) -> float:
         """Bytes of a reduction of a bucket's gradients."""
-        quantized = self._config.zero_optimization.zero_quantized_gradients and row.sharding.optim
-        if (compresses or quantized) and row.send is not None:
-            return self._alike * _compressed(row, self._config, self._nodes, self._size)
-        return self._alike * self._links.reduced(row)
+        plan = row.codecs.reductions
+        if plan is None or row.send is None:
+            return self._alike * self._links.reduced(row)
+        return self._alike * plan.crossing_nbytes(row.numel, exchange.everywhere(row.is_cut)) / exchange.interval
 
-    def gathered(self, row: StoragePlan, codes: bool) -> float:
-        """Bytes of a gather of a bucket's updated weights; ``codes``: quantised."""
-        return self._alike * self._links.gathered(row, codes)
+    def gathered(self, row: StoragePlan, codec: Codec | None) -> float:
+        """Bytes of a gather of a bucket's updated weights, as they are or encoded."""
+        return self._alike * self._links.gathered(row, codec)
 
     def gathers(self, row: StoragePlan, times: int) -> float:
         """Bytes of ``times`` gathers of a sharded bucket in a step."""
-        zero = self._config.zero_optimization
-        codes = zero.zero_quantized_weights or (zero.zero_quantized_nontrainable_weights and not row.trains)
+        codec = row.codecs.sent(row.trains)
         if self._second is None:
-            return self._alike * times * self._links.gathered(row, codes)
+            return self._alike * times * self._links.gathered(row, codec)
         first = 1 if row.trains else 0  # those that begin at the owners
-        sent = first * self._links.gathered(row, codes) + (times - first) * self._second.gathered(row)
+        sent = first * self._links.gathered(row, codec) + (times - first) * self._second.gathered(row)
         return self._alike * sent
-
-
-def _compressed(row: StoragePlan, config: ZeroConfig, nodes: list[list[int]], world: int) -> float:
-    """Bytes of a compressed reduction of a bucket's gradients; with Huffman codes at most. See comm/compression.py."""
-    codec, inner, nested = codec_of(config), whole_nodes(nodes) or 1, config.gradient_compression.hierarchical_compress
-    both = not (row.sharding.optim or row.sharding.params)
-    every = 1.0  # steps
-    if optimizer := one_bit(config):  # compressed_momentum.py; at last as rare as local_steps.py makes it
-        codec, both = MOMENTA, True
-        longest = config.optimizer.params.get("local_step_clipper", 16) if config.optimizer is not None else 1
-        every = float(longest) if optimizer == "zerooneadam" else 1.0
-    elif codec is None:  # zero_plus_plus.py
-        codec, nested = GRADIENTS, inner > 1
-    part, own = codec.nbytes(row.numel // world), world / len(nodes)
-    peers = len(nodes) - 1 if nested else world - own
-    return own * part * (peers + (world // inner - 1 if both else 0)) / every
 
 
 class _Links:
@@ -149,8 +128,8 @@ class _Links:
 
     def __init__(self, mesh: Mesh, nodes: list[list[int]], backend: str, sizes: Sequence[int]) -> None:
         self._mesh, self._count, self._gloo = mesh, len(nodes), backend == "gloo"
-        self._rows = [mesh.row(replica) for replica in range(mesh.world // mesh.shards)]
-        self._dimensions = [lines(mesh, sizes, number) for number in range(len(sizes))]
+        self._rows = [mesh.shard_ranks(replica) for replica in range(mesh.world // mesh.shards)]
+        self._dimensions = [axis_groups(mesh, sizes, number) for number in range(len(sizes))]
         self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
 
     def reduced(self, row: StoragePlan) -> float:
@@ -158,17 +137,17 @@ class _Links:
         if row.send is None:
             return 0.0
         mesh, wide = self._mesh, max(row.accumulate.itemsize, torch.float32.itemsize)
-        if not row.sharding.optim and not row.sharding.params:
+        if not row.is_cut:
             everyone = [list(range(mesh.world))]
             return self._scattered(row, everyone, wide) + self._shared(row.numel * row.send.itemsize, everyone)
-        columns = [mesh.column(shard) for shard in range(mesh.shards)] if mesh.shards < mesh.world else []
-        summed = row.own * (wide if self._gloo else row.send.itemsize)
+        columns = [mesh.replica_ranks(shard) for shard in range(mesh.shards)] if mesh.shards < mesh.world else []
+        summed = row.shard_numel * (wide if self._gloo else row.send.itemsize)
         return self._scattered(row, self._rows, wide) + self._around(2 * summed, columns)
 
-    def gathered(self, row: StoragePlan, codes: bool = False) -> float:
-        """Bytes of a gather of a bucket's weights; ``codes``: quantised."""
+    def gathered(self, row: StoragePlan, codec: Codec | None = None) -> float:
+        """Bytes of a gather of a bucket's weights, as they are or encoded."""
         shards = self._mesh.shards
-        nbytes = shards * WEIGHTS.nbytes(row.numel // shards) if codes else row.numel * row.dtype.itemsize
+        nbytes = shards * codec.nbytes(row.numel // shards) if codec is not None else row.numel * row.dtype.itemsize
         return self._shared(nbytes, self._rows)
 
     def _around(self, nbytes: float, groups: Sequence[Sequence[int]]) -> float:

@@ -27,23 +27,25 @@ from torch.optim import Optimizer
 
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.directory import PendingDirectory
-from lt_zero.checkpoint.native.load import NEW, OnAllRanks, loss_scale, restore_optimizer, restore_training, stepped
-from lt_zero.checkpoint.native.pieces import weight_fragments
+from lt_zero.checkpoint.native.load import NEW, OnAllRanks, loss_scale, restore_optimizer, stepped
+from lt_zero.checkpoint.native.pieces import on_all_ranks, weight_fragments
 from lt_zero.checkpoint.native.rank_state import (
     RANK_BUFFERS,
     RESIDUALS,
     load_rank_buffers,
+    load_residuals,
     rank_buffers,
     residual_state,
 )
 from lt_zero.checkpoint.native.save import TRAINED_WEIGHTS, Bundle, bundle, make_directory, stage, write
 from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import on_all_ranks
 from lt_zero.engine.whole_model import full_state_dict
+from lt_zero.step.average import average_of
 from lt_zero.step.loss_scale import LossScaleController
 
 log = logging.getLogger("lt_zero")
@@ -97,7 +99,8 @@ def weights_to_save(
 
 def averages_shown(engine: Engine, averaged: bool = True) -> AbstractContextManager[None]:
     """Context that gives the model the averages of ``EMA``, if there are some, or its trained weights. Collective."""
-    return engine.average.showing(averaged) if engine.average is not None else nullcontext()
+    average = average_of(engine)
+    return average.showing(averaged) if average is not None else nullcontext()
 
 
 def whole_weights(engine: Engine, call: str, left_out: Iterable[str] = ()) -> dict[str, Any]:
@@ -122,11 +125,11 @@ def export_weights(engine: Engine, path: str | os.PathLike[str], call: str, **op
 
 def trained_beside(engine: Engine, left_out: Iterable[str] = (), sharded: bool = True) -> dict[str, Any]:
     """The trained weights, by their key in a checkpoint; {} if its state dict has no averages. Collective."""
-    average = engine.average
+    average = average_of(engine)
     if average is None or not average.updates:
         return {}
     places = {name: engine.owner.get(id(p)) for name, p in engine.root.named_parameters(remove_duplicate=False)}
-    names = {name for name, place in places.items() if place is not None and place[0].average is not None}
+    names = {name for name, place in places.items() if place is not None and average.averages(place[0]) is not None}
     names |= dict(engine.root.named_buffers()).keys()
     names = set(on_all_ranks(engine, sorted(names), "names of averages"))
     state = weights_to_save(engine, left_out, averaged=False, sharded=sharded)
@@ -144,9 +147,9 @@ def beside(engines: Mapping[str, Engine], sharded: bool = True) -> dict[str, Any
     found: dict[str, Any] = {}
     buffers: dict[str, Any] = {}
     for prefix, engine in engines.items():
-        if (owed := residual_state(engine, sharded)) is not None:
+        if engine.exchange.remembers and (owed := residual_state(engine, sharded)) is not None:
             found[RESIDUALS] = owed  # of one engine only: session.py, ``Session.build``
-        if (different := rank_buffers(engine, prefix)) is not None:
+        if not engine.buffers.enabled and (different := rank_buffers(engine, prefix)) is not None:
             buffers |= different["buffers"]
             found[RANK_BUFFERS] = {"ranks": engine.world.size, "buffers": buffers}
     return found
@@ -179,16 +182,15 @@ class Saving:
     then: Callable[[str], object] = lambda path: None
     peers: Sequence[int] = ()
 
-    def bundle(self, world: World) -> Bundle:
-        """Divide the checkpoint among the ranks that write it. Collective."""
-        facts = {
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts about the run, for the manifest."""
+        return {
             "stage": self.config.zero_optimization.stage,
-            "ranks": world.size,
             "precision": self.precision,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": str(torch.__version__),
         }
-        return bundle(self.content, self.names, world, facts, self.shown, self.left_out, self.peers)
 
 
 class Saver:
@@ -214,20 +216,22 @@ class Saver:
             CheckpointError: on all ranks; an earlier checkpoint at ``path`` is kept.
         """
         self.wait(world)
-        made = saving.bundle(world)
-        if background:
-            with world.agree("copying the state for an asynchronous save", CheckpointError):
-                self._buffer = stage(made, self._buffer)
-        group = world.saving_group(background)
-        # From here on ``write`` removes the directory after an error.
-        place = make_directory(world, path)
-        then = partial(saving.then, place.name)
-        if background:
-            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
-            self.pending = self._thread.submit(_write_alone, made, place, world, group, then)
-            return
-        with progress_bar(f"Saving {path}", made.nbytes, rank=world.rank, in_bytes=True) as work:
-            write(made, place, world, group, then, work.advance)
+        facts = {**saving.facts, "ranks": world.size}
+        with gc_disabled():
+            made = bundle(saving.content, saving.names, world, facts, saving.shown, saving.left_out, saving.peers)
+            if background:
+                with world.agree("copying the state for an asynchronous save", CheckpointError):
+                    self._buffer = stage(made, self._buffer)
+            group = world.saving_group(background)
+            # From here on ``write`` removes the directory after an error.
+            place = make_directory(world, path)
+            then = partial(saving.then, place.name)
+            if background:
+                self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
+                self.pending = self._thread.submit(_write_alone, made, place, world, group, then)
+                return
+            with progress_bar(f"Saving {path}", made.nbytes, rank=world.rank, in_bytes=True) as work:
+                write(made, place, world, group, then, work.advance)
 
     def after_pending(self, action: Callable[[], object]) -> None:
         """Call ``action`` once the pending save has succeeded; now if there is none."""
@@ -331,12 +335,20 @@ class Progress:
         Raises:
             CheckpointError: on all ranks.
         """
-        restore_training(engine, self.residuals, self.stepped)
-        with engine.world.agree("restoring buffers of each rank", CheckpointError):
-            load_rank_buffers(engine, self.rank_buffers, prefix)
-        if engine.average is not None and self.averages is not None:
+        # The same on all ranks: they have the same checkpoint, and the same configuration.
+        if self.residuals is not None or engine.exchange.remembers:
+            with engine.world.agree("restoring what ranks owe to the weights", CheckpointError):
+                load_residuals(engine, self.residuals)
+        engine.stepped = self.stepped
+        for bucket in engine.buckets if self.stepped else ():
+            bucket.round_as_steps_do()
+        if self.rank_buffers is not None:
+            with engine.world.agree("restoring buffers of each rank", CheckpointError):
+                load_rank_buffers(engine, self.rank_buffers, prefix)
+        average = average_of(engine)
+        if average is not None and self.averages is not None:
             with engine.world.agree("restoring averages", CheckpointError):
-                engine.average.load(*self.averages)
+                average.load(*self.averages)
         if controller is not None:
             controller.load_state_dict(dict(self.loss_scale or {}))
             controller.start_watching(engine)

@@ -1,4 +1,4 @@
-"""An exponential moving average of the trained weights, sharded beside the master weights and kept where they are.
+"""An exponential moving average of the trained weights: a state "ema" of each bucket, beside the optimizer's.
 
 Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992), with exponential weights. The first
 update copies the weights, later ones are average = decay * average + (1 - decay) * weights, as in
@@ -29,14 +29,16 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.engine.inplace_edits import digest_of
 from lt_zero.engine.lazy_tensor import elements_of
-from lt_zero.offload.store import AVERAGE
+from lt_zero.offload.store import Store
+
+_EMA = "ema"  # key of the averages among the states of a bucket
 
 
 class WeightAverage:
     """The average of an engine's trained weights, and of floating-point buffers (of rank 0).
 
     Args:
-        engine: of the model; ``engine.average`` is this object until ``close``.
+        engine: of the model; ``average_of`` finds this object until ``close``.
 
     Attributes:
         updates: so many weights were averaged; 0: there is no average yet.
@@ -54,7 +56,7 @@ class WeightAverage:
         self._buffers: dict[str, Tensor] = {}  # averages, or while they are in use the buffers themselves
         self.updates, self.swapped, self.finished = 0, False, False
         self._left: list[Tensor] = []  # digests of what ``finish`` left in the model
-        engine.average = self
+        engine.handles.append(self)
 
     def _buckets(self) -> Iterator[Bucket]:
         return (bucket for bucket in self._engine.buckets if bucket.weights.trains)
@@ -62,21 +64,25 @@ class WeightAverage:
     def _named_buffers(self) -> dict[str, Tensor]:
         return dict(self._engine.root.named_buffers())
 
+    def averages(self, bucket: Bucket) -> Store | None:
+        """The averages of this rank's weights of ``bucket``; None if it was never trained while there were averages."""
+        return bucket.beside.get(_EMA)
+
     @torch.no_grad()
     def update(self, decay: float) -> None:
         """Average the weights of the last step. Not collective."""
         self._engine.same_on_ranks.note_value("the decay of the average of weights", decay)
         for bucket in self._buckets():
-            weights = bucket.weights.values()
+            weights, averages = bucket.weights.values(), self.averages(bucket)
             # It is the first update, or the parameters were unfrozen since the last one.
-            if bucket.average is None:
-                wide = torch.promote_types(weights.dtype, torch.float32)
-                bucket.average = bucket.places.step.store(AVERAGE, weights.numel(), wide)
-                bucket.average.overwrite().copy_(weights)
+            if averages is None:
+                averages = _add(bucket)
+                averages.overwrite().copy_(weights)
             else:
-                rows = bucket.average.write()
+                rows = averages.write()
                 rows.mul_(decay).add_(weights.to(rows.dtype), alpha=1 - decay)
-            if bucket.average.streamed:
+            if averages.streamed:
+                # The others need the memory: one bucket is in it at a time.
                 bucket.put_away()
         for name, buffer in self._named_buffers().items():
             known = self._buffers.get(name)
@@ -95,10 +101,11 @@ class WeightAverage:
             return
         engine = self._engine
         engine.prepare_reading()
-        changed = [bucket for bucket in self._buckets() if bucket.average is not None]
-        for bucket in changed:
-            self._swap(bucket)
+        changed = {bucket: found for bucket in self._buckets() if (found := self.averages(bucket)) is not None}
+        for bucket, averages in changed.items():
+            self._swap(bucket, averages)
         engine.publish(set(changed), stepped=False)
+        # Wait for the gathers that ``publish`` may have started: the caller reads the weights next.
         engine.finish_steps()
         for name, buffer in self._named_buffers().items():
             if (known := self._buffers.get(name)) is not None:
@@ -109,9 +116,8 @@ class WeightAverage:
         if self.swapped:
             sync_buffers(engine)
 
-    def _swap(self, bucket: Bucket) -> None:
-        assert bucket.average is not None
-        master, average = bucket.weights.writable_values(), bucket.average.write()
+    def _swap(self, bucket: Bucket, averages: Store) -> None:
+        master, average = bucket.weights.writable_values(), averages.write()
         if master.dtype == average.dtype:
             before = master.clone()
             master.copy_(average)
@@ -121,6 +127,7 @@ class WeightAverage:
         else:
             self._kept[bucket] = master.clone()
             master.copy_(average)
+        # Weights in files are copied to what gathers read while they are in memory; ``publish`` copies the others.
         if bucket.streamed:
             bucket.weights.written = False
             bucket.weights.refresh()
@@ -173,22 +180,23 @@ class WeightAverage:
     def close(self) -> None:
         """Drop the averages, or, while they are in use, the weights."""
         for bucket in self._engine.buckets:
-            if bucket.average is not None:
-                bucket.average.discard()
-                bucket.average = None
+            bucket.drop_beside(_EMA)
         self._kept.clear()
         self._buffers.clear()
-        self._engine.average = None
+        if self in self._engine.handles:
+            self._engine.handles.remove(self)
+
+    remove = close  # an engine that is detached removes its handles
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def rows(self, bucket: Bucket, averaged: bool) -> Callable[[], Tensor] | None:
         """The function that reads this rank's averages (1D, as ``shard``), or its weights; None: the model has them."""
-        if bucket.average is None:
+        if (averages := self.averages(bucket)) is None:
             return None
         if (kept := self._kept.get(bucket)) is not None:
-            return bucket.average.read if averaged else lambda: kept
-        return bucket.average.read if averaged != self.swapped else None
+            return averages.read if averaged else lambda: kept
+        return averages.read if averaged != self.swapped else None
 
     def buffers(self, averaged: bool) -> dict[str, Tensor]:
         """Buffers of the other kind than the model has now; {} for those that it has."""
@@ -201,9 +209,8 @@ class WeightAverage:
             specs = [span.spec for span in bucket.layout.spans]
             if not all(spec.name in state for spec in specs):
                 continue
-            wide = torch.promote_types(bucket.weights.precision, torch.float32)
-            bucket.average = bucket.places.step.store(AVERAGE, bucket.shard.numel(), wide)
-            rows = bucket.average.overwrite()
+            rows = _add(bucket).overwrite()
+            # No parameter has the elements of gaps, and digests of weights cover them after a swap.
             rows.zero_()
             for index, spec in enumerate(specs):
                 for piece in bucket.pieces_of(index):
@@ -214,3 +221,13 @@ class WeightAverage:
             if name in state:
                 self._buffers[name] = torch.empty_like(buffer).copy_(state[name])
         self.updates = updates
+
+
+def _add(bucket: Bucket) -> Store:
+    """A new store of averages. In 16 bits they would lose small updates, so they are in fp32 at least."""
+    return bucket.add_beside(_EMA, torch.promote_types(bucket.weights.precision, torch.float32))
+
+
+def average_of(engine: Engine) -> WeightAverage | None:
+    """The average of the engine's weights, if there is one."""
+    return next((handle for handle in engine.handles if isinstance(handle, WeightAverage)), None)

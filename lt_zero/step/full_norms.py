@@ -11,7 +11,7 @@ from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.shard_group import combine_rows
 from lt_zero.common import accelerator
 from lt_zero.engine.bucket import Bucket
-from lt_zero.step.param_groups import Member
+from lt_zero.step.param_groups import StepParam
 
 
 class FullNorms:
@@ -29,7 +29,7 @@ class FullNorms:
         self._groups: list[Ranks] = []  # the ranks of each row
         self._repeats: set[int] = set()  # rows that another rank contributes
 
-    def expect(self, members: Mapping[Bucket, Sequence[Member]]) -> None:
+    def expect(self, members: Mapping[Bucket, Sequence[StepParam]]) -> None:
         """Prepare for a step of these buckets, the same ones in the same order on all ranks."""
         self._rows, self._row_of, self._groups, self._repeats = {}, {}, [], set()
         for bucket, mine in members.items():

@@ -30,7 +30,7 @@ from lt_zero.engine.layout import ALIGN
 from lt_zero.optim.lamb import Lamb, corrected_rate, trust_rates
 from lt_zero.optim.lion import Lion
 from lt_zero.step.full_norms import FullNorms
-from lt_zero.step.param_groups import Fragments, Member
+from lt_zero.step.param_groups import ShardedParamGroups, StepParam
 
 log = logging.getLogger("lt_zero")
 
@@ -174,7 +174,7 @@ class Run:
         initial: what states begin with.
     """
 
-    def __init__(self, bucket: Bucket, members: list[Member], keys: tuple[str, ...], kernel: Kernel, initial: float):
+    def __init__(self, bucket: Bucket, members: list[StepParam], keys: tuple[str, ...], kernel: Kernel, initial: float):
         self.bucket, self._kernel, self._initial = bucket, kernel, initial
         self.lo = members[0].piece.offset
         self.hi = members[-1].piece.offset + members[-1].piece.numel
@@ -207,7 +207,7 @@ class Run:
             for found, views in zip(states, self._views, strict=True)
         )
 
-    def adopt(self, members: list[Member], state: dict[Any, Any]) -> None:
+    def adopt(self, members: list[StepParam], state: dict[Any, Any]) -> None:
         """Make the optimizer's state of each fragment a view of this run's, keeping its values."""
         if not self._has_views:
             return
@@ -235,7 +235,7 @@ class Run:
                     )
                 found[key] = view
 
-    def parts(self, members: list[Member], group: Options) -> list[Part]:
+    def parts(self, members: list[StepParam], group: Options) -> list[Part]:
         """Count a step with the numbers of a group; returns the ranges that have a gradient, with their options."""
         used = [member.used for member in members]
         if used != self._used:
@@ -256,7 +256,7 @@ class Run:
                     parts.append(Part(self, lo, hi, some[0].index, found))
         return parts
 
-    def uncount(self, members: list[Member], state: dict[Any, Any]) -> None:
+    def uncount(self, members: list[StepParam], state: dict[Any, Any]) -> None:
         """Undo the counting of the last step; what had no state before it has none."""
         self.steps -= self._counted
         self._counted, self._used = torch.zeros_like(self._counted), []
@@ -268,7 +268,7 @@ class Run:
                     del state[member.parameter]
 
 
-_Row = tuple[Run, int, list[Member]]  # a run, its group, and its members in a step
+_Row = tuple[Run, int, list[StepParam]]  # a run, its group, and its members in a step
 
 
 class Rows:
@@ -321,15 +321,15 @@ class FusedStep:
         norms: of full parameters, for a kernel that needs them.
     """
 
-    def __init__(self, fragments: Fragments, norms: FullNorms | None = None) -> None:
+    def __init__(self, fragments: ShardedParamGroups, norms: FullNorms | None = None) -> None:
         self._fragments, self._optimizer, self._norms = fragments, fragments.optimizer, norms
         self._kernel = KERNELS[type(fragments.optimizer)]
         # (parameter, group, whether it has states) of the members of a bucket, and their runs, which are valid as long
         # as these are the same.
         self._runs: dict[Bucket, tuple[list[tuple[int, int, bool]], list[Run]]] = {}
         # Members of a bucket that are all used, and the states of the groups then -> what ``_find_runs`` found.
-        self._planned: dict[Bucket, tuple[list[Member], list[tuple[str, ...]], list[_Row]]] = {}
-        self._last: list[tuple[Run, list[Member]]] = []  # the runs and members of the last step
+        self._planned: dict[Bucket, tuple[list[StepParam], list[tuple[str, ...]], list[_Row]]] = {}
+        self._last: list[tuple[Run, list[StepParam]]] = []  # the runs and members of the last step
         self._groups: list[Options] | None = None  # numbers of the groups, for the running step
         self._keys: list[tuple[str, ...]] = []  # keys of the element-wise states, by group
         self._told = False
@@ -379,7 +379,7 @@ class FusedStep:
         ]
 
     @without_grad
-    def step(self, bucket_members: dict[Bucket, list[Member]], found_inf: Tensor | None = None) -> None:
+    def step(self, bucket_members: dict[Bucket, list[StepParam]], found_inf: Tensor | None = None) -> None:
         """Step the fragments, which ``param_groups`` and ``state`` hold during a step (param_groups.py).
 
         If ``found_inf`` (0D fp32) is not zero, nothing is written; see ``uncount``. Collective if one of the buckets
@@ -390,7 +390,7 @@ class FusedStep:
         parts = [part for bucket, members in bucket_members.items() for part in self.plan(bucket, members) or ()]
         self.launch(list(bucket_members), parts, found_inf, norms=self._norms)
 
-    def plan(self, bucket: Bucket, everyone: list[Member]) -> list[Part] | None:
+    def plan(self, bucket: Bucket, everyone: list[StepParam]) -> list[Part] | None:
         """Count a step of one bucket, to be launched later; None if its states have to be moved into runs first.
 
         States are moved only during a step, while they are those of fragments.
@@ -413,11 +413,11 @@ class FusedStep:
             parts += run.parts(some, self._groups[number])
         return parts
 
-    def _find_runs(self, bucket: Bucket, everyone: list[Member]) -> list[_Row] | None:
+    def _find_runs(self, bucket: Bucket, everyone: list[StepParam]) -> list[_Row] | None:
         """The runs of a bucket, with group and members of each; None if states have to be moved into them first."""
         narrowed, state = self._fragments.narrowed, self._optimizer.state
         number_of = {id(p): n for n, params in enumerate(self._fragments.groups()) for p in params}
-        members: list[tuple[int, list[Member]]] = []  # by group, also split where elements in between are not stepped
+        members: list[tuple[int, list[StepParam]]] = []  # by group, also split at elements that are not stepped
         states: list[list[Options]] = []
         signature, end = [], -1
         for member in everyone:

@@ -201,7 +201,7 @@ class LossScaleController:
             # An ordinary loss is checked on the host, with four operations less.
             plain = type(loss) is Tensor and loss.numel() == 1 and loss.is_floating_point()
             finite = math.isfinite(loss.item()) if plain else bool(torch.isfinite(loss.detach()).all())
-            engine.used_parameters.nonfinite |= not finite
+            engine.unused_parameters.nonfinite |= not finite
 
     def scaled(self, engine: Engine | None, loss: Tensor) -> Tensor:
         """The loss times the loss scale, in fp32, as it may overflow fp16; checked as by ``see_loss``."""
@@ -234,7 +234,7 @@ class LossScaleController:
         self._examined = sharded
         if not self._told:
             sharded.engine.finish_reductions()
-            self._notice(sharded.engine, sharded.engine.used_parameters.nonfinite)
+            self._notice(sharded.engine, sharded.engine.unused_parameters.nonfinite)
         if self.checks:
             self._some = sharded.grads.exist()
             self.norm = sharded.grads.norm() / sharded.grads.loss_scale
@@ -334,7 +334,7 @@ class LossScaleController:
         skip, some, found_inf = self.skip, self._some, sharded.found_inf
         self._forget()
         # The gradients are spent even if the step was skipped.
-        sharded.engine.used_parameters.spent = True
+        sharded.engine.grad_views.spent = True
         if not self.checks or not some:
             return
         counter = self.counter(number)

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from lt_zero.engine.bucket import Bucket
 from lt_zero.offload.background import Job
 from lt_zero.step.fused_step import FusedStep, Part
-from lt_zero.step.param_groups import Fragments, Member
+from lt_zero.step.param_groups import ShardedParamGroups, StepParam
 from lt_zero.step.reduced_grads import ReducedGrads
 
 _WAITING = 1  # the most buckets that are queued with gradients in memory, if gradients are in files
@@ -38,14 +38,14 @@ class Overlap:
         grads: its reduced gradients.
     """
 
-    def __init__(self, fragments: Fragments, fused: FusedStep | None, grads: ReducedGrads) -> None:
+    def __init__(self, fragments: ShardedParamGroups, fused: FusedStep | None, grads: ReducedGrads) -> None:
         self._fragments, self._fused, self._grads = fragments, fused, grads
         self._engine, self._offload_manager = fragments.engine, fragments.engine.offload_manager
         self._early: dict[Bucket, int] = {}  # stepped beside the last backward -> ``GradAccumulator.changes`` then
         self._backwards = 0  # ``Engine.backwards`` after that backward
         self.early: set[Bucket] = set()  # buckets of the running step that were stepped beside backward
         self.late: set[Bucket] = set()  # buckets of the running step that the background thread publishes
-        self._members: dict[Bucket, list[Member]] = {}
+        self._members: dict[Bucket, list[StepParam]] = {}
         self._indices: dict[Bucket, set[int]] = {}  # this optimizer's parameters in a bucket
         self._steady: dict[Bucket, list[int]] = {}  # used parameters of a bucket in the last step
 
@@ -152,7 +152,7 @@ class Overlap:
     # ---- beside the next forward -------------------------------------------------------------------------------
 
     def plan_late(
-        self, members: dict[Bucket, list[Member]], early: set[Bucket], used: dict[Bucket, list[int]]
+        self, members: dict[Bucket, list[StepParam]], early: set[Bucket], used: dict[Bucket, list[int]]
     ) -> dict[Bucket, list[Part] | None]:
         """The buckets that the background thread steps and publishes, in the same order on all ranks.
 

@@ -34,7 +34,7 @@ _PLAIN = frozenset((float, bool, str, type(None)))
 
 
 @dataclass(frozen=True)
-class Member:
+class StepParam:
     """A fragment in the current step."""
 
     parameter: Parameter
@@ -43,7 +43,7 @@ class Member:
     used: bool  # whether any rank has a gradient for its parameter
 
 
-class Fragments:
+class ShardedParamGroups:
     """The fragments of one optimizer's parameters. What a step needs of them is kept until groups or training change.
 
     Args:
@@ -59,7 +59,7 @@ class Fragments:
         self._grouped: list[list[Parameter]] = []  # the groups' parameters that the places are of
         self._places: list[tuple[Bucket, int, Parameter]] = []
         # Of the last ``members``: which places had master weights, which were used, and the result.
-        self._members: tuple[list[bool], Container[tuple[Bucket, int]], dict[Bucket, list[Member]]] | None = None
+        self._members: tuple[list[bool], Container[tuple[Bucket, int]], dict[Bucket, list[StepParam]]] | None = None
 
     def of(self, parameter: Parameter) -> list[Parameter]:
         """This rank's fragment of ``parameter`` (none or one), or ``parameter`` if the engine does not own it.
@@ -110,7 +110,7 @@ class Fragments:
             found.setdefault(bucket, set()).add(index)
         return found
 
-    def members(self, used: Container[tuple[Bucket, int]]) -> dict[Bucket, list[Member]]:
+    def members(self, used: Container[tuple[Bucket, int]]) -> dict[Bucket, list[StepParam]]:
         """The fragments by bucket, in order; also buckets of which this rank has no fragment, but no frozen ones.
 
         ``used``: the parameters, as (bucket, index), that have a gradient on any rank. The lists are those of the last
@@ -122,13 +122,13 @@ class Fragments:
             trained = [not _needs_no_master(bucket, parameter) for bucket, _, parameter in places]
         if self._members is not None and self._members[:2] == (trained, used):
             return dict(self._members[2])
-        found: dict[Bucket, list[Member]] = {}
+        found: dict[Bucket, list[StepParam]] = {}
         for (bucket, index, parameter), trains in zip(places, trained, strict=True):
             if not trains:
                 continue
             members = found.setdefault(bucket, [])
             for piece, fragment in zip(bucket.pieces_of(index), self.of(parameter), strict=True):
-                members.append(Member(parameter, fragment, piece, (bucket, index) in used))
+                members.append(StepParam(parameter, fragment, piece, (bucket, index) in used))
         for members in found.values():
             members.sort(key=lambda m: m.piece.offset)
         self._members = trained, used, found
@@ -218,7 +218,7 @@ class StepOptions:
         fragments: of the optimizer. Trainable parameters that their engine does not own are a problem.
     """
 
-    def __init__(self, fragments: Fragments) -> None:
+    def __init__(self, fragments: ShardedParamGroups) -> None:
         self._fragments, self._engine, self._optimizer = fragments, fragments.engine, fragments.optimizer
         self._members: list[list[int]] = []  # ids of the parameters, by group
         self._member_names: list[tuple[str, ...]] = []
@@ -336,7 +336,7 @@ def compare_optimizers(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
     """
     if engine.peers.alone:
         return
-    found = [StepOptions(Fragments(engine, optimizer)).snapshot() for optimizer in optimizers]
+    found = [StepOptions(ShardedParamGroups(engine, optimizer)).snapshot() for optimizer in optimizers]
     facts: dict[str, Any] = {"the number of optimizers": len(optimizers)}
     for number, snapshot in enumerate(found):
         place = f"optimizer {number}: " if len(found) > 1 else ""
@@ -358,7 +358,7 @@ def compare_options(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
         kind = type(optimizer).__name__
         place = f"{kind} (optimizer {number})" if len(optimizers) > 1 else kind
         mine[f"optimizer {number}"] = kind
-        for index, options in enumerate(StepOptions(Fragments(engine, optimizer)).values()):
+        for index, options in enumerate(StepOptions(ShardedParamGroups(engine, optimizer)).values()):
             mine |= {f"{place}, group {index}, {key}": value for key, value in options.items()}
     told = engine.peers.ask_all(mine, "options of optimizers")
     found: dict[str, list[Any]] = {}

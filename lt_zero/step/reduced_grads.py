@@ -21,7 +21,7 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.grad_accumulator import Products
 from lt_zero.engine.layout import ALIGN
 from lt_zero.engine.visible_grads import is_view
-from lt_zero.step.param_groups import Fragments
+from lt_zero.step.param_groups import ShardedParamGroups
 
 
 class ReducedGrads:
@@ -31,7 +31,7 @@ class ReducedGrads:
         loss_scale: that the gradients carry; see loss_scale.py.
     """
 
-    def __init__(self, fragments: Fragments) -> None:
+    def __init__(self, fragments: ShardedParamGroups) -> None:
         self._fragments, self._engine = fragments, fragments.engine
         self.loss_scale = 1.0
 
@@ -94,9 +94,9 @@ class ReducedGrads:
 
     def _multiply(self, factor_on: Callable[..., Tensor]) -> None:
         """``factor_on(device=...)`` is the factor (0D) there."""
-        used_parameters, places = self._engine.used_parameters, self._fragments.places()
-        used_parameters.scaled(places, factor_on(device=self._engine.device))
-        for grad in [*used_parameters.unreduced(places), *self._foreign()]:
+        views, places = self._engine.grad_views, self._fragments.places()
+        views.scaled(places, factor_on(device=self._engine.device))
+        for grad in [*views.unreduced(places), *self._foreign()]:
             grad.mul_(factor_on(device=grad.device))
         products: Products = {}
         for bucket, mine in self._fragments.indices().items():
@@ -211,7 +211,7 @@ class ReducedGrads:
             bucket.grads.put_away()
         for grad in self._foreign():
             grad.clamp_(-limit, limit)
-        self._engine.used_parameters.changed()
+        self._engine.grad_views.changed()
 
     def _clip_exchanged(self, max_norm: float) -> Tensor:
         """Let the exchange clip, if it has not yet been launched, and unscale; returns the norm."""

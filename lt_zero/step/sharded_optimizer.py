@@ -1,8 +1,8 @@
 """Runs any torch optimizer on this rank's shard; the user's object, its groups and its class stay.
 
 Note [The plan of a step]
-    Each bucket is stepped in one of six ways (``By``), which is decided once per step, before anything is written. The
-    plan runs in their order: what moves bytes begins first, and the optimizer's own ``step`` comes last.
+    Each bucket is stepped in one of six ways (``StepPath``), which is decided once per step, before anything is
+    written. The plan runs in their order: what moves bytes begins first, and the optimizer's own ``step`` comes last.
 
 Note [Staged buckets]
     Where master weights or accumulators have 16 bits and the optimizer states have not, the optimizer steps fp32 copies
@@ -39,7 +39,7 @@ from lt_zero.optim.lamb import Lamb
 from lt_zero.step.full_norms import FullNorms
 from lt_zero.step.fused_step import FusedStep, Part
 from lt_zero.step.overlap import Overlap
-from lt_zero.step.param_groups import Fragments, Member, StepOptions
+from lt_zero.step.param_groups import ShardedParamGroups, StepOptions, StepParam
 from lt_zero.step.reduced_grads import ReducedGrads
 from lt_zero.step.supported_optimizers import check_parts, check_supported, states_per_element
 
@@ -49,7 +49,7 @@ _ATTRIBUTE = "_lt_zero"  # set on the optimizer
 _SWITCHES = ("train", "eval")  # methods of schedule-free optimizers that change weights
 
 
-class By(Enum):
+class StepPath(Enum):
     """Ways to step a bucket, in the order of a step."""
 
     BACKGROUND = "the background thread, which publishes it, too"
@@ -65,7 +65,7 @@ class BucketStep:
     """One bucket in the plan of a step.
 
     Attributes:
-        by: who steps it.
+        path: who steps it.
         members: its fragments on this rank.
         idle: nothing is left to step here: no rank has a gradient for it, it was stepped before, or ``parts`` step it.
         kernel: whether the kernel computes the step.
@@ -73,8 +73,8 @@ class BucketStep:
     """
 
     bucket: Bucket
-    by: By
-    members: list[Member]
+    path: StepPath
+    members: list[StepParam]
     idle: bool
     kernel: bool
     parts: list[Part] | None = None
@@ -132,7 +132,7 @@ class ShardedOptimizer(ProcessLocal):
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         expect(engine, Engine, "ShardedOptimizer(engine=...)", "pass what lt_zero.shard returns")
         expect(optimizer, Optimizer, "ShardedOptimizer(optimizer=...)", "pass a torch.optim.Optimizer")
-        self.fragments = Fragments(engine, optimizer)
+        self.fragments = ShardedParamGroups(engine, optimizer)
         self.options = StepOptions(self.fragments)
         engine.same_on_ranks.begin(self.options)
         manager = engine.offload_manager
@@ -148,6 +148,7 @@ class ShardedOptimizer(ProcessLocal):
         self.found_inf: Tensor | None = None  # 0D fp32: the kernel skips the step if it is not zero
         self.before_state_dict: Callable[[], object] = lambda: None  # waits for the outcome of the last step
         self.by_bucket = False  # the caller of ``state_dict`` reads stored states bucket by bucket
+        self._may_fail = manager.has_files or manager.overlaps  # on some rank
         self._depth = 0  # nested calls of step
         self._entered = 0  # ``Engine.backwards`` when the running step began
         self._staging = False  # the optimizer steps a single bucket now
@@ -223,7 +224,7 @@ class ShardedOptimizer(ProcessLocal):
         if any(bucket.offloaded for bucket in buckets):
             # A step that the device skips would still be copied to the device or written to files.
             return False
-        return len(places) == len(self.parameters()) and self.taken(buckets) == buckets
+        return len(places) == len(self.parameters()) and self.kernel_buckets(buckets) == buckets
 
     def uncount_step(self) -> None:
         """Restore the step counters after the last step was skipped on the device."""
@@ -263,27 +264,30 @@ class ShardedOptimizer(ProcessLocal):
         for bucket, parts in late.items():
             mine, stored = members.pop(bucket, []), bucket.streamed
             idle = parts is not None or bucket in early or (stored and not any(member.used for member in mine))
-            plan.append(BucketStep(bucket, By.BACKGROUND, mine, idle, True, parts))
-        return plan + self._plan(members, used if self._norms is not None else (), self.taken(members))
+            plan.append(BucketStep(bucket, StepPath.BACKGROUND, mine, idle, True, parts))
+        return plan + self._plan(members, used if self._norms is not None else (), self.kernel_buckets(members))
 
     def _plan(
-        self, members: dict[Bucket, list[Member]], together: Collection[Bucket], taken: set[Bucket]
+        self,
+        members: dict[Bucket, list[StepParam]],
+        collective_buckets: Collection[Bucket],
+        kernel_buckets: set[Bucket],
     ) -> list[BucketStep]:
-        """Plan the other buckets; those in ``together`` are stepped by all ranks, because the step is collective."""
+        """Plan the other buckets. All ranks step those in ``collective_buckets``, because the step is collective."""
         plan = []
         for bucket, mine in members.items():
-            kernel = bucket in taken
+            kernel = bucket in kernel_buckets
             if bucket.streamed:
-                by = By.STREAMED
+                path = StepPath.STREAMED
             elif kernel:
-                by = By.HOST if bucket.offloaded else By.KERNEL
+                path = StepPath.HOST if bucket.offloaded else StepPath.KERNEL
             else:
-                by = By.STAGED if bucket.staged else By.TORCH
-            idle = bucket not in together and not any(member.used for member in mine)
-            plan.append(BucketStep(bucket, by, mine, idle, kernel))
+                path = StepPath.STAGED if bucket.staged else StepPath.TORCH
+            idle = bucket not in collective_buckets and not any(member.used for member in mine)
+            plan.append(BucketStep(bucket, path, mine, idle, kernel))
         return plan
 
-    def taken(self, buckets: Iterable[Bucket]) -> set[Bucket]:
+    def kernel_buckets(self, buckets: Iterable[Bucket]) -> set[Bucket]:
         """The ``buckets`` that the kernel steps."""
         return self.fused.takes(buckets) if self.fused is not None else set()
 
@@ -300,10 +304,10 @@ class ShardedOptimizer(ProcessLocal):
         Raises:
             SwapError: on all ranks, if states of one cannot be read or written.
         """
-        steps = defaultdict[By, list[BucketStep]](list)
+        steps = defaultdict[StepPath, list[BucketStep]](list)
         for step in plan:
-            steps[step.by].append(step)
-        for step in steps[By.BACKGROUND]:
+            steps[step.path].append(step)
+        for step in steps[StepPath.BACKGROUND]:
             if not step.idle and step.bucket.streamed:
                 self._step_streamed([step], None)
             elif not step.idle:
@@ -312,22 +316,23 @@ class ShardedOptimizer(ProcessLocal):
                 step.bucket.weights.refresh()
             # See overlap.py, Note [Beside the next forward].
             self.overlap.hand_over(step.bucket, step.parts)
-        self._step_streamed(steps[By.STREAMED], method)
-        for step in steps[By.HOST]:
+        self._step_streamed(steps[StepPath.STREAMED], method)
+        for step in steps[StepPath.HOST]:
             if not step.idle:
                 self._step_kernel([step])
                 step.bucket.weights.refresh()
-        self.engine.offload_manager.check(self.engine.world, "states in files")
-        self._step_kernel(steps[By.KERNEL], self.found_inf)
-        self.fragments.drop({step.bucket for step in plan if step.by not in (By.STAGED, By.TORCH)})
-        if (steps[By.STAGED] or steps[By.TORCH]) and not self._told:
+        if self._may_fail:
+            self.engine.offload_manager.check(self.engine.world, "states in files")
+        self._step_kernel(steps[StepPath.KERNEL], self.found_inf)
+        self.fragments.drop({step.bucket for step in plan if step.path not in (StepPath.STAGED, StepPath.TORCH)})
+        if (steps[StepPath.STAGED] or steps[StepPath.TORCH]) and not self._told:
             self._told = True
             name, on = type(self.optimizer).__name__, self.engine.config.fused_step
             why = self.fused.refusal() if self.fused is not None else "it has no kernel" if on else "by fused_step"
             log.info("%s is stepped by its own step, not by a kernel of lt_zero: %s", name, why)
-        for step in steps[By.STAGED]:
+        for step in steps[StepPath.STAGED]:
             self._step_staged(step.bucket, step.members, method)
-        self._torch = steps[By.TORCH]
+        self._torch = steps[StepPath.TORCH]
         if method is None:
             for step in self._torch:
                 for member in step.members:
@@ -356,7 +361,7 @@ class ShardedOptimizer(ProcessLocal):
             self._store_states(bucket, holders)
             bucket.weights.refresh()
 
-    def _step_staged(self, bucket: Bucket, members: list[Member], method: Callable[[], Any] | None) -> None:
+    def _step_staged(self, bucket: Bucket, members: list[StepParam], method: Callable[[], Any] | None) -> None:
         """Step the fragments of one bucket, and take them out of the groups. See Note [Staged buckets].
 
         ``method`` is called instead of ``step``.
@@ -461,7 +466,7 @@ class ShardedOptimizer(ProcessLocal):
             return
         self._finish()
         self.widen()
-        self.engine.used_parameters.spent = True
+        self.engine.grad_views.spent = True
         # The background thread publishes the buckets in ``late`` when it has stepped them.
         self.engine.publish(self._buckets() - self.overlap.late)
         if self.engine.offload_manager.overlaps:
@@ -500,7 +505,8 @@ class ShardedOptimizer(ProcessLocal):
     def store_states(self) -> None:
         """Move loaded states to the bucket stores, bucket by bucket. Not collective."""
         self.engine.finish_steps()
-        self.overlap.forget_states()
+        if self.engine.offload_manager.overlaps:
+            self.overlap.forget_states()
         places: dict[Bucket, list[tuple[Parameter, Piece]]] = {}
         for bucket, index, parameter in self.fragments.places():
             if bucket.streamed:
@@ -545,13 +551,13 @@ def _keep(fragment: Parameter, row: Tensor) -> bool:
     return moved
 
 
-def _row_of(bucket: Bucket, member: Member) -> Tensor:
+def _row_of(bucket: Bucket, member: StepParam) -> Tensor:
     """The master weights of a fragment, in its shape."""
     lo = member.piece.offset
     return bucket.weights.master_rows[lo : lo + member.piece.numel].view(member.fragment.shape)
 
 
-def _grad_of(bucket: Bucket, member: Member) -> Tensor | None:
+def _grad_of(bucket: Bucket, member: StepParam) -> Tensor | None:
     """The gradient of a fragment, in its shape, which torch's step may change in place.
 
     None: no rank used it (reduced_grads.py, Note [Unused parameters]).

@@ -188,9 +188,9 @@ def test_layers_are_released_one_by_one() -> None:
     blocks = [unit for unit in engine.units if unit.module in set(model.block)]
     ready = engine.unit_done
 
-    def done(unit: Any, call: Any) -> None:
+    def done(unit: Any, call: Any, grads: Any) -> None:
         most.append(sum(u.leases for u in blocks))
-        ready(unit, call)
+        ready(unit, call, grads)
 
     engine.unit_done = done  # type: ignore[method-assign]
     next_token_loss(model, 0, 0, 0).backward()

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from lt_zero.activation.profile import Boundary
 from lt_zero.activation.stores import ActivationStore
 from lt_zero.io.pinned import host_buffer
-from lt_zero.offload.saved_activations import HostStorage
 from tests.support.store_tools import PLACES, Feed, gradients, opened, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -106,7 +105,6 @@ def test_host_memory_is_page_locked_and_nobody_waits(tmp_path: Path) -> None:
     assert buffer.is_pinned()
     assert buffer.numel() == 8192, "not rounded up to a power of two pages"
     store = opened("host", tmp_path, DEPTH, GPU)
-    assert isinstance(store.storage, HostStorage)
     loan = store.storage.memory.take(1 << 20)
     assert loan.tensor.is_pinned()
     loan.give_back()

@@ -89,7 +89,7 @@ def _fails(folder: Path) -> None:
     rest = found.store.storage
     rest.end_pass()
     if dist.get_rank() == 1:
-        change(rest.folder.path / "activations-1", 100, b"\1\2\3")
+        change(rest.files.folder.path / "activations-1", 100, b"\1\2\3")
     before = {name: value.clone() for name, value in full_values(engine).items()}
     for loss in reversed(losses):
         loss.backward()

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lt_zero.activation.stores import ActivationStore
 from lt_zero.io import direct_file
-from lt_zero.io.thread_pool import SwapError
+from lt_zero.io.swap_file import SwapFile
+from lt_zero.io.thread_pool import SwapError, Transfer
 from lt_zero.offload import host_store
 from lt_zero.offload.copy_streams import CopyEvent, CopyStream
-from lt_zero.offload.saved_activations import FileStorage
 from tests.support.offload_tools import change
 from tests.support.store_tools import CPU, NBYTES, WIDTH, blocks, forward, gradients, opened, rows, same
 
@@ -48,7 +48,6 @@ def test_files_are_used_again_and_removed(tmp_path: Path) -> None:
 def _away(store: ActivationStore) -> list[object]:
     """Enough tensors that the first have left, each of its number."""
     packed = [store.pack(torch.full((2048,), float(number))) for number in range(10)]
-    assert isinstance(store.storage, FileStorage)
     store.storage.end_pass()
     return packed
 
@@ -119,7 +118,6 @@ class _DeviceBehind(CopyStream):
 def test_a_buffer_is_not_read_into_before_its_copy_to_the_device_has_run(tmp_path: Path) -> None:
     store = opened("files", tmp_path)
     packed = _away(store)
-    assert isinstance(store.storage, FileStorage)
     device = store.storage.to_device = _DeviceBehind()
     found = [store.unpack(one) for one in reversed(packed)]
     device.flush()
@@ -137,18 +135,18 @@ def test_a_path_that_cannot_be_used(tmp_path: Path) -> None:
 def test_writes_go_on_beside_forward_and_reads_come_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_store, "_apart", False)
     store, go, events = opened("files", tmp_path), threading.Event(), list[object]()
-    write, read = direct_file.SwapFile._write_block, direct_file.SwapFile.read
+    write, read = SwapFile._write_block, SwapFile.read
 
-    def late(file: direct_file.SwapFile, *args: object) -> None:
+    def late(file: SwapFile, *args: object) -> None:
         assert go.wait(20)
         write(file, *args)  # type: ignore[arg-type]
 
-    def noted(file: direct_file.SwapFile, record: int, target: Tensor) -> object:
+    def noted(file: SwapFile, record: int, target: Tensor) -> object:
         events.append((file, record))
         return read(file, record, target)
 
-    monkeypatch.setattr(direct_file.SwapFile, "_write_block", late)
-    monkeypatch.setattr(direct_file.SwapFile, "read", noted)
+    monkeypatch.setattr(SwapFile, "_write_block", late)
+    monkeypatch.setattr(SwapFile, "read", noted)
     packed = [store.pack(torch.full((2048,), float(number))) for number in range(4)]
     assert store.unpack(packed[2]).eq(2).all(), "nobody waits for the disk: the buffer has it"
     go.set()
@@ -162,4 +160,31 @@ def test_writes_go_on_beside_forward_and_reads_come_ahead(tmp_path: Path, monkey
     assert [len(times) for times in came] == [1] * 8 + [0] * 4, "the last are still in their buffers"
     assert all(came[number][0] < asked[number] for number in range(8)), "before they are asked for"
     assert all(came[number][0] > asked[number + 3] for number in range(8)), "and not long before"
+    store.close()
+
+
+def test_a_wait_for_a_write_that_was_interrupted_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, go, interrupted = opened("files", tmp_path), threading.Event(), list[object]()
+    write, wait = direct_file.SwapFile._write_block, Transfer.wait
+
+    def late(file: direct_file.SwapFile, *args: object) -> None:
+        assert go.wait(20)
+        write(file, *args)  # type: ignore[arg-type]
+
+    def once(transfer: Transfer) -> None:
+        if not interrupted:
+            interrupted.append(transfer)
+            raise KeyboardInterrupt
+        wait(transfer)
+
+    monkeypatch.setattr(direct_file.SwapFile, "_write_block", late)
+    monkeypatch.setattr(Transfer, "wait", once)
+    packed = store.pack(torch.full((2048,), 1.0))
+    with pytest.raises(KeyboardInterrupt):
+        store.storage.end_pass()
+    del packed
+    threading.Timer(0.1, go.set).start()
+    store.end_backward()
+    assert go.is_set(), "the buffer is not given to others before it is written"
+    assert store.problem is None
     store.close()

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lt_zero.activation import partitioned, stores
+from lt_zero.activation.checkpointing import open_store
 from lt_zero.activation.partitioned import PartitionedStore, _Digests
-from lt_zero.activation.places import open_store
 from lt_zero.activation.stores import ActivationStore
 from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.world import World

@@ -86,7 +86,8 @@ def _moment(stage: int, folder: str, options: dict[str, Any]) -> None:
 MOMENTS = [(0, "32-true"), (1, "32-true"), (2, "16-true"), (3, "32-true"), (3, "bf16-mixed")]
 
 
-@pytest.mark.parametrize("how", only([(3, "32-true")], MOMENTS), ids=str)
+@pytest.mark.slow  # in the fast suite: tests/conformance/test_async.py
+@pytest.mark.parametrize("how", MOMENTS, ids=str)
 def test_values_of_the_moment(pool: Pool, tmp_path: Path, how: tuple[int, str]) -> None:
     stage, precision = how
     pool.run(2, _moment, stage, str(tmp_path), {"precision": precision})

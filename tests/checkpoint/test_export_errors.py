@@ -103,27 +103,9 @@ def test_the_checkpoint_itself_is_not_overwritten(tmp_path: Path) -> None:
         export(layers(), tmp_path / "plain")
 
 
-def test_refuses(tmp_path: Path) -> None:
-    source = layers()
-    for options, words in (
-        ({"out": "model.onnx"}, "'model.onnx' has no suffix that implies a format"),
-        ({"out": "model.pt", "format": "onnx"}, "format must be one of auto, pt, ckpt, safetensors"),
-        ({"out": "model.pt", "dtype": "int8"}, "dtype must be fp16, bf16, fp32 or fp64, not int8"),
-        ({"out": "model.pt", "dtype": torch.int8}, "not torch.int8"),
-        ({"out": "model.pt", "shard_size": "5GB"}, "has the suffix of a file"),
-        ({"out": "folder", "format": "ckpt", "shard_size": "5GB"}, "one file"),
-        ({"out": "model.ckpt", "training_state": True}, "not ckpt and fp16"),
-        ({"out": "model.pt", "dtype": "fp32", "training_state": True}, "not pt and fp32"),
-    ):
-        out = tmp_path / str(options.pop("out"))
-        with pytest.raises(ValueError, match=words):
-            export(source, out, **options)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="no optimizer states and no loops"):
-        export(source, tmp_path / "model.ckpt", "fp32", training_state=True)
-    with pytest.raises(CheckpointError, match="/dev/null is a folder or a device"):
-        export(source, "/dev/null", format="pt")
-    unsavable = Memory(source.tensors, meta={"hyper_parameters": {"loss": lambda: 0}})
-    with pytest.raises(CheckpointError, match="hyper_parameters.*cannot be pickled.*format pt"):
+def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
+    unsavable = Memory(layers().tensors, meta={"hyper_parameters": {"loss": lambda: 0}})
+    with pytest.raises(CheckpointError, match="hyper_parameters"):
         export(unsavable, tmp_path / "model.ckpt")
     assert listing(tmp_path) == []
 

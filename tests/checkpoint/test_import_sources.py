@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file, save_model
+from safetensors.torch import save_model
 from torch import nn
 
 import lt_zero
@@ -41,18 +40,7 @@ def test_sources_by_what_is_there(tmp_path: Path) -> None:
     assert isinstance(open_source(tmp_path / "beside"), DeepSpeedSource)
 
 
-def test_unknown_things_say_what_was_looked_for(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "notes.txt").write_text("hello")
-    for path in (tmp_path / "folder", tmp_path / "folder" / "notes.txt"):
-        with pytest.raises(
-            CheckpointError, match=r"Looked for .*manifest\.json.*model_states\.pt.*\.metadata.*safeten"
-        ):
-            open_source(path)
-    with pytest.raises(CheckpointError, match="no such file"):
-        open_source(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="has no tag 'x'"):
-        open_source(DATA / "fsdp" / "fsdp", tag="x")
+def test_an_incomplete_directory_is_refused(tmp_path: Path) -> None:
     half = imported("deepspeed/stage1", tmp_path)
     (half / "manifest.json").unlink()  # torch's own reader would take it
     with pytest.raises(CheckpointError, match="not a complete one"):
@@ -86,19 +74,8 @@ def test_hugging_face_folders(tmp_path: Path, kind: Any, size: int) -> None:
     assert torch.equal(Archive(out).read("head.weight"), model.head.weight)
 
 
-def test_hugging_face_folders_that_are_not_whole(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
-    index = tmp_path / "model.safetensors.index.json"
-    for places, text in (
-        ({"a": "../one.safetensors"}, "no file beside it"),
-        ({"a": "two.safetensors"}, r"two\.safetensors"),
-        ({"b": "one.safetensors"}, "has no 'b'"),
-        ({}, "names no tensors"),
-    ):
-        index.write_text(json.dumps({"weight_map": places}))
-        with pytest.raises(CheckpointError, match=text):
-            open_source(tmp_path)
-    index.write_text("{")
+def test_a_damaged_index_of_a_hugging_face_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
         open_source(tmp_path)
 

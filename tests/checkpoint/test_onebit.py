@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lt_zero.checkpoint.native.rank_state import residual_state
 from lt_zero.optim import ZeroOneAdam
 from tests.support.checkpoint_tools import resume, train
 from tests.support.lightning_tools import GPT
-from tests.support.matrix import cover, only_rows
+from tests.support.matrix import only_rows
 from tests.support.pool import Pool
 
 FREEZE = {
@@ -87,7 +88,16 @@ TYPES, FORMATS, PRECISIONS = ["OneBitAdam", "OneBitLamb"], ["sharded", "full"], 
 
 @pytest.mark.parametrize(
     ("type_", "stage", "format", "precision"),
-    [*cover(TYPES, [0, 1], FORMATS, PRECISIONS), *cover(["ZeroOneAdam"], [0], FORMATS, PRECISIONS)],
+    only_rows(
+        [
+            ("OneBitAdam", 1, "sharded", "32-true"),
+            ("ZeroOneAdam", 0, "full", "16-true"),
+        ],
+        [
+            *itertools.product(TYPES, [0, 1], FORMATS, PRECISIONS),
+            *itertools.product(["ZeroOneAdam"], [0], FORMATS, PRECISIONS),
+        ],
+    ),
 )
 def test_the_same_ranks_go_on_exactly(
     pool: Pool, tmp_path: Path, type_: str, stage: int, format: str, precision: str
@@ -107,7 +117,7 @@ LOCAL = [("ZeroOneAdam", 3, (0, 0), "sharded"), ("ZeroOneAdam", 4, (0, 0), "full
 @pytest.mark.parametrize(
     ("type_", "ranks", "stages", "format"),
     only_rows(
-        [("OneBitAdam", *ELSEWHERE[0]), ("OneBitLamb", *ELSEWHERE[1]), LOCAL[0]],
+        [("OneBitLamb", *ELSEWHERE[0])],
         [*((name, *where) for name in TYPES for where in ELSEWHERE), *LOCAL],
     ),
 )

@@ -28,6 +28,7 @@ from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.whole_model import full_state_dict
+from tests.support.matrix import only
 from tests.support.pool import Pool
 
 SHAPES: list[tuple[int, ...]] = [(), (0, 3), (7,), (4, 5), (2, 3, 4)]
@@ -210,7 +211,7 @@ def _states(path: str) -> dict[str, dict[str, float]]:
     return {name: {"step": float(state["step"])} for name, state in saved.state.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", only([3], [0, 1, 2, 3]))
 def test_odd_sizes_on_three_ranks(pool: Pool, tmp_path: Any, stage: int) -> None:
     pool.run(3, _saves_odd_sizes, str(tmp_path), stage)
 
@@ -242,7 +243,7 @@ def _calls(folder: str, stage: int) -> float:
     return (totals[1] - totals[0]) / (2 * 40)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", only([3], [0, 3]))
 def test_a_save_costs_few_calls_for_each_parameter(pool: Pool, tmp_path: Any, stage: int) -> None:
     calls = pool.run(2, _calls, str(tmp_path), stage)
     assert max(calls) < 650, calls  # with DCP's planner it was 1,450

@@ -411,7 +411,7 @@ def test_mutated(copies: Path, file: str) -> None:
     read_all(opened(copies, file))
     unnamed: list[str] = []
 
-    @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def mutate(draw: st.DataObject) -> None:
         data = bytearray(good)

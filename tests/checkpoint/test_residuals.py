@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lt_zero.checkpoint.native.rank_state import residual_state
 from tests.support.checkpoint_tools import resume, train
 from tests.support.lightning_tools import GPT
-from tests.support.matrix import cover, only_rows
+from tests.support.matrix import only_rows
 from tests.support.pool import Pool
 
 BITS = {"gradient_compression": {"algorithm": "1bit", "exclude": []}}
@@ -74,7 +74,11 @@ def _equal(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "format", "precision"), cover([0, 2, 3], ["sharded", "full"], ["32-true", "16-true"])
+    ("stage", "format", "precision"),
+    only_rows(
+        [(2, "full", "16-true")],
+        itertools.product([0, 2, 3], ["sharded", "full"], ["32-true", "16-true"]),
+    ),
 )
 def test_the_same_ranks_go_on_exactly(pool: Pool, tmp_path: Path, stage: int, format: str, precision: str) -> None:
     options = _options(format, precision)
@@ -89,7 +93,7 @@ def test_the_same_ranks_go_on_exactly(pool: Pool, tmp_path: Path, stage: int, fo
 @pytest.mark.parametrize(
     ("ranks", "stages", "format"),
     only_rows(
-        [(1, (0, 2), "full"), (3, (2, 0), "sharded"), (4, (3, 1), "full")],
+        [(3, (2, 0), "sharded")],
         itertools.product([1, 3, 4], [(0, 0), (0, 2), (2, 0), (3, 1)], ["sharded", "full"]),
     ),
 )

@@ -44,7 +44,7 @@ def _top(folder: str, stage: int) -> None:
     dist.barrier()
     assert _names(f"{folder}/a") == ["last.ckpt", "step=4.ckpt"]
     want = everything(trainer)
-    for path in ("last", Path(callback.last_model_path), f"{callback.best_model_path}/"):
+    for path in ("last", f"{callback.best_model_path}/"):
         again, _ = resume(path, stage, steps=5, callbacks=[ModelCheckpoint(f"{folder}/a")], enable_checkpointing=True)
         same(again, want)
     inside, _ = resume(f"{callback.best_model_path}/meta.pt", stage, steps=5)
@@ -117,7 +117,8 @@ def _replaces(folder: str) -> None:
         for _ in range(2):
             trainer.save_checkpoint(f"{folder}/{name}")
         dist.barrier()
-        same(resume(f"{folder}/{name}", 2)[0], want)
+        Archive(f"{folder}/{name}").verify()
+    same(resume(f"{folder}/torn", 2)[0], want)
     patch = pytest.MonkeyPatch()
     patch.setattr(directory, "_exchange", lambda one, other: False)  # a file system without renameat2
     trainer.save_checkpoint(f"{folder}/old")
@@ -162,7 +163,7 @@ def _unoptimized(folder: str, layout: str) -> None:
     assert trainer.current_epoch == 2
 
 
-@pytest.mark.parametrize("layout", ["sharded", "full"])
+@pytest.mark.parametrize("layout", only(["sharded"], ["sharded", "full"]))
 def test_no_optimizer(pool: Pool, tmp_path: Path, layout: str) -> None:
     pool.run(2, _unoptimized, str(tmp_path), layout)
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import lt_zero
 from lt_zero.comm.ranks import LaunchOrder
-from lt_zero.comm.work import Launch
+from lt_zero.comm.work import CollectiveId
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import Case, check, config_of
 from tests.support.pool import Pool
@@ -28,7 +28,7 @@ def _reductions() -> list[str]:
     engine = lt_zero.shard(Net(), config_of(2, ZERO))
     agreed: list[str] = []
 
-    def note(order: LaunchOrder, launch: Launch) -> None:
+    def note(order: LaunchOrder, launch: CollectiveId) -> None:
         agreed.append(launch.channel)
         agree(order, launch)
 

@@ -14,7 +14,7 @@ from lt_zero.comm.compression import Residuals
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
-from lt_zero.exchange.gradient_compression import SIGNS
+from lt_zero.exchange.plan import SIGNS
 from lt_zero.ops import TWO_BITS, Codec, TopK
 from tests.support.matrix import cover, only, only_rows
 from tests.support.nodes import NodePool, Traffic

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.comm.ranks import LaunchOrder
-from lt_zero.comm.work import Launch
+from lt_zero.comm.work import CollectiveId
 from lt_zero.engine.divergence import remedy
 from lt_zero.engine.engine import Engine
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
@@ -171,7 +171,7 @@ def test_experts_are_spoken_of_where_modules_differ_only() -> None:
         ("broadcast", ("net.up.weight", "net.up.bias"), False),
         ("flags", ("lt_zero.synced", "lt_zero.other"), False),
     ):
-        one, other = (Launch("collective", 1, operation, name) for name in names)
+        one, other = (CollectiveId("collective", 1, operation, name) for name in names)
         assert ("leaf_module.names: [" in remedy(one, other)) == hint
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lt_zero
 from lt_zero.comm import hang_detection
 from lt_zero.comm.verdict import diverged
-from lt_zero.comm.work import Launch
+from lt_zero.comm.work import CollectiveId
 from lt_zero.comm.world import World
 from lt_zero.engine.engine import Engine
 from tests.support.lightning_tools import GPT, Rows, error_of_fit, quick, sharded_trainer
@@ -392,7 +392,7 @@ def test_one_process_has_nobody_to_call() -> None:
 
 def test_who_never_came_is_not_among_those_who_did() -> None:
     """Its next collective may be the one that it left out, under another number."""
-    wanted, other = (Launch("collective", 3, "all-gather", name, 8) for name in ("blocks.0", "blocks.1"))
+    wanted, other = (CollectiveId("collective", 3, "all-gather", name, 8) for name in ("blocks.0", "blocks.1"))
     late = wanted._replace(number=4)
     verdict = diverged({0: ([wanted], "a.py:1"), 1: ([other, late], "b.py:2"), 2: ([wanted], "c.py:3")}, lambda *_: "")
     assert "'blocks.0' was begun on ranks 0, 2 (a.py:1) and not on rank 1, which waits in" in verdict

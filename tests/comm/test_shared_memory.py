@@ -19,7 +19,7 @@ from lt_zero.comm import hang_detection, shared_memory, work
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.comm.transport import SendBuffer
-from lt_zero.comm.work import Watch, Work
+from lt_zero.comm.work import CollectiveMonitor, Work
 from lt_zero.comm.world import World
 from lt_zero.common.flat_storage import flat_empty
 from tests.support.pool import Pool
@@ -29,7 +29,7 @@ PART = 90_001  # elements per rank; several chunks in all
 
 def _averages(dtype: torch.dtype, add: bool) -> None:
     group, (rank, world) = ShardGroup.of_all(World.join(torch.device("cpu"))), (dist.get_rank(), dist.get_world_size())
-    assert group.shares_sends
+    assert group.sends.in_place
     numel = world * PART
     buffers, turns = group.send_buffers({dtype: numel}), 2 * SEND_BUFFERS  # buffers are written again
     flying: deque[tuple[Work, SendBuffer, Tensor, Tensor]] = deque()  # two at a time, as in backward
@@ -151,7 +151,7 @@ def test_hang_detection_sees_where_a_barrier_is_waited_for() -> None:
     """Of ranks that wait in two engines, neither knows of the other's wait but by the place where its thread is."""
     arenas = [shared_memory.SharedArena(timedelta(seconds=0.4)) for _ in range(2)]
     assert arenas[0].connect(0, [arena.address() for arena in arenas], range(2))
-    barrier, watch = shared_memory.Barrier(arenas[0], shared_memory.FENCES), Watch()
+    barrier, watch = shared_memory.Barrier(arenas[0], shared_memory.FENCES), CollectiveMonitor()
 
     def wait() -> None:
         with suppress(RuntimeError):
@@ -181,7 +181,7 @@ class _EntersLate(shared_memory.Barrier):
 
 
 def test_a_rank_that_entered_and_ended_is_not_missed() -> None:
-    watch, detector = Watch(), SimpleNamespace(ends=SimpleNamespace(has_ended=lambda rank: True))
+    watch, detector = CollectiveMonitor(), SimpleNamespace(ends=SimpleNamespace(has_ended=lambda rank: True))
     watch.detector = lambda: detector
     watch._examine_barrier(_EntersLate(), 1.0)
     gone = _EntersLate()

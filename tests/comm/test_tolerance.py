@@ -59,7 +59,7 @@ class Late:
 
 def _settled(group: ShardGroup) -> dict[str, tuple[Tensor, Tensor]]:
     assert group.tolerance is not None
-    return group.tolerance.owed(lambda sent: group.world.host_gather(sent, "sent"))
+    return group.tolerance.unsent(lambda sent: group.world.host_gather(sent, "sent"))
 
 
 def _account(late: dict[int, tuple[int, int]], share: float, turns: int) -> tuple[Any, ...]:
@@ -263,10 +263,10 @@ def _not_finite() -> list[bool]:
     for step in range(3):
         optimizer.zero_grad()
         if dist.get_rank() == 1 and step == 0:
-            engine.used_parameters.nonfinite = True
+            engine.unused_parameters.nonfinite = True
         next_token_loss(model, step, 0, dist.get_rank()).backward()
         optimizer.step()
-        known.append(engine.used_parameters.nonfinite)
+        known.append(engine.unused_parameters.nonfinite)
     engine.world.end_run()
     return known
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import lt_zero
 from lt_zero import ConfigError
 from lt_zero.comm import transport
-from lt_zero.comm.hierarchy import lines
+from lt_zero.comm.hierarchy import axis_groups
 from lt_zero.comm.topology import choose, group_by_node, torus
 from lt_zero.comm.transport import Mesh
 from tests.support.matrix import cover, only
@@ -74,7 +74,7 @@ def test_a_torus_has_all_ranks_once_in_each_dimension() -> None:
         sizes, mesh = torus(shards, 1), Mesh(2 * shards, 0, shards)
         assert np.prod(sizes) == shards
         for dimension, size in enumerate(sizes):
-            groups = lines(mesh, sizes, dimension)
+            groups = axis_groups(mesh, sizes, dimension)
             assert {len(group) for group in groups} == {size}
             assert sorted(rank for group in groups for rank in group) == list(range(2 * shards))
 
@@ -95,7 +95,7 @@ def _exact(stage: int, topology: Any, optimizer: str, zero: dict[str, Any], size
         engine = check(Case(Net, next_token_loss, stage, optimizer, 3, micro=2, zero=zero, communication=keys))
     assert tuple(engine.groups[0].topology.sizes) == tuple(sizes)
     assert len(engine.world.nodes) == 2
-    assert engine.groups[0].shares_sends == (topology == 2)
+    assert engine.groups[0].sends.in_place == (topology == 2)
 
 
 @pytest.mark.parametrize(("stage", "optimizer", "topology"), cover([0, 1, 2, 3], ["sgd", "adamw"], ["auto", 2, 3]))

@@ -19,20 +19,16 @@ WRONG = """{
   "hidden_layers": "auto"
 }
 """
-# Line, column, and what is said there.
+# Line, column and key.
 TOLD = [
-    (
-        2,
-        37,
-        "reduce_bucket_sise is not a key of lt_zero or DeepSpeed. Did you mean zero_optimization.reduce_bucket_size?",
-    ),
-    (2, 64, 'zero_optimization.overlap_comm="maybe" is wrong: it must be true or false'),
-    (3, 3, "gradient_clipp1ng is not a key of lt_zero or DeepSpeed. Did you mean gradient_clipping?"),
-    (4, 12, "fp16.enabled and bf16.enabled are both true"),
-    (5, 3, "train_batch_size=9 is not a multiple of gradient_accumulation_steps=2"),
-    (6, 3, "frobnicate is not a key of lt_zero or DeepSpeed."),
-    (7, 3, "hybrid_engine is known, but not supported"),
-    (9, 3, "hidden_layers is not a key of lt_zero or DeepSpeed."),
+    (2, 37, "zero_optimization.reduce_bucket_sise"),
+    (2, 64, "zero_optimization.overlap_comm"),
+    (3, 3, "gradient_clipp1ng"),
+    (4, 12, "fp16.enabled"),
+    (5, 3, "train_batch_size"),
+    (6, 3, "frobnicate"),
+    (7, 3, "hybrid_engine"),
+    (9, 3, "hidden_layers"),
 ]
 
 
@@ -42,14 +38,16 @@ def test_all_at_once_with_their_places(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         ZeroStrategy(config=file)
     found = error.value.problems
-    assert [(p.mark.line, p.mark.column) for p in found if p.mark is not None] == [(at, col) for at, col, _ in TOLD]
-    for problem, (line, column, words) in zip(found, TOLD, strict=True):
-        assert words in problem.message
+    assert [(p.mark.line, p.mark.column, p.key) for p in found if p.mark is not None] == TOLD
+    for line, column, _ in TOLD:
         assert f"{file}, line {line}, column {column}: " in str(error.value)
 
 
 def test_mappings_and_overrides_are_as_strict() -> None:
-    with pytest.raises(ConfigError, match="zero_optimisation is not a key.*Did you mean zero_optimization"):
-        ZeroStrategy(config={"zero_optimisation": {"stage": 3}})
-    with pytest.raises(ConfigError, match=r"override 'fp16.enable=true': fp16.enable is not a key.*fp16.enabled"):
-        ZeroStrategy(stage=3, overrides=["fp16.enable=true"])
+    for key, given in (
+        ("zero_optimisation", {"config": {"zero_optimisation": {"stage": 3}}}),
+        ("fp16.enable", {"stage": 3, "overrides": ["fp16.enable=true"]}),
+    ):
+        with pytest.raises(ConfigError) as error:
+            ZeroStrategy(**given)  # type: ignore[arg-type]
+        assert [problem.key for problem in error.value.problems] == [key]

@@ -101,48 +101,6 @@ def test_comments_and_trailing_commas_are_one_notice(tmp_path: Path) -> None:
     check_marks(found, text)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ('{"a": True}', "line 1, column 7: not JSON: True is Python's; JSON writes true"),
-        ('{"a": None}', "JSON writes null"),
-        (
-            '{"a": CONFIG_CL_MIN}',
-            "line 1, column 7: not JSON: a value is missing, or it is text without double",
-        ),
-        ('{\n "a": 1\n "b": 2}', "line 3, column 2: not JSON: a comma or a closing bracket is missing before this"),
-        ('```json\n{"a": 1}\n```', "line 1, column 1: not JSON: a value is missing"),
-        ('{"a": 1} {"b": 1}', "column 10: not JSON: the configuration ended before this; a file holds one"),
-        ('{"a": 1}}', "column 9: not JSON: the configuration ended before this"),
-        ('{"a": {"b": 1}', "the text ends too early; a bracket has no partner"),
-        ('{"a": [1}', "column 9: not JSON: a comma or a closing bracket is missing"),
-        ("{'a': 1}", "only the straight double quotes"),
-        ("{a: 1}", "column 2: not JSON: a key in double quotes is expected"),
-        ('{"a" = 1}', "a colon and a value are missing after the key"),
-        ('{"a": 1_000}', "column 8: not JSON: a comma"),
-        ('{"a": NaN}', "line 1, column 7: NaN is no finite number"),
-        ('{"a": -Infinity}', "-Infinity is no finite number"),
-        ('{"a": 1e999}', "column 7: 1e999 is no finite number"),
-        ('{"a": ' + "9" * 5000 + "}", "9 is no finite number"),
-        ('{"a": "x\n"}', "a string holds a tab or a line break"),
-        ('{"a": "x', "a string starts here and does not end"),
-        ('{"a": "C:\\dir"}', "write \\\\ for a backslash"),
-        ('{"a": "x\ty"}', "write \\t or \\n in it"),
-        ('{"a":\u00a01}', "column 6: not JSON"),
-        ('{"a": /* 1}', "has no */"),
-        ('{"a": 1,,}', "a key in double quotes is expected"),
-        ('{"a": [1,,]}', "column 10: not JSON"),
-        ('{"a": [,]}', "column 8: not JSON"),
-        ('{"a": }', "a value is missing"),
-        ('{"a": [{"b": 1, "c": 2, "b": 3}]}', "the key a.0.b stands twice, first at line 1, column 9; keep one"),
-        ('{"a": ' + "[" * 60 + "]" * 60 + "}", "nested more than 50 deep"),
-        ('{"a": ' + "[" * 10_000, "nested more than 50 deep"),
-    ],
-)
-def test_wrong_json(tmp_path: Path, text: str, says: str) -> None:
-    assert says in refused(written(tmp_path, "a.json", text))
-
-
 def test_the_line_is_shown_without_secrets(tmp_path: Path) -> None:
     said = refused(written(tmp_path, "a.json", '{"b": {},\n "c": x,\n "d": 1\n}'))
     assert '"c": x,' in said
@@ -178,26 +136,15 @@ def test_yaml_scalars_are_those_of_omegaconf(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a: 1\nb: 2\na: 3", "line 3, column 1: the key a stands twice, first at line 1, column 1"),
-        ("on: 1", "the key 'on' (YAML reads it as bool) is not text; write it in quotes"),
-        ("a: {1: 2}", "line 1, column 5: the key '1' (YAML reads it as int)"),
-        ("? [x]\n: 1", "the key a sequence is not text"),
-        ("a: !!python/object/apply:os.system ['x']", "a has the tag !!python/object/apply:os.system"),
         ("a: 1\n---\nb: 1", "line 2, column 1: not YAML: but found another document; a second document starts here"),
         ("a:\n\tb: 1", "YAML indents with spaces"),
         ("a: b: c", "line 1, column 5: not YAML"),
         ("a: *b", "undefined alias"),
-        ("a: &a [*a]", "nested more than 50 deep"),
-        ("a: &a {<<: *a}", "nested more than 50 deep"),
-        ("- " * 50_000, "nested more than 50 deep"),
         ("a: " + "1:" * 3000 + "1", "cannot be read as int"),
-        ("a: 0b_", "cannot be read as int"),
-        ("- 1", "the top level is a list"),
-        ("# nothing", "is empty"),
         ("a: \x07", "line 1, column 4: not YAML: special characters are not allowed"),
     ],
 )
-def test_wrong_yaml(tmp_path: Path, text: str, says: str) -> None:
+def test_yaml_that_cannot_be_parsed(tmp_path: Path, text: str, says: str) -> None:
     assert says in refused(written(tmp_path, "a.yaml", text))
 
 

@@ -23,35 +23,6 @@ def said(loaded: Loaded) -> str:
     return " ".join([*(p.message for p in loaded.problems), *(n.message for n in loaded.notices)])
 
 
-@pytest.mark.parametrize(
-    ("config", "hint"),
-    [
-        ({"max_grad_norm": 1.0}, "max_grad_norm is read as gradient_clipping=1.0"),
-        ({"gradient_clip_val": 0.5}, "is read as gradient_clipping=0.5"),
-        ({"per_device_train_batch_size": 4}, "is read as train_micro_batch_size_per_gpu=4"),
-        ({"accumulate_grad_batches": 4}, "is read as gradient_accumulation_steps=4"),
-        ({"optimizer": {**ADAMW, "eps": 1e-8}}, "Did you mean optimizer.params.eps?"),
-        ({"optimizer": {**ADAMW, "amsgrad": True}}, "Did you mean optimizer.params.amsgrad?"),
-        ({"optimizer": {"type": "SGD", "momentum": 0.9}}, "Did you mean optimizer.params.momentum?"),
-        ({"optimizer": {**ADAMW, "momentum": 0.9}}, "optimizer.momentum is not a key of lt_zero or DeepSpeed. Remove"),
-        ({"scheduler": {"type": "WarmupLR", "warmup_type": "linear"}}, "Did you mean scheduler.params.warmup_type?"),
-        (
-            {"learning_rate": 1e-3, "lr": 1e-3},
-            "lr is not a key of lt_zero or DeepSpeed. Did you mean optimizer.params.lr",
-        ),
-        ({"dataloader_drop_last": True}, "Pass drop_last=True to your DataLoader"),
-        ({"drop_last": True}, "Pass drop_last=True to your DataLoader"),
-        ({"dataloader_num_workers": 4}, "Pass num_workers to your DataLoader"),
-        ({"cuda_visible_devices": "0,1"}, "Set Trainer(devices=[0, 1])"),
-        ({"num_train_epochs": 3}, "Set Trainer(max_epochs=...)"),
-        ({"curiculum_learning": {"enabled": True}}, "It looks like curriculum_learning, which is not supported either"),
-    ],
-    ids=str,
-)
-def test_what_was_meant(config: dict[str, Any], hint: str) -> None:
-    assert hint in said(examine(config))
-
-
 def refuses(key: str) -> bool:
     row = key_table.lookup(tuple(key.split(".")))
     return row is not None and row.status in ("later", "unsupported")

@@ -49,12 +49,14 @@ def nvme(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_is_valid(option: str, nvme: Path) -> None:
+def test_every_option_is_valid_and_an_override_of_the_strategy(option: str, nvme: Path) -> None:
     group, name = option.split("=")
-    config = composed(*({"+trainer=default", f"+{option}"} if group != "trainer" else {f"+{option}"}))
+    config = composed(f"+{option}")
     if group not in ("precision", "monitor"):  # which set blocks of other names
         assert bool(config.get(group)) is (name != "none")
-    parsed(config)
+    made = parsed(config)
+    if group not in NOT_OURS:
+        assert ZeroConfig.of({}, overrides=[option]) == made
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -95,11 +97,6 @@ def test_infinity_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_precision(option: str, mode: str) -> None:
     config = composed("+trainer=default", f"+precision={option}")
     assert resolve_mode(parsed(config), config["trainer"]["precision"]) == mode
-
-
-@pytest.mark.parametrize("option", [option for option in OPTIONS if option.split("=")[0] not in NOT_OURS])
-def test_options_are_overrides_of_the_strategy(option: str, nvme: Path) -> None:
-    assert ZeroConfig.of({}, overrides=[option]) == parsed(composed(f"+{option}"))
 
 
 def test_none_takes_away_what_a_file_has() -> None:
@@ -179,8 +176,14 @@ def test_help_names_every_option(demo: Any) -> None:
 @pytest.mark.parametrize(
     ("override", "error"),
     [
-        ("zero_optimization=stage4", "(?s)Could not find 'zero_optimization/stage4'.*stage3_offload"),
-        ("zero_optimization.reduce_bucket=1", "Key 'reduce_bucket' is not in struct"),
+        pytest.param(
+            "zero_optimization=stage4",
+            "(?s)Could not find 'zero_optimization/stage4'.*stage3_offload",
+            marks=pytest.mark.slow,  # Hydra's own errors
+        ),
+        pytest.param(
+            "zero_optimization.reduce_bucket=1", "Key 'reduce_bucket' is not in struct", marks=pytest.mark.slow
+        ),
         ("+zero_optimization.reduce_bucket=1", "reduce_bucket"),  # lt_zero's
         ("strategy=dpp", "strategy='dpp' is not one of zero, ddp"),
     ],

@@ -48,7 +48,7 @@ def mutated(draw: Any) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(mutated())
 def test_nothing_but_config_errors(config: dict[str, Any]) -> None:
     with warnings.catch_warnings():

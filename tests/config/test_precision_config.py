@@ -104,30 +104,6 @@ def test_contradictions_show_both(keys: dict[str, Any], precision: str, asked: s
     assert repr(asked or precision) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"fp16": ON, "bf16": ON}, "both true"),
-        ({"bf16": {"bf16_optimizer_states": True}}, "bf16_master_weights_and_grads"),
-        ({"fp16": {"raise_error_at_min_scale": False}, "on_min_scale": "raise"}, "on_min_scale"),
-        ({"fp16": {"loss_scale": -1}}, "loss_scale"),
-        ({"fp16": {"loss_scale": float("inf")}}, "loss_scale"),
-        ({"fp16": {"loss_scale_window": 0}}, "loss_scale_window"),
-        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale"),
-        ({"fp16": {"scale_windows": 100}}, "scale_window"),
-        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}, "bf16": ON}, "torch_autocast.dtype"),
-        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype"),
-        ({"data_types": {"grad_accum_dtype": "int8"}}, "int8"),
-        ({"communication_data_type": "none"}, "communication_data_type"),
-        ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op"),
-        ({"on_skipped_step": "wait"}, "on_skipped_step"),
-    ],
-)
-def test_wrong_values_are_named(keys: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        config_with(**keys)
-
-
 def test_keys_that_contradict_the_mode() -> None:
     with pytest.raises(ValueError, match="param_dtype"):
         dtype_policy(config_with(data_types={"param_dtype": "fp16"}), "bf16-true")

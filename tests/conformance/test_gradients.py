@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import lt_zero
 from tests.conformance.faces import FACES, GAS, ROUGH, Face, Plain, Settings, close, run
 from tests.support.matrix import only_rows
+from tests.support.models import Net
 from tests.support.pool import Pool
 
 LIMIT, BOUND = 0.25, 0.01  # of the norm, which is about 0.7, and of elements, of which a few are larger
@@ -129,11 +130,14 @@ def _gradients(plain: Plain, settings: Settings, face: Face) -> None:
         _overflows(face)
 
 
+small = partial(Net, depth=2)  # every parameter is read often
+
+
 def _run_gradients(face: str, settings: Settings, folder: str) -> None:
     offload = settings.zero.get("offload_optimizer", {})
     if offload.get("device") == "nvme":
         offload["nvme_path"] = folder
-    run(face, settings, partial(_gradients, Plain(), settings))
+    run(face, settings, partial(_gradients, Plain(net=small), settings), net=small)
 
 
 def _offload(device: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lt_zero
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer, SendBuffers, Transport
-from lt_zero.comm.work import All, Done, Work
+from lt_zero.comm.work import Done, Work, WorkList
 from lt_zero.common import flat_storage
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.bucket import Bucket, State
@@ -209,7 +209,7 @@ def _take_one_buffer(self: SendBuffers, numel: int, dtype: torch.dtype) -> SendB
 
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "no wait for a gather": (Bucket, "finish_gather", lambda self: None),
-    "no wait for a reduction": (All, "wait", lambda self: None),
+    "no wait for a reduction": (WorkList, "wait", lambda self: None),
     "one send buffer": (SendBuffers, "take", _take_one_buffer),
     "a gather without the own shard": (Store, "source", lambda self, shard: nullcontext(self.tensor)),
     "reductions in flight are dropped": (GradReducer, "drain", lambda self: self._in_flight.clear()),

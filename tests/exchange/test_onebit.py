@@ -15,7 +15,7 @@ import lt_zero
 from lt_zero import ConfigError, ZeroConfig
 from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.engine.bucket import Bucket
-from lt_zero.exchange.compressed_momentum import MOMENTA
+from lt_zero.exchange.plan import MOMENTA
 from lt_zero.optim import OneBitAdam, build_optimizer
 from lt_zero.step.loss_scale import LossScaleController
 from tests.support.matrix import only_rows

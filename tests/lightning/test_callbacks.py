@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,6 +25,9 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.text import Perplexity
 
 from lt_zero import ZeroStrategy
+from lt_zero.config import ZeroConfig
+from lt_zero.lightning.checkpoint_service import CheckpointService
+from lt_zero.lightning.data_position.position import DataPosition
 from tests.support.lightning_tools import GPT, assert_same, quick, sharded_trainer, single_trainer, weights
 from tests.support.matrix import cover
 from tests.support.paths import ROOT
@@ -119,26 +123,46 @@ OBSERVERS: dict[str, Callable[[str], tuple[list[Callback], Callable[..., Any]]]]
 }
 
 
-def _observed(name: str, stage: int | None, folder: str) -> Fit:
-    made, look = OBSERVERS[name](folder)
+# Those that do not decide how long training goes on are observed together; a Trainer has one bar.
+GROUPS = [
+    ("EarlyStopping",),
+    ("GradientAccumulationScheduler",),
+    ("Timer",),
+    (
+        "LambdaCallback",
+        "LearningRateMonitor",
+        "DeviceStatsMonitor",
+        "SpikeDetection",
+        "ModelSummary",
+        "TQDMProgressBar",
+    ),
+    ("RichModelSummary", "RichProgressBar"),
+]
+
+
+def _observed(names: tuple[str, ...], stage: int | None, folder: str) -> Fit:
+    pairs = {name: OBSERVERS[name](folder) for name in names}
+    made = [callback for callbacks_, _ in pairs.values() for callback in callbacks_]
     options: dict[str, Any] = {**RUN, "callbacks": made, "logger": CSVLogger(folder), "log_every_n_steps": 1}
-    if name.endswith("Bar"):
-        options["enable_progress_bar"] = True
-    if name.endswith("Summary"):
-        options["enable_model_summary"] = True
+    if len(names) > 1:
+        options |= {"enable_progress_bar": True, "enable_model_summary": True}
     world = dist.get_world_size() if stage is not None else 1
     trainer = sharded_trainer(stage, **options) if stage is not None else single_trainer(**options)
     trainer.fit(GPT(world))
-    return weights(trainer), look(trainer)
+    return weights(trainer), {name: look(trainer) for name, (_, look) in pairs.items()}
 
 
-@pytest.mark.parametrize(("name", "stage"), cover(list(OBSERVERS), [3, 2, 1]))
-def test_it_does_what_it_does_in_one_process(pool: Pool, tmp_path: Path, name: str, stage: int) -> None:
-    (got, seen), _ = pool.run(2, _observed, name, stage, str(tmp_path / "two"))
-    want, wanted = _observed(name, None, str(tmp_path / "one"))
+@pytest.mark.parametrize(("names", "stage"), cover(GROUPS, [3, 2, 1]))
+def test_it_does_what_it_does_in_one_process(pool: Pool, tmp_path: Path, names: tuple[str, ...], stage: int) -> None:
+    (got, seen), _ = pool.run(2, _observed, names, stage, str(tmp_path / "two"))
+    want, wanted = _observed(names, None, str(tmp_path / "one"))
     assert seen == wanted
-    assert wanted or name == "SpikeDetection", "it saw something"
+    assert all(found or name == "SpikeDetection" for name, found in wanted.items()), "it saw something"
     assert_same(got, want)
+
+
+def test_every_observer_is_in_a_group() -> None:
+    assert sorted(name for names in GROUPS for name in names) == sorted(OBSERVERS)
 
 
 # ---- predictions, metrics, saves -------------------------------------------------------------------------------------
@@ -222,6 +246,12 @@ def test_async_checkpoint_io(pool: Pool, tmp_path: Path) -> None:
     want = pool.run(2, _written_beside, str(tmp_path))[0]
     saved = torch.load(tmp_path / "epoch=2.ckpt", weights_only=True)["state_dict"]
     assert_same({name: value.numpy() for name, value in saved.items()}, want, 0, 0)
+
+
+def test_a_plugin_that_writes_files_is_refused_at_set_up() -> None:
+    run: Any = SimpleNamespace(config=ZeroConfig(checkpoint={"format": "sharded"}), checkpoint_io=AsyncCheckpointIO())
+    with pytest.raises(ValueError, match="checkpoint.format"):
+        CheckpointService(DataPosition()).set_up(run)
 
 
 def _fails_on_one(folder: str) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import io
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,9 +26,16 @@ class Shuffling(Stream):
             yield torch.rand(WIDTH)
 
 
+@functools.cache
+def _saved(loader: Callable[[], Any]) -> bytes:
+    """A checkpoint inside of an epoch."""
+    with tempfile.TemporaryDirectory() as folder:
+        fit(Model(loader), 1, callbacks=[Saver(Path(folder), "batch")], max_epochs=1, format="full")
+        return Path(folder, "2.ckpt").read_bytes()
+
+
 def _resumed_from(states: Any, tmp_path: Path, loader: Callable[[], Any] = new_loader) -> None:
-    fit(Model(loader), 1, callbacks=[Saver(tmp_path, "batch")], max_epochs=1, format="full")
-    checkpoint = torch.load(tmp_path / "2.ckpt", weights_only=False)
+    checkpoint = torch.load(io.BytesIO(_saved(loader)), weights_only=False)
     checkpoint["lt_zero_progress"] = states(checkpoint["lt_zero_progress"])
     torch.save(checkpoint, tmp_path / "changed.ckpt")
     trainer = new_trainer(max_epochs=1)

@@ -282,7 +282,6 @@ def _saved_and_loaded(folder: str, form: str) -> Any:
     room._watch = seen.watch  # type: ignore[assignment]
     try:
         config = {"checkpoint": {"format": form}}
-        sharded_trainer(3, config=config, max_steps=2).fit(GPT(torch.distributed.get_world_size()))
         trainer = sharded_trainer(3, config=config, max_steps=2)
         trainer.fit(GPT(torch.distributed.get_world_size()))
         trainer.save_checkpoint(f"{folder}/x.ckpt")

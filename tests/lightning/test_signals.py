@@ -254,19 +254,19 @@ def _ranks(count: int = 2, **arguments: Any) -> list[Agreement]:
 def test_the_point_is_the_first_that_nobody_has_passed() -> None:
     first, second = _ranks()
     assert (
-        first.pass_point(True) == second.pass_point(True) == second.pass_point(True) == []
+        first.step_boundary(True) == second.step_boundary(True) == second.step_boundary(True) == []
     )  # the second rank is ahead
     first.request("stop")
     first.poll()  # as the thread does
     second.poll()
-    assert first.pass_point(True) == [], "the other has passed this one"
-    assert first.pass_point(True) == second.pass_point(True) == ["stop"]
-    assert first.pass_point(True) == second.pass_point(True) == []
+    assert first.step_boundary(True) == [], "the other has passed this one"
+    assert first.step_boundary(True) == second.step_boundary(True) == ["stop"]
+    assert first.step_boundary(True) == second.step_boundary(True) == []
     second.request("stop")
     second.request("requeue")
     second.poll()
     first.poll()
-    assert second.pass_point(True) == first.pass_point(True) == ["requeue", "stop"]
+    assert second.step_boundary(True) == first.step_boundary(True) == ["requeue", "stop"]
 
 
 def test_a_late_wish_is_for_the_next_time() -> None:
@@ -275,10 +275,10 @@ def test_a_late_wish_is_for_the_next_time() -> None:
     first.poll()
     second.poll()
     second.request("requeue")
-    assert first.pass_point(True) == second.pass_point(True) == ["stop"]
+    assert first.step_boundary(True) == second.step_boundary(True) == ["stop"]
     second.poll()
     first.poll()
-    assert first.pass_point(True) == second.pass_point(True) == ["requeue"]
+    assert first.step_boundary(True) == second.step_boundary(True) == ["requeue"]
 
 
 def test_a_later_round_waits_for_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,22 +290,22 @@ def test_a_later_round_waits_for_its_own_numbers(monkeypatch: pytest.MonkeyPatch
     first.request("stop")
     first.poll()
     second.poll()
-    assert first.pass_point(True) == second.pass_point(True) == ["stop"]
+    assert first.step_boundary(True) == second.step_boundary(True) == ["stop"]
     first.request("stop")
     with pytest.raises(RuntimeError, match=r"waits for \[1\]"):
-        first.pass_point(True)
+        first.step_boundary(True)
 
 
 def test_points_beside_training_may_differ_in_number() -> None:
     first, second = _ranks()
     for agreement, others in ((first, 3), (second, 1)):
-        agreement.pass_point(True)
+        agreement.step_boundary(True)
         for _ in range(others):
-            agreement.pass_point(False)
+            agreement.step_boundary(False)
     second.request("stop")
     second.poll()
     first.poll()
-    assert second.pass_point(True) == first.pass_point(True) == ["stop"]
+    assert second.step_boundary(True) == first.step_boundary(True) == ["stop"]
 
 
 def test_who_is_done_stops_nobody() -> None:
@@ -314,14 +314,14 @@ def test_who_is_done_stops_nobody() -> None:
     second.end()
     first.request("stop")
     first.poll()
-    assert first.pass_point(True) == first.pass_point(True) == []
+    assert first.step_boundary(True) == first.step_boundary(True) == []
     first.end()
     for agreement in (first, second):
         agreement.begin()
     first.request("stop")
     first.poll()
     second.poll()
-    assert first.pass_point(True) == second.pass_point(True) == ["stop"]
+    assert first.step_boundary(True) == second.step_boundary(True) == ["stop"]
 
 
 def test_a_late_wish_of_a_run_that_is_over_is_dropped() -> None:
@@ -333,7 +333,7 @@ def test_a_late_wish_of_a_run_that_is_over_is_dropped() -> None:
         agreement.begin()
     first.poll()
     second.poll()
-    assert first.pass_point(True) == second.pass_point(True) == []
+    assert first.step_boundary(True) == second.step_boundary(True) == []
 
 
 def test_who_waits_for_a_rank_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,15 +346,15 @@ def test_who_waits_for_a_rank_that_is_gone_is_told(monkeypatch: pytest.MonkeyPat
     agreement.begin()
     agreement.request("stop")
     with pytest.raises(RuntimeError, match="Rank 1 ended"):
-        agreement.pass_point(True)
+        agreement.step_boundary(True)
 
 
 def test_alone() -> None:
     agreement = Agreement()
     agreement.begin()
-    assert agreement.pass_point(True) == []
+    assert agreement.step_boundary(True) == []
     agreement.request("stop")
     agreement.request("stop")
-    assert agreement.pass_point(False) == ["stop"]
-    assert agreement.pass_point(False) == []
+    assert agreement.step_boundary(False) == ["stop"]
+    assert agreement.step_boundary(False) == []
     agreement.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import functools
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ from tests.support.lightning_tools import (
     single_trainer,
     weights,
 )
-from tests.support.matrix import cover, only
+from tests.support.matrix import only, only_rows
 from tests.support.pool import Pool
 
 STAGES = [0, 1, 2, 3]
@@ -63,7 +64,10 @@ def _single(case: str) -> Any:
     return weights(trainer), trainer.global_step, {k: float(v) for k, v in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize(("stage", "case", "world"), cover(STAGES[::-1], [*FITS], [3, 2]))
+FAST = [(3, "accumulate", 3), (1, "clip-value", 2)]  # of stages, ranks and norms: tests/conformance/test_weights.py
+
+
+@pytest.mark.parametrize(("stage", "case", "world"), only_rows(FAST, itertools.product(STAGES, FITS, [3, 2])))
 def test_fit_equals_single_process(pool: Pool, stage: int, case: str, world: int) -> None:
     (batches, steps, options), (want, count, measured) = FITS[case], _single(case)
     got, made, metrics = pool.run(world, _fit, stage, batches * 3 * BATCH, {"max_epochs": 2, **options})[0]
@@ -133,7 +137,8 @@ def _resume(stage: int, path: str) -> Any:
     return weights(trainer)
 
 
-@pytest.mark.parametrize("stages", only([(3, 1), (0, 3)], [(3, 1), (1, 3), (0, 3), (3, 2), (2, 0)]), ids=str)
+@pytest.mark.slow  # in the fast suite: the two tests after it, and tests/conformance/test_resume.py
+@pytest.mark.parametrize("stages", [(3, 1), (1, 3), (0, 3), (3, 2), (2, 0)], ids=str)
 def test_checkpoint_resumes_on_another_stage_and_world(pool: Pool, tmp_path: Path, stages: tuple[int, int]) -> None:
     before, after = stages
     path = str(tmp_path / "one.ckpt")
@@ -167,7 +172,8 @@ def _train_from(stage: int | None, source: str | None, epochs: int, target: str)
     trainer.save_checkpoint(target)
 
 
-@pytest.mark.parametrize("runs", only([(None, 3)], [(None, 3), (3, None), (None, 1), (1, None)]), ids=str)
+@pytest.mark.slow  # a file of one process, and back: the two tests before
+@pytest.mark.parametrize("runs", [(None, 3), (3, None), (None, 1), (1, None)], ids=str)
 def test_ddp_and_zero_resume_from_each_other(pool: Pool, tmp_path: Path, runs: tuple[int | None, int | None]) -> None:
     before, after = runs
     one, same, two = (str(tmp_path / f"{name}.ckpt") for name in ("one", "same", "two"))
@@ -247,7 +253,8 @@ def _callbacks(stage: int, folder: str) -> tuple[list[str], str, float]:
     )
 
 
-@pytest.mark.parametrize("stage", only([3], [1, 3]))
+@pytest.mark.slow  # one by one: test_callbacks.py, tests/checkpoint/test_trainer.py
+@pytest.mark.parametrize("stage", [1, 3])
 def test_callbacks(pool: Pool, stage: int, tmp_path: Path) -> None:
     names, best, rate = pool.run(2, _callbacks, stage, str(tmp_path))[0]
     assert len(names) == 2

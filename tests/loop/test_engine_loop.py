@@ -20,6 +20,7 @@ from lt_zero import CheckpointError, ConfigError
 from lt_zero.checkpoint.open import open_source
 from lt_zero.config.load import ConfigWarning
 from tests.support.lightning_tools import quick
+from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.pool import Pool
 
@@ -152,7 +153,7 @@ def _two_losses(stage: int) -> None:
         _same(lt_zero.full_master(p), q, name)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", only([3], [0, 1, 3]))
 def test_a_micro_batch_may_have_several_backwards(pool: Pool, stage: int) -> None:
     pool.run(2, _two_losses, stage)
 
@@ -215,7 +216,7 @@ def _loads(folder: str, stage: int, kind: str) -> Any:
     return counts, values, rates
 
 
-@pytest.mark.parametrize(("stages", "kind"), [((3, 1), "AdamW"), ((1, 3), "SGD")])
+@pytest.mark.parametrize(("stages", "kind"), only_rows([((3, 1), "AdamW")], [((3, 1), "AdamW"), ((1, 3), "SGD")]))
 def test_checkpoints_load_at_other_stages_and_ranks(
     pool: Pool, tmp_path: Path, stages: tuple[int, int], kind: str
 ) -> None:
@@ -337,7 +338,7 @@ def _sets(stage: int, device: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize(("stage", "device"), [(0, "none"), (2, "none"), (3, "cpu")])
+@pytest.mark.parametrize(("stage", "device"), only_rows([(3, "cpu")], [(0, "none"), (2, "none"), (3, "cpu")]))
 def test_values_can_be_set(pool: Pool, stage: int, device: str) -> None:
     pool.run(2, _sets, stage, device)
 
@@ -373,7 +374,7 @@ def _half(enabled: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("enabled", ["fp16", "bf16"])
+@pytest.mark.parametrize("enabled", only(["fp16"], ["fp16", "bf16"]))
 def test_losses_are_scaled(pool: Pool, enabled: str) -> None:
     pool.run(2, _half, enabled)
 

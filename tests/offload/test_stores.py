@@ -16,7 +16,7 @@ from lt_zero.config.blocks import Aio
 from lt_zero.engine import offload_manager
 from lt_zero.io.pinned import aligned_buffer
 from lt_zero.offload import host_store, nvme_store
-from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
+from lt_zero.offload.host_store import FedStore, HostLink, HostStore, StreamedStore
 from lt_zero.offload.store import Place, Speed, Store
 from tests.support.matrix import only
 from tests.support.offload_runs import in_memory, same, train
@@ -112,6 +112,40 @@ def _compressed(path: str, apart: bool) -> None:
 @pytest.mark.parametrize("apart", only([True], [False, True]))
 def test_a_fourth_place_trains_the_same_bits(pool: Pool, tmp_path: Path, apart: bool) -> None:
     pool.run(2, _compressed, str(tmp_path), apart)
+
+
+def _host_store() -> HostStore:
+    """Three elements in host memory, apart from the device, with copies that are as late as they may be."""
+    return HostStore(torch.float32, lambda: torch.full((3,), torch.nan), HostLink(torch.device("cpu"), False, 64))
+
+
+def test_reduced_gradients_are_added_in_host_memory_once_they_arrived() -> None:
+    store = _host_store()
+    for number, add in ((1.0, False), (2.0, True), (4.0, True)):
+        out, adds = store.target(add)
+        assert not adds
+        out.fill_(number)
+        store.arrived()
+    assert store.read().tolist() == [7.0] * 3
+
+
+def test_a_reduction_into_a_store_that_was_discarded_changes_nothing() -> None:
+    store = _host_store()
+    store.target(add=False)[0].fill_(5.0)
+    store.discard()
+    store.overwrite().fill_(1.0)
+    store.arrived()
+    assert store.read().tolist() == [1.0] * 3
+
+
+def test_a_gather_is_launched_after_the_copy_that_it_reads() -> None:
+    store, shard = _host_store(), torch.zeros(3)
+    store.overwrite().fill_(2.0)
+    with store.source(shard) as own:
+        assert own is None
+        assert shard.tolist() == [2.0] * 3
+    store.sent()
+    store.wait_sent()
 
 
 @pytest.mark.parametrize("pin", [True, False])

@@ -28,6 +28,7 @@ from torch import Tensor
 from lt_zero import ops
 from lt_zero.ops import dispatch, library
 from lt_zero.ops.compiler import CSRC, CUDA_FLAGS, CompileJob, build, load, recipe_of, run
+from lt_zero.ops.header import STRUCTS
 from tests.support.matrix import only
 from tests.support.paths import SUPPORT
 
@@ -119,7 +120,7 @@ def test_a_launch_without_a_gpu_is_an_error_with_a_text(compiled: SimpleNamespac
         assert code > CUDA_ERROR
         with pytest.raises(RuntimeError, match=r"CUDA|device|driver"):
             library.check(lib, code)
-    assert lib.lt_cuda_norm_squared(ctypes.byref(library.LtMixed()), x.data_ptr(), None, None) == code
+    assert lib.lt_cuda_norm_squared(ctypes.byref(STRUCTS["lt_mixed"]()), x.data_ptr(), None, None) == code
 
 
 @needs_nvcc
@@ -160,7 +161,7 @@ class InPlaceOfCpu:
 
     def __init__(self, cuda: ctypes.CDLL) -> None:
         self.lt_cpu_error = cuda.lt_cuda_error
-        for name in library.OPERATIONS:
+        for name in library.operations("cuda"):
             setattr(self, f"lt_cpu_{name}", self._operation(cuda, name))
 
     @staticmethod
@@ -464,10 +465,10 @@ def test_a_selection_writes_nothing_but_its_result(emulated: ctypes.CDLL) -> Non
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
 
-def pairs_of(x: Tensor, **changes: Any) -> library.LtPairs:
+def pairs_of(x: Tensor, **changes: Any) -> ctypes.Structure:
     one = (ctypes.c_void_p * 1)(x.data_ptr())
     sizes = (ctypes.c_int64 * 1)(x.numel())
-    return library.LtPairs(**({"count": 1, "numel": sizes, "dst": one, "src": one, "factor": 1.0} | changes))
+    return STRUCTS["lt_pairs"](**({"count": 1, "numel": sizes, "dst": one, "src": one, "factor": 1.0} | changes))
 
 
 def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
@@ -478,11 +479,11 @@ def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
     good = {"count": 1, "numel": sizes, **lists}
     bad = [{"count": -1}, {"numel": negative}, {"numel": None}, {"grad_dtype": 3}, {"grad_dtype": -1}]
     bad += [{"state_dtype": 2}, {"out_dtype": 7}, {"param": None}, {"grad": null}]
-    adam, lion, adagrad = library.LtAdam(step=1.0), library.LtLion(), library.LtAdagrad()
-    sgd, lamb, by = library.LtSgd(momentum=0.9), library.LtLamb(), ctypes.byref
+    adam, lion, adagrad = STRUCTS["lt_adam"](step=1.0), STRUCTS["lt_lion"](), STRUCTS["lt_adagrad"]()
+    sgd, lamb, by = STRUCTS["lt_sgd"](momentum=0.9), STRUCTS["lt_lamb"](), ctypes.byref
     here = x.data_ptr()
 
-    def codes(t: library.LtTensors, states: int) -> list[int]:
+    def codes(t: ctypes.Structure, states: int) -> list[int]:
         steps = [
             lib.lt_cuda_adam_step(by(t), by(adam), None),
             lib.lt_cuda_lamb_update(by(t), by(lamb), here, here, None),
@@ -494,10 +495,10 @@ def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
         return steps
 
     for change in bad:
-        assert set(codes(library.LtTensors(**(good | change)), 0)) == {BAD_ARGUMENT}, change
-    assert set(codes(library.LtTensors(**(good | {"state1": None})), 1)) == {BAD_ARGUMENT}
-    assert set(codes(library.LtTensors(**(good | {"state2": null})), 2)) == {BAD_ARGUMENT}
-    tensors = library.LtTensors(**good)
+        assert set(codes(STRUCTS["lt_tensors"](**(good | change)), 0)) == {BAD_ARGUMENT}, change
+    assert set(codes(STRUCTS["lt_tensors"](**(good | {"state1": None})), 1)) == {BAD_ARGUMENT}
+    assert set(codes(STRUCTS["lt_tensors"](**(good | {"state2": null})), 2)) == {BAD_ARGUMENT}
+    tensors = STRUCTS["lt_tensors"](**good)
     assert lib.lt_cuda_adam_step(None, by(adam), None) == BAD_ARGUMENT
     assert lib.lt_cuda_adam_step(by(tensors), None, None) == BAD_ARGUMENT
     for norms, scratch in ((None, here), (here, None)):
@@ -519,23 +520,23 @@ def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
 
     mixed = {"count": 1, "numel": sizes, "data": one, "dtype": dtype}
     for change in ({"count": -1}, {"numel": negative}, {"data": null}, {"dtype": unknown}, {"dtype": None}):
-        assert lib.lt_cuda_norm_squared(by(library.LtMixed(**(mixed | change))), here, here, None) == BAD_ARGUMENT, (
-            change
-        )
-    assert lib.lt_cuda_norm_squared(by(library.LtMixed(**mixed)), None, here, None) == BAD_ARGUMENT
-    assert lib.lt_cuda_norm_squared(by(library.LtMixed(**mixed)), here, None, None) == BAD_ARGUMENT
+        assert (
+            lib.lt_cuda_norm_squared(by(STRUCTS["lt_mixed"](**(mixed | change))), here, here, None) == BAD_ARGUMENT
+        ), change
+    assert lib.lt_cuda_norm_squared(by(STRUCTS["lt_mixed"](**mixed)), None, here, None) == BAD_ARGUMENT
+    assert lib.lt_cuda_norm_squared(by(STRUCTS["lt_mixed"](**mixed)), here, None, None) == BAD_ARGUMENT
 
     here16 = torch.zeros(64, dtype=torch.uint8).data_ptr()
     blocks = {"numel": 4, "block": 16, "bits": 8, "dtype": 0}
     for change in ({"numel": -1}, {"block": 24}, {"block": 0}, {"block": 1 << 17}, {"bits": 3}, {"dtype": 3}):
-        wrong = library.LtBlocks(**(blocks | change))
+        wrong = STRUCTS["lt_blocks"](**(blocks | change))
         assert lib.lt_cuda_encode_blocks(by(wrong), here, None, here16, None) == BAD_ARGUMENT, change
         assert lib.lt_cuda_decode_blocks(by(wrong), 1, one, 1.0, here, None) == BAD_ARGUMENT, change
-    t = by(library.LtBlocks(**blocks))
+    t = by(STRUCTS["lt_blocks"](**blocks))
     assert lib.lt_cuda_encode_blocks(t, here, None, here16 + 8, None) == BAD_ARGUMENT
     assert lib.lt_cuda_decode_blocks(t, 0, one, 1.0, here, None) == BAD_ARGUMENT
     assert lib.lt_cuda_decode_blocks(t, 1, null, 1.0, here, None) == BAD_ARGUMENT
-    half = by(library.LtBlocks(**(blocks | {"dtype": 2})))
+    half = by(STRUCTS["lt_blocks"](**(blocks | {"dtype": 2})))
     assert lib.lt_cuda_decode_blocks(half, 257, (ctypes.c_void_p * 257)(), 1.0, here, None) == BAD_ARGUMENT
     for given in (
         (here, -1, 0, here, here),
@@ -547,11 +548,11 @@ def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
     assert lib.lt_cuda_topk_scratch(-1) == -1
 
     # Nothing to do is no error, and needs no launch.
-    assert lib.lt_cuda_encode_blocks(by(library.LtBlocks(block=16, bits=8)), None, None, None, None) == 0
+    assert lib.lt_cuda_encode_blocks(by(STRUCTS["lt_blocks"](block=16, bits=8)), None, None, None, None) == 0
     assert lib.lt_cuda_select_topk(None, 0, 0, None, None, None) == 0
-    nothing = library.LtTensors(**(good | {"numel": (ctypes.c_int64 * 1)(0)} | dict.fromkeys(lists, null)))
+    nothing = STRUCTS["lt_tensors"](**(good | {"numel": (ctypes.c_int64 * 1)(0)} | dict.fromkeys(lists, null)))
     assert lib.lt_cuda_adam_step(by(nothing), by(adam), None) == 0
-    assert lib.lt_cuda_adam_step(by(library.LtTensors()), by(adam), None) == 0
+    assert lib.lt_cuda_adam_step(by(STRUCTS["lt_tensors"]()), by(adam), None) == 0
     assert lib.lt_cuda_scratch(0, None) == 0
     assert lib.lt_cuda_scratch(1, negative) == -1
     assert b"bad argument" in lib.lt_cuda_error(BAD_ARGUMENT)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,15 +18,17 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import Sizes, ZeroConfig, estimate
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
-from lt_zero.config.blocks import Checkpoint
+from lt_zero.comm.send_sizes import SendSizes
+from lt_zero.config.blocks import Checkpoint, OptimizerBlock
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine import storage_plan
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan
 from lt_zero.engine.whole_model import full_state_dict
+from lt_zero.exchange import plan
 from lt_zero.io.pinned import rounded
-from lt_zero.offload import host_store
+from lt_zero.offload import host_store, record_sizes
 from lt_zero.offload.nvme_store import NvmeStore
 from lt_zero.optim import build_optimizer
 from lt_zero.planning.check import RESTING, measured
@@ -113,7 +117,8 @@ def train(
 ) -> tuple[Any, Any, Peaks, int]:
     """Some steps, overlapped if ``beside``; what an accumulation window held is the last result."""
     engine = lt_zero.shard(model, config, policy=dtype_policy(config, mode))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    block = config.optimizer or OptimizerBlock(type="AdamW")
+    optimizer = build_optimizer(block.type, block.params, [p for p in model.parameters() if p.requires_grad])
     sharded = lt_zero.ShardedOptimizer(engine, optimizer)
     window = 0
     with Peaks(engine) as peaks, torch.autocast("cpu", torch.bfloat16, enabled="mixed" in mode):
@@ -242,9 +247,10 @@ def test_forecast_is_what_an_engine_takes(pool: Pool, tmp_path: Path, stage: int
 def _bytes_of(config: ZeroConfig) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by kind in memory, and of files: of a run, and as forecast."""
     model = Wide()
-    cast = estimate(model, config, dist.get_world_size(), device="cpu")
-    engine, sharded, peaks, _ = train(model, config, "32-true", steps=1)
-    kinds = (WEIGHTS, MASTER, GRADS, MOMENTS, REDUCE, GATHERED)
+    stepped = "adam" if config.optimizer is None else config.optimizer.type
+    cast = estimate(model, config, dist.get_world_size(), device="cpu", optimizer=stepped)
+    engine, sharded, peaks, _ = train(model, config, "32-true", steps=1 if config.optimizer is None else 3)
+    kinds = (WEIGHTS, MASTER, GRADS, MOMENTS, RESIDUALS, REDUCE, GATHERED)
     have, want = measured(engine, [sharded]), cast.kinds(HOST)
     engine.offload_manager.close()
     have |= {GATHERED: peaks.gathered}
@@ -252,19 +258,68 @@ def _bytes_of(config: ZeroConfig) -> tuple[dict[str, int], dict[str, int]]:
     return {k: have.get(k, 0) for k in (*kinds, RESTING)}, {k: want.get(k, 0) for k in kinds} | {RESTING: files}
 
 
-def _other_decisions(path: str) -> None:
+class Mutation(NamedTuple):
+    """``owner.name``, which decides ``kind`` of a run with ``config``, becomes ``other``.
+
+    The code of functions is replaced: callers have imported them by name.
+    """
+
+    kind: str
+    config: ZeroConfig
+    owner: Any
+    name: str
+    other: Any
+
+    def set(self, patch: pytest.MonkeyPatch) -> None:
+        function = getattr(self.owner, self.name)
+        if isinstance(function, FunctionType):
+            patch.setattr(function, "__code__", self.other.__code__)
+        else:
+            patch.setattr(self.owner, self.name, self.other)
+
+
+def _reusable(rows: Any, limit: int) -> Any:
+    return {row.group: {row.send_dtype(row.dtype): 150_000} for row in rows}
+
+
+def _nothing_encoded(config: Any, exchange: Any, bucket: Any, group: Any) -> Any:
+    return Codecs()  # type: ignore[name-defined] # noqa: F821  (a name of the module whose function this becomes)
+
+
+def _mutations(path: str) -> Iterator[Mutation]:
     everywhere, in_files = config_for(2, "none", ""), config_for(2, "optimizer", path)
-    plans: list[tuple[str, ZeroConfig, Any, str, Any]] = [
-        (MASTER, everywhere, StoragePlan, "master_is_view", False),
-        (WEIGHTS, config_for(3, "none", ""), StoragePlan, "copies_weights", property(lambda plan: plan.trains)),
-        (REDUCE, everywhere, StoragePlan, "send_dtype", lambda plan, have: torch.bfloat16),
-        (GATHERED, config_for(3, "none", ""), Residency, "keep_after_forward", lambda _, numels: [False] * len(numels)),
-        (RESTING, in_files, storage_plan, "choose_offloaded", lambda numels, *_: [(False, False)] * len(numels)),
-    ]
-    for kind, config, owner, name, other in plans:
-        before, _ = _bytes_of(config)
+    sharded = config_for(3, "none", "")
+    units: dict[str, Any] = {"stage": 2, "stage3_param_persistence_threshold": 500}  # several buckets
+    coded = ZeroConfig.of({"zero_optimization": {**units, "zero_quantized_weights": True}})
+    signs = ZeroConfig.of({"zero_optimization": units, "gradient_compression": {"algorithm": "1bit"}})
+    one_bit = {"type": "OneBitAdam", "params": {"freeze_step": 1}}
+    momenta = ZeroConfig.of({"zero_optimization": {**units, "stage": 0}, "optimizer": one_bit})
+    yield Mutation(MASTER, everywhere, StoragePlan, "master_is_view", False)
+    yield Mutation(WEIGHTS, sharded, StoragePlan, "copies_weights", property(lambda plan: plan.trains))
+    yield Mutation(REDUCE, everywhere, StoragePlan, "send_dtype", lambda self, have: torch.bfloat16)
+    yield Mutation(REDUCE, everywhere, SendSizes, "scratch_numel", lambda self, numel, reusable: numel)
+    yield Mutation(REDUCE, everywhere, storage_plan, "largest_sends", _reusable)
+    yield Mutation(GATHERED, sharded, Residency, "keep_after_forward", lambda self, numels: [False] * len(numels))
+    yield Mutation(
+        RESTING,
+        in_files,
+        storage_plan,
+        "choose_offloaded",
+        lambda numels, buckets, zero: [(False, False)] * len(numels),
+    )
+    yield Mutation(RESTING, in_files, record_sizes, "record_nbytes", lambda numel, dtype, codec=None: 9 * numel)
+    yield Mutation(MASTER, coded, plan, "plan_codecs", _nothing_encoded)
+    yield Mutation(RESIDUALS, signs, plan.ExchangePlan, "compression", lambda self, bucket, group: None)
+    yield Mutation(RESIDUALS, momenta, plan.ExchangePlan, "copies_momenta", lambda self, row: row.trains)
+
+
+def _other_decisions(path: str) -> None:
+    known: dict[int, dict[str, int]] = {}
+    for mutation in _mutations(path):
+        kind, config, _, name, _ = mutation
+        before = known.get(id(config)) or known.setdefault(id(config), _bytes_of(config)[0])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, other)
+            mutation.set(patch)
             after, want = _bytes_of(config)
         assert after[kind] != before[kind], (name, "changes nothing")
         for each, got in after.items():

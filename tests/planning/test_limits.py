@@ -22,10 +22,11 @@ from lt_zero import NotEnoughMemory, Sizes, ZeroConfig, ZeroStrategy
 from lt_zero.cli import app
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.tables import show
+from lt_zero.common.units import GB
 from lt_zero.engine.bucket import Bucket
 from lt_zero.planning import Machine, cheapest, check, check_host_memory, limits
 from lt_zero.planning.estimate import settings, settings_table
-from lt_zero.planning.limits import GB, Available, cgroup_limits, host_memory
+from lt_zero.planning.limits import Available, cgroup_limits, host_memory
 from tests.support.lightning_tools import GPT, QUIET
 from tests.support.models import Net
 from tests.support.pool import Pool

@@ -78,7 +78,7 @@ def _errors_in_bf16(stage: int) -> tuple[dict[str, float], dict[str, float]]:
     return ours, theirs
 
 
-@pytest.mark.parametrize("stage", only([2, 3], STAGES))
+@pytest.mark.parametrize("stage", only([2], STAGES))
 def test_deepspeed_8224_a_submodule_that_is_used_twice(pool: Pool, stage: int) -> None:
     """From 0.18.3 to 0.19.3 stage 2 with bf16 lost the gradients of one of the two subgraphs."""
     pool.run(2, _used_twice, stage)
@@ -141,9 +141,7 @@ def test_deepspeed_7718_norms_at_stage_2(pool: Pool, stage: int) -> None:
     assert wanted[0] != pytest.approx(wanted[-1], rel=1e-2), "the steps change the weights"
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"), only_rows([(2, None), (3, "bf16")], itertools.product(STAGES, [None, "bf16"]))
-)
+@pytest.mark.parametrize(("stage", "dtype"), only_rows([(3, "bf16")], itertools.product(STAGES, [None, "bf16"])))
 def test_deepspeed_7749_a_norm_depends_on_nothing_but_the_batch(pool: Pool, stage: int, dtype: str | None) -> None:
     """Between 0.16.4 and 0.18.3 it fell from 11 to 0.2: neither micro-batches nor stage nor dtype may move it."""
     for micros in (1, 2, 4):
@@ -179,9 +177,7 @@ def _tasks(stage: int, every: bool) -> None:
     check(Case(Tasks, _task_loss, stage, "sgd", micro=2, zero=SMALL, sync_every=every))
 
 
-@pytest.mark.parametrize(
-    ("stage", "every"), only_rows([(2, True), (3, False)], itertools.product(STAGES, [True, False]))
-)
+@pytest.mark.parametrize(("stage", "every"), only_rows([(2, True)], itertools.product(STAGES, [True, False])))
 def test_deepspeed_7629_a_backward_that_leaves_buckets_of_a_dtype_empty(pool: Pool, stage: int, every: bool) -> None:
     """What ran with 0.17.5 failed at the end of a backward of stage 2 from 0.17.6, which has buckets by dtype."""
     pool.run(2, _tasks, stage, every)
@@ -207,6 +203,7 @@ def _fine_tunes(stage: int | None) -> list[float]:
     return losses.seen
 
 
+@pytest.mark.slow  # in the fast suite: the claims of test_exactness.py
 def test_trl_4540_stages_1_and_2_train_alike(pool: Pool) -> None:
     """Fine-tuning at stage 2 reached other losses than at stage 1, in training and evaluation."""
     runs = {stage: pool.run(2, _fine_tunes, stage) for stage in STAGES}
@@ -254,7 +251,7 @@ def _scaled_once(stage: int, micros: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize(("stage", "micros"), only_rows([(2, 4), (1, 2)], itertools.product(STAGES, [1, 2, 4])))
+@pytest.mark.parametrize(("stage", "micros"), only_rows([(2, 4)], itertools.product(STAGES, [1, 2, 4])))
 def test_torchtitan_2972_sums_are_divided_by_the_global_count_once(pool: Pool, stage: int, micros: int) -> None:
     """With a pipeline gradients were larger by the number of valid tokens, which divided the loss after backward."""
     pool.run(2, _scaled_once, stage, micros)

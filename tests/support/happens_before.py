@@ -222,7 +222,7 @@ def _where() -> str:
     rows = [
         f"{frame.filename.removeprefix(str(PACKAGE)).lstrip('/')}:{frame.lineno} {frame.name}"
         for frame in traceback.extract_stack(limit=40)
-        if frame.filename.startswith((str(PACKAGE), str(SUPPORT))) and not frame.filename == __file__
+        if frame.filename.startswith((str(PACKAGE), str(SUPPORT))) and frame.filename != __file__
     ]
     return f"[{' < '.join(reversed(rows[-3:]))}]"
 

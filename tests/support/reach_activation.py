@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from lt_zero.activation import places, stores
+from lt_zero.activation import checkpointing, stores
 from lt_zero.activation.checkpointing import installed
 from lt_zero.common import accelerator
 from lt_zero.common.compat import DispatchMode
@@ -58,9 +58,11 @@ def _stored(lab: Lab, config: Config) -> Any:
 
 
 def place(lab: Lab, config: Config) -> Any:
-    """What keeps saved inputs."""
+    """Where saved inputs are kept."""
     store, _ = _stored(lab, config)
-    return type(store.storage).__name__ if store else None
+    if store is None:
+        return None
+    return "files" if store.storage.files is not None else "host" if store.storage.apart else "device"
 
 
 def slots(lab: Lab, config: Config) -> Any:
@@ -69,7 +71,7 @@ def slots(lab: Lab, config: Config) -> Any:
     stats = store.stats()
     assert loss.requires_grad
     each = reuse.rounded(stats["bytes"] // stats["stored"], reuse._ALIGN)
-    return stats["memory"] // each - places._SPARE
+    return stats["memory"] // each - checkpointing._SPARE
 
 
 def waits(lab: Lab, config: Config) -> Any:

@@ -18,7 +18,8 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.engine.bucket import State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.grad_reducer import GradReducer
-from lt_zero.exchange.gradient_compression import GradientCompression, codec_of
+from lt_zero.exchange.gradient_compression import GradientCompression
+from lt_zero.exchange.plan import codec_of
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.ops import TopK, library
 from lt_zero.planning.limits import NotEnoughMemory

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer
-from lt_zero.comm.work import All, Done, Work
+from lt_zero.comm.work import Done, Work, WorkList
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.ops.flat import store
@@ -104,15 +104,15 @@ class LateGroup(ShardGroup):
             flat[:half].copy_(mine)
             flat[half:].copy_(other)
 
-        return All([self._late(run)])
+        return WorkList([self._late(run)])
 
     def reduce_scatter(self, out: Tensor, send: SendBuffer, add: bool, name: str) -> Work:
         after, mine = self.factors(send.flat.dtype)[1], send.flat.chunk(2)[0]
-        return All([self._late(self._doubled(mine))], lambda: store(out, mine, add, after))
+        return WorkList([self._late(self._doubled(mine))], lambda: store(out, mine, add, after))
 
     def all_reduce(self, out: Tensor, send: SendBuffer, add: bool, name: str) -> Work:
         after, flat = self.factors(send.flat.dtype)[1], send.flat
-        return All([self._late(self._doubled(flat))], lambda: store(out, flat, add, after))
+        return WorkList([self._late(self._doubled(flat))], lambda: store(out, flat, add, after))
 
     def _doubled(self, sent: Tensor) -> Callable[[], object]:
         if not self._early:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lt_zero.activation.places import open_store
+from lt_zero.activation.checkpointing import open_store
 from lt_zero.activation.stores import ActivationStore
 from lt_zero.config.blocks import ActivationCheckpointing, Aio
 

@@ -99,7 +99,7 @@ def _references() -> Iterator[None]:
     """Context without native kernels, whose accesses torch does not see, and in which small tensors are stored, too."""
     with (
         mock.patch.dict(dispatch._loaded, clear=True),
-        mock.patch.object(library, "cpu", lambda force=False: None),
+        mock.patch.object(library, "cpu", return_value=None),
         mock.patch.object(stores, "_MIN_BYTES", 1),
     ):
         yield

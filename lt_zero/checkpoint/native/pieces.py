@@ -7,7 +7,7 @@ that of a single process: a plain DDP run can resume from it, and any world size
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from lt_zero.engine.layout import Piece
 from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, whole
 from lt_zero.engine.whole_model import sent
 from lt_zero.offload.store import Store, put_away
+from lt_zero.step.average import average_of
 from lt_zero.step.param_groups import compare_options
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
@@ -106,15 +107,18 @@ def weight_fragments(engine: Engine, averaged: bool | None = None) -> dict[str, 
     engine.prepare_reading()
     if engine.offload_manager.overlaps:
         engine.offload_manager.refuse_partially_stepped(engine.world)
-    average = engine.average if averaged is not None else None
+    average = average_of(engine) if averaged is not None else None
     made: dict[int, Fragment] = {}
     for bucket in engine.buckets:
         bucket.wait_background_step()
         bucket.edits.check(values=True)
         streamed = any(store.streamed for store in bucket.stores())
+        rows, dtype = None, bucket.weights.precision
+        if average is not None:
+            rows, averages = average.rows(bucket, averaged is True), average.averages(bucket)
+            dtype = averages.dtype if averaged and averages is not None else dtype
         for index, parameter in enumerate(bucket.params):
-            dtype = bucket.average.dtype if averaged and bucket.average is not None else bucket.weights.precision
-            local = partial(_weight, bucket, index, average.rows(bucket, averaged) if average is not None else None)
+            local = partial(_weight, bucket, index, rows)
             made[id(parameter)] = _fragment(bucket, index, local, dtype, streamed)
     # keep_vars: sharded parameters are not read. On all ranks, as metrics may synchronize in it.
     state: dict[str, Any] = engine.root.state_dict(keep_vars=True)
@@ -122,7 +126,7 @@ def weight_fragments(engine: Engine, averaged: bool | None = None) -> dict[str, 
         if isinstance(value, Tensor):
             state[name] = made[id(value)] if id(value) in made else value.detach()
     if average is not None:
-        state |= {name: value for name, value in average.buffers(averaged).items() if name in state}
+        state |= {name: value for name, value in average.buffers(averaged is True).items() if name in state}
     return state
 
 
@@ -242,6 +246,14 @@ def parameter_names(optimizer: Optimizer, engine: Engine) -> list[list[str]]:
         groups.append([known.get(id(p), f"#{i}") for i, p in enumerate(group["params"], first)])
         first += len(group["params"])
     return groups
+
+
+def on_all_ranks(engine: Engine, names: Sequence[str], what: str) -> list[str]:
+    """All names that ranks have, in the order of the module that has all layers. ``names``: this rank's.
+
+    Collective if ranks have other modules.
+    """
+    return list(names) if engine.everywhere else merged(engine.world.host_gather(list(names), what))
 
 
 def names_on_all_ranks(optimizer: Optimizer, engine: Engine) -> list[list[str]]:

@@ -71,6 +71,7 @@ static double sum_of_magnitudes(const Input &input, int32_t largest, int64_t lo,
     for_each_vector(lo, hi, [&](auto at, int64_t i) {
         Doubles l, h;
         widen((Lanes)magnitude_bits(input.load(at, i)), l, h);
+        // Rounded to multiples of one unit, magnitudes add up exactly, so any order of the lanes gives the same sum.
         sums[0] += l + shift - shift;
         sums[1] += h + shift - shift;
     });
@@ -143,6 +144,8 @@ struct Encoder {
 
     Vec operator()(Vec c, Ints &codes) const {
         if constexpr (BITS >= 4) {
+            // The sum has no room for a fraction: it is rounded to nearest even, and its lowest bits are the integer in
+            // two's complement.
             Vec shifted = c * inverse + Vec(ROUND);
             codes = (Ints)shifted.x & ((1 << BITS) - 1);
             return (shifted - Vec(ROUND)) * scale;
@@ -210,6 +213,7 @@ static void encode_bits(const lt_blocks &t, const void *x, float *residual, uint
                          : mean_scale(largest, sum_of_magnitudes(input, largest, begin, end), end - begin);
         memcpy(scales + begin / t.block * 4, &scale, 4);
         if (largest < INFINITE) encode_block<BITS>(input, residual, scale, out, begin, end);
+        // The block decodes to NaN, whatever its codes are. Its residual stays as it was, for a step that is skipped.
         else memset(out + begin * BITS / 8, 0, (size_t)((end - begin + GROUP - 1) / GROUP * GROUP * BITS / 8));
     }
 }

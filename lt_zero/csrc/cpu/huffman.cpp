@@ -36,6 +36,7 @@ Lengths optimal_lengths(const uint64_t (&counts)[SYMBOLS]) {
     std::vector<int> order;
     for (int s = 0; s < SYMBOLS; s++)
         if (counts[s] > 0) order.push_back(s);
+    // Ties are broken as in the reference, here and in the merges below: both have to find the same lengths.
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return counts[a] < counts[b]; });
     Lengths lengths = {};
     if (order.size() == 1) lengths[(size_t)order[0]] = 1;
@@ -47,6 +48,7 @@ Lengths optimal_lengths(const uint64_t (&counts)[SYMBOLS]) {
         size_t symbol = 0, pair = 0;
         while (symbol < order.size() || 2 * pair + 1 < below.size()) {
             const bool pairs_left = 2 * pair + 1 < below.size();
+            // A pair counts as much as both of its members. At equal weights the symbol comes first.
             const uint64_t weight = pairs_left ? below[2 * pair] + below[2 * pair + 1] : 0;
             const bool take = symbol < order.size() && (!pairs_left || counts[order[symbol]] <= weight);
             level.push_back(take);
@@ -110,6 +112,7 @@ uint8_t *write_words(const uint8_t *in, int64_t n, const Lengths &lengths, const
     uint64_t held = 0;
     int bits = 0;
     for (int64_t i = 0; i < n; i++) {
+        // At most 31 bits are left over when a word of up to 12 is added.
         held |= (uint64_t)words[in[i]] << bits;
         bits += lengths[in[i]];
         for (; bits >= 32; bits -= 32, held >>= 32, out += 4) std::memcpy(out, &held, 4);
@@ -139,6 +142,8 @@ struct Bits {
 bool read_words(Bits bits, const std::vector<Entry> &table, uint8_t *out, int64_t n) {
     constexpr int AT_ONCE = 4;  // words in the 57 bits of one access
     for (int64_t i = 0; i < n;) {
+        // Beyond the end there are zeros, which may be words, too: it is enough to check the end once for all words of
+        // one access.
         uint64_t x = bits.peek();
         for (int64_t end = std::min<int64_t>(i + AT_ONCE, n); i < end; i++) {
             const Entry entry = table[x & (TABLE - 1)];
@@ -202,6 +207,7 @@ LT_API int lt_cpu_huffman_decode(const uint8_t *in, int64_t nbytes, uint8_t *out
         if (begin < 0 || !make_words(lengths, words)) return;
         std::vector<Entry> table(TABLE);
         for (size_t s = 0; s < SYMBOLS; s++)
+            // The bits behind a word are those of the next one: whatever they are, they lead to this entry.
             for (size_t w = words[s]; lengths[s] > 0 && w < TABLE; w += (size_t)1 << lengths[s])
                 table[w] = Entry{(uint8_t)s, lengths[s]};
         if (read_words(Bits{in + begin, nbytes - begin}, table, out, n)) code = LT_OK;

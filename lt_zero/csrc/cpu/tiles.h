@@ -109,6 +109,7 @@ struct Amx {
     static void make_pairs(const float *s, int rows, uint32_t *pairs) {
         auto rounded = [](const float *p) {
             const Bits bits = (Bits)read(p).x;
+            // To nearest even: half of the last kept bit is added, less one unit if that bit is even.
             return bits + 0x7fff + (bits >> 16 & 1);
         };
         for (int n = 0; n < rows; n += 2, s += 2 * LANES, pairs += LANES) {

@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(kThreads) choose_bin(const Digit digit, Select
     for (int n = 0; n < each; ++n) {
         const int bin = (int)threadIdx.x * each + n;
         sum += bins[bin] = selection->bins[bin];
+        // The next digit counts into the same bins.
         selection->bins[bin] = 0;
     }
     sums[threadIdx.x] = sum;
@@ -160,6 +161,7 @@ __global__ void __launch_bounds__(kThreads) write_indices(const float *c, int64_
         for_each_of_thread(c, numel, chunk, [&](int64_t i, int32_t magnitude) {
             if (magnitude < threshold) return;
             const bool tie = magnitude == threshold;
+            // Before this element all larger ones are taken, and of the equal ones the first `ties`.
             if (!tie || equal < ties) indices[above + (equal < ties ? equal : ties)] = (int32_t)i;
             above += !tie;
             equal += tie;

@@ -54,6 +54,7 @@ class RunMonitor:
 
     Attributes:
         flops: operations of a micro-batch on this rank, if a monitor needs them.
+        watches: there are monitors; otherwise a step need not be run through this object.
     """
 
     def __init__(self, config: ZeroConfig, trial: Trial | None = None) -> None:
@@ -74,6 +75,7 @@ class RunMonitor:
             self._observers.append(StepPrinter(every, self.flops))
         if trial is not None:
             self._observers.append(TrialObserver(trial))
+        self.watches = bool(self._observers) or self.flops is not None
         self._for_this_run = ExitStack()  # closed at the end of a run
         self._clean = True  # whether the run ended without an error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,15 +14,13 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError, add_note
 from lt_zero.common.names import merged
-from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.parallel.pipeline.models import ModelParts, fill, targets_of
-from lt_zero.parallel.pipeline.partition import divide, weights_of
+from lt_zero.parallel.pipeline.partition import divide, forward_seconds, own_numels, weights_of
 from lt_zero.parallel.pipeline.position import Position, current, of_first_rank
-from lt_zero.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, class_of, numel_of
+from lt_zero.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, as_arguments, class_of
 from lt_zero.parallel.random import seeded
 
 Loss = Callable[[Any, Any], Tensor]
@@ -177,13 +174,9 @@ class Pipeline(nn.Module):
         """The layers of each stage."""
         if self.position.stages == 1:
             return [range(len(self._specs))]
-        weights = [0.0] * len(self._specs)
+        weights: list[float] = []
         if method == "parameters":
-            known = set[str]()
-            for number, spec in enumerate(self._specs):
-                key = self._key(number)
-                weights[number] = 0.0 if key in known and key else float(numel_of(spec))
-                known.add(key)
+            weights = own_numels(self._specs, [self._key(number) for number in range(len(self._specs))])
         elif method == "time":
             if example is None:
                 key = "pipeline.partition_method"
@@ -191,7 +184,7 @@ class Pipeline(nn.Module):
                     key,
                     f"{key}='time' measures the forward of each layer, and has no inputs for it. {self._lacks_example}",
                 )
-            weights = of_first_rank(partial(_seconds, self._specs, example, self._call))
+            weights = of_first_rank(partial(forward_seconds, self._specs, example, self._call))
         return divide(weights_of(method, self.names, weights), self.position.stages)
 
     def _key(self, number: int) -> str:
@@ -317,14 +310,14 @@ class Pipeline(nn.Module):
                 output = checkpoint(partial(self._run, group), *inputs, use_reentrant=False)
             else:
                 output = self._run(group, *inputs)
-            inputs = _as_arguments(output)
+            inputs = as_arguments(output)
         return inputs[0] if len(inputs) == 1 else inputs
 
     def _run(self, numbers: range, *inputs: Any) -> Any:
         """The output of some layers, one after the other."""
         for number in numbers:
             try:
-                inputs = _as_arguments(self._call(self._layer(number), *inputs))
+                inputs = as_arguments(self._call(self._layer(number), *inputs))
             except Exception as error:
                 add_note(error, f"In layer {number} ({self.names[number]}), stage {self.stage_of(number)}.")
                 raise
@@ -362,7 +355,7 @@ class Pipeline(nn.Module):
                 "This pipeline has some of its layers on other ranks, and is not a part of a run yet: "
                 "Trainer.fit, fabric.setup or lt_zero.initialize prepares it."
             )
-        output = self.run_stage(0, *_as_arguments(inputs), batch=inputs)
+        output = self.run_stage(0, *as_arguments(inputs), batch=inputs)
         return output if targets is None or self.loss_fn is None else self.loss_fn(output, targets)
 
 
@@ -524,39 +517,8 @@ class _Tied:
         return self._forward(self.module, *inputs)
 
 
-def _as_arguments(output: Any) -> tuple[Any, ...]:
-    """Arguments of the next layer from the output of one."""
-    return tuple(output) if isinstance(output, (tuple, list)) else (output,)
-
-
 def _seed_layer(number: int) -> None:
     torch.manual_seed(torch.initial_seed() + number)
-
-
-@torch.no_grad()
-def _seconds(specs: Sequence[Layer], example: Any, call: Callable[..., Any]) -> list[float]:
-    """Seconds of each layer's forward; layers are made, run and dropped one after the other."""
-    device, found = next((t.device for t in iter_tensors(example)), torch.device("cpu")), list[float]()
-    inputs = _as_arguments(example)
-
-    def wait() -> None:
-        accelerator.synchronize(device)
-
-    with device, seeded(None, device.type):
-        for spec in specs:
-            layer = spec.build() if isinstance(spec, LayerSpec) else spec
-            if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
-                layer = partial(spec.forward_fn, layer)
-            times = []
-            for _ in range(3):
-                wait()
-                began = time.perf_counter()
-                output = call(layer, *inputs)
-                wait()
-                times.append(time.perf_counter() - began)
-            found.append(min(times))
-            inputs = _as_arguments(output)
-    return found
 
 
 def pipelines_in(module: nn.Module) -> Iterator[tuple[str, Pipeline]]:

@@ -174,7 +174,7 @@ class Runner(ProcessLocal):
 
     def _refuse_dropped(self) -> None:
         owed = self._owed
-        if owed and self.engine.used_parameters.spent:
+        if owed and self.engine.grad_views.spent:
             self._owed = 0
             raise RuntimeError(
                 f"A step was taken with the gradients of {owed} loss{'es' if owed > 1 else ''} of the pipeline whose "

@@ -78,3 +78,8 @@ def numel_of(spec: Layer) -> int:
         with torch.device("meta"):
             spec = spec.build()
     return sum(p.numel() for p in spec.parameters()) if isinstance(spec, nn.Module) else 0
+
+
+def as_arguments(output: Any) -> tuple[Any, ...]:
+    """Arguments of the next layer from the output of one."""
+    return tuple(output) if isinstance(output, (tuple, list)) else (output,)

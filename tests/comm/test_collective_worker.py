@@ -1,4 +1,4 @@
-"""Procedures: run one after the other beside their caller, and their errors come back in ``wait``."""
+"""Procedures of a worker: run one after the other beside their caller, and their errors come back in ``wait``."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from datetime import timedelta
 
 import pytest
 
-from lt_zero.comm.procedures import Procedures
-from lt_zero.comm.work import All, Watch
+from lt_zero.comm.collective_worker import CollectiveWorker
+from lt_zero.comm.work import CollectiveMonitor, WorkList
 
 
 def test_procedures_run_in_the_order_of_their_launches_beside_the_caller() -> None:
-    procedures, may_start, seen = Procedures("test"), threading.Event(), list[int]()
-    first = procedures.submit(may_start.wait)
-    rest = [procedures.submit(lambda number=number: seen.append(number)) for number in range(20)]  # type: ignore[misc]
+    worker, may_start, seen = CollectiveWorker("test"), threading.Event(), list[int]()
+    first = worker.submit(may_start.wait)
+    rest = [worker.submit(lambda number=number: seen.append(number)) for number in range(20)]  # type: ignore[misc]
     assert not first.is_completed()
     assert not seen
     may_start.set()
-    All(rest, lambda: seen.append(20), Watch()).wait()
+    WorkList(rest, lambda: seen.append(20), CollectiveMonitor()).wait()
     assert seen == list(range(21))
 
 
 def test_an_error_is_raised_by_the_wait_and_stops_nothing_else() -> None:
-    procedures = Procedures("test")
-    failing = procedures.submit(lambda: 1 // 0)
-    after = procedures.submit(lambda: None)
+    worker = CollectiveWorker("test")
+    failing = worker.submit(lambda: 1 // 0)
+    after = worker.submit(lambda: None)
     with pytest.raises(ZeroDivisionError):
         failing.wait()
     after.wait(timedelta(seconds=60))
 
 
 def test_a_wait_that_is_too_short_says_so_and_can_be_repeated() -> None:
-    procedures, may_end = Procedures("test"), threading.Event()
-    work = procedures.submit(may_end.wait)
+    worker, may_end = CollectiveWorker("test"), threading.Event()
+    work = worker.submit(may_end.wait)
     with pytest.raises(RuntimeError, match="not complete"):
         work.wait(timedelta(milliseconds=1))
     may_end.set()
@@ -42,10 +42,10 @@ def test_a_wait_that_is_too_short_says_so_and_can_be_repeated() -> None:
 
 
 def test_the_thread_ends_with_its_owner() -> None:
-    procedures = Procedures("short-lived")
-    procedures.submit(lambda: None).wait()
+    worker = CollectiveWorker("short-lived")
+    worker.submit(lambda: None).wait()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "lt_zero-short-lived"]
-    del procedures
+    del worker
     gc.collect()
     thread.join(60)
     assert not thread.is_alive()

@@ -52,7 +52,7 @@ class Procedure:
             raise self._error
 
 
-class Procedures:
+class CollectiveWorker:
     """A thread for procedures, which starts with the first and ends with this object."""
 
     def __init__(self, name: str) -> None:

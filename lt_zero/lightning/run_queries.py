@@ -1,0 +1,96 @@
+"""Questions of users to a strategy while it runs, and after it: weights, norms and reports."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lt_zero.checkpoint.export import Format
+from lt_zero.comm.comm_log import CommLog, CommRecord
+from lt_zero.lightning.checkpoint_service import CheckpointService
+from lt_zero.lightning.model_report import memory_report
+from lt_zero.lightning.precision import sharded_of
+from lt_zero.lightning.setup import RunSnapshot
+from lt_zero.session.checkpoints import export_weights, whole_weights
+
+
+class RunQueries(DDPStrategy):
+    """The public methods of ``ZeroStrategy`` that users call, and Lightning does not."""
+
+    @property
+    def run(self) -> RunSnapshot:
+        """A snapshot for the parts of the strategy, which do not see the strategy."""
+        raise NotImplementedError
+
+    @property
+    def checkpoints(self) -> CheckpointService:
+        """The service behind Lightning's saves and loads."""
+        raise NotImplementedError
+
+    def memory_report(self) -> dict[str, tuple[int, int]]:
+        """Bytes of model states per kind: (on this rank now, what a replicated run holds)."""
+        return memory_report(self.run.engine, self.run.sharded)
+
+    def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
+        """The global norm (0D) of the averaged gradients; after backward and before the step. Collective."""
+        sharded = sharded_of(optimizer if optimizer is not None else self.optimizers[0])
+        if sharded is None:
+            raise ValueError("The optimizer has no parameters of this model.")
+        sharded.engine.world.roll_call("grad_norm")
+        return sharded.grads.norm(norm_type) / sharded.grads.loss_scale
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The module's state dict with full tensors on rank 0, {} on the others. Collective: call it on every rank.
+
+        With ``EMA`` it has the averages, as exports have.
+        """
+        return whole_weights(self.run.engine, "full_state_dict")
+
+    def save_trained_weights(self, checkpoint: dict[str, Any]) -> None:
+        """Add the trained weights to a checkpoint whose state dict has the averages of ``EMA``. Collective."""
+        self.checkpoints.add_trained(self.run, checkpoint)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        dtype: torch.dtype | str = torch.float16,
+        format: Format = "auto",
+        shard_size: int | str | None = None,
+        strip_prefix: str | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Write all weights to files that are readable without lt_zero. Collective: call it on every rank.
+
+        Rank 0 writes one bucket at a time. Arguments and errors are those of ``lt_zero.export``.
+        """
+        more = {"shard_size": shard_size, "strip_prefix": strip_prefix, "overwrite": overwrite}
+        export_weights(self.run.engine, self.broadcast(path), "export", dtype=dtype, format=format, **more)
+        self.barrier("export")
+
+    def comms_summary(self) -> list[CommRecord]:
+        """The cost of this rank's collectives since the last ``fit`` (or other entry point) began.
+
+        Raises RuntimeError if nothing is recorded.
+        """
+        world = self.run.world
+        if world is None or not isinstance(world.log, CommLog):
+            if world is None:
+                self.run.refuse_parent("the record of collectives")
+            raise RuntimeError(
+                "Collectives are only recorded with comms_logger.enabled: true, once Trainer.fit, validate, test or "
+                "predict has begun. Enable it and start a run first."
+            )
+        return world.log.records()
+
+    def wait_for_save(self) -> None:
+        """Wait until the save in the background (``checkpoint.async``) is done. Collective.
+
+        Raises:
+            CheckpointError: on all ranks: it has failed.
+        """
+        self.run.session.wait_for_save("ZeroStrategy.wait_for_save")
