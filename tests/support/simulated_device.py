@@ -14,8 +14,9 @@ from torch import Tensor
 from lt_zero.common import accelerator
 from lt_zero.common.flat_storage import FlatStorage
 from lt_zero.io import pinned
+from lt_zero.io.swap_file import SwapFile
 from lt_zero.offload import host_store
-from tests.support.happens_before import DEFAULT, Event, Order, Recorder, Stream
+from tests.support.happens_before import DEFAULT, HOST, Event, Order, Recorder, Stream
 
 
 @contextmanager
@@ -82,6 +83,14 @@ def _replaced(order: Order) -> list[tuple[Any, str, Callable[..., Any]]]:
         order.freed(self.tensor.untyped_storage().data_ptr())
         free(self)
 
+    def moves(of: Callable[..., Any], writes: bool) -> Callable[..., Any]:
+        def move(self: SwapFile, record: int, buffer: Tensor) -> Any:
+            what = "read of a file" if writes else "write to a file"
+            order.access(buffer, writes, HOST, order.launch(HOST), what)
+            return of(self, record, buffer)
+
+        return move
+
     def runs(self: threading.Thread) -> None:
         with Recorder(order):
             run(self)
@@ -90,6 +99,8 @@ def _replaced(order: Order) -> list[tuple[Any, str, Callable[..., Any]]]:
         (FlatStorage, "allocate", allocates),
         (FlatStorage, "free", frees),
         (threading.Thread, "run", runs),
+        (SwapFile, "read", moves(SwapFile.read, True)),
+        (SwapFile, "write", moves(SwapFile.write, False)),
         (pinned, "aligned_buffer", lambda nbytes: order.on_host(buffer(nbytes))),
         (host_store, "host_empty", lambda numel, dtype, pin: order.on_host(host_empty(numel, dtype, pin))),
     ]

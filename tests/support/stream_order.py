@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -19,10 +19,13 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.activation import stores
+from lt_zero.checkpoint.native import save
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.common import accelerator
 from lt_zero.config.precision import dtype_policy
 from lt_zero.ops import dispatch, library
+from lt_zero.step.loss_scale import _SkipFlag
 from tests.support.simulated import LateGroup
 from tests.support.simulated_device import machine
 from tests.support.simulated_nccl import streams
@@ -37,14 +40,18 @@ class Run:
     Attributes:
         stage: of ZeRO.
         zero, keys: of the configuration: in its zero_optimization block, and beside it.
+        precision: as of a Trainer.
         peer: there is a second rank, whose collectives end as late as they may (without other processes).
+        skips: a validation follows, in which the last block is not used, although it was prefetched.
         steps: optimizer steps of two micro-batches each.
     """
 
     stage: int
     zero: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
+    precision: str = "bf16-mixed"
     peer: bool = False
+    skips: bool = False
     steps: int = 4
 
 
@@ -57,6 +64,17 @@ class Feed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Sequential):
+    """Blocks, of which the last is left out if ``skips``."""
+
+    skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in list(self)[: -1 if self.skips else None]:
+            x = block(x)
+        return x
 
 
 def _config(run: Run, folder: Path | None) -> ZeroConfig:
@@ -72,10 +90,10 @@ def _config(run: Run, folder: Path | None) -> ZeroConfig:
     return ZeroConfig.of({"zero_optimization": zero, **keys})
 
 
-def _train(run: Run, config: ZeroConfig, group: ShardGroup | None) -> Any:
+def _train(run: Run, config: ZeroConfig, group: ShardGroup | None) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Feed(32) for _ in range(4)))
-    engine = lt_zero.shard(model, config, CPU, policy=dtype_policy(config, "bf16-mixed"), group=group)
+    model = Model(*(Feed(32) for _ in range(4)))
+    engine = lt_zero.shard(model, config, CPU, policy=dtype_policy(config, run.precision), group=group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     owner = lt_zero.ShardedOptimizer(engine, optimizer)
     for step in range(run.steps):
@@ -84,14 +102,17 @@ def _train(run: Run, config: ZeroConfig, group: ShardGroup | None) -> Any:
             # Every other step begins while the last backward runs, where steps may overlap with it.
             beside = owner.overlap.beside_backward() if micro and step % 2 == 0 else nullcontext()
             with beside:
-                x = torch.randn(8, 32).bfloat16().requires_grad_()
+                x = torch.randn(8, 32).to(torch.bfloat16 if "bf16" in run.precision else torch.float32)
                 model(x).float().square().mean().backward()
         if step % 2:
             owner.grads.clip_norm(0.5)
         optimizer.step()
+    if run.skips:
+        model.skips = True
+        with torch.no_grad():
+            model(torch.randn(8, 32).bfloat16())
     engine.finish_steps()
     engine.offload_manager.close()
-    return engine
 
 
 @contextmanager
@@ -123,6 +144,26 @@ def hazards(run: Run, folder: Path | None = None) -> list[str]:
     return list(dict.fromkeys(order.hazards))
 
 
+def hazards_of_a_save() -> list[str]:
+    """The hazards of a checkpoint that is written in the background, while training changes the weights."""
+    with machine() as order, mock.patch.object(accelerator, "in_use", return_value=True):
+        weight = torch.randn(100).mul(2.0)
+        made = save.Bundle({"weight": weight, "step": torch.ones(()).add(1)})
+        save.stage(made, None)
+        weight.add_(1.0)
+        for copy in made.tensors.values():
+            copy.clone()  # as the writer reads it
+    return list(dict.fromkeys(order.hazards))
+
+
+def hazards_of_a_skipped_step() -> list[str]:
+    """The hazards of a flag, by which the device tells that it has skipped a step."""
+    with machine() as order:
+        flag = _SkipFlag(torch.zeros(()).add(1), cast(Any, None), cast(Any, None))
+        assert flag.wait()
+    return list(dict.fromkeys(order.hazards))
+
+
 @dataclass(frozen=True)
 class Bug:
     """An edit of a function that leaves out a wait, or makes it too late.
@@ -130,13 +171,15 @@ class Bug:
     Attributes:
         where: the function, as ``module:Class.function``.
         old, new: a part of its text, and what replaces it.
-        runs: those in which it shows.
+        run: the one in which it shows.
+        missed: why the checker cannot see it; "": it does.
     """
 
     where: str
     old: str
     new: str
-    runs: Sequence[str]
+    run: str
+    missed: str = ""
 
 
 @contextmanager
