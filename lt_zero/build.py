@@ -23,9 +23,9 @@ from torch.nn.parameter import is_lazy
 
 from lt_zero.activation.checkpointing import check_modules, install
 from lt_zero.attention.huggingface import install as install_sparse_attention
-from lt_zero.comm.process_groups import with_index
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.common import accelerator
 from lt_zero.common.arguments import expect
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.compat import without_torch_function
@@ -109,11 +109,11 @@ def shard(
     of_ranks = partial(group.ask_all, name="sizes of the model") if group is not None else alone
     config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module, specs, of_ranks)
     placed = (t.device for t in chain(module.parameters(), module.buffers()) if t.device.type != "meta")
-    device = with_index(device or next(placed, torch.device("cpu")))
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    device = accelerator.with_index(device or next(placed, torch.device("cpu")))
+    if not accelerator.is_current(device):
         raise ValueError(
-            f"device={device} is not the current device, cuda:{torch.cuda.current_device()}, whose streams torch uses: "
-            f"call torch.cuda.set_device({device.index}) first."
+            f"device={device} is not the current device, {accelerator.default_device()}, whose streams torch uses: "
+            f"call torch.accelerator.set_device_index({device.index}) first."
         )
     group = group or ShardGroup.of_all(World.join(device, config))
     group.world.advise(remedy)

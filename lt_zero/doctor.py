@@ -267,26 +267,30 @@ def _pinned_memory(path: Path) -> Iterator[Row]:
 def _gpus(path: Path) -> Iterator[Row]:
     import torch
 
+    from lt_zero.common import accelerator
     from lt_zero.common.units import format_bytes
 
-    if not torch.cuda.is_available():
+    if not accelerator.is_available():
         found = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
         remedy = "Training uses the CPU. A GPU needs its driver and a torch with CUDA."
         yield Row("GPUs", found, "missing", remedy)
         return
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    devices = [accelerator.properties(index) for index in range(accelerator.count())]
+    versions = [(d.major, d.minor) if hasattr(d, "major") else None for d in devices]  # CUDA's alone
     kinds = Counter(
-        f"{d.name}, {format_bytes(d.total_memory)}, compute capability {d.major}.{d.minor}" for d in devices
+        f"{d.name}, {format_bytes(d.total_memory)}" + (f", compute capability {v[0]}.{v[1]}" if v else "")
+        for d, v in zip(devices, versions, strict=True)
     )
     found = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    remedy = "The native kernels need compute capability 8.0; torch's operations run instead."
-    yield _row("GPUs", found, any((d.major, d.minor) < (8, 0) for d in devices), remedy)
+    remedy = "The native kernels need CUDA and compute capability 8.0; torch's operations run instead."
+    yield _row("GPUs", found, any(v is None or v < (8, 0) for v in versions), remedy)
 
 
 def _backends(path: Path) -> Iterator[Row]:
-    from lt_zero.comm.process_groups import nccl_version, try_gloo
+    from lt_zero.comm.process_groups import try_gloo
+    from lt_zero.common import accelerator
 
-    version = nccl_version()
+    version = accelerator.nccl_version()
     lacking = Row("NCCL", "torch is built without it", "missing", "Only GPUs need it.")
     yield Row("NCCL", version) if version else lacking
     try:

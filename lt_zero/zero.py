@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from lt_zero.comm.process_groups import init_distributed, is_part, joining
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.common import accelerator
 from lt_zero.config.load import examine
 from lt_zero.engine.full_params import gathered
 from lt_zero.engine.materialize import ConstructionSharder
@@ -96,9 +97,7 @@ class Init:
         if enabled and zero.stage == 3:
             with joining(made.communication.link_timeout):
                 init_distributed()
-            device = (
-                torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-            )
+            device = accelerator.default_device()
             group = ShardGroup.of_all(World.join(device, made))
             if group.size > 1:
                 group.configure(made)

@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 
 from lt_zero import cli, doctor
 from lt_zero.comm.shared_memory import SharedArena
-from lt_zero.common import compat
+from lt_zero.common import accelerator, compat
 from lt_zero.doctor import Row
 from lt_zero.io import direct_file, private_folder
 from lt_zero.ops import library
@@ -370,9 +370,9 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(name=name, total_memory=80 * 10**9, major=major, minor=0)
 
     devices = [device("H100", 9), device("H100", 9)]
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: len(devices))
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: devices[index])
+    monkeypatch.setattr(accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(accelerator, "count", lambda: len(devices))
+    monkeypatch.setattr(accelerator, "properties", lambda index: devices[index])
     assert rows(doctor._gpus)["GPUs"] == Row("GPUs", "2 x H100, 80.00 GB, compute capability 9.0")
     devices.append(device("V100", 7))
     row = rows(doctor._gpus)["GPUs"]
@@ -384,7 +384,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ("cuda", "found"), [(None, "torch is built without CUDA"), ("13.0", "torch sees no CUDA device")]
 )
 def test_no_gpus(cuda: str | None, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(accelerator, "is_available", lambda: False)
     monkeypatch.setattr("torch.version.cuda", cuda)
     row = rows(doctor._gpus)["GPUs"]
     assert (row.verdict, row.found, row.required) == ("missing", found, False)

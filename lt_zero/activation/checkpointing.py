@@ -35,6 +35,7 @@ from lt_zero.activation.state import Caches, ForwardState, SavedState
 from lt_zero.activation.stores import ActivationStore
 from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.common import accelerator
 from lt_zero.common.compat import compiled_module
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tensor_tree import map_tensors
@@ -331,7 +332,7 @@ def open_store(
     Raises:
         SwapError: files cannot be created in ``nvme_path`` on this rank; other ranks may have succeeded.
     """
-    pinned = partial(host_buffer, pin=device.type == "cuda")
+    pinned = partial(host_buffer, pin=accelerator.is_accelerator(device))
     splitting = ranks if block.partition_activations else None
     in_host, in_one_block = block.cpu_checkpointing and is_apart(device), block.contiguous_memory_optimization
     if block.nvme_path is not None:

@@ -34,6 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lt_zero.activation.stores import ActivationStore, SavedBytes, SavedElements, Shown
 from lt_zero.comm.part_ranks import Comparison, PartRanks
+from lt_zero.common import accelerator
 from lt_zero.common.compat import version_of
 from lt_zero.offload.saved_activations import Storage, StoredActivation, changed
 
@@ -318,9 +319,7 @@ def _number(told: object) -> int:
 
 def _row(numbers: Sequence[Tensor | int], device: torch.device) -> Tensor:
     """The numbers as one tensor (1D int64) on ``device``; the host does not wait for it."""
-    row = torch.tensor([0 if isinstance(number, Tensor) else number for number in numbers])
-    if device.type == "cuda":
-        row = row.pin_memory().to(device, non_blocking=True)
+    row = accelerator.send(torch.tensor([0 if isinstance(number, Tensor) else number for number in numbers]), device)
     for place, number in enumerate(numbers):
         if isinstance(number, Tensor):
             row[place] = number

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lt_zero.common import accelerator
 from lt_zero.common.tables import show
 from lt_zero.config.blocks import ActivationCheckpointing
 
@@ -56,7 +57,7 @@ class Boundary:
         console: Console | None = None,
     ) -> None:
         self.times: defaultdict[str, ModuleTimes] = defaultdict(ModuleTimes)
-        self._device, self._gpu = device, device.type == "cuda"
+        self._device, self._gpu = device, accelerator.has_streams(device)
         self._profile, self._synchronize = profile, synchronize
         self._every, self._console, self._steps = every, console, 0
         self._pending: deque[tuple[str, bool, Any, Any]] = deque()
@@ -107,12 +108,12 @@ class Boundary:
 
     def _wait(self) -> None:
         if self._synchronize and self._gpu:
-            torch.cuda.synchronize(self._device)
+            accelerator.synchronize(self._device)
 
     def _now(self) -> Any:
         if not self._gpu:
             return 1000 * time.perf_counter()
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event = self._spare.pop() if self._spare else accelerator.event(self._device, timing=True)
         event.record()
         return event
 

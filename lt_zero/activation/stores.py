@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lt_zero.common import accelerator
 from lt_zero.common.compat import version_of, view_base
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.saved_activations import Storage, changed
@@ -173,8 +174,7 @@ class ActivationStore:
     """
 
     def __init__(self, storage: Storage, device: torch.device, least: int | None = None) -> None:
-        which = device.index if device.type != "cuda" or device.index is not None else torch.cuda.current_device()
-        self.storage, self.device = storage, torch.device(device.type, which)
+        self.storage, self.device = storage, accelerator.with_index(device)
         self._least = _MIN_BYTES if least is None else least
         # Tensors with the same elements share one copy on the device, if another one costs more than memory.
         self._shares_copies = not storage.is_at_hand

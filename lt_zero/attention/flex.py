@@ -41,7 +41,7 @@ def flex(
 
 @functools.cache
 def _compiled(device: str) -> Any:
-    return torch.compile(flex_attention) if device == "cuda" else flex_attention
+    return torch.compile(flex_attention) if device not in ("cpu", "mps") else flex_attention
 
 
 @functools.lru_cache(64)

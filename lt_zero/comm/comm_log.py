@@ -32,6 +32,7 @@ from rich.table import Table
 from lt_zero.comm.compression import Compressed, Costs
 from lt_zero.comm.ranks import Unlogged
 from lt_zero.comm.work import Work, WorkList
+from lt_zero.common import accelerator
 from lt_zero.config.blocks import CommsLogger
 
 
@@ -155,8 +156,8 @@ class CommLog(Unlogged):
             return opened
         key = opened.operation, threading.get_ident()
         if key not in self._streams:
-            self._streams[key] = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._streams[key]):
+            self._streams[key] = accelerator.stream(self._device)
+        with accelerator.use(self._streams[key]):
             self._streams[key].wait_event(opened.launched)
             for work in works:
                 work.wait()
@@ -182,10 +183,10 @@ class CommLog(Unlogged):
         self._read(wait=False)
 
     def _now(self, host: bool) -> Any:
-        if host or self._device.type != "cuda":
+        if host or not accelerator.has_streams(self._device):
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = accelerator.event(self._device, timing=True)
+        event.record(accelerator.current_stream(self._device))
         return event
 
     def _read(self, wait: bool) -> None:

@@ -26,6 +26,7 @@ from lt_zero.comm.collective_worker import CollectiveWorker
 from lt_zero.comm.topology import whole_nodes
 from lt_zero.comm.transport import Group, Mesh, exchange, sum_in_rank_order
 from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Work, WorkList
+from lt_zero.common import accelerator
 from lt_zero.ops.codecs import Codec
 from lt_zero.ops.flat import store
 
@@ -160,8 +161,8 @@ def gather_encoded(
         decoding = time.perf_counter()
         # ``codes`` was allocated on the stream of the launch. Without a record on the stream that decodes, its memory
         # could be reused while it is still being read.
-        if codes.is_cuda:
-            codes.record_stream(torch.cuda.current_stream(flat.device))
+        if accelerator.has_streams(codes.device):
+            accelerator.record(codes, accelerator.current_stream(flat.device))
         for part, row in zip(parts, codes.unbind(), strict=True):
             codec.decode_sum([row], part)
         costs.coding += time.perf_counter() - decoding
@@ -174,8 +175,8 @@ def gather_encoded(
 class _Event:
     """End of the work that was launched on a stream so far."""
 
-    def __init__(self, stream: Any) -> None:
-        self._event = torch.cuda.Event()
+    def __init__(self, device: torch.device, stream: Any) -> None:
+        self._event = accelerator.event(device)
         self._event.record(stream)
 
     def wait(self) -> None:
@@ -209,7 +210,7 @@ class Compressor:
         if inner > 1:
             self._across = new_group([range(first, world, inner) for first in range(inner)])
             self._node = new_group([range(first, first + inner) for first in range(0, world, inner)])
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = accelerator.stream(device) if accelerator.has_streams(device) else None
         self._device = device
         self._thread = CollectiveWorker("compression")
         self.costs = Costs()
@@ -255,10 +256,10 @@ class Compressor:
         if self._stream is None:
             return Compressed([self._thread.submit(run)], None, self._watch, launch)
         # The gradients are still being written on the current stream.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.no_grad(), torch.cuda.stream(self._stream):
+        self._stream.wait_stream(accelerator.current_stream(self._device))
+        with torch.no_grad(), accelerator.use(self._stream):
             run()
-        return Compressed([_Event(self._stream)])
+        return Compressed([_Event(self._device, self._stream)])
 
     def _sum(self, flat: Tensor, residual: Tensor, costs: Costs) -> Tensor:
         """This rank's shard (1D fp32) of the sum of decoded gradients."""
@@ -375,7 +376,7 @@ def _clear(flat: Tensor, gaps: Sequence[tuple[int, int]]) -> None:
 def _swapped(rows: Tensor, group: Group) -> Tensor:
     """Exchange rows: row i of ``rows`` ([ranks, ...]) goes to rank i of ``group``, row i of the result is from it."""
     received = torch.empty_like(rows)
-    if rows.is_cuda:
+    if accelerator.holds(rows):
         dist.all_to_all_single(received, rows, group=group)
         return received
     peers, mine = dist.get_process_group_ranks(group), dist.get_rank(group)
@@ -386,7 +387,7 @@ def _swapped(rows: Tensor, group: Group) -> Tensor:
 
 def _gather(out: Tensor, mine: Tensor, group: Group) -> None:
     """Fill ``out`` [ranks, ...] from the ranks' tensors."""
-    if not out.is_cuda:
+    if not accelerator.holds(out):
         peers = dist.get_process_group_ranks(group)
         exchange([(peer, mine) for peer in peers], list(zip(peers, out, strict=True)), group)
         out[dist.get_rank(group)] = mine

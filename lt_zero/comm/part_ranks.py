@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -13,6 +12,7 @@ from torch.distributed import ProcessGroup
 from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.work import CollectiveId
 from lt_zero.comm.world import World
+from lt_zero.common import accelerator
 
 
 class PartRanks(Ranks):
@@ -50,10 +50,7 @@ class PartRanks(Ranks):
             return Comparison(lambda: self.watch.wait(work, launch), rows, numbers)
         # The current stream waits, not the host. The event after the copy tells when ``host`` can be read.
         work.wait()
-        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        host.copy_(rows, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
+        host, copied = accelerator.fetch(rows)
         return Comparison(copied.synchronize, host, numbers)
 
     def _launch(self, part: Tensor, name: str) -> tuple[Any, Tensor, CollectiveId]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lt_zero.comm.launchers import Tasks, launched_tasks, local_rank, refuse_alone
+from lt_zero.common import accelerator
 from lt_zero.common.arguments import check_group_options
 from lt_zero.config.blocks import Communication
 
@@ -29,13 +30,6 @@ _PROBE_TAG = 0x5AB1  # of a message that is never received
 _MEETING_TAG = 0x5AB2
 _SILENT_TAG = 0x5AB3  # of a message that is never sent
 _TIMEOUT = timedelta(minutes=30)  # torch's for new groups
-
-
-def with_index(device: torch.device) -> torch.device:
-    """``device`` with an index: "cuda" becomes the calling thread's current device, which is per thread."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def one_queue() -> bool:
@@ -74,8 +68,7 @@ def new_group(
     # gloo has connected by now; NCCL connects in the first collective.
     if inside and dist.get_backend(group) != "gloo":
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        accelerator.synchronize(device)
     return group
 
 
@@ -226,13 +219,6 @@ def try_gloo() -> None:
     dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))  # type: ignore[attr-defined]
 
 
-def nccl_version() -> str:
-    """The version of torch's NCCL; "" if it is built without."""
-    if not dist.is_available() or not dist.is_nccl_available():
-        return ""
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
 def begin_restarted(backend: str, timeout: timedelta | None, device: torch.device | None) -> None:
     """Make the default process group if torchrun has restarted this process; else a no-op.
 
@@ -264,7 +250,7 @@ def _leave() -> None:
 
 def own_gpu(local_rank: int) -> int:
     """The index of the GPU of a rank. A launcher that gives each task one GPU makes it the only one that is seen."""
-    return 0 if torch.cuda.device_count() == 1 else local_rank
+    return 0 if accelerator.count() == 1 else local_rank
 
 
 def is_part(group: dist.ProcessGroup) -> bool:
@@ -292,7 +278,7 @@ def init_distributed(
     single process.
 
     Args:
-        dist_backend: default: "nccl" for GPUs, else "gloo".
+        dist_backend: default: that of the accelerator, such as "nccl"; "gloo" for CPUs.
         timeout: of its collectives; None: torch's default.
         init_method: as for ``torch.distributed.init_process_group``; default: ``MASTER_ADDR`` and ``MASTER_PORT``.
         rank, world_size: instead of the launcher's.
@@ -320,10 +306,10 @@ def init_distributed(
         if world_size < 0:
             refuse_alone(1)
         return
-    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    backend = dist_backend or accelerator.backend()
     _export(tasks, init_method, distributed_port)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(own_gpu(local_rank()))
+    if accelerator.is_available():
+        accelerator.make_current(accelerator.default_device(own_gpu(local_rank())))
     with joining():
         begin_restarted(backend, timeout, None)
         if not dist.is_initialized():
@@ -359,8 +345,8 @@ def _export(tasks: Tasks, init_method: str | None, port: int | None) -> None:
     made = {"RANK": tasks.rank, "WORLD_SIZE": tasks.world}
     if tasks.local_rank is not None:
         made["LOCAL_RANK"] = tasks.local_rank
-    elif torch.cuda.is_available():  # hosts are filled one after the other by default
-        made["LOCAL_RANK"] = tasks.rank % torch.cuda.device_count()
+    elif accelerator.is_available():  # hosts are filled one after the other by default
+        made["LOCAL_RANK"] = tasks.rank % accelerator.count()
     if init_method in (None, "env://"):
         address = os.environ.get("MASTER_ADDR", tasks.address)
         if address is None:

@@ -342,7 +342,7 @@ class _Pickler(pickle.Pickler):
     """Pickles tensors as bytes; by default pickle calls ``torch.save`` for the full storage of each."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor or value.layout is not torch.strided or value.device.type not in ("cpu", "cuda"):
+        if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
             return NotImplemented
         # A CUDA tensor arrives on the CPU: by default it would arrive on the sender's device.
         flat = value.detach().resolve_conj().resolve_neg().reshape(-1).cpu()

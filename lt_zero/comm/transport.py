@@ -27,6 +27,7 @@ from torch import Tensor
 from lt_zero.comm.send_sizes import BACKEND, GLOO, WINDOWS
 from lt_zero.comm.shared_memory import REDUCTIONS, Barrier, SharedArena
 from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Done, Work, WorkList
+from lt_zero.common import accelerator
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.ops.flat import store, wide
 
@@ -86,7 +87,9 @@ class Transport:
 
     def __init__(self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool = True) -> None:
         self._mesh, self._groups, self._scatters = mesh, groups, scatters
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" and groups.across is not None else None
+        self._side = (
+            accelerator.stream(device) if accelerator.has_streams(device) and groups.across is not None else None
+        )
         # torch renamed these in 2.13, and warns on the old names.
         self._all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -123,7 +126,7 @@ class Transport:
             if groups.across is not None:
                 # The sum over replicas needs the result of the first. Waiting on a stream of its own orders the two
                 # without stopping the computation, as a wait on the current stream would.
-                with torch.cuda.stream(self._side):
+                with accelerator.use(self._side):
                     work.wait()
                     work = dist.all_reduce(mine, group=groups.across, async_op=True)
         return WorkList([work], lambda: store(out, mine, add, factor))

@@ -23,11 +23,12 @@ from lt_zero.comm.ended_ranks import debugs, summary
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.launchers import refuse_alone
 from lt_zero.comm.point_to_point import PointToPoint
-from lt_zero.comm.process_groups import LINK_TIMEOUT_S, await_all, exists, new_group, with_index
+from lt_zero.comm.process_groups import LINK_TIMEOUT_S, await_all, exists, new_group
 from lt_zero.comm.ranks import LaunchOrder, Ranks, Unlogged
 from lt_zero.comm.shared_memory import SharedArena, supported
 from lt_zero.comm.topology import group_by_node, node_identity
 from lt_zero.comm.work import MEETING, CollectiveId, CollectiveMonitor
+from lt_zero.common import accelerator
 from lt_zero.config import ZeroConfig
 
 _P = ParamSpec("_P")
@@ -66,7 +67,7 @@ class World(Ranks):
     ) -> None:
         size = dist.get_world_size(process_group) if process_group is not None else 1
         rank = dist.get_rank(process_group) if process_group is not None else 0
-        device, watch = with_index(device), CollectiveMonitor()
+        device, watch = accelerator.with_index(device), CollectiveMonitor()
         show = (lambda text: print(text, flush=True)) if rank == 0 else None
         log = CommLog(device, size, show) if records else Unlogged()
         super().__init__(process_group, range(size), rank, device, watch, LaunchOrder(watch, range(size)), log)

@@ -32,6 +32,7 @@ import torch
 from torch.autograd.profiler import record_function
 from typing_extensions import ParamSpec
 
+from lt_zero.common import accelerator
 from lt_zero.common.compat import in_running_backward, profiling
 
 P = ParamSpec("P")
@@ -168,8 +169,8 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._thread = threading.get_ident()
+        self._stream = accelerator.current_stream(device) if accelerator.has_streams(device) else None
+        self._device, self._thread = device, threading.get_ident()
         self._lock = threading.Lock()  # autograd may run hooks of several devices at once
         self._stack: list[_State] = []  # innermost last; [] before the first step
         self._marks: list[tuple[_State, Any]] = []  # of the running step: states and when they began
@@ -249,6 +250,6 @@ class Clock:
     def _now(self) -> Any:
         if self._stream is None:
             return time.perf_counter()
-        event = self._free_events.pop() if self._free_events else torch.cuda.Event(enable_timing=True)
+        event = self._free_events.pop() if self._free_events else accelerator.event(self._device, timing=True)
         event.record(self._stream)
         return event

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.common import accelerator
 from lt_zero.common.compat import without_grad
 from lt_zero.engine.layout import BucketLayout, Piece
 from lt_zero.engine.partition import BucketPlan
@@ -74,7 +75,7 @@ class GradAccumulator:
                 continue
             grad = grad.to_dense() if grad.layout is not torch.strided else grad
             # On a GPU one launch for all of them; on a CPU the kernel is no faster than torch without a cast.
-            if (grad.dtype != out.dtype or factor != 1.0 or grad.is_cuda) and ops.fits(out, grad, add):
+            if (grad.dtype != out.dtype or factor != 1.0 or accelerator.holds(grad)) and ops.fits(out, grad, add):
                 targets.append(target)
                 grads.append(grad)
             elif add:

@@ -11,6 +11,7 @@ import torch
 
 from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.world import World
+from lt_zero.common import accelerator
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
@@ -168,7 +169,7 @@ def open_offload_manager(
     if (optim.device, params.device) == ("none", "none"):
         return manager
     manager.active, manager.how = True, optim
-    pin = device.type == "cuda" and optim.pin_memory and params.pin_memory
+    pin = accelerator.is_accelerator(device) and optim.pin_memory and params.pin_memory
     manager.has_files = bool(_TIERS.keys() & {optim.device, params.device})
     if manager.has_files:
         return_large_blocks()

@@ -30,6 +30,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
+from lt_zero.common import accelerator
 from lt_zero.common.flat_storage import anonymous_pages
 
 log = logging.getLogger("lt_zero")
@@ -69,22 +70,19 @@ def _map(nbytes: int) -> mmap.mmap:
 def host_buffer(nbytes: int, pin: bool) -> Tensor:
     """An ``aligned_buffer``, pinned if ``pin`` and if the system allows it.
 
-    The memory is registered with CUDA instead of allocated by torch, whose allocator rounds up to powers of two.
+    The memory is registered with the driver instead of allocated by torch, whose allocator rounds up to powers of two.
     """
     if not pin or nbytes == 0 or _pin_failed:
         return aligned_buffer(nbytes)
     pages = _map(nbytes)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)  # 1D
-    code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
+    code = accelerator.register(buffer)
     if code == 0:
         address = buffer.data_ptr()
         weakref.finalize(buffer.untyped_storage(), _unregister, address, os.getpid(), pages).atexit = False
     else:
         _pin_failed.append(True)
-        # The runtime keeps the error, and torch would raise it at its next kernel: fetch it here.
-        with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")
-        text = "Cannot pin %d bytes (CUDA error %d): using pageable memory, so copies block the host. See ulimit -l."
+        text = "Cannot pin %d bytes (error %d): using pageable memory, so copies block the host. See ulimit -l."
         log.warning(text, nbytes, code)
     return buffer
 
@@ -92,7 +90,7 @@ def host_buffer(nbytes: int, pin: bool) -> Tensor:
 def _unregister(address: int, pid: int, pages: mmap.mmap) -> None:
     # ``pages`` keeps the memory mapped until here.
     if os.getpid() == pid:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        accelerator.unregister(address)
 
 
 class BufferPool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lt_zero.common import accelerator
 from lt_zero.lightning.strategy import ZeroStrategy
 
 _FORMS = "a LightningModule with train_dataloader, or (module, loss(module, batch), make_batch())"
@@ -74,13 +75,13 @@ def main() -> None:
     given = parser.parse_args()
     sys.path.insert(0, str(Path.cwd()))
     strategy = ZeroStrategy(config=given.config)
-    on_gpu = torch.cuda.is_available()
+    on_gpu = accelerator.is_available()
     # Tensor ranks have to make the same batches.
     pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="gpu" if on_gpu else "cpu",
-        devices=given.ranks or (torch.cuda.device_count() if on_gpu else 1),
+        devices=given.ranks or (accelerator.count() or 1),
         max_epochs=-1,
         logger=False,
         enable_checkpointing=False,

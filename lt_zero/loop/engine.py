@@ -38,6 +38,7 @@ from lt_zero.checkpoint.open import LATEST, load_same, opened_source, read_lates
 from lt_zero.comm.launchers import local_rank
 from lt_zero.comm.process_groups import own_gpu
 from lt_zero.comm.world import together
+from lt_zero.common import accelerator
 from lt_zero.common.arguments import expect, expect_path, wrong
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
@@ -85,9 +86,8 @@ class TrainingEngine(nn.Module):
         super().__init__()
         local = local_rank(int(getattr(args, "local_rank", None) or 0))
         placed = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-        wanted = torch.device("cuda", own_gpu(local)) if torch.cuda.is_available() else placed
-        if wanted.type == "cuda":
-            torch.cuda.set_device(wanted)
+        wanted = accelerator.default_device(own_gpu(local)) if accelerator.is_available() else placed
+        accelerator.make_current(wanted)
         self.device, self.local_rank = wanted, local
         check_face(config, Face.LOOP)
         policy = dtype_policy(config, resolve_mode(config, "32-true"))

@@ -31,6 +31,7 @@ from functools import partial
 
 import torch
 
+from lt_zero.common import accelerator
 from lt_zero.common.timing import phase
 from lt_zero.common.worker import Worker
 from lt_zero.io.thread_pool import LOOK, SwapError, check_alive
@@ -236,8 +237,7 @@ def _serve(queue: _Queue, _: None) -> None:
     if not queue.jobs:
         return
     try:
-        if queue.device is not None and queue.device.type == "cuda":
-            torch.cuda.set_device(queue.device)
+        accelerator.make_current(queue.device)
         with queue.streaming(), torch.no_grad():
             _work(queue)
     except BaseException as error:  # fail all jobs: see Note [Errors in the thread]

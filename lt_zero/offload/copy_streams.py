@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lt_zero.common import accelerator
 from lt_zero.common.timing import phase
 
 
@@ -58,8 +59,8 @@ class CopyStream:
     """
 
     def __init__(self, device: torch.device, late: bool = False, limit: int | None = None) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._late = late
+        self._stream = accelerator.stream(device) if accelerator.has_streams(device) else None
+        self._device, self._late = device, late
         self._limit, self._begun = limit, deque[CopyEvent]()
         self._waiting: deque[_Late] = deque()
         self._lock = threading.RLock()
@@ -69,7 +70,7 @@ class CopyStream:
         if self._stream is None:
             return None
         # ``blocking``: a host thread that waits sleeps instead of spinning.
-        event = torch.cuda.Event(blocking=True)
+        event = accelerator.event(self._device, blocking=True)
         event.record()
         return event
 
@@ -98,7 +99,7 @@ class CopyStream:
             self._waiting.append(_Late(self, target, source))
             return self._waiting[-1]
         self._stream.wait_event(after if after is not None else self.now())
-        with torch.cuda.stream(self._stream):
+        with accelerator.use(self._stream):
             target.copy_(source, non_blocking=True)
             return _OnStream(self.now(), (target, source))
 
@@ -109,7 +110,7 @@ class CopyStream:
         if self._stream is None:
             yield
         else:
-            with torch.cuda.stream(self._stream):
+            with accelerator.use(self._stream):
                 yield
 
     def flush(self, last: _Late | None = None) -> None:
@@ -124,7 +125,7 @@ class CopyStream:
             # Another thread may be carrying out the last copy.
             with self._lock:
                 return self._waiting[-1] if self._waiting else DONE
-        with torch.cuda.stream(self._stream):
+        with accelerator.use(self._stream):
             return _OnStream(self.now(), ())
 
 

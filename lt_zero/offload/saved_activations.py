@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lt_zero.common import accelerator
 from lt_zero.common.compat import version_of
 from lt_zero.config.blocks import Aio
 from lt_zero.io.private_folder import SwapFolder
@@ -318,7 +318,7 @@ class FollowingTransfer:
 
     def _follow(self, block: int) -> None:
         # A new thread's current device is the first one, where this process must not create a context.
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+        with accelerator.on(self._device):
             self._copy.synchronize()
         self._transfer = self._begin()
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lt_zero.common import accelerator
 from lt_zero.optim.adam import check_betas, run_closure
 
 FullNorms = Callable[[list[Tensor], Tensor], Tensor]
@@ -169,9 +170,8 @@ def trust_rates(squares: Tensor, rates: Sequence[float], bounds: Sequence[tuple[
         bounds: of the trust ratio, from below and above.
     """
     table = [(rate, *pair) for rate, pair in zip(rates, bounds, strict=True)]
-    # From pageable memory the copy to the GPU would make the host wait.
-    rules = torch.tensor(table, dtype=torch.float64, pin_memory=squares.is_cuda)
-    rate, lower, upper = rules.view(-1, 3).to(squares.device, non_blocking=True).unbind(1)
+    rules = torch.tensor(table, dtype=torch.float64).view(-1, 3)
+    rate, lower, upper = accelerator.send(rules, squares.device).unbind(1)
     weight, update = squares.sqrt().unbind(1)
     clamped = torch.maximum(torch.minimum(weight / update, upper), lower)
     return rate * torch.where((weight != 0) & (update != 0), clamped, 1.0)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lt_zero.common import accelerator
 from lt_zero.common.names import OfRanks, alone
 from lt_zero.optim.adam import run_closure, step_adam
 
@@ -197,7 +198,7 @@ def orthogonalize(matrix: Tensor, method: str = "gram", steps: int = 5) -> Tenso
 def _scaled(matrix: Tensor) -> Tensor:
     """Scale singular values to at most 1, then cast to the dtype of the iteration: fp16 overflows above 65504."""
     wide = matrix.float()
-    dtype = torch.float16 if matrix.device.type == "cuda" else torch.float32
+    dtype = torch.float16 if accelerator.holds(matrix) else torch.float32
     scaled: Tensor = wide / (wide.norm() + _TINY)
     return scaled.to(dtype)
 

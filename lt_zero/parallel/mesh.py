@@ -30,6 +30,7 @@ from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.common import accelerator
 from lt_zero.common.compat import forget_meshes
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.units import format_bytes
@@ -280,7 +281,7 @@ def mesh_of(config: ZeroConfig, world: World) -> ParallelMesh | None:
     sizes = ParallelSizes.of(config, world.size)
     if sizes.is_plain:
         return None
-    if world.device.type == "cuda" and one_queue():
+    if accelerator.has_streams(world.device) and one_queue():
         key = "tensor_parallel.autotp_size" if sizes.tensor > 1 else "pipeline.stages"
         raise ConfigError.about(
             key,

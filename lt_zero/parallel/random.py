@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from lt_zero.common import accelerator
 from lt_zero.common.module_hooks import Hook
 from lt_zero.common.tensor_tree import iter_tensors
 
@@ -85,8 +86,7 @@ class _LocalStream:
 
 def default_generators(device_type: str) -> list[torch.Generator]:
     """Generators that modules on a device draw from."""
-    gpu = [torch.cuda.default_generators[torch.cuda.current_device()]] if device_type == "cuda" else []
-    return [torch.default_generator, *gpu]
+    return [torch.default_generator, *accelerator.generators(torch.device(device_type))]
 
 
 def draw_seed() -> int:

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lt_zero.common import accelerator
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.common.units import format_bytes
 from lt_zero.common.variables import switched
@@ -130,11 +131,11 @@ def peak_rss() -> int:
 
 def device_memory(device: torch.device) -> Available | None:
     """The memory that can still be allocated on a GPU; None for a CPU."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if not accelerator.is_accelerator(device) or not accelerator.is_available():
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return Available(free + unused, f"free memory of {torch.cuda.get_device_name(device)}")
+    free, _ = accelerator.free_and_total(device)
+    unused = accelerator.reserved(device) - accelerator.allocated(device)
+    return Available(free + unused, f"free memory of {accelerator.name(device)}")
 
 
 def check_host_memory(

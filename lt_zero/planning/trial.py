@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 
+from lt_zero.common import accelerator
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
@@ -85,9 +86,8 @@ class Trial:
         if self._engine is not None:
             return
         self._engine, device, order = engine, engine.device, self._order
-        if device.type == "cuda" and order.limit is not None:
-            whole = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, order.limit / whole), device)
+        if order.limit is not None and accelerator.is_accelerator(device):
+            accelerator.limit_memory(device, order.limit)
         if order.plans and (engine.world.rank == 0 or not engine.everywhere):
             held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)
             bare = max(0, _taken(device) - held)
@@ -121,20 +121,20 @@ class Trial:
 
     def _now(self) -> Any:
         assert self._engine is not None
-        if self._engine.device.type != "cuda":
+        if not accelerator.has_streams(self._engine.device):
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = accelerator.event(self._engine.device, timing=True)
         event.record()
         return event
 
     def _finish(self, engine: Engine) -> None:
         world, device = engine.world, engine.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if accelerator.has_streams(device):
+            accelerator.synchronize(device)
             seconds = [begin.elapsed_time(end) / 1e3 for begin, end in self._spans]
         else:
             seconds = [end - begin for begin, end in self._spans]
-        running = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak(device)
+        running = accelerator.peak_allocated(device) if accelerator.is_accelerator(device) else _peak(device)
         # Steps may still run in the background. The peak is read once they have ended.
         engine.prepare_reading()
         mine = seconds[self._order.warmup :], running, max(_peak(device), self._built)
@@ -157,18 +157,18 @@ class Trial:
 
 
 def _taken(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if accelerator.is_accelerator(device):
+        return accelerator.allocated(device)
     return int(psutil.Process().memory_info().rss)
 
 
 def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_rss()
+    return accelerator.peak_reserved(device) if accelerator.is_accelerator(device) else peak_rss()
 
 
 def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if accelerator.is_accelerator(device):
+        accelerator.reset_peak(device)
         return
     with suppress(OSError):  # Linux; elsewhere the peak is that of the whole process
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
-import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.common.units import format_bytes, parse_bytes
@@ -96,7 +96,7 @@ def tune(
         with tempfile.TemporaryDirectory(prefix="lt_zero-tune-") as folder:
             run = Runs(command, Path(folder), order, templates, ranks, timeout)
             tuner = Tuner(run, limit, batches=templates.micro is not None, nvme=order.nvme, **known)
-            tuner.begin([*_LEAST, *(_LEAST_GPU if torch.cuda.is_available() else ())])
+            tuner.begin([*_LEAST, *(_LEAST_GPU if accelerator.is_available() else ())])
             _check_batches(tuner.facts, {"--micro-batch": micro_batch, "--accumulation": accumulation})
             chosen = tuner.search()
             best = tuner.exhaust(chosen) if exhaustive else chosen
@@ -221,7 +221,7 @@ class Runs:
     def _wait(self, processes: Sequence[subprocess.Popen[bytes]]) -> tuple[str, int]:
         """Wait for a run's end; (problem or "", the first exit code that is not 0). No process is left."""
         deadline, problem = time.monotonic() + self.timeout, ""
-        watches = self.order.limit is not None and not torch.cuda.is_available()
+        watches = self.order.limit is not None and not accelerator.is_available()
         try:
             while any(process.poll() is None for process in processes):
                 if time.monotonic() > deadline:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.shard_group import combine_rows
+from lt_zero.common import accelerator
 from lt_zero.engine.bucket import Bucket
 from lt_zero.step.param_groups import StepParam
 
@@ -60,10 +61,9 @@ class FullNorms:
         held = [(number, row) for number, row in enumerate(rows) if row is not None]
         counts = [row not in self._repeats for _, row in held]
         columns = [[number for number, _ in held], [row for _, row in held], counts]
-        # Pinned: the copy of pageable memory would make the host wait for the GPU.
-        index = torch.tensor(columns, dtype=torch.int64, pin_memory=table.is_cuda)
+        index = torch.tensor(columns, dtype=torch.int64)
         devices = squares.device, table.device, squares.device
-        numbers, places, count = (i.to(device, non_blocking=True) for i, device in zip(index, devices, strict=True))
+        numbers, places, count = (accelerator.send(i, device) for i, device in zip(index, devices, strict=True))
         table[places] = (squares[numbers] * count[:, None]).to(table.device)
         table = combine_rows(table, self._groups, "norms of full parameters", maximum)
         full = squares.clone()

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_zero.common import accelerator
 from lt_zero.common.users_code import warn
 from lt_zero.config.precision import DtypePolicy, ScalerRules
 from lt_zero.engine.engine import Engine
@@ -137,10 +138,8 @@ class _SkipFlag:
     def __init__(self, found_inf: Tensor, sharded: ShardedOptimizer, counter: SkipCounter) -> None:
         self.sharded, self.counter = sharded, counter
         self._value, self._copied = found_inf, None
-        if found_inf.is_cuda:
-            self._value = torch.empty((), dtype=torch.float32, pin_memory=True).copy_(found_inf, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        if accelerator.has_streams(found_inf.device):
+            self._value, self._copied = accelerator.fetch(found_inf)
 
     def wait(self) -> bool:
         """Wait for the flag; returns True if the step was skipped."""
@@ -198,7 +197,7 @@ class LossScaleController:
     def see_loss(self, engine: Engine, loss: Tensor) -> None:
         """Check that the loss is finite if its gradients are not checked. See Note [Unchecked steps]."""
         self._losses += 1
-        if not self._told and (not loss.is_cuda or self._losses % _EVERY == 1):
+        if not self._told and (not accelerator.holds(loss) or self._losses % _EVERY == 1):
             # An ordinary loss is checked on the host, with four operations less.
             plain = type(loss) is Tensor and loss.numel() == 1 and loss.is_floating_point()
             finite = math.isfinite(loss.item()) if plain else bool(torch.isfinite(loss.detach()).all())
@@ -259,7 +258,7 @@ class LossScaleController:
         self.norm, self.skip, self._examined, self._some = None, False, None, False
 
     def _skips_on_device(self, sharded: ShardedOptimizer) -> bool:
-        wanted = self.on_device if self.on_device is not None else sharded.engine.device.type == "cuda"
+        wanted = self.on_device if self.on_device is not None else accelerator.is_accelerator(sharded.engine.device)
         if not wanted or self._watch is not None or not sharded.skips_on_device():
             return False
         if self.scaler is not None and self.scaler.rules.dynamic:
@@ -287,7 +286,7 @@ class LossScaleController:
             return None
         if not self._told:
             self.norm = sharded.grads.norm() / sharded.grads.loss_scale if self.norm is None else self.norm
-            self._notice(sharded.engine, not self.norm.is_cuda and not bool(torch.isfinite(self.norm)))
+            self._notice(sharded.engine, not accelerator.holds(self.norm) and not bool(torch.isfinite(self.norm)))
         norm = sharded.grads.clip_norm(limit, self.norm if norm_type == 2.0 else None, norm_type)
         self.norm = None
         return norm

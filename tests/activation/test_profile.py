@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lt_zero.activation.profile import Boundary, open_boundary
 from lt_zero.activation.stores import geometry_of
+from lt_zero.common import accelerator
 from lt_zero.config.blocks import ActivationCheckpointing
 from tests.support.store_tools import CPU, NBYTES, ROWS, WIDTH, blocks, forward, rows
 
@@ -92,7 +93,7 @@ def test_who_asks_for_nothing_gets_nothing_and_only_rank_0_prints(capsys: pytest
 
 def test_the_device_is_waited_for_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(str(device)))
+    monkeypatch.setattr(accelerator, "synchronize", lambda device: done.append(str(device)))
     for synchronize, waits in ((True, ["cuda:0", "inside", "cuda:0"]), (False, ["inside"])):
         done.clear()
         with Boundary(torch.device("cuda:0"), profile=False, synchronize=synchronize).around("block"):

@@ -21,6 +21,7 @@ from lt_zero.comm.ranks import Unlogged
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.world import World
+from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import CommsLogger
 from tests.support.lightning_tools import GPT, sharded_trainer
@@ -246,7 +247,7 @@ class _Stream:
 
 
 class _Event:
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, device: object, timing: bool) -> None:
         self.time = float("nan")
 
     def record(self, stream: _Stream) -> None:
@@ -278,9 +279,9 @@ def _on(stream: _Stream) -> Iterator[None]:
 
 
 def test_a_gpu_records_the_collective_and_not_the_layer_that_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"Stream": _Stream, "Event": _Event, "stream": _on}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: _Stream.current)
+    for name, value in {"stream": _Stream, "event": _Event, "use": _on}.items():
+        monkeypatch.setattr(accelerator, name, value)
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: _Stream.current)
     monkeypatch.setattr(_Stream, "current", _Stream(), raising=False)
     compute, log = _Stream.current, CommLog(torch.device("cuda", 0), 2)
     for name, ends, layer in (("hidden", 3.0, 10.0), ("exposed", 17.0, 2.0)):

@@ -17,10 +17,10 @@ from lightning.pytorch.callbacks import Callback
 
 import lt_zero
 from lt_zero.comm import world as world_module
-from lt_zero.comm.process_groups import with_index
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
-from lt_zero.common import worker
+from lt_zero.common import accelerator, worker
+from lt_zero.common.accelerator import with_index
 from lt_zero.io import thread_pool as io
 from lt_zero.io.thread_pool import IoPool, SwapError
 from lt_zero.offload import background
@@ -228,7 +228,8 @@ def test_a_block_that_raises_anything_ends_its_transfer() -> None:
 
 def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread has a current device of its own."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(accelerator, "default_device", lambda: torch.device("cuda", 3))
     assert World.join(torch.device("cuda")).device == torch.device("cuda", 3)
     assert World.join(torch.device("cpu")).device == torch.device("cpu")
     assert with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
@@ -242,7 +243,7 @@ def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ZeroDivisionError):
         lt_zero.shard(Net(), config_of(0), torch.device("cuda"), group=single)
     assert seen == [torch.device("cuda", 3)]
-    with pytest.raises(ValueError, match=r"device=cuda:1 is not the current device, cuda:3, .*set_device\(1\)"):
+    with pytest.raises(ValueError, match=r"device=cuda:1 is not the current device, cuda:3, .*set_device_index\(1\)"):
         lt_zero.shard(Net(), config_of(0), torch.device("cuda", 1), group=single)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lt_zero.common import accelerator
 from lt_zero.io import pinned
 
 zeros = torch.zeros
@@ -23,8 +24,8 @@ class _Runtime:
         self.error = 2
         return self.error
 
-    def launch(self, *size: int, device: str = "cpu") -> Any:
-        if device == "cuda":
+    def launch(self, *size: int, device: torch.device | None = None) -> Any:
+        if device is not None and device.type == "cuda":
             error, self.error = self.error, 0
             if error:
                 raise RuntimeError(f"CUDA error {error}")
@@ -35,6 +36,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = _Runtime()
+    monkeypatch.setattr(accelerator, "default_kind", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch, "zeros", runtime.launch)
     monkeypatch.setattr(pinned, "_pin_failed", [])
@@ -43,4 +45,4 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
         pinned.host_buffer(5000, pin=True)
     assert buffer.numel() >= 5000
     assert [record.getMessage()[:22] for record in caplog.records] == ["Cannot pin 5000 bytes "]
-    runtime.launch(1, device="cuda")  # the next kernel does not meet the error
+    runtime.launch(1, device=torch.device("cuda"))  # the next kernel does not meet the error

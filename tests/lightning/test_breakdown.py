@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lt_zero import ZeroStrategy
+from lt_zero.common import accelerator
 from lt_zero.common import timing as clocks
 from lt_zero.common.timing import PARTS, STAGES
 from lt_zero.io import direct_file
@@ -476,8 +477,8 @@ def test_the_peak_stays_when_memory_is_given_back() -> None:
 
 
 def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, name in enumerate(("memory_allocated", "max_memory_allocated", "memory_reserved"), 1):
-        monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number if device.index == 3 else None)
+    for number, name in enumerate(("allocated", "peak_allocated", "reserved"), 1):
+        monkeypatch.setattr(accelerator, name, lambda device, number=number: number if device.index == 3 else None)
     found = memory_now(torch.device("cuda", 3))
     assert list(found.items())[:3] == [("allocated", 1), ("allocated, peak", 2), ("reserved", 3)]
 

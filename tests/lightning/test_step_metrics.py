@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 
 from lt_zero import ZeroPrecision
+from lt_zero.common import accelerator
 from lt_zero.config.blocks import CsvMonitor
 from lt_zero.lightning.monitor.step_metrics import StepMetrics, StepPrinter, is_due, memory_gb
 from tests.support.console_tools import Clock, Observed, _observe, monitored, parsed
@@ -215,7 +216,6 @@ def test_against_a_clock_and_psutil(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_peak_of_a_gpu_is_read_and_not_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {torch.device("cuda:1"): 3_000_000_000}.__getitem__)
-    for name in ("reset_peak_memory_stats", "reset_max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("others read it as well"))
+    monkeypatch.setattr(accelerator, "peak_allocated", {torch.device("cuda:1"): 3_000_000_000}.__getitem__)
+    monkeypatch.setattr(accelerator, "reset_peak", lambda *_: pytest.fail("others read it as well"))
     assert memory_gb(torch.device("cuda:1")) == 3.0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lt_zero.common import accelerator
 from lt_zero.common import timing as clocks
 from lt_zero.common.timing import NOTHING, Clock, phase, phased, unit_range
 from tests.support.fake_time import Time
@@ -202,9 +203,9 @@ class Gpu:
 
 def test_a_gpu_is_read_when_it_is_done_and_never_waited_for(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(time)
-    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream that computes")
-    monkeypatch.setattr(torch.cuda, "synchronize", None)
+    monkeypatch.setattr(accelerator, "event", lambda device, timing: gpu.event(timing))
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: "the stream that computes")
+    monkeypatch.setattr(accelerator, "synchronize", None)
     clock = Clock(torch.device("cuda", 0))
     clock.start()
     for number in range(1, 7):

@@ -9,6 +9,7 @@ import torch
 
 from lt_zero.activation import checkpointing, stores
 from lt_zero.activation.checkpointing import installed
+from lt_zero.common import accelerator
 from lt_zero.common.compat import DispatchMode
 from lt_zero.offload import host_store, reuse
 from tests.support.models import tokens
@@ -77,7 +78,7 @@ def waits(lab: Lab, config: Config) -> Any:
     """How often the device is waited for around the three blocks, in forward and in backward."""
     engine = engine_of(lab, config)
     boundary = engine and installed(engine).boundary
-    with mock.patch.object(torch.cuda, "synchronize") as synchronize:
+    with mock.patch.object(accelerator, "synchronize") as synchronize:
         if boundary is not None:
             boundary._gpu = True
         engine.root(tokens(0, 0, 0)).square().mean().backward()

@@ -15,6 +15,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import Done, Work, WorkList
 from lt_zero.comm.world import World
+from lt_zero.common import accelerator
 from lt_zero.ops.flat import store
 
 _SLEEP = 5_000_000  # cycles that a GPU waits before a late collective: some milliseconds
@@ -28,16 +29,19 @@ class _Late:
         self._event: Any = None
         if stream is None:
             return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(_SLEEP)
+        device = stream.device
+        stream.wait_stream(accelerator.current_stream(device))
+        with accelerator.use(stream):
+            if device.type == "cuda":
+                torch.cuda._sleep(_SLEEP)
             run()
-            self._event = torch.cuda.Event()
+            self._event = accelerator.event(device)
             self._event.record()
 
     def wait(self) -> None:
         run, self._run = self._run, None
         if self._event is not None:
+            # ``run`` keeps what it reads: memory of the computation's stream, which comes after it from here on.
             self._event.wait()
         elif run is not None:
             run()
@@ -75,7 +79,7 @@ class LateGroup(ShardGroup):
     ) -> None:
         super().__init__(world or _LateWorld(device), [range(2)], divisor)
         self._early = early
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = accelerator.stream(device) if accelerator.has_streams(device) else None
         self._full: dict[str, Tensor] = {}  # what rank 1 sends of a bucket that was broadcast
 
     def _late(self, run: Callable[[], object]) -> Work:
@@ -91,6 +95,9 @@ class LateGroup(ShardGroup):
         half = flat.numel() // 2
         other = self._full[f"{name} {flat.numel()}"][half:]
         mine = flat[:half].clone()
+        if self._stream is not None:
+            # It may have been made on a stream for copies, which does not wait for the collective.
+            accelerator.record(mine, self._stream)
         flat.fill_(float("nan"))
 
         def run() -> None:

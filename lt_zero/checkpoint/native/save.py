@@ -45,6 +45,7 @@ from lt_zero.checkpoint.native.plan import (
 )
 from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile
 from lt_zero.comm.world import World
+from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, flat_index
 from lt_zero.common.compat import storage_info
 from lt_zero.common.errors import CheckpointError
@@ -251,7 +252,7 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
         The buffer (1D uint8), pinned if there is a GPU.
     """
     end = sum(-(-_local_bytes(value) // 64) * 64 for value in made.tensors.values())
-    on_gpu = torch.cuda.is_initialized()
+    on_gpu = accelerator.in_use()
     if buffer is None or buffer.numel() < end:
         buffer = host_buffer(end, pin=on_gpu)
     start = 0
@@ -271,7 +272,7 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
 
     made.meta = to_plain(made.meta, copied)[0]
     if on_gpu:
-        torch.cuda.synchronize()  # training changes the tensors next
+        accelerator.synchronize()  # training changes the tensors next
     return buffer
 
 

@@ -12,11 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lt_zero.common import accelerator
 from lt_zero.common.errors import CheckpointError
-
-
-def _cuda_in_use() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 @dataclass(frozen=True)
@@ -30,13 +27,13 @@ class RandomStates:
 
     @classmethod
     def now(cls) -> RandomStates:
-        cuda = torch.cuda.get_rng_state() if _cuda_in_use() else None
+        cuda = accelerator.random_state()
         return cls(torch.get_rng_state(), cuda, random.getstate(), dict(np.random.get_state(legacy=False)))
 
     def apply(self) -> None:
         torch.set_rng_state(self.torch)
-        if self.cuda is not None and _cuda_in_use():
-            torch.cuda.set_rng_state(self.cuda)
+        if self.cuda is not None:
+            accelerator.set_random_state(self.cuda)
         random.setstate(self.python)
         if self.numpy["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
             np.random.set_state(self.numpy)
@@ -80,9 +77,9 @@ class RandomStates:
         try:
             host, cuda, python, saved = packed["torch"].cpu(), packed.get("cuda"), packed["python"], packed.get("numpy")
             torch.Generator().set_state(host)
-            if cuda is not None and _cuda_in_use():
+            if cuda is not None and accelerator.in_use():
                 cuda = cuda.cpu()
-                torch.Generator("cuda").set_state(cuda)
+                accelerator.new_generator().set_state(cuda)
             state = (int(python["version"]), tuple(python["words"].tolist()), python["gauss"])
             random.Random().setstate(state)
             numpy = dict(np.random.get_state(legacy=False))
@@ -104,7 +101,7 @@ class RandomStates:
     def derived(self, rank: int) -> RandomStates:
         """New states for ``rank``, a deterministic function of these states."""
         seed = int.from_bytes(hashlib.sha256(bytes(self.torch.tolist()) + rank.to_bytes(8, "big")).digest()[:4], "big")
-        cuda = torch.Generator("cuda").manual_seed(seed).get_state() if _cuda_in_use() else None
+        cuda = accelerator.new_generator().manual_seed(seed).get_state() if accelerator.in_use() else None
         numpy = np.random.RandomState(seed).get_state(legacy=False)
         host = torch.Generator().manual_seed(seed).get_state()
         return RandomStates(host, cuda, random.Random(seed).getstate(), dict(numpy))

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.optim import Optimizer
 
+from lt_zero.common import accelerator
 from lt_zero.common.compat import logged_step
 from lt_zero.common.tables import show
 from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, TimedSpan, Times, phase
@@ -206,10 +207,10 @@ class MemoryPhases(RunObserver):
 def memory_now(device: torch.device) -> dict[str, int]:
     """Memory in bytes, of a GPU and of this process."""
     memory = {}
-    if device.type == "cuda":
-        memory["allocated"] = torch.cuda.memory_allocated(device)
-        memory["allocated, peak"] = torch.cuda.max_memory_allocated(device)
-        memory["reserved"] = torch.cuda.memory_reserved(device)
+    if accelerator.is_accelerator(device):
+        memory["allocated"] = accelerator.allocated(device)
+        memory["allocated, peak"] = accelerator.peak_allocated(device)
+        memory["reserved"] = accelerator.reserved(device)
     resident = psutil.Process().memory_info().rss
     return {**memory, "process": resident, "process, peak": max(resident, peak_rss())}
 

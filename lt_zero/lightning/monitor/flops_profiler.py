@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import nn
 
 from lt_zero.comm.world import World
+from lt_zero.common import accelerator
 from lt_zero.common.module_hooks import Hook
 from lt_zero.common.tables import show
 from lt_zero.common.users_code import warn
@@ -226,7 +227,7 @@ class _Stopwatch:
     """Times one micro-batch, on a GPU by events that only ``read`` waits for."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
+        self._device = device if accelerator.has_streams(device) else None
         self._intervals: list[tuple[str, Any, Any]] = []  # name, start, end
         self._starts: list[Any] = []  # of running modules, innermost last
         self.forward_done = False
@@ -234,8 +235,8 @@ class _Stopwatch:
     def _now(self) -> Any:
         if self._device is None:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = accelerator.event(self._device, timing=True)
+        event.record(accelerator.current_stream(self._device))
         return event
 
     @contextmanager

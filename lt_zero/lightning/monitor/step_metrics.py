@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lt_zero.common import accelerator
 from lt_zero.common.compat import logged_step
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.lightning.monitor.flops import FlopCount
@@ -251,8 +252,8 @@ def is_due(trainer: pl.Trainer, number: int, every: int | None) -> bool:
 def memory_gb(device: torch.device) -> float:
     """The memory of this process in 10^9 bytes: on a GPU the peak that torch allocated there, else resident memory.
 
-    The peak of ``torch.cuda.max_memory_allocated`` is not reset, as others may read it.
+    The peak of device memory is not reset, as others may read it.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+    if accelerator.is_accelerator(device):
+        return accelerator.peak_allocated(device) / 1e9
     return float(psutil.Process().memory_info().rss) / 1e9

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, as_arguments, numel_of
@@ -88,8 +89,7 @@ def forward_seconds(specs: Sequence[Layer], example: Any, call: Callable[..., An
     inputs = as_arguments(example)
 
     def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        accelerator.synchronize(device)
 
     with device, seeded(None, device.type):
         for spec in specs:

@@ -42,6 +42,7 @@ from torch.distributed.pipelining import (
 
 from lt_zero.comm.point_to_point import watched
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.common import accelerator
 from lt_zero.common.errors import add_note
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.tensor_tree import iter_tensors
@@ -374,7 +375,7 @@ class Runner(ProcessLocal):
             RuntimeError: it is another than the gradients have.
         """
         self._owed = max(0, self._owed - 1)
-        if self._checked and grad.is_cuda:
+        if self._checked and accelerator.holds(grad):
             return
         self._checked, found = True, float(grad)
         if abs(found - expected) > 1e-4 * abs(expected):

@@ -1,0 +1,206 @@
+"""All that runs in streams of a GPU is ordered: checked on a CPU, by vector clocks instead of by timing.
+
+See tests/support/happens_before.py. Planted bugs show that the checker sees what it is for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.matrix import only
+from tests.support.pool import Pool
+from tests.support.stream_order import Bug, Run, hazards, hazards_of_a_save, hazards_of_a_skipped_step, planted
+
+_FAR = {"stage3_prefetch_bucket_size": 10**9, "stage3_max_reuse_distance": 0}  # gathers run as far ahead as they can
+
+
+def _offloaded(optimizer: str, overlap: bool | str, param: str = "none") -> dict[str, object]:
+    zero: dict[str, object] = {"offload_optimizer": {"device": optimizer, "overlap_step": overlap}}
+    return {**zero, "offload_param": {"device": param}} if param != "none" else zero
+
+
+_SAVED = {"activation_checkpointing": {"mode": "full", "cpu_checkpointing": True}}
+_SAVED_IN_FILES = {"activation_checkpointing": {"mode": "full", "nvme_path": ""}}
+
+ONE = {
+    "host, stage 1": Run(1, _offloaded("cpu", "auto")),
+    "host, stage 2": Run(2, _offloaded("cpu", "auto")),
+    "host, stage 3": Run(3, {**_offloaded("cpu", "auto", "cpu"), **_FAR}),
+    "host beside the next forward, stage 2": Run(2, _offloaded("cpu", True)),
+    "host beside the next forward, stage 3": Run(3, {**_offloaded("cpu", True, "cpu"), **_FAR}),
+    "host, fp32, stage 3": Run(3, {**_offloaded("cpu", "auto", "cpu"), **_FAR}, precision="32-true"),
+    "host without overlap, stage 3": Run(3, {**_offloaded("cpu", False, "cpu"), **_FAR}),
+    "files, stage 2": Run(2, _offloaded("nvme", "auto")),
+    "files, stage 3": Run(3, {**_offloaded("nvme", "auto", "nvme"), **_FAR}),
+    "files beside the next forward, stage 3": Run(3, {**_offloaded("nvme", True, "nvme"), **_FAR}),
+    "saved activations in host memory": Run(2, keys=_SAVED),
+    "saved activations in files": Run(2, keys=_SAVED_IN_FILES),
+    "saved activations beside offloaded states": Run(3, {**_offloaded("cpu", "auto", "cpu"), **_FAR}, _SAVED),
+    "late peer, stage 0": Run(0, peer=True),
+    "late peer, stage 1": Run(1, peer=True),
+    "late peer, stage 2": Run(2, peer=True),
+    "late peer, stage 3": Run(3, _FAR, peer=True),
+    "late peer, unused unit": Run(3, _FAR, peer=True, skips=True),
+    "late peer, host, stage 3": Run(3, {**_offloaded("cpu", "auto", "cpu"), **_FAR}, peer=True),
+}
+
+_QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+_ONE_BIT = {"gradient_compression": {"algorithm": "1bit"}}
+
+TWO = {
+    "stage 0": Run(0),
+    "stage 1": Run(1),
+    "stage 2": Run(2),
+    "stage 3": Run(3, _FAR),
+    "MiCS": Run(3, {"mics_shard_size": 1, **_FAR}),
+    "ZeRO++": Run(3, {**_QUANTIZED, "zero_hpz_partition_size": 1, **_FAR}),
+    "compression, stage 0": Run(0, keys=_ONE_BIT),
+    "compression, stage 2": Run(2, keys=_ONE_BIT),
+    "host, stage 2": Run(2, _offloaded("cpu", "auto")),
+    "host beside the next forward, stage 2": Run(2, _offloaded("cpu", True)),
+    "host, stage 3": Run(3, {**_offloaded("cpu", True, "cpu"), **_FAR}),
+}
+
+
+_COPIES = "lt_zero.offload.copy_streams"
+_HOST = "lt_zero.offload.host_store"
+_SAVED_AT = "lt_zero.offload.saved_activations"
+_ENGINE = "lt_zero.engine"
+
+BUGS = {
+    "a copy does not wait for its source": Bug(
+        f"{_COPIES}:CopyStream._begin",
+        "self._stream.wait_event(after if after is not None else self.now())",
+        "pass",
+        "host, stage 2",
+    ),
+    "the wait for a copy does nothing": Bug(f"{_COPIES}:_OnStream.wait", "self._end.wait()", "pass", "host, stage 3"),
+    "a copy keeps no tensors": Bug(
+        f"{_COPIES}:CopyStream._begin",
+        "return _OnStream(self.now(), (target, source))",
+        "return _OnStream(self.now(), ())",
+        "host, stage 2",
+    ),
+    "a staging buffer is filled while it is sent": Bug(
+        f"{_COPIES}:StagingBuffers.take", "event.synchronize()", "pass", "host, stage 2"
+    ),
+    "a gradient is added before it is on the host": Bug(
+        f"{_HOST}:HostStore.wait_arrived", "event.synchronize()", "pass", "host, stage 2"
+    ),
+    "a gather does not follow the copy of its shard": Bug(
+        f"{_HOST}:HostStore.source",
+        "return self._link.to_device.in_line()",
+        "return nullcontext()",
+        "late peer, host, stage 3",
+    ),
+    "weights from the host are used before they are there": Bug(
+        f"{_HOST}:HostStore.sent", "self._sent.wait()", "pass", "host, stage 3"
+    ),
+    "updated weights are used before they are there": Bug(
+        f"{_HOST}:FedStore.wait_copied", "coming.wait()", "pass", "host, stage 2"
+    ),
+    "updated weights do not wait for the readers of the old ones": Bug(
+        f"{_HOST}:FedStore.refresh",
+        "staging.send(self._link.to_device, self.tensor, self._after)",
+        "staging.send(self._link.to_device, self.tensor, self._after and type(self._after)(self._after._order))",
+        "host beside the next forward, stage 2",
+        missed="the host steps when the gradients are there, which come after the last readers of the weights",
+    ),
+    "master weights change while they are sent": Bug(
+        f"{_ENGINE}.bucket_weights:MasterWeights.kernel_target",
+        "self.gather_source.wait_sent()",
+        "pass",
+        "host, fp32, stage 3",
+        missed="a step decides by the norm, so the host has waited for work that comes after these copies",
+    ),
+    "a gather is not waited for": Bug(
+        f"{_ENGINE}.bucket:Bucket.finish_gather", "work.wait()", "pass", "late peer, stage 3"
+    ),
+    "a reduction is not waited for": Bug(
+        f"{_ENGINE}.grad_reducer:GradReducer._finish_oldest", "work.wait()", "pass", "late peer, stage 2"
+    ),
+    "gradients are collected in a buffer that is being sent": Bug(
+        f"{_ENGINE}.grad_reducer:GradReducer._launch",
+        "self._in_flight.append((bucket, work, send))",
+        "self._in_flight.append((bucket, work, send)); send and self._buffers[bucket.group].give_back(send)",
+        "late peer, stage 2",
+    ),
+    "weights are freed while a gather still fills them": Bug(
+        f"{_ENGINE}.bucket:Bucket.release", "self.finish_gather()", "self._gathering = None", "late peer, unused unit"
+    ),
+    "a saved activation is not waited for": Bug(
+        f"{_SAVED_AT}:StoredActivation.bring",
+        "self._coming.wait()",
+        "pass",
+        "saved activations in host memory",
+    ),
+    "the source of a saved activation is dropped at once": Bug(
+        f"{_SAVED_AT}:StoredActivation.__init__",
+        "self._source = None if self._copied is DONE else source",
+        "self._source = None; self._copied._tensors = ()",
+        "saved activations in host memory",
+    ),
+    "a saved activation is written before it is on the host": Bug(
+        f"{_SAVED_AT}:FollowingTransfer._follow", "self._copy.synchronize()", "pass", "saved activations in files"
+    ),
+    "a saved activation comes back before it has left": Bug(
+        f"{_SAVED_AT}:StoredActivation._wait_copied", "self._copied.wait()", "pass", "saved activations in host memory"
+    ),
+    "a checkpoint does not wait for its copies": Bug(
+        "lt_zero.checkpoint.native.save:stage", "accelerator.synchronize()", "pass", "a save"
+    ),
+    "a flag of a skipped step is read before it is on the host": Bug(
+        "lt_zero.step.loss_scale:_SkipFlag.wait", "self._copied.synchronize()", "pass", "a skipped step"
+    ),
+    "compressed gradients do not wait for backward": Bug(
+        "lt_zero.comm.compression:Compressor._launch",
+        "self._stream.wait_stream(accelerator.current_stream(self._device))",
+        "pass",
+        "two: compression, stage 2",
+    ),
+    "compressed sums are used before they are there": Bug(
+        "lt_zero.comm.compression:_Event.wait", "self._event.wait()", "pass", "two: compression, stage 2"
+    ),
+    "sums over replicas begin before those of shards have ended": Bug(
+        "lt_zero.comm.transport:Transport.reduce_scatter",
+        "                work.wait()\n",
+        "",
+        "two: MiCS",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", only(list(ONE)[:1] + ["files, stage 3"], ONE))
+def test_one_rank(name: str, tmp_path: Path) -> None:
+    assert not hazards(ONE[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", only(["ZeRO++"], TWO))
+def test_two_ranks(name: str, pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, hazards, TWO[name], tmp_path) == [[], []]
+
+
+def test_what_is_not_of_a_run() -> None:
+    assert not hazards_of_a_save()
+    assert not hazards_of_a_skipped_step()
+
+
+def _hazards(name: str, folder: Path) -> list[str]:
+    alone = {"a save": hazards_of_a_save, "a skipped step": hazards_of_a_skipped_step}
+    if name in alone:
+        return alone[name]()
+    return hazards(TWO[name.removeprefix("two: ")] if name.startswith("two: ") else ONE[name], folder)
+
+
+def _with_bug(name: str, folder: Path) -> list[str]:
+    with planted(BUGS[name]):
+        return _hazards(BUGS[name].run, folder)
+
+
+@pytest.mark.parametrize("name", only(["a checkpoint does not wait for its copies"], BUGS))
+def test_a_planted_bug_is_found(name: str, pool: Pool, tmp_path: Path) -> None:
+    two = BUGS[name].run.startswith("two: ")
+    found = pool.run(2, _with_bug, name, tmp_path) if two else [_with_bug(name, tmp_path)]
+    assert all(found) is not bool(BUGS[name].missed)

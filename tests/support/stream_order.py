@@ -1,0 +1,204 @@
+"""Training steps on a simulated device with streams, and bugs that are planted in the code that waits."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lt_zero
+from lt_zero import ZeroConfig
+from lt_zero.activation import stores
+from lt_zero.checkpoint.native import save
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
+from lt_zero.common import accelerator
+from lt_zero.config.precision import dtype_policy
+from lt_zero.ops import dispatch, library
+from lt_zero.step.loss_scale import _SkipFlag
+from tests.support.simulated import LateGroup
+from tests.support.simulated_device import machine
+from tests.support.simulated_nccl import streams
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A few training steps.
+
+    Attributes:
+        stage: of ZeRO.
+        zero, keys: of the configuration: in its zero_optimization block, and beside it.
+        precision: as of a Trainer.
+        peer: there is a second rank, whose collectives end as late as they may (without other processes).
+        skips: a validation follows, in which the last block is not used, although it was prefetched.
+        steps: optimizer steps of two micro-batches each.
+    """
+
+    stage: int
+    zero: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, Any] = field(default_factory=dict)
+    precision: str = "bf16-mixed"
+    peer: bool = False
+    skips: bool = False
+    steps: int = 4
+
+
+class Feed(nn.Module):
+    """A block with weights of several sizes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Sequential):
+    """Blocks, of which the last is left out if ``skips``."""
+
+    skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in list(self)[: -1 if self.skips else None]:
+            x = block(x)
+        return x
+
+
+def _config(run: Run, folder: Path | None) -> ZeroConfig:
+    zero = {"stage": run.stage, "stage3_param_persistence_threshold": 0, **run.zero}
+    if folder is not None:
+        # Folders of files are not known before the test runs.
+        for block in ("offload_optimizer", "offload_param"):
+            if zero.get(block, {}).get("device") == "nvme":
+                zero[block] = {**zero[block], "nvme_path": str(folder)}
+    keys = {**run.keys}
+    if folder is not None and keys.get("activation_checkpointing", {}).get("nvme_path") == "":
+        keys["activation_checkpointing"] = {**keys["activation_checkpointing"], "nvme_path": str(folder)}
+    return ZeroConfig.of({"zero_optimization": zero, **keys})
+
+
+def _train(run: Run, config: ZeroConfig, group: ShardGroup | None) -> None:
+    torch.manual_seed(0)
+    model = Model(*(Feed(32) for _ in range(4)))
+    engine = lt_zero.shard(model, config, CPU, policy=dtype_policy(config, run.precision), group=group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    owner = lt_zero.ShardedOptimizer(engine, optimizer)
+    for step in range(run.steps):
+        optimizer.zero_grad()
+        for micro in range(2):
+            # Every other step begins while the last backward runs, where steps may overlap with it.
+            beside = owner.overlap.beside_backward() if micro and step % 2 == 0 else nullcontext()
+            with beside:
+                x = torch.randn(8, 32).to(torch.bfloat16 if "bf16" in run.precision else torch.float32)
+                model(x).float().square().mean().backward()
+        if step % 2:
+            owner.grads.clip_norm(0.5)
+        optimizer.step()
+    if run.skips:
+        model.skips = True
+        with torch.no_grad():
+            model(torch.randn(8, 32).bfloat16())
+    engine.finish_steps()
+    engine.offload_manager.close()
+
+
+@contextmanager
+def _references() -> Iterator[None]:
+    """Context without native kernels, whose accesses torch does not see, and in which small tensors are stored, too."""
+    with (
+        mock.patch.dict(dispatch._loaded, clear=True),
+        mock.patch.object(library, "cpu", return_value=None),
+        mock.patch.object(stores, "_MIN_BYTES", 1),
+    ):
+        yield
+
+
+def hazards(run: Run, folder: Path | None = None) -> list[str]:
+    """The hazards of ``run``, each once. Collective if there are several ranks: their collectives run in streams."""
+    config = _config(run, folder)
+    with ExitStack() as stack:
+        stack.enter_context(_references())
+        order = stack.enter_context(machine())
+        group: ShardGroup | None = None
+        if run.peer:
+            group = LateGroup(CPU)
+        elif dist.is_initialized() and dist.get_world_size() > 1:
+            group = ShardGroup.of_all(World(stack.enter_context(streams(order)), CPU))
+            group.configure(config)
+        _train(run, config, group)
+    assert order.works > 500, "the device has done nothing"
+    assert len(order.clocks) > 2 or run.stage == 0, "nothing ran beside the computation"
+    return list(dict.fromkeys(order.hazards))
+
+
+def hazards_of_a_save() -> list[str]:
+    """The hazards of a checkpoint that is written in the background, while training changes the weights."""
+    with machine() as order, mock.patch.object(accelerator, "in_use", return_value=True):
+        weight = torch.randn(100).mul(2.0)
+        made = save.Bundle({"weight": weight, "step": torch.ones(()).add(1)})
+        save.stage(made, None)
+        weight.add_(1.0)
+        for copy in made.tensors.values():
+            copy.clone()  # as the writer reads it
+    return list(dict.fromkeys(order.hazards))
+
+
+def hazards_of_a_skipped_step() -> list[str]:
+    """The hazards of a flag, by which the device tells that it has skipped a step."""
+    with machine() as order:
+        flag = _SkipFlag(torch.zeros(()).add(1), cast(Any, None), cast(Any, None))
+        assert flag.wait()
+    return list(dict.fromkeys(order.hazards))
+
+
+@dataclass(frozen=True)
+class Bug:
+    """An edit of a function that leaves out a wait, or makes it too late.
+
+    Attributes:
+        where: the function, as ``module:Class.function``.
+        old, new: a part of its text, and what replaces it.
+        run: the one in which it shows.
+        missed: why the checker cannot see it; "": it does.
+    """
+
+    where: str
+    old: str
+    new: str
+    run: str
+    missed: str = ""
+
+
+@contextmanager
+def planted(bug: Bug) -> Iterator[None]:
+    """Context in which the function of ``bug`` has its edited text."""
+    module_name, _, path = bug.where.partition(":")
+    module = __import__(module_name, fromlist=["_"])
+    *outer, name = path.split(".")
+    owner: Any = module
+    for part in outer:
+        owner = getattr(owner, part)
+    function = inspect.getattr_static(owner, name)
+    text = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(owner, name))))
+    assert text.count(bug.old) == 1, f"{bug.where} has {bug.old!r} {text.count(bug.old)} times"
+    text = text.replace(bug.old, bug.new)
+    if outer:
+        text = text.replace("super()", f"super({outer[-1]}, self)")
+    made: dict[str, Any] = {}
+    exec(compile(text, module.__file__ or "", "exec"), vars(sys.modules[module_name]), made)
+    assert function is not made[name]
+    with mock.patch.object(owner, name, made[name]):
+        yield
