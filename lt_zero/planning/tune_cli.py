@@ -108,6 +108,11 @@ def tune(
     if exhaustive:
         line = f"suggested without --exhaustive: {chosen}: {tuner.ratio(chosen, best):.3f} times the best of all"
         console.print(line, markup=False)
+    _write(tuner, best, templates, output, console)
+
+
+def _write(tuner: Tuner, best: Candidate, templates: Templates, output: Path, console: Console) -> None:
+    """Write the best configuration, and print how to use it."""
     output.write_text(text_of(tuner, best), encoding="utf-8")
     console.print(f"fastest: {best}: {tuner.measured[best].seconds:.4f} s per step; wrote {output}", markup=False)
     if best.micro is not None and templates.micro is not None:
