@@ -68,21 +68,16 @@ def read_nbytes(row: StoragePlan, states: float) -> int:
     return sum(rounded(record_nbytes(row.shard_numel, dtype)) for dtype in dtypes) + rounded(partial)
 
 
-def _moment_numels(table: Mapping[BucketPlan, StoragePlan], everyone: GroupFacts) -> list[int]:
+def _moment_numels(table: Mapping[BucketPlan, StoragePlan]) -> list[int]:
     """Elements of each bucket on the rank of its group with most to step: ranks differ if parameters are not cut."""
-    if all(bucket.owners is None for bucket in table):
-        return [row.shard_numel for row in table.values()]
-    shares = []
-    for bucket in table:
-        layout = bucket.layout_in(everyone.mesh.shards, everyone.size)
-        shares.append([sum(p.numel for p in layout.pieces(*layout.shard(r))) for r in range(layout.world)])
-    most: dict[GroupFacts | None, int] = {}  # the rank of each group
-    for group in dict.fromkeys(bucket.group for bucket in table):
-        rows = zip(table, shares, strict=True)
-        trained = [share for bucket, share in rows if bucket.trains and bucket.group is group]
-        totals = [sum(of_rank) for of_rank in zip(*trained, strict=True)]
-        most[group] = totals.index(max(totals)) if totals else 0
-    return [share[most[bucket.group]] for bucket, share in zip(table, shares, strict=True)]
+    owned = {bucket: Counter[int]() for bucket in table if bucket.owners is not None}
+    totals: dict[GroupFacts | None, Counter[int]] = {}  # elements to step, by group and rank
+    for bucket, numels in owned.items():
+        for spec, owner in zip(bucket.specs, bucket.owners or (), strict=True):
+            numels[owner] += spec.local_box.numel
+        totals.setdefault(bucket.group, Counter()).update(numels if bucket.trains else {})
+    most = {group: max(counts, key=lambda rank: (counts[rank], -rank), default=0) for group, counts in totals.items()}
+    return [owned[b][most[b.group]] if b in owned else row.shard_numel for b, row in table.items()]
 
 
 class Gathered(NamedTuple):
@@ -146,7 +141,7 @@ class _Sums:
     def __init__(self, plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> None:
         self.plan, self.config, self.zero, self.setup = plan, config, config.zero_optimization, setup
         self.exchange, self.table = planned(plan, config, policy, setup)
-        self.rows, self.moment_numels = list(self.table.values()), _moment_numels(self.table, setup.group)
+        self.rows, self.moment_numels = list(self.table.values()), _moment_numels(self.table)
         shards, size = setup.group.mesh.shards, setup.group.size
         layouts = ((row, bucket.layout_in(shards, size)) for bucket, row in self.table.items())
         self.residual = sum(self.exchange.kept_numel(row, layout) for row, layout in layouts)  # elements in fp32

@@ -6,9 +6,10 @@ collectives of a step (norms, flags). Of a 1-bit optimizer it is a step after th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -124,75 +125,93 @@ class _GroupLinks:
 
 
 class _Links:
-    """Bytes between nodes, per node, in one collective of a bucket."""
+    """Bytes between nodes, per node, in one collective of a bucket.
+
+    They are proportional to the bucket's, so that pairs of ranks are counted once, however many buckets there are.
+    """
 
     def __init__(self, mesh: Mesh, nodes: list[list[int]], backend: str, sizes: Sequence[int]) -> None:
         self._mesh, self._count, self._gloo = mesh, len(nodes), backend == "gloo"
-        self._rows = [mesh.shard_ranks(replica) for replica in range(mesh.world // mesh.shards)]
         self._dimensions = [axis_groups(mesh, sizes, number) for number in range(len(sizes))]
         self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+        self._rows = self._paths([mesh.shard_ranks(replica) for replica in range(mesh.world // mesh.shards)])
+        self._everyone = self._paths([list(range(mesh.world))])
+        columns = [mesh.replica_ranks(shard) for shard in range(mesh.shards)] if mesh.shards < mesh.world else []
+        self._columns = self._ring(columns)
 
     def reduced(self, row: StoragePlan) -> float:
         """Bytes of a reduction of a bucket's gradients."""
         if row.send is None:
             return 0.0
-        mesh, wide = self._mesh, max(row.accumulate.itemsize, torch.float32.itemsize)
+        wide = max(row.accumulate.itemsize, torch.float32.itemsize)
         if not row.is_cut:
-            everyone = [list(range(mesh.world))]
-            return self._scattered(row, everyone, wide) + self._shared(row.numel * row.send.itemsize, everyone)
-        columns = [mesh.replica_ranks(shard) for shard in range(mesh.shards)] if mesh.shards < mesh.world else []
+            shared = self._everyone.share * row.numel * row.send.itemsize
+            return self._scattered(row, self._everyone, wide) + shared
         summed = row.shard_numel * (wide if self._gloo else row.send.itemsize)
-        return self._scattered(row, self._rows, wide) + self._around(2 * summed, columns)
+        return self._scattered(row, self._rows, wide) + self._columns * 2 * summed
 
     def gathered(self, row: StoragePlan, codec: Codec | None = None) -> float:
         """Bytes of a gather of a bucket's weights, as they are or encoded."""
         shards = self._mesh.shards
         nbytes = shards * codec.nbytes(row.numel // shards) if codec is not None else row.numel * row.dtype.itemsize
-        return self._shared(nbytes, self._rows)
+        return self._rows.share * nbytes
 
-    def _around(self, nbytes: float, groups: Sequence[Sequence[int]]) -> float:
-        """Bytes of a ring through each of the ``groups``: every edge carries all but one rank's part."""
+    def _scattered(self, row: StoragePlan, paths: _Paths, wide: int) -> float:
+        """Bytes of a reduce-scatter; ``wide``: bytes of an element of a partial sum, after the first dimension."""
+        assert row.send is not None
+        first, *others = paths.scatter
+        return row.numel * (first * row.send.itemsize + sum(others) * wide)
+
+    def _ring(self, groups: Sequence[Sequence[int]]) -> float:
+        """Bytes in rings through each of the ``groups``, per byte: every edge carries all but one rank's part."""
         sent = 0.0
         for ranks in groups:
             pairs = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
             crossed = sum(self._node_of[one] != self._node_of[other] for one, other in pairs)
-            sent += nbytes * (len(ranks) - 1) / len(ranks) * crossed
+            sent += (len(ranks) - 1) / len(ranks) * crossed
         return sent / self._count
 
-    def _scattered(self, row: StoragePlan, groups: list[list[int]], wide: int) -> float:
-        """Bytes of a reduce-scatter in each of the ``groups``; ``wide``: bytes of an element of a partial sum."""
-        assert row.send is not None
+    def _paths(self, groups: list[list[int]]) -> _Paths:
+        """The paths of collectives in each of the ``groups``."""
         if not self._gloo:
-            return self._around(row.numel * row.send.itemsize, groups)
-        sent, itemsize, part = 0.0, row.send.itemsize, float(row.numel)
+            ring = self._ring(groups)
+            return _Paths([ring], ring)
+        scatter, share, part = list[float](), 0.0, 1.0 / self._count
         for lines_of in self._dimensions or [groups]:
-            part /= len(lines_of[0])
-            for ranks in lines_of:
-                apart = sum(self._node_of[one] != self._node_of[other] for one in ranks for other in ranks)
-                sent += apart * part * itemsize
-            itemsize = wide
-        return sent / self._count
-
-    def _shared(self, nbytes: float, groups: list[list[int]]) -> float:
-        """Bytes of all shards of a bucket of ``nbytes`` on their way to all ranks of each of the ``groups``."""
-        if not self._gloo:
-            return self._around(nbytes, groups)
-        sent = 0.0
-        for lines_of in self._dimensions or [groups]:
-            nbytes /= len(lines_of[0])  # what a rank has after the dimensions that follow, in gathers the earlier ones
-            for ranks in lines_of:
-                nodes = tuple(self._node_of[rank] for rank in ranks)
-                pairs = sum(one != other for one in nodes for other in nodes)  # of ranks that send to each other
-                sent += nbytes * (pairs if self._dimensions else sum(_broadcast(nodes, n) for n in range(len(ranks))))
-        return sent / self._count
+            part /= len(lines_of[0])  # what a rank has after this dimension; in gathers, before it
+            nodes = [[self._node_of[rank] for rank in ranks] for ranks in lines_of]
+            pairs = sum(map(_apart, nodes))
+            scatter.append(part * pairs)
+            share += part * (pairs if self._dimensions else sum(map(_broadcasts, nodes)))
+        return _Paths(scatter, share)
 
 
-@cache
-def _broadcast(nodes: tuple[int, ...], root: int) -> int:
-    """Count how often gloo's broadcast from ``root``, a binomial tree, crosses between ``nodes`` (of each rank)."""
+class _Paths(NamedTuple):
+    """Bytes that a node sends to others, per byte of a bucket.
+
+    Attributes:
+        scatter: in each dimension of a reduce-scatter.
+        share: while all ranks get all shards.
+    """
+
+    scatter: list[float]
+    share: float
+
+
+def _apart(nodes: Sequence[int]) -> int:
+    """Count the ordered pairs of ranks on different nodes; ``nodes``: of each rank."""
+    return len(nodes) ** 2 - sum(count**2 for count in Counter(nodes).values())
+
+
+def _broadcasts(nodes: Sequence[int]) -> int:
+    """Count how often gloo's broadcasts, one from each rank, cross between ``nodes`` (of each rank).
+
+    A broadcast is a binomial tree: ranks that have the data, counted from the root, double in each round.
+    """
     count, crossed, bit = len(nodes), 0, 1
-    while bit < count:  # ranks that have the data, counted from the root, double in each round
-        for source in range(min(bit, count - bit)):
-            crossed += nodes[(source + root) % count] != nodes[(source + bit + root) % count]
+    while bit < count:
+        # Over all roots, each of the round's senders is every rank once.
+        senders = min(bit, count - bit)
+        crossed += senders * sum(nodes[rank] != nodes[(rank + bit) % count] for rank in range(count))
         bit *= 2
     return crossed

@@ -103,11 +103,15 @@ def tune(
     except (TuningError, ConfigError) as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    loads = f"1-minute load of the machine: {load:.2f} before, {os.getloadavg()[0]:.2f} after"
-    print_table(tuner, best, console, loads)
+    print_table(tuner, best, console, load)
     if exhaustive:
         line = f"suggested without --exhaustive: {chosen}: {tuner.ratio(chosen, best):.3f} times the best of all"
         console.print(line, markup=False)
+    _write(tuner, best, templates, output, console)
+
+
+def _write(tuner: Tuner, best: Candidate, templates: Templates, output: Path, console: Console) -> None:
+    """Write the best configuration, and print how to use it."""
     output.write_text(text_of(tuner, best), encoding="utf-8")
     console.print(f"fastest: {best}: {tuner.measured[best].seconds:.4f} s per step; wrote {output}", markup=False)
     if best.micro is not None and templates.micro is not None:
@@ -288,8 +292,12 @@ _COLUMNS = ("stage", "offload", "micro", "recompute", "bucket", "s/step", "sprea
 _PIPELINE = ("schedule", "micro-\nbatches")  # beside those, of a pipeline
 
 
-def print_table(tuner: Tuner, best: Candidate, console: Console, loads: str) -> None:
-    """Print the measured candidates, fastest first, then those that failed or were not run, and why."""
+def print_table(tuner: Tuner, best: Candidate, console: Console, load: float) -> None:
+    """Print the measured candidates, fastest first, then those that failed or were not run, and why.
+
+    ``load``: 1-minute load of the machine before the search.
+    """
+    loads = f"1-minute load of the machine: {load:.2f} before, {os.getloadavg()[0]:.2f} after"
     caption = f"stage *: stage3_max_reuse_distance: 0. -: as the script has it. {loads}."
     table = Table(box=SIMPLE_HEAD, caption=caption, caption_justify="left", pad_edge=False, collapse_padding=True)
     staged = tuner.facts.layers > 0
