@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import lt_zero
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.parallel.local import LocalParts, localize
-from tests.support.matrix import cover, only
+from tests.support.matrix import only, only_rows
 from tests.support.parallel_nets import Net, batch, parallelize
 from tests.support.parity import OPTIMIZERS, RELEASE, STAGES, config_of, full_values
 from tests.support.pool import Pool
@@ -72,11 +73,13 @@ def _train(stage: int, optimizer: str, tensor: int, sequence: bool) -> float:
     return max([far, *(float((value - whole[n]).abs().max()) for n, value in values.items())])
 
 
-@pytest.mark.parametrize(("stage", "sequence"), cover(STAGES, [False, True]))
+@pytest.mark.parametrize(
+    ("stage", "sequence"), only_rows([(0, True), (3, False)], itertools.product(STAGES, [False, True]))
+)
 def test_two_tensor_ranks_train_as_one_process(pool: Pool, stage: int, sequence: bool) -> None:
     assert max(pool.run(2, _train, stage, "adamw", 2, sequence)) < 2e-6
 
 
-@pytest.mark.parametrize("stage", only([1, 3], STAGES))
+@pytest.mark.parametrize("stage", only([1], STAGES))
 def test_tensor_and_data_ranks_train_as_one_process(pool: Pool, stage: int) -> None:
     assert max(pool.run(4, _train, stage, "sgd", 2, True)) < 1e-6

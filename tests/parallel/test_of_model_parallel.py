@@ -63,9 +63,7 @@ KINDS = [f"tensor_parallel/{mesh}/{kind}" for mesh in ("tp2", "tp2_dp2") for kin
 MESHES = [Ranks(), Ranks(1, 2), Ranks(2, 2), Ranks(3)]
 FAST = [
     ("tensor_parallel/tp2_dp2/folder", Ranks(3), 3),
-    ("tensor_parallel/tp2_dp2/folder", Ranks(2, 2), 1),
     ("tensor_parallel/tp2/file.pt", Ranks(1, 2), 2),
-    ("tensor_parallel/tp2/file.pt", Ranks(), 3),
 ]
 
 

@@ -21,7 +21,7 @@ from lt_zero.engine.whole_model import full_state_dict
 from lt_zero.parallel import LayerSpec
 from lt_zero.session.checkpoints import frozen_names, restore_optimizers
 from tests.support.lightning_tools import quick
-from tests.support.matrix import only_rows
+from tests.support.matrix import only, only_rows
 from tests.support.parity import OPTIMIZERS, STAGES
 from tests.support.pipeline_saves import Counting, Mesh, everything, layers, load, mesh, save, train
 from tests.support.pipelines import VOCABULARY, WIDTH, Model, Ranks, Run, all_weights, batch, reference_step, start
@@ -81,14 +81,10 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 TWO, THREE, DATA, TENSOR, LOOPED, ONE, DATA_ONLY = MESHES
-ELSEWHERE = [  # each mesh, and each stage, on both sides
-    (TWO, 0, TENSOR, 3),
+ELSEWHERE = [  # one process and several, each kind of stages
     (TENSOR, 3, THREE, 1),
-    (DATA, 2, LOOPED, 0),
     (LOOPED, 1, DATA, 2),
-    (THREE, 1, ONE, 3),
-    (ONE, 0, DATA_ONLY, 2),
-    (DATA_ONLY, 3, TWO, 0),
+    (TWO, 0, ONE, 3),
 ]
 
 
@@ -111,7 +107,7 @@ def test_goes_on_elsewhere(pool: Pool, saved: Saved, source: Mesh, before: int, 
 
 
 @pytest.mark.parametrize(
-    ("source", "stage"), only_rows([row[:2] for row in ELSEWHERE[:5]], itertools.product(MESHES[:5], STAGES))
+    ("source", "stage"), only_rows([row[:2] for row in ELSEWHERE], itertools.product(MESHES[:5], STAGES))
 )
 def test_a_checkpoint_has_the_whole_model_in_order(saved: Saved, tmp_path: Path, source: Mesh, stage: int) -> None:
     path, had = saved(source, stage, "adamw")
@@ -156,9 +152,7 @@ def _whole(ranks: Mesh, stage: int, folder: str) -> None:
             again.model.load_state_dict(wrong)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage"), only_rows([(TENSOR, 3), (LOOPED, 1)], itertools.product(MESHES[:5], STAGES))
-)
+@pytest.mark.parametrize(("ranks", "stage"), only_rows([(LOOPED, 1)], itertools.product(MESHES[:5], STAGES)))
 def test_rank_0_gathers_the_whole_model(pool: Pool, tmp_path: Path, ranks: Mesh, stage: int) -> None:
     pool.run(ranks.ranks.all, _whole, ranks, stage, str(tmp_path))
 
@@ -193,9 +187,7 @@ def _of_parameters(ranks: Mesh, stage: int) -> None:
     assert all(bool((value == 1.5).all()) for value in all_weights(run.engine).values())
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage"), only_rows([(TWO, 1), (TENSOR, 3)], itertools.product([TWO, TENSOR], STAGES))
-)
+@pytest.mark.parametrize(("ranks", "stage"), only_rows([(TWO, 1)], itertools.product([TWO, TENSOR], STAGES)))
 def test_values_of_single_parameters(pool: Pool, ranks: Mesh, stage: int) -> None:
     pool.run(ranks.ranks.all, _of_parameters, ranks, stage)
 
@@ -243,7 +235,7 @@ def _only_buffers(path: str, freezes: bool) -> tuple[list[str], list[str]]:
         return list(archive.weights), archive.meta["lt_zero"]["frozen_left_out"]
 
 
-@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("freezes", only([True], [False, True]))
 def test_a_stage_of_buffers_only_is_saved(pool: Pool, tmp_path: Path, freezes: bool) -> None:
     names, left_out = pool.run(2, _only_buffers, str(tmp_path / "0.ckpt"), freezes)[0]
     model = Model(only_buffers)
@@ -269,6 +261,7 @@ def _own_buffers(path: str, keys: dict[str, Any]) -> tuple[list[float], list[flo
     return masks(run), masks(again)
 
 
+@pytest.mark.slow
 def test_each_rank_goes_on_with_its_own_buffers(pool: Pool, tmp_path: Path) -> None:
     """If data ranks do not share them, as without pipelines."""
     found = pool.run(4, _own_buffers, str(tmp_path / "0.ckpt"), {"broadcast_buffers": False})

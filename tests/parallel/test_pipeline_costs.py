@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from lt_zero.planning.estimate import estimate_traffic
 from lt_zero.planning.forecast import GRADS, LOCAL, MASTER, MOMENTS, WEIGHTS
 from lt_zero.planning.sizes import Sizes, Stage, fullest, stages_of_module, stages_of_sizes
 from lt_zero.planning.transformer import Transformer
-from tests.support.matrix import cover
+from tests.support.matrix import only_rows
 from tests.support.pipelines import Model, Ranks, specs, start
 from tests.support.pool import Pool
 
@@ -48,14 +49,15 @@ def _waiting(block: dict[str, Any], count: int) -> None:
     assert (now, most) == (0, want), (block, position.rank)
 
 
-def _all_waiting(schedule: str) -> None:
-    for count in (1, 4, 5):
-        _waiting({"schedule": schedule}, count)
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"])
-def test_forwards_that_wait_for_their_backward(pool: Pool, schedule: str) -> None:
-    pool.run(2, _all_waiting, schedule)
+@pytest.mark.parametrize(
+    ("schedule", "count"),
+    only_rows(
+        [("1F1B", 5), ("Interleaved1F1B", 4)],
+        itertools.product(["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"], [1, 4, 5]),
+    ),
+)
+def test_forwards_that_wait_for_their_backward(pool: Pool, schedule: str, count: int) -> None:
+    pool.run(2, _waiting, {"schedule": schedule}, count)
 
 
 def test_the_bubble_by_counting_slots() -> None:
@@ -87,7 +89,13 @@ def _states(ranks: Ranks, stage: int) -> None:
         assert abs(got - want) <= 0.03 * max(got, want) + 256, (kind, "measured", got, "forecast", want)
 
 
-@pytest.mark.parametrize(("ranks", "stage"), cover([Ranks(1, 1, 2), Ranks(2, 1, 2), Ranks(1, 1, 3)], [0, 1, 2, 3]))
+@pytest.mark.parametrize(
+    ("ranks", "stage"),
+    only_rows(
+        [(Ranks(2, 1, 2), 2), (Ranks(1, 1, 3), 1)],
+        itertools.product([Ranks(1, 1, 2), Ranks(2, 1, 2), Ranks(1, 1, 3)], [0, 1, 2, 3]),
+    ),
+)
 def test_states_of_stages_are_as_forecast(pool: Pool, ranks: Ranks, stage: int) -> None:
     pool.run(ranks.all, _states, ranks, stage)
 

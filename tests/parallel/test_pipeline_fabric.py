@@ -16,7 +16,7 @@ from lt_zero.engine.full_params import full_parameters
 from lt_zero.parallel import Pipeline
 from lt_zero.parallel.pipeline.position import Position
 from tests.support.lightning_tools import torchrun_env
-from tests.support.matrix import only_rows
+from tests.support.matrix import only, only_rows
 from tests.support.pipelines import batch, mean_loss, specs
 from tests.support.pool import Pool
 
@@ -74,29 +74,28 @@ def _train(stage: int, stages: int, precision: Any) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    only_rows([(3, "32-true"), (0, "16-mixed")], [(1, "32-true"), (3, "32-true"), (2, "bf16-mixed"), (0, "16-mixed")]),
+    only_rows([(3, "32-true")], [(1, "32-true"), (3, "32-true"), (2, "bf16-mixed"), (0, "16-mixed")]),
 )
 def test_a_script_trains_as_one_process(pool: Pool, stage: int, precision: str) -> None:
     pool.run(2, _train, stage, 2, precision)
 
 
-def _misused() -> list[str]:
-    """A loss whose factor the gradients do not know; a call around autocast."""
-    told = []
-    for precision in ("32-true", "bf16-mixed"):
-        fabric = _fabric(1, 2, precision)
-        fabric.launch()
-        made = Net()
-        model, _ = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
-        with pytest.raises(RuntimeError) as caught:
-            fabric.backward((model if precision == "32-true" else model.pipe)(*batch(0, 0)) / 2)
-        told.append(str(caught.value))
-        fabric.strategy.teardown()
-    return told
+def _misused(precision: str) -> str:
+    """The error of a loss whose factor the gradients do not know, or of a call around autocast."""
+    fabric = _fabric(1, 2, precision)
+    fabric.launch()
+    made = Net()
+    model, _ = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError) as caught:
+        fabric.backward((model if precision == "32-true" else model.pipe)(*batch(0, 0)) / 2)
+    fabric.strategy.teardown()
+    return str(caught.value)
 
 
-def test_misuse_is_explained(pool: Pool) -> None:
-    for weight, autocast in pool.run(2, _misused):
-        assert "multiplied by 0.5" in weight
-        assert "pipeline.loss_weight" in weight
-        assert "model(inputs, targets)" in autocast
+MISUSE = {"32-true": ["multiplied by 0.5", "pipeline.loss_weight"], "bf16-mixed": ["model(inputs, targets)"]}
+
+
+@pytest.mark.parametrize("precision", only(["bf16-mixed"], MISUSE))
+def test_misuse_is_explained(pool: Pool, precision: str) -> None:
+    for text in pool.run(2, _misused, precision):
+        assert all(part in text for part in MISUSE[precision])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lt_zero.parallel import LayerSpec, Pipeline
 from lt_zero.step.loss_scale import NonFiniteError
 from tests.support.lightning_tools import quick, sharded_trainer
-from tests.support.matrix import only_rows
+from tests.support.matrix import only, only_rows
 from tests.support.pipeline_module import Module
 from tests.support.pipelines import mean_loss, specs
 from tests.support.pool import Pool
@@ -148,7 +148,7 @@ def test_an_error_of_one_stage_is_named_on_all(
     assert "from stage " in text
 
 
-@pytest.mark.parametrize("how", ["barrier", "leaves"])
+@pytest.mark.parametrize("how", only(["leaves"], ["barrier", "leaves"]))
 def test_a_rank_that_waits_elsewhere_is_named_on_all(pool: Pool, how: str) -> None:
     for kind, text in pool.run(2, _fit, how, 0, 1, {}):
         assert kind == "RuntimeError"
@@ -156,6 +156,7 @@ def test_a_rank_that_waits_elsewhere_is_named_on_all(pool: Pool, how: str) -> No
         assert "begun on rank" in text
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_no_error(pool: Pool) -> None:
     assert pool.run(2, _fit, "sleep", 1, 6, {}) == [("", "")] * 2
 
@@ -189,7 +190,7 @@ def _nonfinite(setting: str, at: int) -> tuple[list[str], str, list[float], int]
 SETTINGS = list(product(["warn", "skip", "raise"], [0, 1]))
 
 
-@pytest.mark.parametrize(("setting", "at"), only_rows([("warn", 1), ("raise", 0)], SETTINGS))
+@pytest.mark.parametrize(("setting", "at"), only_rows([("raise", 0)], SETTINGS))
 def test_what_is_not_finite_on_one_stage_ends_or_skips_the_step_on_all(pool: Pool, setting: str, at: int) -> None:
     for rank, (told, error, losses, skipped) in enumerate(pool.run(2, _nonfinite, setting, at)):
         assert len(told) == (rank == 0 and setting != "raise"), told

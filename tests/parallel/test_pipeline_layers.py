@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -200,37 +201,44 @@ def _equal(
         )
 
 
-def _all_layers(stage: int, pipeline: dict[str, Any]) -> None:
-    for layers in LAYERS.values():
-        _equal(stage, layers, "usual", "nothing", LENGTH, {"partition_method": "uniform", **pipeline})
+def _layers(stage: int, pipeline: dict[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        _equal(stage, LAYERS[name], "usual", "nothing", LENGTH, {"partition_method": "uniform", **pipeline})
+
+
+SOME = ("positions", "itself", "strided", "unused", "no parameters")
 
 
 @pytest.mark.parametrize(
-    ("stage", "pipeline"),
-    only_rows([(1, {})], [(1, {}), (3, {}), (2, {"schedule": "LoopedBFS", "stages_per_rank": 2})]),
+    ("stage", "pipeline", "names"),
+    only_rows(
+        [(1, {}, SOME)],
+        [
+            (1, {}, SOME),
+            (1, {}, tuple(name for name in LAYERS if name not in SOME)),
+            (3, {}, tuple(LAYERS)),
+            (2, {"schedule": "LoopedBFS", "stages_per_rank": 2}, tuple(LAYERS)),
+        ],
+    ),
 )
-def test_layers_send_tensors_of_any_kind(pool: Pool, stage: int, pipeline: dict[str, Any]) -> None:
-    pool.run(2, _all_layers, stage, pipeline)
+def test_layers_send_tensors_of_any_kind(
+    pool: Pool, stage: int, pipeline: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    pool.run(2, _layers, stage, pipeline, names)
 
 
-def _all_orders(stage: int) -> None:
-    for order in ORDERS:
-        _equal(stage, specs, order, "nothing", LENGTH - 2, {})
+@pytest.mark.parametrize(
+    ("stage", "order"), only_rows([(2, "sum"), (1, "zeros")], itertools.product([0, 1, 2, 3], ORDERS))
+)
+def test_gradients_count_whenever_they_are_cleared_before(pool: Pool, stage: int, order: str) -> None:
+    pool.run(2, _equal, stage, specs, order, "nothing", LENGTH - 2, {})
 
 
-@pytest.mark.parametrize("stage", only([2], [0, 1, 2, 3]))
-def test_gradients_count_whenever_they_are_cleared_before(pool: Pool, stage: int) -> None:
-    pool.run(2, _all_orders, stage)
-
-
-def _all_frozen(stage: int) -> None:
-    for frozen in FROZEN:
-        _equal(stage, specs, "usual", frozen, LENGTH, {})
-
-
-@pytest.mark.parametrize("stage", only([1], [0, 1, 2, 3]))
-def test_stages_may_be_frozen(pool: Pool, stage: int) -> None:
-    pool.run(2, _all_frozen, stage)
+@pytest.mark.parametrize(
+    ("stage", "frozen"), only_rows([(1, "first stage"), (3, "last stage")], itertools.product([0, 1, 2, 3], FROZEN))
+)
+def test_stages_may_be_frozen(pool: Pool, stage: int, frozen: str) -> None:
+    pool.run(2, _equal, stage, specs, "usual", frozen, LENGTH, {})
 
 
 def _dropped() -> tuple[str, str]:
@@ -295,16 +303,20 @@ def _forms(kept: int) -> tuple[int, dict[str, Tensor]]:
     run = start(Ranks(), 1, "sgd", lambda: specs(dropout=0.3))
     torch.manual_seed(3)
     with mock.patch.object(runner, "_FORMS", kept):
-        for step, rows in enumerate((8, 6, 8, 4, 10, 6, 8)):
+        for step, rows in enumerate((8, 6, 4, 8)):
             run.step(step, rows)
     made: Any = run.model.pipe.runner
     return len(made._forms), all_weights(run.engine)
 
 
+def _few_and_all_forms() -> Any:
+    return _forms(2), _forms(256)
+
+
 def test_forms_of_batches_are_found_again(pool: Pool) -> None:
     """Whether they are remembered or not changes no bit."""
-    (few, weights), (every, others) = (pool.run(2, _forms, kept)[0] for kept in (2, 256))
-    assert (few, every) == (2, 4)
+    (few, weights), (every, others) = pool.run(2, _few_and_all_forms)[0]
+    assert (few, every) == (2, 3)
     assert all(torch.equal(value, others[name]) for name, value in weights.items())
 
 
@@ -356,7 +368,7 @@ def _uneven(stage: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", only([2], [1, 2]))
 def test_data_ranks_with_other_numbers_of_samples(pool: Pool, stage: int) -> None:
     for text in pool.run(4, _uneven, stage):
         assert (not text) if stage == 1 else "into 4 to 7 micro-batches" in text
@@ -367,6 +379,7 @@ def _checked() -> None:
     check_optimizers(run.engine, [run.optimizer])
 
 
+@pytest.mark.slow
 def test_memory_is_checked_where_some_stages_have_no_tied_layer(pool: Pool) -> None:
     """Only the first and the last of three keep whole gradients until the step."""
     pool.run(3, _checked)

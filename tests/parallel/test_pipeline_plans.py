@@ -64,6 +64,7 @@ def test_rules_match_layers_of_some_stages(pool: Pool, stage: int) -> None:
     assert max(far for far, _ in found) < 1e-6
 
 
+@pytest.mark.slow
 def test_rules_for_layers_at_several_stages(pool: Pool) -> None:
     found = pool.run(4, _train, tied, {"layer_specs": TIED, "embedding_partition_dim": 0}, 1)
     assert max(far for far, _ in found) < 1e-6
@@ -111,13 +112,17 @@ def test_the_table_has_all_stages(pool: Pool) -> None:
         assert [(pattern, style) for pattern, style, _, _ in rest] == [("(all others)", "whole")]
 
 
-def test_what_no_stage_has_is_refused_on_all(pool: Pool) -> None:
-    for text in pool.run(4, _refused, layers, config(2, {"layer_specs": [*PAIR, rule("head")]})):
-        assert "'head' matches no parameter" in text
-    for text in pool.run(4, _refused, layers, config(2, {"layer_specs": [rule(".*", "skip")]})):
-        assert "cuts no layer" in text
-    for text in pool.run(4, _refused, layers, config(2)):
-        assert "no plan for Model" in text
+UNKNOWN = {  # rules, and the error
+    "a rule without layers": ({"layer_specs": [*PAIR, rule("head")]}, "'head' matches no parameter"),
+    "no rule that cuts": ({"layer_specs": [rule(".*", "skip")]}, "cuts no layer"),
+    "no rules": (None, "no plan for Model"),
+}
+
+
+@pytest.mark.parametrize("case", only(["a rule without layers"], UNKNOWN))
+def test_what_no_stage_has_is_refused_on_all(pool: Pool, case: str) -> None:
+    partition, error = UNKNOWN[case]
+    assert all(error in text for text in pool.run(4, _refused, layers, config(2, partition)))
 
 
 def odd() -> list[Any]:
@@ -130,6 +135,7 @@ def test_what_is_wrong_on_one_stage_is_refused_on_all(pool: Pool) -> None:
         assert "out_features=7 of pipe.layers.4" in text
 
 
+@pytest.mark.slow
 def test_a_stage_without_parallelized_modules(pool: Pool) -> None:
     assert pool.run(4, _refused, layers, config(2), "blocks") == [""] * 4
 

@@ -14,6 +14,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
 from lt_zero.step.param_groups import compare_options
 from tests.support.lightning_tools import quick, sharded_trainer
+from tests.support.matrix import only
 from tests.support.pipeline_module import Module
 from tests.support.pipelines import VOCABULARY, WIDTH, Block, Ranks, head, mean_loss, start
 from tests.support.pool import Pool
@@ -103,7 +104,7 @@ def _configured(name: str, stages: int) -> tuple[list[float], list[int]]:
     return module.losses, [len(group["params"]) for group in trainer.optimizers[0].param_groups]
 
 
-@pytest.mark.parametrize("name", OPTIMIZER_BLOCKS)
+@pytest.mark.parametrize("name", only(["groups"], OPTIMIZER_BLOCKS))
 def test_configured_optimizers_have_the_groups_of_the_whole_model(pool: Pool, name: str) -> None:
     """Also on a stage that trains nothing; a pattern may match parameters of one stage only."""
     ((losses, counts),), found = pool.run(1, _configured, name, 1), pool.run(2, _configured, name, 2)
