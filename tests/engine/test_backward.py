@@ -30,9 +30,7 @@ def _forwards(stage: int, zero: dict[str, Any], micro: int, sync_every: bool) ->
     check(Case(Net, _two_forwards, stage, zero=zero, micro=micro, sync_every=True, backward=split_backward))
 
 
-@pytest.mark.parametrize(
-    ("stage", "zero"), only_rows([(1, {}), (3, RELEASE)], itertools.product(STAGES, [{}, RELEASE]))
-)
+@pytest.mark.parametrize(("stage", "zero"), only_rows([(3, RELEASE)], itertools.product(STAGES, [{}, RELEASE])))
 def test_several_forwards_and_backwards(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
     pool.run(2, _forwards, stage, zero, 1, False)
 
@@ -76,7 +74,9 @@ def _zeroed_in_a_window(stage: int, set_to_none: bool) -> None:
             torch.testing.assert_close(got[name], p.detach(), rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}\n{t}")
 
 
-@pytest.mark.parametrize(("stage", "set_to_none"), cover(STAGES, [True, False]))
+@pytest.mark.parametrize(
+    ("stage", "set_to_none"), only_rows([(1, True), (3, False)], itertools.product(STAGES, [True, False]))
+)
 def test_zero_grad_inside_a_window(pool: Pool, stage: int, set_to_none: bool) -> None:
     pool.run(2, _zeroed_in_a_window, stage, set_to_none)
 
@@ -105,7 +105,9 @@ def _penalty(stage: int, zero: dict[str, Any]) -> None:
     check(Case(Critic, _penalty_loss, stage, zero=zero))
 
 
-@pytest.mark.parametrize(("stage", "zero"), cover(STAGES, [{}, RELEASE]))
+@pytest.mark.parametrize(
+    ("stage", "zero"), only_rows([(1, {}), (3, RELEASE)], itertools.product(STAGES, [{}, RELEASE]))
+)
 def test_gradient_penalty(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
     pool.run(2, _penalty, stage, zero)
 
@@ -172,7 +174,7 @@ def _collected(stage: int) -> None:
         check(Case(CollectingNet, next_token_loss, stage, steps=1, zero=RELEASE, activation_checkpointing=block))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", only([3], [1, 3]))
 def test_what_a_module_puts_into_a_list_that_it_is_given(pool: Pool, stage: int) -> None:
     pool.run(2, _collected, stage)
 
@@ -188,7 +190,9 @@ def _evaluations(stage: int, zero: dict[str, Any]) -> None:
     check(Case(Net, next_token_loss, stage, zero=zero, after_step=evaluate))
 
 
-@pytest.mark.parametrize(("stage", "zero"), cover(STAGES, [RELEASE, {}]))
+@pytest.mark.parametrize(
+    ("stage", "zero"), only_rows([(2, {}), (3, RELEASE)], itertools.product(STAGES, [RELEASE, {}]))
+)
 def test_evaluation_between_steps(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
     pool.run(2, _evaluations, stage, zero)
 
@@ -222,7 +226,7 @@ def _aborted(stage: int) -> None:
             torch.testing.assert_close(value, dict(reference.named_parameters())[name].detach())
 
 
-@pytest.mark.parametrize("stage", only([1, 3], STAGES))
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_a_backward_that_fails_leaves_nothing_behind(pool: Pool, stage: int) -> None:
     pool.run(2, _aborted, stage)
 
@@ -241,7 +245,7 @@ def _out_of_memory(stage: int) -> None:
         next_token_loss(model, 0, 0, 0).backward()  # raised, as no buffer was left
 
 
-@pytest.mark.parametrize("stage", only([1, 3], STAGES))
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_reductions_that_fail_keep_their_buffers(pool: Pool, stage: int) -> None:
     pool.run(2, _out_of_memory, stage)
 
@@ -280,7 +284,7 @@ def _stand_ins(stage: int) -> None:
         before.norm()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", only([3], [2, 3]))
 def test_stand_ins(pool: Pool, stage: int) -> None:
     pool.run(2, _stand_ins, stage)
 

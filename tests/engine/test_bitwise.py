@@ -134,7 +134,7 @@ def _bf16_error(stage: int) -> tuple[float, float]:
     return ours, theirs
 
 
-@pytest.mark.parametrize("stage", only([1, 3], [0, 1, 2, 3]))
+@pytest.mark.parametrize("stage", only([3], [0, 1, 2, 3]))
 def test_bf16_copies_are_as_exact_as_plain_torch(pool: Pool, stage: int) -> None:
     ours, theirs = pool.run(2, _bf16_error, stage)[0]
     assert 0 < ours <= 2 * theirs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import lt_zero
 from lt_zero.checkpoint.native.plain import to_plain
 from lt_zero.engine.full_params import take_over_assigned
 from lt_zero.engine.lazy_tensor import AbsentTensor
-from tests.support.matrix import cover, only
+from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss, tokens
 from tests.support.parity import STAGES, Case, check, config_of, full_values
 from tests.support.pool import Pool
@@ -131,7 +132,7 @@ def _load(stage: int, low: bool) -> None:
     engine.finish_reductions()
 
 
-@pytest.mark.parametrize(("stage", "low"), cover(STAGES, [False, True]))
+@pytest.mark.parametrize(("stage", "low"), only_rows([(1, False), (3, True)], itertools.product(STAGES, [False, True])))
 def test_load_state_dict_needs_no_context(pool: Pool, stage: int, low: bool) -> None:
     pool.run(3 if stage == 3 else 2, _load, stage, low)
 
@@ -155,7 +156,7 @@ def _lost_edit(stage: int) -> None:
     assert (full_values(engine)["scale"] > 3).all(), "the step starts from the edit"
 
 
-@pytest.mark.parametrize("stage", only([0, 1, 3], STAGES))
+@pytest.mark.parametrize("stage", only([1, 3], STAGES))
 def test_edits_are_taken_over_or_reported(pool: Pool, stage: int) -> None:
     pool.run(2, _lost_edit, stage)
 
@@ -184,7 +185,7 @@ def _clip_low(stage: int) -> None:
         assert value.bfloat16().abs().max() <= limit, f"{name}: the last step, by 0, starts from what was clipped"
 
 
-@pytest.mark.parametrize("stage", only([0, 2], [0, 1, 2]))
+@pytest.mark.parametrize("stage", only([2], [0, 1, 2]))
 def test_edits_through_data(pool: Pool, stage: int) -> None:
     pool.run(2, _clipped, stage)
 
@@ -240,7 +241,7 @@ def _clip_late(stage: int) -> None:
         assert (value.bfloat16() == 0.25).all(), f"{name}: digits that the edit did not show stay, no more"
 
 
-@pytest.mark.parametrize("stage", only([0, 2], [0, 1, 2]))
+@pytest.mark.parametrize("stage", only([2], [0, 1, 2]))
 def test_an_edit_between_backward_and_step(pool: Pool, stage: int) -> None:
     pool.run(2, _clip_late, stage)
 
@@ -259,7 +260,7 @@ def _write_one_rank(stage: int, low: bool) -> None:
         assert torch.equal(value, before[name]), f"{name} was not edited and keeps its precision"
 
 
-@pytest.mark.parametrize(("stage", "low"), cover(STAGES, [False, True]))
+@pytest.mark.parametrize(("stage", "low"), only_rows([(1, False), (3, True)], itertools.product(STAGES, [False, True])))
 def test_rank_zero_wins_in_gathered(pool: Pool, stage: int, low: bool) -> None:
     pool.run(2, _write_one_rank, stage, low)
 
@@ -306,6 +307,6 @@ def _clamped(stage: int) -> None:
     check(Case(Net, next_token_loss, stage, "adamw", after_step=clamp))
 
 
-@pytest.mark.parametrize("stage", only([1, 3], STAGES))
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_edits_inside_gathered(pool: Pool, stage: int) -> None:
     pool.run(2, _clamped, stage)

@@ -22,7 +22,7 @@ from lt_zero.lightning.precision import sharded_of
 from lt_zero.step.loss_scale import LossScaleController
 from tests.support.constant_module import Constant
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
-from tests.support.matrix import cover, only, only_rows
+from tests.support.matrix import only, only_rows
 from tests.support.models import Net, tokens
 from tests.support.parity import OPTIMIZERS, STAGES, config_of, full_grads, full_values
 from tests.support.pool import Pool
@@ -75,7 +75,11 @@ def _errors(dtype: torch.dtype, stage: int, optimizer: str, steps: int = 4) -> N
         assert mine <= 2 * theirs + 1e-7, f"{name}: error {mine:g}, plain PyTorch {theirs:g}"
 
 
-@pytest.mark.parametrize(("stage", "dtype", "optimizer"), cover(STAGES, LOW, ["sgd", "adamw"]), ids=str)
+@pytest.mark.parametrize(
+    ("stage", "dtype", "optimizer"),
+    only_rows([(1, LOW[0], "adamw"), (3, LOW[1], "sgd")], itertools.product(STAGES, LOW, ["sgd", "adamw"])),
+    ids=str,
+)
 def test_error_is_that_of_plain_pytorch(pool: Pool, stage: int, dtype: torch.dtype, optimizer: str) -> None:
     pool.run(3 if stage == 3 else 2, _errors, dtype, stage, optimizer)
 
@@ -97,7 +101,7 @@ def _reduced(grads: list[float], cases: list[Reduction]) -> list[list[float]]:
     return rows
 
 
-@pytest.mark.parametrize(("stage", "shared"), only_rows([(0, "0"), (3, "1")], itertools.product(STAGES, ["0", "1"])))
+@pytest.mark.parametrize(("stage", "shared"), only_rows([(3, "1")], itertools.product(STAGES, ["0", "1"])))
 def test_sums_do_not_overflow_in_fp16(pool: Pool, stage: int, shared: str) -> None:
     grads = [30000.0, 30000.0, 60000.0]
     every_keys: list[dict[str, Any]] = [{}, {"communication_data_type": "fp16"}, {"prescale_gradients": True}]
@@ -110,7 +114,7 @@ def test_sums_do_not_overflow_in_fp16(pool: Pool, stage: int, shared: str) -> No
         assert row == pytest.approx([40000.0] * 13, rel=2**-10), case
 
 
-@pytest.mark.parametrize("shared", ["0", "1"])
+@pytest.mark.parametrize("shared", only(["0"], ["0", "1"]))
 def test_bf16_gradients_are_summed_exactly(pool: Pool, shared: str) -> None:
     grads = [256.0, 1.0, 1.0]  # bf16 would lose the ones: 256 + 1 = 256
     cases: list[Reduction] = [(stage, torch.bfloat16, {}, {}) for stage in (1, 2, 3)]
@@ -119,7 +123,8 @@ def test_bf16_gradients_are_summed_exactly(pool: Pool, shared: str) -> None:
         assert row == pytest.approx([86.0] * 13, rel=1e-6), stage
 
 
-def test_reduction_keys(pool: Pool) -> None:
+@pytest.mark.parametrize("stage", only([2], STAGES))
+def test_reduction_keys(pool: Pool, stage: int) -> None:
     grads = [1.0, 2.0, 6.0]
     wanted: list[tuple[dict[str, Any], float]] = [
         ({"gradient_allreduce_op": "sum"}, 9.0),
@@ -128,19 +133,18 @@ def test_reduction_keys(pool: Pool) -> None:
         ({"communication_data_type": "bf16"}, 3.0),
         ({"communication_data_type": "fp32"}, 3.0),
     ]
-    cases: list[Reduction] = [
-        (stage, None if stage % 2 else torch.bfloat16, keys, {}) for stage in STAGES for keys, _ in wanted
-    ]
+    cases: list[Reduction] = [(stage, None if stage % 2 else torch.bfloat16, keys, {}) for keys, _ in wanted]
     rows = pool.run(3, _reduced, grads, cases)[0]
-    for row, (stage, _, keys, _), (_, want) in zip(rows, cases, wanted * len(STAGES), strict=True):
+    for row, (keys, want) in zip(rows, wanted, strict=True):
         rounded = "prescale_gradients" in keys and stage == 2  # a third of a gradient, in bf16 on the wire
-        assert row == pytest.approx([want] * 13, rel=2**-8 if rounded else 1e-6), (stage, keys)
+        assert row == pytest.approx([want] * 13, rel=2**-8 if rounded else 1e-6), keys
 
 
-def test_communication_dtype_is_what_is_sent(pool: Pool) -> None:
-    cases: list[Reduction] = [(stage, None, {"communication_data_type": "bf16"}, {}) for stage in STAGES]
-    for row, stage in zip(pool.run(2, _reduced, [1.0 + 2.0**-12] * 2, cases)[0], STAGES, strict=True):
-        assert row == [1.0] * 13, f"stage {stage}: 2**-12 does not fit into bf16 beside 1"
+@pytest.mark.parametrize("stage", only([3], STAGES))
+def test_communication_dtype_is_what_is_sent(pool: Pool, stage: int) -> None:
+    case: Reduction = (stage, None, {"communication_data_type": "bf16"}, {})
+    (row,) = pool.run(2, _reduced, [1.0 + 2.0**-12] * 2, [case])[0]
+    assert row == [1.0] * 13, "2**-12 does not fit into bf16 beside 1"
 
 
 def test_predivision_is_by_the_world_where_the_wire_adds() -> None:
@@ -177,9 +181,7 @@ def _fine_and_rough(stage: int, sync: bool) -> tuple[float, float]:
     return _many(stage, {}, sync), _many(stage, {"data_types": {"grad_accum_dtype": "bf16"}}, sync)
 
 
-@pytest.mark.parametrize(
-    ("stage", "sync"), only_rows([(2, True), (3, False)], itertools.product(STAGES, [True, False]))
-)
+@pytest.mark.parametrize(("stage", "sync"), only_rows([(3, False)], itertools.product(STAGES, [True, False])))
 def test_accumulation_is_in_fp32(pool: Pool, stage: int, sync: bool) -> None:
     fine, rough = pool.run(2, _fine_and_rough, stage, sync)[0]
     assert fine < 1e-6
@@ -212,17 +214,18 @@ def _masters(stage: int, keys: dict[str, Any], dtype: torch.dtype) -> tuple[Any,
 
 
 @pytest.mark.parametrize("stage", only([3], STAGES))
-def test_low_master_weights(pool: Pool, stage: int) -> None:
+@pytest.mark.parametrize("dtype", only([torch.bfloat16], LOW))
+def test_low_master_weights(pool: Pool, stage: int, dtype: torch.dtype) -> None:
     full = pool.run(2, _masters, stage, {}, torch.bfloat16)[0][3]
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
-        keys: dict[str, Any] = {name: {f"{name}_master_weights_and_grads": True}}
-        worst, masters, moments, memory = pool.run(2, _masters, stage, keys, dtype)[0]
-        assert worst == 0.0
-        assert masters == {dtype}
-        assert moments == {torch.float32}
-        assert memory["gradients"][0] == full["gradients"][0] // 2
-        assert memory["optimizer"][0] == full["optimizer"][0]
-        assert memory["weights"][0] < full["weights"][0]
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    keys: dict[str, Any] = {name: {f"{name}_master_weights_and_grads": True}}
+    worst, masters, moments, memory = pool.run(2, _masters, stage, keys, dtype)[0]
+    assert worst == 0.0
+    assert masters == {dtype}
+    assert moments == {torch.float32}
+    assert memory["gradients"][0] == full["gradients"][0] // 2
+    assert memory["optimizer"][0] == full["optimizer"][0]
+    assert memory["weights"][0] < full["weights"][0]
 
 
 @pytest.mark.parametrize("stage", only([2], STAGES))
@@ -234,20 +237,20 @@ def test_low_moments(pool: Pool, stage: int) -> None:
     assert memory["optimizer"][0] == full["optimizer"][0] // 2
 
 
-def _low_accumulators() -> None:
+def _low_accumulators(stage: int) -> None:
     """Accumulators in bf16 under fp32 masters: the step sees them in fp32."""
-    for stage in STAGES:
-        model = Constant(7)
-        engine = lt_zero.shard(model, config_of(stage, {}, torch.bfloat16, data_types={"grad_accum_dtype": "bf16"}))
-        opt = torch.optim.SGD(model.parameters(), lr=1.0)
-        lt_zero.ShardedOptimizer(engine, opt)
-        model(torch.full((7,), 3.0)).backward()
-        opt.step()
-        assert full_values(engine)["weight"].tolist() == [-3.0] * 7, stage
+    model = Constant(7)
+    engine = lt_zero.shard(model, config_of(stage, {}, torch.bfloat16, data_types={"grad_accum_dtype": "bf16"}))
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    lt_zero.ShardedOptimizer(engine, opt)
+    model(torch.full((7,), 3.0)).backward()
+    opt.step()
+    assert full_values(engine)["weight"].tolist() == [-3.0] * 7
 
 
-def test_low_accumulators_step(pool: Pool) -> None:
-    pool.run(2, _low_accumulators)
+@pytest.mark.parametrize("stage", only([2], STAGES))
+def test_low_accumulators_step(pool: Pool, stage: int) -> None:
+    pool.run(2, _low_accumulators, stage)
 
 
 # ---- overflow ------------------------------------------------------------------------------------------------------
@@ -283,7 +286,7 @@ def gated_run(keys: dict[str, Any], dtype: torch.dtype, stage: int, count: int, 
 
 
 def _overflow(stage: int, dtype: torch.dtype) -> None:
-    count = 60 if stage == 3 else 30  # steps: more than a window of the loss scale
+    count = 30  # steps: more than a window of the loss scale
     bad = set(torch.randint(1, count, (count // 15,), generator=torch.Generator().manual_seed(stage)).tolist())
     block = {"initial_scale_power": 8, "loss_scale_window": 25, "hysteresis": 1}
     keys = {"fp16": block} if dtype == torch.float16 else {}
@@ -297,7 +300,7 @@ def _overflow(stage: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "stage"), only_rows([(torch.bfloat16, 2), (torch.float16, 3)], itertools.product(LOW, STAGES)), ids=str
+    ("dtype", "stage"), only_rows([(torch.float16, 3)], itertools.product(LOW, STAGES)), ids=str
 )
 def test_overflow_on_one_rank_changes_nothing(pool: Pool, stage: int, dtype: torch.dtype) -> None:
     pool.run(3 if stage == 3 else 2, _overflow, stage, dtype)

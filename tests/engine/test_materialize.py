@@ -26,7 +26,7 @@ from lt_zero.engine.guard import guard, is_guarded, own
 from lt_zero.engine.materialize import ConstructionSharder, Materializer
 from lt_zero.lightning.model_report import memory_report
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
-from tests.support.matrix import only
+from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import STAGES, config_of, counted_storages, full_values
 from tests.support.pool import Pool
@@ -81,7 +81,7 @@ def _cut(stage: int, large: int) -> None:
     next_token_loss(model, 0, 0, 0).backward()
 
 
-@pytest.mark.parametrize("large", [1, 2000, 1 << 20])
+@pytest.mark.parametrize("large", only([2000], [1, 2000, 1 << 20]))
 @pytest.mark.parametrize("stage", only([3], STAGES))
 def test_cutting_at_construction_keeps_the_initialisation(pool: Pool, stage: int, large: int) -> None:
     pool.run(3, _cut, stage, large)
@@ -141,7 +141,7 @@ def _late(stage: int, large: int) -> None:
         assert (value == 7.0).all(), name  # the last one is still whole when the engine takes over
 
 
-@pytest.mark.parametrize(("stage", "large"), [(1, 1), (3, 40), (3, 1 << 20)])
+@pytest.mark.parametrize(("stage", "large"), only_rows([(3, 40)], [(1, 1), (3, 40), (3, 1 << 20)]))
 def test_what_is_loaded_after_construction_is_kept(pool: Pool, stage: int, large: int) -> None:
     pool.run(2, _late, stage, large)
 
@@ -170,7 +170,7 @@ def _values_of_a_layer() -> None:
         assert torch.equal(value, expected)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", only([2], [1, 2]))
 def test_any_layout_and_type_is_cut(pool: Pool, ranks: int) -> None:
     pool.run(ranks, _values_of_a_layer)
 
@@ -243,7 +243,7 @@ def _meta(stage: int) -> None:
     assert "head.weight" not in values, "tied weights stay tied"
 
 
-@pytest.mark.parametrize("stage", only([0, 3], STAGES))
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_meta_device(pool: Pool, stage: int) -> None:
     pool.run(2, _meta, stage)
 

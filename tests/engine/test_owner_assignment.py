@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import warnings
@@ -28,7 +29,7 @@ from lt_zero.offload import host_store
 from lt_zero.optim import Lamb, Muon, muon_groups
 from lt_zero.planning.check import measured
 from lt_zero.planning.forecast import GRADS, MASTER, MOMENTS, REDUCE, WEIGHTS
-from tests.support.matrix import cover, only
+from tests.support.matrix import only, only_rows
 from tests.support.models import Block, next_token_loss, tokens
 from tests.support.parity import Case, check, config_of, full_values
 from tests.support.pool import Pool
@@ -212,9 +213,9 @@ def test_muon_is_torchs(pool: Pool, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:zero_optimization.shard_along")
-def test_two_optimizers_of_the_user(pool: Pool) -> None:
-    pool.run(2, _muon, 3, True)
-    pool.run(2, _muon, 1, True, True)  # one step: Muon's iteration in bf16 makes much of a last bit
+@pytest.mark.parametrize("fused", only([False], [False, True]))
+def test_two_optimizers_of_the_user(pool: Pool, fused: bool) -> None:
+    pool.run(2, _muon, 1 if fused else 3, True, fused)  # Muon's iteration in bf16 makes much of a last bit
 
 
 def _elementwise(world_steps: int) -> None:
@@ -257,10 +258,25 @@ def _states_at(place: tuple[int, str], name: str, folder: str) -> None:
         host_store._apart = False
 
 
+PLACES = [(2, "none"), (1, "cpu"), (3, "nvme"), (0, "nvme")]
+
+
 @pytest.mark.filterwarnings("ignore:zero_optimization.shard_along", "ignore:These keys do nothing")
-@pytest.mark.parametrize(("place", "name"), cover([(2, "none"), (1, "cpu"), (3, "nvme"), (0, "nvme")], [*WHOLE]))
+@pytest.mark.parametrize(
+    ("place", "name"),
+    only_rows(
+        [((1, "cpu"), "lamb"), ((3, "nvme"), "muon"), ((2, "none"), "adafactor")], itertools.product(PLACES, WHOLE)
+    ),
+)
 def test_offloaded_states(pool: Pool, tmp_path: Any, place: tuple[int, str], name: str) -> None:
     pool.run(2, _states_at, place, name, str(tmp_path))
+
+
+LOW: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (torch.bfloat16, {}),
+    (torch.float16, {}),
+    (torch.bfloat16, {"bf16": {"bf16_master_weights_and_grads": True}}),
+]
 
 
 def _low(dtype: torch.dtype, keys: dict[str, Any]) -> None:
@@ -285,10 +301,7 @@ def _low(dtype: torch.dtype, keys: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:zero_optimization.shard_along", "ignore:These keys do nothing")
-@pytest.mark.parametrize(
-    ("dtype", "keys"),
-    [(torch.bfloat16, {}), (torch.float16, {}), (torch.bfloat16, {"bf16": {"bf16_master_weights_and_grads": True}})],
-)
+@pytest.mark.parametrize(("dtype", "keys"), only_rows([LOW[2]], LOW))
 def test_low_precision(pool: Pool, dtype: torch.dtype, keys: dict[str, Any]) -> None:
     pool.run(2, _low, dtype, keys)
 

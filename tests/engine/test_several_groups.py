@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.engine import Engine
-from tests.support.matrix import cover
+from tests.support.matrix import only, only_rows
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of, full_values
 from tests.support.pool import Pool
 from tests.support.simulated import LateGroup, one_of
@@ -120,7 +122,10 @@ def _train(stage: int, optimizer: str, zero: dict[str, Any], path: str) -> dict[
     return reference.state_dict()
 
 
-@pytest.mark.parametrize(("stage", "optimizer", "shared"), cover([1, 2, 3], ["sgd", "adamw"], ["1", "0"], strength=2))
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "shared"),
+    only_rows([(1, "sgd", "1"), (3, "adamw", "0")], itertools.product([1, 2, 3], ["sgd", "adamw"], ["1", "0"])),
+)
 def test_equals_one_process(pool: Pool, tmp_path: Path, stage: int, optimizer: str, shared: str) -> None:
     """With windows and with sockets. The checkpoint has the whole matrix."""
     given = (stage, optimizer, RELEASE if stage == 3 else {}, str(tmp_path / "saved"))
@@ -182,18 +187,24 @@ def _specs(model: nn.Module, units: slice) -> list[ParamSpec]:
     return found
 
 
+@dataclass(frozen=True)
+class Uneven:
+    stage: int
+    zero: dict[str, Any]
+
+
 UNEVEN = {  # each bound lies between what the halves have
-    "buckets": (1, {"reduce_bucket_size": 20, "allgather_bucket_size": 20}),
-    "small": (3, {"stage3_param_persistence_threshold": 20}),
-    "small together": (3, {"stage3_param_persistence_threshold": 40, "stage3_model_persistence_threshold": 100}),
-    "kept": (3, {"stage3_max_reuse_distance": 600}),
-    "live": (3, {"stage3_max_live_parameters": 400}),
-    "offloaded": (2, {"reduce_bucket_size": 20, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
-    "owned": (2, {"shard_along": "parameter"}),
+    "buckets": Uneven(1, {"reduce_bucket_size": 20, "allgather_bucket_size": 20}),
+    "small": Uneven(3, {"stage3_param_persistence_threshold": 20}),
+    "small together": Uneven(3, {"stage3_param_persistence_threshold": 40, "stage3_model_persistence_threshold": 100}),
+    "kept": Uneven(3, {"stage3_max_reuse_distance": 600}),
+    "live": Uneven(3, {"stage3_max_live_parameters": 400}),
+    "offloaded": Uneven(2, {"reduce_bucket_size": 20, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+    "owned": Uneven(2, {"shard_along": "parameter"}),
 }
 
 
-def _train_uneven(stage: int, zero: dict[str, Any]) -> None:
+def _train_uneven(uneven: Uneven) -> None:
     """The first half has 6 of 9 units, the other 3: whatever depends on sizes has to be the same on all ranks."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # same data
@@ -205,7 +216,7 @@ def _train_uneven(stage: int, zero: dict[str, Any]) -> None:
     cut = {spec.name for spec in specs}
     engine = lt_zero.shard(
         model,
-        config_of(stage, zero),
+        config_of(uneven.stage, uneven.zero),
         group=every,
         specs=specs,
         group_of=lambda name, parameter: halves if name in cut else every,
@@ -226,9 +237,9 @@ def _train_uneven(stage: int, zero: dict[str, Any]) -> None:
         torch.testing.assert_close(values[name], mine, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", UNEVEN)
+@pytest.mark.parametrize("kind", only(["buckets", "live", "owned"], UNEVEN))
 def test_halves_of_different_sizes(pool: Pool, kind: str) -> None:
-    pool.run(4, _train_uneven, *UNEVEN[kind], env={"LT_ZERO_SHARED_MEMORY": "0"})
+    pool.run(4, _train_uneven, UNEVEN[kind], env={"LT_ZERO_SHARED_MEMORY": "0"})
 
 
 # ---- one group for each half, and nothing that all ranks have -----------------------------------------------------
@@ -253,7 +264,7 @@ def _norm_over_halves(stage: int) -> None:
         assert float(sharded.grads.norm(order)) == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", only([1], [0, 1]))
 def test_the_norm_is_over_all_ranks(pool: Pool, stage: int) -> None:
     pool.run(4, _norm_over_halves, stage)
 
@@ -276,7 +287,7 @@ def _whole_tensors(stage: int) -> None:
         lt_zero.ShardedOptimizer(engine, make([p for p in matrices if p is not model.middle.weight], lr=0.1))
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", only([1], [0, 1]))
 def test_optimizers_that_need_whole_tensors(pool: Pool, stage: int) -> None:
     pool.run(4, _whole_tensors, stage)
 

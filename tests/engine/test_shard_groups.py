@@ -14,7 +14,7 @@ import torch.distributed as dist
 import lt_zero
 from lt_zero import ConfigError
 from lt_zero.optim import Lamb
-from tests.support.matrix import cover, only_rows
+from tests.support.matrix import only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import RELEASE, Case, check, config_of, full_values
 from tests.support.pool import Pool
@@ -28,7 +28,11 @@ def _exact(stage: int, optimizer: str, zero: dict[str, Any], micro: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("stage", "optimizer", "size", "shared"), cover([1, 2, 3], ["sgd", "adamw"], [2, 1], ["1", "0"])
+    ("stage", "optimizer", "size", "shared"),
+    only_rows(
+        [(1, "adamw", 1, "0"), (3, "sgd", 2, "1")],
+        itertools.product([1, 2, 3], ["sgd", "adamw"], [2, 1], ["1", "0"]),
+    ),
 )
 def test_equals_single_process(pool: Pool, stage: int, optimizer: str, size: int, shared: str) -> None:
     """With windows and with sockets; groups of one rank, too."""
@@ -57,20 +61,19 @@ def _train(stage: int, zero: dict[str, Any], dtype: torch.dtype | None, kind: st
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind"),
-    only_rows([(torch.bfloat16, "adamw")], itertools.product([None, torch.bfloat16], ["adamw", "lamb"])),
+    ("stage", "dtype", "kind"),
+    only_rows([(3, torch.bfloat16, "adamw")], itertools.product([1, 2, 3], [None, torch.bfloat16], ["adamw", "lamb"])),
 )
-def test_shared_memory_gives_the_bits_of_one_group(pool: Pool, dtype: torch.dtype | None, kind: str) -> None:
-    for stage in (1, 2, 3):
-        want, *_ = pool.run(4, _train, stage, {}, dtype, kind)
-        for got in pool.run(4, _train, stage, PAIRS, dtype, kind):
-            for name, value in want.items():
-                np.testing.assert_array_equal(got[name], value, err_msg=f"stage {stage}: {name}")
+def test_shared_memory_gives_the_bits_of_one_group(
+    pool: Pool, stage: int, dtype: torch.dtype | None, kind: str
+) -> None:
+    want, *_ = pool.run(4, _train, stage, {}, dtype, kind)
+    for got in pool.run(4, _train, stage, PAIRS, dtype, kind):
+        for name, value in want.items():
+            np.testing.assert_array_equal(got[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("stage", "kind"), only_rows([(2, "lamb"), (3, "adamw")], itertools.product([1, 2, 3], ["adamw", "lamb"]))
-)
+@pytest.mark.parametrize(("stage", "kind"), only_rows([(3, "lamb")], itertools.product([1, 2, 3], ["adamw", "lamb"])))
 def test_replicas_stay_equal(pool: Pool, tmp_path: Path, stage: int, kind: str) -> None:
     """To the bit, over sockets, with states in files."""
     where = {"device": "nvme", "nvme_path": str(tmp_path)}

@@ -110,7 +110,7 @@ def _transform(stage: int) -> None:
         torch.testing.assert_close(net(X), plain(X))
 
 
-@pytest.mark.parametrize("stage", only([0, 3], [0, 1, 2, 3]))
+@pytest.mark.parametrize("stage", only([3], [0, 1, 2, 3]))
 def test_transforms_are_exact_inside_of_gathered(pool: Pool, stage: int) -> None:
     pool.run(2, _transform, stage)
 
@@ -151,7 +151,7 @@ def _trains(stage: int, outside: bool) -> None:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("outside", [False, True], ids=["backward inside", "backward outside"])
+@pytest.mark.parametrize("outside", only([True], [False, True]), ids=["backward inside", "backward outside"])
 def test_a_loss_is_trained_through_transforms(pool: Pool, outside: bool) -> None:
     pool.run(2, _trains, 3, outside)
 

@@ -126,7 +126,8 @@ def _compiled(stage: int, layers: bool) -> int:
     return len(graphs)
 
 
-@pytest.mark.parametrize(("stage", "layers"), [(1, False), pytest.param(3, True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "layers"), [(1, False), (3, True)])
 def test_a_compiled_module_calls_its_pipeline_as_it_is(pool: Pool, stage: int, layers: bool) -> None:
     assert all((found > 0) == layers for found in pool.run(2, _compiled, stage, layers))
 

@@ -124,7 +124,7 @@ def _errors(mode: str, stage: int, optimizer: str, ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("mode", "stage", "optimizer", "ranks"),
     only_rows(
-        [("bf16-mixed", 2, "adamw", Ranks(1, 2)), ("16-true", 3, "sgd", MESH)],
+        [("bf16-mixed", 2, "adamw", Ranks(1, 2)), ("16-true", 3, "sgd", Ranks(1, 2))],
         itertools.product(MODES, STAGES, OPTIMIZERS, [Ranks(1, 2), MESH]),
     ),
 )

@@ -56,8 +56,7 @@ def trained(stage: int, ranks: Ranks = MESH, **options: Any) -> tuple[Run, Net, 
     return run, reference, expected
 
 
-def _read(stage: int) -> None:
-    run, reference, expected = trained(stage)
+def _read(run: Run, reference: Net, expected: torch.optim.Optimizer) -> None:
     mine, whole = dict(run.model.named_parameters()), dict(reference.named_parameters())
     for name in NAMES:
         parameter, want = mine[name], whole[name]
@@ -80,9 +79,62 @@ def _read(stage: int) -> None:
         assert state == {}
 
 
+def _norms(run: Run, reference: Net) -> None:
+    run.engine.finish_reductions()
+    for (name, parameter), want in zip(run.model.named_parameters(), reference.parameters(), strict=True):
+        grad = parameter.grad
+        assert grad is not None
+        assert grad.shape == parameter.shape == want.shape, name
+        for order in (2, float("inf")):
+            norm: Any = grad.norm(order)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            close(norm, torch.linalg.vector_norm(want.grad, order), f"{order}-norm of {name}")
+    run.model.get_parameter(CUT).grad.mul_(2)  # type: ignore[union-attr]
+    grads = full_grads(run.engine)
+    full, expected = lt_zero.full_grad(run.model.get_parameter(CUT)), reference.get_parameter(CUT).grad
+    assert full is not None
+    assert expected is not None
+    close(full, 2 * expected)
+    assert CUT in grads
+
+
+def _uses(stage: int, run: Run, reference: Net) -> None:
+    """Of values outside of forward: an error at stage 3, inside of ``gathered`` those of torch."""
+    parameter, want = run.model.get_parameter(CUT), reference.get_parameter(CUT)
+    assert isinstance(parameter, DTensor)
+    uses: tuple[Callable[[], Any], ...] = (
+        lambda: parameter.to_local(),
+        lambda: parameter.full_tensor(),
+        lambda: parameter.redistribute(placements=parameter.placements),
+        lambda: parameter * 2,
+        lambda: parameter.sum(),
+    )
+    if stage == 3:
+        for use in uses:
+            with pytest.raises(RuntimeError, match=f"{CUT}.*sharded over .*lt_zero.gathered"):
+                use()
+    with lt_zero.gathered(parameter):
+        close(parameter.full_tensor(), want)
+        close((parameter * 2).full_tensor(), want * 2)  # type: ignore[attr-defined]
+        close(parameter.sum().full_tensor(), want.sum())  # type: ignore[attr-defined]
+        mesh = parameter.device_mesh
+        close(parameter.to_local(), want.chunk(mesh.size(), 1)[mesh.get_local_rank()])
+        assert parameter.redistribute(placements=parameter.placements).shape == want.shape
+
+
+def _looks(stage: int, ranks: Ranks) -> None:
+    run, reference, expected = trained(stage, ranks)
+    _uses(stage, run, reference)
+    _read(run, reference, expected)
+    _norms(run, reference)
+
+
+@pytest.mark.parametrize("ranks", only([MESH], [Ranks(1, 2), MESH]))
 @pytest.mark.parametrize("stage", only(FAST, STAGES))
-def test_functions_of_a_tensor_read_all_of_it(pool: Pool, stage: int) -> None:
-    pool.run(4, _read, stage)
+def test_values_functions_and_norms_of_gradients_are_those_of_whole_tensors(
+    pool: Pool, stage: int, ranks: Ranks
+) -> None:
+    pool.run(ranks.all, _looks, stage, ranks)
 
 
 def _write(stage: int) -> None:
@@ -111,32 +163,6 @@ def test_setters_take_all_of_a_tensor(pool: Pool, stage: int) -> None:
     pool.run(4, _write, stage)
 
 
-def _norms(stage: int, ranks: Ranks) -> None:
-    run, reference, _ = trained(stage, ranks)
-    run.engine.finish_reductions()
-    for (name, parameter), want in zip(run.model.named_parameters(), reference.parameters(), strict=True):
-        grad = parameter.grad
-        assert grad is not None
-        assert grad.shape == parameter.shape == want.shape, name
-        for order in (2, float("inf")):
-            norm: Any = grad.norm(order)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            close(norm, torch.linalg.vector_norm(want.grad, order), f"{order}-norm of {name}")
-    run.model.get_parameter(CUT).grad.mul_(2)  # type: ignore[union-attr]
-    grads = full_grads(run.engine)
-    full, expected = lt_zero.full_grad(run.model.get_parameter(CUT)), reference.get_parameter(CUT).grad
-    assert full is not None
-    assert expected is not None
-    close(full, 2 * expected)
-    assert CUT in grads
-
-
-@pytest.mark.parametrize("ranks", only([MESH], [Ranks(1, 2), MESH]))
-@pytest.mark.parametrize("stage", only([2], STAGES))
-def test_norms_of_gradients_are_those_of_the_tensors(pool: Pool, stage: int, ranks: Ranks) -> None:
-    pool.run(ranks.all, _norms, stage, ranks)
-
-
 def _assigned() -> None:
     """At stage 0 ``p.grad`` can be replaced, by a DTensor or by all of a tensor; before backward it is added to."""
     run, reference, expected = trained(0)
@@ -154,35 +180,6 @@ def _assigned() -> None:
 @pytest.mark.slow
 def test_gradients_are_assigned(pool: Pool) -> None:
     pool.run(4, _assigned)
-
-
-def _uses(stage: int) -> None:
-    run, reference, _ = trained(stage)
-    parameter, want = run.model.get_parameter(CUT), reference.get_parameter(CUT)
-    assert isinstance(parameter, DTensor)
-    uses: tuple[Callable[[], Any], ...] = (
-        lambda: parameter.to_local(),
-        lambda: parameter.full_tensor(),
-        lambda: parameter.redistribute(placements=parameter.placements),
-        lambda: parameter * 2,
-        lambda: parameter.sum(),
-    )
-    if stage == 3:
-        for use in uses:
-            with pytest.raises(RuntimeError, match=f"{CUT}.*sharded over .*lt_zero.gathered"):
-                use()
-    with lt_zero.gathered(parameter):
-        close(parameter.full_tensor(), want)
-        close((parameter * 2).full_tensor(), want * 2)  # type: ignore[attr-defined]
-        close(parameter.sum().full_tensor(), want.sum())  # type: ignore[attr-defined]
-        mesh = parameter.device_mesh
-        close(parameter.to_local(), want.chunk(mesh.size(), 1)[mesh.get_local_rank()])
-        assert parameter.redistribute(placements=parameter.placements).shape == want.shape
-
-
-@pytest.mark.parametrize("stage", only(FAST, STAGES))
-def test_uses_of_values_outside_of_forward(pool: Pool, stage: int) -> None:
-    pool.run(4, _uses, stage)
 
 
 def _edits(stage: int, keys: dict[str, Any]) -> None:
@@ -363,7 +360,8 @@ def test_optimizers_that_are_right(pool: Pool, stage: int, make: Any, ranks: Ran
     pool.run(ranks.all, _optimizes, stage, make, ranks, keys)
 
 
-@pytest.mark.parametrize("stage", only(FAST, STAGES))
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
 def test_muon_for_matrices_that_are_whole(pool: Pool, stage: int) -> None:
     keys = {"zero": {"shard_along": "parameter"}, "sequence": False}
     pool.run(4, _optimizes, stage, muon_for_whole_matrices, Ranks(2, 2), keys)

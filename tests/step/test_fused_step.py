@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ops
 from lt_zero.optim import Lamb, Lion
-from tests.support.matrix import cover, only
+from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import STAGES, TORCH_FUSES, config_of, full_values
 from tests.support.pool import Pool
@@ -57,7 +58,9 @@ def _compare(stage: int, optimizer: str, keywords: dict[str, Any]) -> None:
         torch.testing.assert_close(value, torchs[name], rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize(("stage", "optimizer"), cover(STAGES, ["Adam", "AdamW"]))
+@pytest.mark.parametrize(
+    ("stage", "optimizer"), only_rows([(1, "Adam"), (3, "AdamW")], itertools.product(STAGES, ["Adam", "AdamW"]))
+)
 def test_weights_are_those_of_torch(pool: Pool, stage: int, optimizer: str) -> None:
     pool.run(2, _compare, stage, optimizer, {})
 
@@ -116,7 +119,7 @@ def _other(kind: str) -> None:
                 torch.testing.assert_close(mine[name][key], value, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", only(["adagrad", "nesterov", "lamb"], OTHERS))
+@pytest.mark.parametrize("kind", only(["adagrad", "nesterov"], OTHERS))
 def test_other_optimizers_take_torchs_steps(pool: Pool, kind: str) -> None:
     """To the last bit, but for Adagrad and LAMB, as torch's square root is not correctly rounded."""
     pool.run(2, _other, kind)
@@ -159,7 +162,7 @@ def _calls(stage: int, dtype: Any) -> None:
     torch.testing.assert_close(sharded.grads.norm(), torch.tensor(0.1), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", only([torch.bfloat16], [None, torch.bfloat16]), ids=str)
 def test_one_call_takes_the_deferred_factor(pool: Pool, dtype: Any) -> None:
     pool.run(2, _calls, 2, dtype)
     pool.run(3, _calls, 3, dtype)
@@ -250,7 +253,7 @@ def _counts(stage: int) -> None:
     assert _steps_of(opt) == {1.0}
 
 
-@pytest.mark.parametrize("stage", only([1, 3], STAGES))
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_steps_are_counted_per_parameter(pool: Pool, stage: int) -> None:
     pool.run(2, _counts, stage)
 

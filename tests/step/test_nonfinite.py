@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lt_zero.step.loss_scale import NonFiniteError
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, single_trainer, weights
-from tests.support.matrix import only_rows
+from tests.support.matrix import only, only_rows
 from tests.support.pool import Pool
 
 RUN: dict[str, Any] = {"max_steps": 4, "max_epochs": 4, "limit_val_batches": 0, "use_distributed_sampler": False}
@@ -52,26 +53,37 @@ def _warned(stage: int, kind: str, zero: dict[str, Any], options: dict[str, Any]
     return [str(w.message) for w in seen if "not finite" in str(w.message)]
 
 
+@dataclass(frozen=True)
+class Case:
+    """``zero``: keys of its block; ``options``: of the Trainer."""
+
+    stage: int
+    kind: str = "forward"
+    zero: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
 CASES = {
-    "0": (0, "forward", {}, {}),
-    "3": (3, "forward", {}, {}),
-    "2-backward": (2, "backward", {}, {}),
-    "clipped": (2, "backward", {}, {"gradient_clip_val": 1.0}),
-    "accumulated": (2, "forward", {}, {"accumulate_grad_batches": 2}),
-    "beside": (2, "forward", {"offload_optimizer": {"device": "cpu", "overlap_step": True}}, {}),
+    "0": Case(0),
+    "3": Case(3),
+    "2-backward": Case(2, "backward"),
+    "clipped": Case(2, "backward", options={"gradient_clip_val": 1.0}),
+    "accumulated": Case(2, options={"accumulate_grad_batches": 2}),
+    "beside": Case(2, zero={"offload_optimizer": {"device": "cpu", "overlap_step": True}}),
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_one_warning(pool: Pool, case: Any) -> None:
-    first, *others = pool.run(2, _warned, *case)
+@pytest.mark.parametrize("name", only(["3", "clipped", "beside"], CASES))
+def test_one_warning(pool: Pool, name: str) -> None:
+    case = CASES[name]
+    first, *others = pool.run(2, _warned, case.stage, case.kind, case.zero, case.options)
     assert not any(others)
     assert len(first) == 1, first
     assert "detect_anomaly" in first[0]
     assert "on_nonfinite=raise" in first[0]
-    if case[0] == 2 and case[1] == "backward":
+    if case.kind == "backward":
         assert "'net.embedding.weight' (of Embedding), 'net.blocks.0.norm" in first[0]
-    elif not case[2]:  # what was stepped beside backward may be gone
+    elif not case.zero:  # what was stepped beside backward may be gone
         assert "'temperature' (of Breaks), 'net." in first[0]
 
 
@@ -82,7 +94,7 @@ def _raised(stage: int, kind: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", only([3], [0, 2, 3]))
 def test_raise_names_the_module_on_all_ranks(pool: Pool, stage: int) -> None:
     for text in pool.run(2, _raised, stage, "forward"):
         assert "on rank 1: the first output that was not finite is that of 'net.blocks.1' (Block)" in text
@@ -102,7 +114,7 @@ def _skipped(stage: int, optimizer: str, offload: bool) -> Any:
 @pytest.mark.parametrize(
     ("stage", "offload", "optimizer"),
     only_rows(
-        [(0, False, "sgd"), (2, True, "adamw"), (3, False, "sgd")],
+        [(2, True, "adamw"), (3, False, "sgd")],
         [(stage, stage == 2, optimizer) for stage in (0, 2, 3) for optimizer in ("sgd", "adamw")],
     ),
 )

@@ -16,7 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 import lt_zero
-from tests.support.matrix import cover, only, only_rows
+from tests.support.matrix import only, only_rows
 from tests.support.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
 from tests.support.parity import STAGES, Case, check, config_of, full_values
 from tests.support.pool import Pool
@@ -46,7 +46,7 @@ def _fused(stage: int) -> None:
     check(Case(Net, next_token_loss, stage, make, rtol=1e-4, atol=1e-5))
 
 
-@pytest.mark.parametrize("stage", only([1, 3], STAGES))
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_fused_adamw(pool: Pool, stage: int) -> None:
     pool.run(2, _fused, stage)
 
@@ -107,7 +107,7 @@ def _unfreezing(stage: int) -> None:
         assert [g["lr"] for g in mine.param_groups] == [g["lr"] for g in theirs.param_groups]
 
 
-@pytest.mark.parametrize("stage", only([1, 3], STAGES))
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_groups_schedules_and_unfreezing(pool: Pool, stage: int) -> None:
     pool.run(3 if stage == 3 else 2, _unfreezing, stage)
 
@@ -179,7 +179,10 @@ def _gan(stage: int, toggle: bool, threshold: int) -> None:
             torch.testing.assert_close(got[name], p.detach(), rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}\n{t}")
 
 
-@pytest.mark.parametrize(("stage", "toggle", "threshold"), cover(STAGES, [True, False], [0, 50]))
+@pytest.mark.parametrize(
+    ("stage", "toggle", "threshold"),
+    only_rows([(1, True, 0), (3, False, 50)], product(STAGES, [True, False], [0, 50])),
+)
 def test_two_optimizers(pool: Pool, stage: int, toggle: bool, threshold: int) -> None:
     pool.run(2, _gan, stage, toggle, threshold)
 
@@ -207,7 +210,7 @@ def _refusals(stage: int) -> None:
     assert bool(stage) == any("not known" in str(w.message) for w in seen)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", only([0, 2], [0, 2, 3]))
 def test_optimizers_that_need_whole_matrices_are_refused(pool: Pool, stage: int) -> None:
     pool.run(2, _refusals, stage)
 
@@ -228,6 +231,6 @@ def _at_rest(stage: int) -> None:
     assert held == total if stage == 0 else held <= total / 2 + 8 * len(parameters)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only([0, 3], STAGES))
 def test_groups_and_state_at_rest(pool: Pool, stage: int) -> None:
     pool.run(2, _at_rest, stage)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import lt_zero
 from tests.support.lightning_tools import BoringModel, Path, sharded_trainer
+from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import STAGES, config_of, full_values
 from tests.support.pool import Pool
@@ -49,7 +50,7 @@ def _class_stays(stage: int) -> None:
     assert not any(bucket.grads.valid for bucket in engine.buckets), "the wrapper's zero_grad has to reach everything"
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only([2, 3], STAGES))
 def test_the_class_of_an_optimizer_stays_the_users(pool: Pool, stage: int) -> None:
     pool.run(2, _class_stays, stage)
 
@@ -116,7 +117,7 @@ def _groups_change(stage: int) -> None:
         torch.testing.assert_close(value, dict(reference.named_parameters())[name].detach())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", only([3], [1, 3]))
 def test_groups_may_change_between_steps(pool: Pool, stage: int) -> None:
     pool.run(2, _groups_change, stage)
 
@@ -189,7 +190,7 @@ def _window(stage: int) -> None:
             torch.testing.assert_close(value, dict(reference.named_parameters())[name].detach())
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only([1, 3], STAGES))
 def test_gradients_are_shown_and_forgotten_inside_of_a_window(pool: Pool, stage: int) -> None:
     pool.run(2, _window, stage)
 
@@ -209,6 +210,8 @@ def _validation(stage: int, precision: str) -> bool | None:
     return model.seen
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16-true"), (1, "32-true"), (3, "32-true")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), only_rows([(3, "32-true")], [(0, "bf16-true"), (1, "32-true"), (3, "32-true")])
+)
 def test_validation_inside_of_a_window_sees_gradients(pool: Pool, stage: int, precision: str) -> None:
     assert pool.run(2, _validation, stage, precision) == [True, True]
