@@ -299,9 +299,7 @@ def _overflow(stage: int, dtype: torch.dtype) -> None:
             torch.testing.assert_close(with_overflow[name], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "stage"), only_rows([(torch.float16, 3)], itertools.product(LOW, STAGES)), ids=str
-)
+@pytest.mark.parametrize(("dtype", "stage"), only_rows([(torch.float16, 3)], itertools.product(LOW, STAGES)), ids=str)
 def test_overflow_on_one_rank_changes_nothing(pool: Pool, stage: int, dtype: torch.dtype) -> None:
     pool.run(3 if stage == 3 else 2, _overflow, stage, dtype)
 
