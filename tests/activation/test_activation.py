@@ -71,6 +71,11 @@ def frozen() -> nn.Module:
     return made
 
 
+def by_the_user() -> nn.Module:
+    torch.manual_seed(0)
+    return Net(checkpointed="outside")
+
+
 KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "dropout": (net, {}),
     "attention, twice": (lambda: net(Attending, twice=True), {}),
@@ -79,7 +84,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "elaborate": (lambda: net(Elaborate, ElaborateNet), {}),
     "frozen": (frozen, {}),
     "the module's own": (lambda: net(Nested), {}),
-    "by the user, too": (lambda: Net(checkpointed="outside"), {}),
+    "by the user, too": (by_the_user, {}),
     "around units": (Whole, {"modules": ["Net"]}),
     "inside units": (net, {"modules": ["LayerNorm", "Linear"]}),
     "some": (net, {"every": 2}),
