@@ -419,9 +419,9 @@ class TolerantSum:
             if not self._running:
                 return
             self._running = False
-            with suppress(RuntimeError):  # a peer has ended
-                for kind, peer in itertools.product((_CONTRIBUTION, _SUM), range(self._members)):
-                    if peer != self._me:
+            for kind, peer in itertools.product((_CONTRIBUTION, _SUM), range(self._members)):
+                if peer != self._me:
+                    with suppress(RuntimeError):  # this one has ended; the others wait for the message
                         self._send(peer, kind)
             self._changed.notify_all()
         until = time.monotonic() + _PATIENCE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lt_zero.activation.checkpointing import Checkpointing
 from tests.support.checkpointed_nets import FULL, MODES, Elaborate, ElaborateNet, net, run, same
-from tests.support.matrix import only
+from tests.support.matrix import only, only_rows
 from tests.support.models import WIDTH, Block, Net, next_token_loss, tokens
 from tests.support.parity import STAGES
 from tests.support.pool import Pool
@@ -70,6 +71,11 @@ def frozen() -> nn.Module:
     return made
 
 
+def by_the_user() -> nn.Module:
+    torch.manual_seed(0)
+    return Net(checkpointed="outside")
+
+
 KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "dropout": (net, {}),
     "attention, twice": (lambda: net(Attending, twice=True), {}),
@@ -78,7 +84,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "elaborate": (lambda: net(Elaborate, ElaborateNet), {}),
     "frozen": (frozen, {}),
     "the module's own": (lambda: net(Nested), {}),
-    "by the user, too": (lambda: Net(checkpointed="outside"), {}),
+    "by the user, too": (by_the_user, {}),
     "around units": (Whole, {"modules": ["Net"]}),
     "inside units": (net, {"modules": ["LayerNorm", "Linear"]}),
     "some": (net, {"every": 2}),
@@ -96,17 +102,25 @@ def compare(make: Callable[[], nn.Module], stage: int, what: Any, block: dict[st
         same(run(make(), stage, {"mode": mode, **block}, **options), want, (what, mode))
 
 
-def _kinds(stage: int) -> None:
-    for name, (make, block) in KINDS.items():
-        if stage == 3 or name in ("frozen", "attention, twice"):
-            compare(make, stage, name, block)
-    compare(net, stage, "several forwards", {}, forwards=2)
+def _of_kind(stage: int, name: str, forwards: int) -> None:
+    make, block = KINDS[name]
+    compare(make, stage, name, block, forwards=forwards)
 
 
 @pytest.mark.filterwarnings("ignore:These keys have no effect here")
-@pytest.mark.parametrize("stage", only([3], STAGES))
-def test_gradients_are_those_without(pool: Pool, stage: int) -> None:
-    pool.run(2, _kinds, stage)
+@pytest.mark.parametrize(
+    ("stage", "name", "forwards"),
+    only_rows(
+        [(3, "attention, twice", 1), (3, "in place", 2), (3, "elaborate", 1), (3, "frozen", 1), (3, "inside units", 1)],
+        [
+            *((3, name, forwards) for name in KINDS for forwards in (1, 2)),
+            *((stage, name, 1) for stage in STAGES[:3] for name in ("frozen", "attention, twice")),
+            *((stage, "dropout", 2) for stage in STAGES[:3]),
+        ],
+    ),
+)
+def test_gradients_are_those_without(pool: Pool, stage: int, name: str, forwards: int) -> None:
+    pool.run(2, _of_kind, stage, name, forwards)
 
 
 class Remembering(nn.Module):
@@ -127,14 +141,19 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:These keys have no effect here")
-def test_what_forward_remembers(pool: Pool) -> None:
-    pool.run(1, _remembered)
+@pytest.mark.parametrize(
+    ("forwards", "twice"), only_rows([(1, False), (3, True)], itertools.product([1, 3], [False, True]))
+)
+def test_what_forward_remembers(pool: Pool, forwards: int, twice: bool) -> None:
+    pool.run(1, _remembered, forwards, twice)
 
 
-def _remembered() -> None:
-    for backward in (Tensor.backward, _walked_twice):
-        for forwards in (1, 3):
-            compare(lambda: net(Remembering), 3, forwards, {}, forwards=forwards, backward=backward)
+def _remembered(forwards: int, twice: bool) -> None:
+    backward = _walked_twice if twice else Tensor.backward
+    compare(lambda: net(Remembering), 3, forwards, {}, forwards=forwards, backward=backward)
+
+
+def test_only_what_changes_is_remembered() -> None:
     model = net(Remembering)
     handle = Checkpointing(model, FULL)
     next_token_loss(model, 0, 0, 0)
@@ -143,19 +162,23 @@ def _remembered() -> None:
     handle.remove()
 
 
-def _low_precision(stage: int) -> None:
-    def twice() -> nn.Module:
-        return net(Attending, twice=True)
-
-    bf16 = {"enabled": True}
-    compare(twice, stage, "autocast", {}, loss=_autocast)
-    compare(twice, stage, "bf16", {}, bf16=bf16)
-    compare(net, stage, "islands inside", {}, bf16=bf16, fp16_override_modules=["LayerNorm"])
-    compare(net, stage, "a block is one", {}, bf16=bf16, fp16_override_modules=["blocks.1"])
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+LOW: dict[str, dict[str, Any]] = {
+    "autocast": {"loss": _autocast},
+    "bf16": BF16,
+    "islands inside": {**BF16, "fp16_override_modules": ["LayerNorm"]},
+    "a block is one": {**BF16, "fp16_override_modules": ["blocks.1"]},
+}
 
 
-def test_autocast_and_islands(pool: Pool) -> None:
-    pool.run(2, _low_precision, 3)
+def _low_precision(name: str) -> None:
+    twice = name in ("autocast", "bf16")
+    compare(lambda: net(Attending, twice=True) if twice else net(), 3, name, {}, **LOW[name])
+
+
+@pytest.mark.parametrize("name", only(["autocast", "islands inside"], LOW))
+def test_autocast_and_islands(pool: Pool, name: str) -> None:
+    pool.run(2, _low_precision, name)
 
 
 class Made(Block):
@@ -213,15 +236,23 @@ def _penalty(model: nn.Module) -> Tensor:
     return y.square().mean() + grad.square().sum()
 
 
-def _several_backwards(stage: int) -> None:
-    compare(net, stage, "twice", {}, backward=_walked_twice)
-    compare(lambda: net(lambda: Attending(0.0)), stage, "kept products, twice", {}, backward=_walked_twice)
-    compare(lambda: net(cls=Penalised), stage, "create_graph", {}, loss=_penalty)
+def _several_backwards(stage: int, name: str) -> None:
+    if name == "create_graph":
+        compare(lambda: net(cls=Penalised), stage, name, {}, loss=_penalty)
+    else:
+        kept = name == "kept products, twice"
+        compare(lambda: net(lambda: Attending(0.0)) if kept else net(), stage, name, {}, backward=_walked_twice)
 
 
-@pytest.mark.parametrize("stage", only([3], [1, 3]))
-def test_several_backwards(pool: Pool, stage: int) -> None:
-    pool.run(2, _several_backwards, stage)
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    only_rows(
+        [(3, "kept products, twice"), (1, "create_graph")],
+        itertools.product([1, 3], ["twice", "kept products, twice", "create_graph"]),
+    ),
+)
+def test_several_backwards(pool: Pool, stage: int, name: str) -> None:
+    pool.run(2, _several_backwards, stage, name)
 
 
 def _compiled(stage: int, wrap: bool) -> None:

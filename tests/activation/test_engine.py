@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload import host_store
 from tests.support.checkpointed_nets import net, run, same
-from tests.support.matrix import only
+from tests.support.matrix import only_rows
 from tests.support.models import next_token_loss
 from tests.support.offload_tools import change
 from tests.support.parity import RELEASE, config_of, full_values
@@ -48,7 +49,7 @@ def block_of(place: str, folder: Path) -> dict[str, Any]:
     return {key: folder if key == "nvme_path" else value for key, value in PLACES[place].items()}
 
 
-def _rests(stage: int, folder: Path) -> None:
+def _rests(stage: int, place: str, folder: Path) -> None:
     stored: list[int] = []
     real = ActivationStore.end_backward
 
@@ -57,21 +58,20 @@ def _rests(stage: int, folder: Path) -> None:
         real(store)
 
     want = run(net(), stage, {"mode": "none"}, forwards=2)
-    for place in PLACES:
-        for mode in ("full", "selective"):
-            stored.clear()
-            block = {"mode": mode, **block_of(place, folder)}
-            with apart(), mock.patch.object(ActivationStore, "end_backward", counting):
-                same(run(net(), stage, block, forwards=2), want, (place, mode))
-            assert len(stored) == 2, "the store is told of each backward"
-            assert min(stored) > 0
+    for mode in ("full", "selective"):
+        stored.clear()
+        block = {"mode": mode, **block_of(place, folder)}
+        with apart(), mock.patch.object(ActivationStore, "end_backward", counting):
+            same(run(net(), stage, block, forwards=2), want, (place, mode))
+        assert len(stored) == 2, "the store is told of each backward"
+        assert min(stored) > 0
     dist.barrier()
     assert not list(folder.iterdir()), "detached engines leave no files"
 
 
-@pytest.mark.parametrize("stage", only([3], [1, 3]))
-def test_gradients_are_those_without(pool: Pool, stage: int, tmp_path: Path) -> None:
-    pool.run(2, _rests, stage, tmp_path)
+@pytest.mark.parametrize(("stage", "place"), only_rows([(1, "block"), (3, "files")], itertools.product([1, 3], PLACES)))
+def test_gradients_are_those_without(pool: Pool, stage: int, place: str, tmp_path: Path) -> None:
+    pool.run(2, _rests, stage, place, tmp_path)
 
 
 @apart()

@@ -165,9 +165,9 @@ def test_writes_go_on_beside_forward_and_reads_come_ahead(tmp_path: Path, monkey
 
 def test_a_wait_for_a_write_that_was_interrupted_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, go, interrupted = opened("files", tmp_path), threading.Event(), list[object]()
-    write, wait = direct_file.SwapFile._write_block, Transfer.wait
+    write, wait = SwapFile._write_block, Transfer.wait
 
-    def late(file: direct_file.SwapFile, *args: object) -> None:
+    def late(file: SwapFile, *args: object) -> None:
         assert go.wait(20)
         write(file, *args)  # type: ignore[arg-type]
 
@@ -177,7 +177,7 @@ def test_a_wait_for_a_write_that_was_interrupted_is_repeated(tmp_path: Path, mon
             raise KeyboardInterrupt
         wait(transfer)
 
-    monkeypatch.setattr(direct_file.SwapFile, "_write_block", late)
+    monkeypatch.setattr(SwapFile, "_write_block", late)
     monkeypatch.setattr(Transfer, "wait", once)
     packed = store.pack(torch.full((2048,), 1.0))
     with pytest.raises(KeyboardInterrupt):

@@ -23,7 +23,7 @@ from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from tests.support.lightning_tools import error_of_fit, quick
 from tests.support.matrix import cover
 from tests.support.models import WIDTH, Block, Net, next_token_loss, tokens
-from tests.support.parity import config_of
+from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
 
 CONNECTED = [{"LT_ZERO_SHARED_MEMORY": "1"}, {"LT_ZERO_SHARED_MEMORY": "0"}]
@@ -207,8 +207,9 @@ def test_gathered_on_one_rank(pool: Pool, env: dict[str, str], write_at: tuple[b
 def _alone(stage: int) -> None:
     """What needs nobody else."""
     model = Net()
-    _, step = trained(model, stage)
+    engine, step = trained(model, stage)
     step(0)
+    before = full_values(engine)
     if dist.get_rank() == 0:
         with torch.no_grad():
             for number in range(3):
@@ -217,6 +218,7 @@ def _alone(stage: int) -> None:
             with lt_zero.gathered(model):
                 model.blocks[0].up.weight.norm()
     step(1)
+    assert not torch.equal(full_values(engine)["scale"], before["scale"]), "both ranks have stepped"
 
 
 @pytest.mark.parametrize(("stage", "env"), cover([0, 1, 2], CONNECTED))

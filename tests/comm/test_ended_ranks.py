@@ -147,7 +147,7 @@ def _last_lines(world: int, folder: Path, how: str, env: dict[str, str]) -> dict
         ("set-up", {}),
         pytest.param("plain", SOCKETS, marks=pytest.mark.slow),
         pytest.param("save", {}, marks=pytest.mark.slow),
-        ("loop", {}),
+        pytest.param("loop", {}, marks=pytest.mark.slow),
         pytest.param("Fabric", {}, marks=pytest.mark.slow),
         pytest.param("killed", SOCKETS, marks=pytest.mark.slow),
     ],

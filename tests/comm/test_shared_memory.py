@@ -22,6 +22,7 @@ from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.work import CollectiveMonitor, Work
 from lt_zero.comm.world import World
 from lt_zero.common.flat_storage import flat_empty
+from tests.support.matrix import only_rows
 from tests.support.pool import Pool
 
 PART = 90_001  # elements per rank; several chunks in all
@@ -53,7 +54,10 @@ def _averages(dtype: torch.dtype, add: bool) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "dtype", "add"),
-    [(2, torch.float32, False), (3, torch.bfloat16, True), (4, torch.float32, True), (4, torch.bfloat16, False)],
+    only_rows(
+        [(2, torch.float32, False), (3, torch.bfloat16, True)],
+        [(2, torch.float32, False), (3, torch.bfloat16, True), (4, torch.float32, True), (4, torch.bfloat16, False)],
+    ),
 )
 def test_all_ranks_get_the_average(pool: Pool, ranks: int, dtype: torch.dtype, add: bool) -> None:
     pool.run(ranks, _averages, dtype, add)

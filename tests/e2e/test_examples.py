@@ -13,7 +13,6 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.lightning_tools import torchrun_env
-from tests.support.matrix import only
 from tests.support.paths import ROOT
 from tests.support.pool import Pool
 
@@ -26,7 +25,8 @@ def _main(name: str, *arguments: str) -> Any:
         sys.path.pop(0)
 
 
-@pytest.mark.parametrize("quantize", only([False], [False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [False, True])
 def test_inference_beyond_memory(pool: Pool, tmp_path: Path, quantize: bool) -> None:
     """Ranks write texts of different lengths with weights that do not fit into the memory that they may have."""
     small = ("--depth", "32", "--width", "192", "--context", "16", "--length", "6", "--nvme", str(tmp_path))
@@ -56,6 +56,7 @@ def _vision(folder: str) -> tuple[float, float]:
     return _main("vision", *short), _main("vision", *short, "--no-ema")
 
 
+@pytest.mark.slow
 def test_vision(pool: Pool, tmp_path: Path) -> None:
     averaged, plain = pool.run(2, _vision, str(tmp_path))[0]
     assert averaged > 0.5  # of 4 classes

@@ -19,7 +19,7 @@ from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.engine.engine import Engine
 from lt_zero.exchange.gradient_compression import verdict
 from lt_zero.step.loss_scale import LossScaleController
-from tests.support.matrix import cover, only, only_rows
+from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_grads, full_values
 from tests.support.pool import Pool
@@ -59,7 +59,10 @@ def _same(results: list[tuple[list[float], dict[str, Any]]]) -> dict[str, Any]:
     return results[0][1]
 
 
-@pytest.mark.parametrize(("name", "stage", "shared"), cover([*BLOCKS], [0, 1, 2, 3], ["1", "0"]))
+@pytest.mark.parametrize(
+    ("name", "stage", "shared"),
+    only_rows([("1bit", 0, "1"), ("topk", 3, "0")], itertools.product(BLOCKS, [0, 1, 2, 3], ["1", "0"])),
+)
 def test_trains_and_ranks_stay_equal(pool: Pool, name: str, stage: int, shared: str) -> None:
     env = {"LT_ZERO_SHARED_MEMORY": shared}
     want, _ = pool.run(2, _train, stage, NONE, 16, env=env)[0]
@@ -77,14 +80,12 @@ def test_sharded_stages_agree_to_the_bit(pool: Pool) -> None:
             np.testing.assert_array_equal(other[name], value, err_msg=name)
 
 
-def test_warm_up_is_exact(pool: Pool) -> None:
-    for stage in (0, 2):
-        plain = _same(pool.run(2, _train, stage, NONE, 3))
-        for steps, equal in ((3, True), (4, False)):
-            found = _same(pool.run(2, _train, stage, {**BLOCKS["2bit"], "warmup_steps": 3}, steps))
-            want = plain if equal else _same(pool.run(2, _train, stage, NONE, 4))
-            same = all(np.array_equal(found[name], want[name]) for name in want)
-            assert same == equal
+@pytest.mark.parametrize("stage", only([2], [0, 2]))
+def test_warm_up_is_exact(pool: Pool, stage: int) -> None:
+    for steps, equal in ((3, True), (4, False)):
+        want = _same(pool.run(2, _train, stage, NONE, steps))
+        found = _same(pool.run(2, _train, stage, {**BLOCKS["2bit"], "warmup_steps": 3}, steps))
+        assert all(np.array_equal(found[name], want[name]) for name in want) == equal
 
 
 def test_accumulates_micro_batches(pool: Pool) -> None:
@@ -214,7 +215,7 @@ def _loaded_within(stage: int) -> None:
     assert owed.item() == pytest.approx(every[0][1], rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", only([2], [0, 2]))
 def test_a_checkpoint_replaces_the_residuals_of_the_run(pool: Pool, stage: int) -> None:
     pool.run(2, _loaded_within, stage)
 

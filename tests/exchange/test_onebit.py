@@ -124,7 +124,7 @@ RUNS = [(2, 0, 1, 20.0), (2, 1, 2, 20.0), (4, 0, 2, 0.0), (4, 1, 1, 0.0)]  # ran
     ),
 )
 def test_follows_the_algorithm(pool: Pool, type_: str, ranks: int, stage: int, micro: int, clip: float) -> None:
-    for found in pool.run(ranks, _against_oracle, type_, stage, 200, micro, clip):
+    for found in pool.run(ranks, _against_oracle, type_, stage, 100, micro, clip):
         assert max(found[:3]) == 0.0, found  # 40 compressed steps
         assert max(found) < 0.01, found
 
@@ -158,7 +158,9 @@ def _train(stage: int, type_: str, steps: int) -> tuple[list[float], dict[str, A
     return losses, {name: value.numpy() for name, value in full_values(engine).items()}, dense, sent
 
 
-@pytest.mark.parametrize(("stage", "shared", "plain"), [(0, "1", "Adam"), (1, "0", "Lamb")])
+@pytest.mark.parametrize(
+    ("stage", "shared", "plain"), only_rows([(1, "0", "Lamb")], [(0, "1", "Adam"), (1, "0", "Lamb")])
+)
 def test_trains_and_ranks_stay_equal(pool: Pool, stage: int, shared: str, plain: str) -> None:
     env = {"LT_ZERO_SHARED_MEMORY": shared}
     want = pool.run(2, _train, stage, plain, 24, env=env)[0][0]
@@ -221,7 +223,10 @@ def _skipped(type_: str, stage: int) -> None:
     assert largest < 4 * max(float(t.abs().max()) for t in before)
 
 
-@pytest.mark.parametrize(("type_", "stage"), [("OneBitAdam", 0), ("OneBitAdam", 1), ("ZeroOneAdam", 0)])
+@pytest.mark.parametrize(
+    ("type_", "stage"),
+    only_rows([("OneBitAdam", 1), ("ZeroOneAdam", 0)], [("OneBitAdam", 0), ("OneBitAdam", 1), ("ZeroOneAdam", 0)]),
+)
 def test_skipped_steps_leave_momenta_alone(pool: Pool, type_: str, stage: int) -> None:
     pool.run(2, _skipped, type_, stage)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 import lt_zero
 from lt_zero.offload import host_store
-from tests.support.matrix import cover, only_rows
+from tests.support.matrix import only, only_rows
 from tests.support.offload_runs import OPTIMIZERS, in_memory, same, train
 from tests.support.parity import STAGES, full_values
 from tests.support.pool import Pool
@@ -34,33 +36,44 @@ def _equal(path: str, stage: int, optimizer: str, dtype: torch.dtype | None) -> 
     assert not list(Path(path).glob("lt_zero-*")), "files go with the run"
 
 
-@pytest.mark.parametrize(("stage", "world"), only_rows([(2, 2), (3, 3)], itertools.product(STAGES, [3, 2, 1])))
+@pytest.mark.parametrize(("stage", "world"), only_rows([(3, 3)], itertools.product(STAGES, [3, 2, 1])))
 def test_same_bits_as_in_memory(pool: Pool, tmp_path: Path, stage: int, world: int) -> None:
     pool.run(world, _equal, str(tmp_path), stage, "AdamW", None)
 
 
-@pytest.mark.parametrize(("stage", "optimizer"), cover(STAGES, sorted(set(OPTIMIZERS) - {"AdamW"})))
+@pytest.mark.parametrize(
+    ("stage", "optimizer"),
+    only_rows([(1, "RAdam"), (3, "SGD")], itertools.product(STAGES, sorted(set(OPTIMIZERS) - {"AdamW"}))),
+)
 def test_any_optimizer(pool: Pool, tmp_path: Path, stage: int, optimizer: str) -> None:
     pool.run(2, _equal, str(tmp_path), stage, optimizer, None)
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"), only_rows([(2, torch.bfloat16), (3, torch.float16)], itertools.product(STAGES, SIXTEEN))
-)
+@pytest.mark.parametrize(("stage", "dtype"), only_rows([(3, torch.float16)], itertools.product(STAGES, SIXTEEN)))
 def test_sixteen_bits(pool: Pool, tmp_path: Path, stage: int, dtype: torch.dtype) -> None:
     pool.run(2, _equal, str(tmp_path), stage, "AdamW", dtype)
 
 
-def _options(path: str) -> None:
+@dataclass(frozen=True)
+class Options:
+    """Keys of ``offload_optimizer``, and settings of the block ``aio``."""
+
+    keys: tuple[dict[str, Any], ...]
+    aio: tuple[dict[str, Any], ...]
+
+
+OPTIONS = {
+    "some": Options(({"buffer_count": 1}, {"ratio": 0.5}), ({"single_submit": True, "checksum": True},)),
+    "others": Options(
+        ({"buffer_count": 2}, {"pipeline_read": False}, {"pipeline_write": False}, {"ratio": 0.0}),
+        ({"block_size": 8192, "thread_count": 1}, {"single_submit": True}, {"checksum": True}),
+    ),
+}
+
+
+def _options(path: str, options: Options) -> None:
     want = in_memory(3)
-    for more in (
-        {"buffer_count": 1},
-        {"buffer_count": 2},
-        {"pipeline_read": False},
-        {"pipeline_write": False},
-        {"ratio": 0.5},
-        {"ratio": 0.0},
-    ):
+    for more in options.keys:
         got, engine, _ = train(3, path, params=False, **more)
         same(got, want, more)
         resting = sum(b.layout.numel for b in engine.buckets if b.streamed)
@@ -68,14 +81,15 @@ def _options(path: str) -> None:
         assert resting <= more.get("ratio", 1.0) * whole
         assert (resting > 0) == (more.get("ratio", 1.0) > 0)
         engine.offload_manager.close()
-    for aio in ({"block_size": 8192, "thread_count": 1}, {"single_submit": True}, {"checksum": True}):
+    for aio in options.aio:
         got, engine, _ = train(3, path, keys={"aio": aio})
         same(got, want, aio)
         engine.offload_manager.close()
 
 
-def test_options(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, _options, str(tmp_path))
+@pytest.mark.parametrize("which", only(["some"], OPTIONS))
+def test_options(pool: Pool, tmp_path: Path, which: str) -> None:
+    pool.run(2, _options, str(tmp_path), OPTIONS[which])
 
 
 # ---- host memory ---------------------------------------------------------------------------------------------------
@@ -112,7 +126,9 @@ def test_host_memory_apart_from_the_device(pool: Pool, stage: int, optimizer: st
     pool.run(world, _host, stage, optimizer, None)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), cover(STAGES, SIXTEEN))
+@pytest.mark.parametrize(
+    ("stage", "dtype"), only_rows([(1, SIXTEEN[1]), (3, SIXTEEN[0])], itertools.product(STAGES, SIXTEEN))
+)
 def test_host_memory_with_sixteen_bits(pool: Pool, stage: int, dtype: torch.dtype) -> None:
     pool.run(2, _host, stage, "AdamW", dtype)
 
@@ -127,7 +143,13 @@ def _files_apart(path: str, stage: int, optimizer: str, dtype: torch.dtype | Non
         engine.offload_manager.close()
 
 
-@pytest.mark.parametrize(("stage", "optimizer", "dtype"), cover(STAGES, ["AdamW", "SGD"], [torch.bfloat16, None]))
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "dtype"),
+    only_rows(
+        [(1, "SGD", None), (3, "AdamW", torch.bfloat16)],
+        itertools.product(STAGES, ["AdamW", "SGD"], [torch.bfloat16, None]),
+    ),
+)
 def test_files_apart_from_the_device(
     pool: Pool, tmp_path: Path, stage: int, optimizer: str, dtype: torch.dtype | None
 ) -> None:

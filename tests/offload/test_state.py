@@ -18,7 +18,7 @@ from lt_zero.checkpoint.native.pieces import full_optimizer_state, load_full_opt
 from lt_zero.engine.full_params import restore_whole
 from lt_zero.engine.whole_model import full_state_dict
 from tests.support.lightning_tools import GPT, weights
-from tests.support.matrix import only, only_rows
+from tests.support.matrix import only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import OPTIMIZERS, blocks, same, train
 from tests.support.overflowing import make_trainer
@@ -90,7 +90,7 @@ def _life(path: str, stage: int, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "optimizer"), only_rows([(1, "SGD"), (3, "AdamW")], itertools.product([0, 1, 3], ["AdamW", "SGD"]))
+    ("stage", "optimizer"), only_rows([(3, "AdamW")], itertools.product([0, 1, 3], ["AdamW", "SGD"]))
 )
 def test_saved_loaded_edited(pool: Pool, tmp_path: Path, stage: int, optimizer: str) -> None:
     pool.run(2, _life, str(tmp_path), stage, optimizer)
@@ -206,8 +206,9 @@ def _fit(stage: int, mode: str, path: str | None, steps: int, ckpt: str | None, 
     return weights(trainer)
 
 
-@pytest.mark.parametrize("mode", only(["16-true"], ["32-true", "bf16-mixed", "16-true"]))
-@pytest.mark.parametrize("stage", only([3], [1, 3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-true"])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_through_the_trainer(pool: Pool, tmp_path: Path, mode: str, stage: int) -> None:
     want = pool.run(2, _fit, stage, mode, None, 4, None, None)[0]
     save = str(tmp_path / "half.ckpt")
