@@ -287,10 +287,9 @@ def _gpus(path: Path) -> Iterator[Row]:
 
 
 def _backends(path: Path) -> Iterator[Row]:
-    from lt_zero.comm.process_groups import try_gloo
-    from lt_zero.common import accelerator
+    from lt_zero.comm.process_groups import nccl_version, try_gloo
 
-    version = accelerator.nccl_version()
+    version = nccl_version()
     lacking = Row("NCCL", "torch is built without it", "missing", "Only GPUs need it.")
     yield Row("NCCL", version) if version else lacking
     try:

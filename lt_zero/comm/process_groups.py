@@ -219,6 +219,11 @@ def try_gloo() -> None:
     dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))  # type: ignore[attr-defined]
 
 
+def nccl_version() -> str:
+    """The version of torch's NCCL; "" if it is built without."""
+    return accelerator.nccl_version() if dist.is_available() and dist.is_nccl_available() else ""
+
+
 def begin_restarted(backend: str, timeout: timedelta | None, device: torch.device | None) -> None:
     """Make the default process group if torchrun has restarted this process; else a no-op.
 
@@ -306,7 +311,7 @@ def init_distributed(
         if world_size < 0:
             refuse_alone(1)
         return
-    backend = dist_backend or accelerator.backend()
+    backend = dist_backend or dist.get_default_backend_for_device(accelerator.default_kind())
     _export(tasks, init_method, distributed_port)
     if accelerator.is_available():
         accelerator.make_current(accelerator.default_device(own_gpu(local_rank())))

@@ -1,4 +1,4 @@
-"""The device on which a model runs, of whatever kind: streams, events, memory, pinning, random states, backends.
+"""The device on which a model runs, of whatever kind: streams, events, memory, pinning, random states.
 
 All questions about a device are asked here, so that no other file names a kind of accelerator, and so that tests can
 answer them: a CPU runs the code for streams then, with each access checked for its order. Kernels are the exception:
@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 _HOST = ("cpu", "meta")  # kinds of devices that are no accelerator
@@ -71,11 +70,6 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.accelerator.device_index(with_index(device).index) if is_accelerator(device) else nullcontext()
 
 
-def backend(device: torch.device | None = None) -> str:
-    """The backend of ``torch.distributed`` for tensors on ``device``, by default on ``default_device``."""
-    return dist.get_default_backend_for_device(device if device is not None else default_device())
-
-
 def name(device: torch.device) -> str:
     """The name that the manufacturer gives to ``device``."""
     module = _module(device)
@@ -88,9 +82,7 @@ def properties(index: int) -> Any:
 
 
 def nccl_version() -> str:
-    """The version of torch's NCCL; "" if it is built without."""
-    if not dist.is_available() or not dist.is_nccl_available():
-        return ""
+    """The version of NCCL, with which torch is built."""
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
