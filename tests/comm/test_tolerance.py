@@ -290,6 +290,22 @@ def test_threads_end_with_a_run_and_come_back(pool: Pool) -> None:
     assert pool.run(3, _runs_twice) == [[]] * 3
 
 
+def _alive(turns: int) -> int:
+    group, numel = _group(0.5), 3001
+    assert group.tolerance is not None
+    for _ in range(turns):
+        group.tolerance.sum("one", torch.full((numel,), float(dist.get_rank())))
+    group.tolerance.end()
+    gc.collect()
+    pieces = {hi - lo for lo, hi in group.tolerance._streams[0].spans}
+    return sum(type(one) is Tensor and one.dim() == 1 and one.numel() in pieces for one in gc.get_objects())
+
+
+def test_what_has_left_is_not_kept(pool: Pool) -> None:
+    few, many = (max(pool.run(3, _alive, turns)) for turns in (5, 40))
+    assert many < few + 10, "of 40 sums as many tensors are alive as of 5"
+
+
 # ---- what cannot be had ---------------------------------------------------------------------------------------------
 
 
