@@ -12,16 +12,21 @@ Note [Waits for one rank]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm.collective_worker import CollectiveWorker, Procedure
 from lt_zero.comm.process_groups import close_connections
 from lt_zero.comm.work import CollectiveId, CollectiveMonitor
+
+_PROBE, _PROBES = 1 << 20, 4  # bytes of the messages that measure a link, and their number
+MEASURED = _PROBES // 2 * _PROBE  # bytes that ``link_seconds`` measures
 
 
 class PointToPoint:
@@ -121,3 +126,35 @@ def watched(op: Any, transfers: PointToPoint, name: str) -> Any:
 
     op.op = begin
     return op
+
+
+def send_all(parts: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> None:
+    """Send tensors to a rank of gloo, in order; returns when they have left."""
+    for part in parts:
+        dist.send(part, peer, group)
+
+
+def link_seconds(group: dist.ProcessGroup) -> list[float]:
+    """Seconds in which each rank of ``group`` sends ``MEASURED`` bytes to the next. Collective."""
+    members, me, peers = (
+        dist.get_world_size(group),
+        dist.get_rank(group),
+        dist.get_process_group_ranks(group),
+    )
+    following, before = (me + 1) % members, (me - 1) % members
+    received, times = torch.empty(_PROBE, dtype=torch.uint8), [0.0]
+    sent = torch.zeros_like(received)
+    # Neighbours send one after the other: what one sends would delay the acknowledgements for the other.
+    for senders in range(2):
+        dist.barrier(group)
+        works = [dist.isend(sent, peers[following], group) for _ in range(_PROBES if me % 2 == senders else 0)]
+        for _ in range(_PROBES if before % 2 == senders else 0):
+            dist.recv(received, peers[before], group)
+            times.append(time.perf_counter())
+        for work in filter(None, works):
+            work.wait()
+    took = torch.tensor([times[-1] - times[_PROBES // 2]], dtype=torch.float64)  # TCP begins slowly
+    every = [torch.empty_like(took) for _ in peers]
+    dist.all_gather(every, took, group)
+    of_sender = [float(seconds) for seconds in every]
+    return of_sender[1:] + of_sender[:1]  # who receives has measured

@@ -31,6 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from statistics import fmean, median_low
 from typing import Any, NamedTuple
 
@@ -38,17 +39,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lt_zero.comm.collective_worker import Procedure
 from lt_zero.comm.hierarchy import Hierarchy
+from lt_zero.comm.point_to_point import MEASURED, link_seconds, send_all
 from lt_zero.comm.topology import whole_nodes
 from lt_zero.comm.transport import Group, Mesh
 from lt_zero.comm.work import CollectiveId, Work
 from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.common.worker import Worker
 from lt_zero.ops.flat import store, wide
 
 KEY = "communication.slow_node_tolerance"
 FOR_EVER = timedelta(days=3650)  # members are not late for torch: hang detection finds those that never come
 _PIECE = 1 << 20  # bytes
-_PROBE, _PROBES = 1 << 20, 4  # bytes of the messages that measure a link, and their number
 _CONTRIBUTION, _SUM = range(2)  # kinds of messages
 _PATIENCE = 10.0  # seconds for threads to end
 # Whether the run ends, stream, piece, turn, weight, elements, bytes of an element; of sums each member's ``Arrival``
@@ -133,8 +136,8 @@ class TolerantSum:
         self._ranks = mesh.shards
         self._peers = dist.get_process_group_ranks(groups[0])
         self._members, self._me = len(self._peers), dist.get_rank(groups[0])
-        seconds = _seconds(groups)
-        self._rate = _PROBES // 2 * _PROBE / median_low(seconds)  # bytes per second
+        seconds = link_seconds(groups[0])
+        self._rate = MEASURED / median_low(seconds)  # bytes per second
         self._changed = threading.Condition()
         self._streams: list[_Stream] = []
         self._open: dict[tuple[int, int], _OpenSum] = defaultdict(_OpenSum)  # by stream and piece
@@ -146,8 +149,9 @@ class TolerantSum:
         # Who owns nothing, and is not waited for: since how many sums it has been on time.
         self._late: dict[int, int] = dict.fromkeys(slow, 0)
         self._sent, self._received = [0] * self._members, [0] * self._members  # contributions
-        self._leaving: dict[tuple[int, int], list[tuple[Any, Tensor]]] = defaultdict(list)  # messages, by kind and peer
-        self._published: dict[tuple[int, int, int], Any] = {}  # the last sum, by peer, stream and piece
+        # By kind and peer. A thread drops a message when it has left: point_to_point.py, Note [Waits for one rank].
+        self._senders: dict[tuple[int, int], Worker[Procedure]] = {}
+        self._published: dict[tuple[int, int, int], Procedure] = {}  # the last sum, by peer, stream and piece
         self._threads: dict[tuple[int, int], threading.Thread] = {}  # by kind and peer; this member's close sums
         self._started: list[threading.Thread] = []  # those, and those that have said that they end
         self._running, self._runs = False, 0
@@ -349,18 +353,19 @@ class TolerantSum:
         piece: int = 0,
         what: Contribution | None = None,
         arrivals: Sequence[Arrival] = (),
-    ) -> Any:
-        """Start to send a message; returns torch's work. With the lock, as a message has two parts."""
+    ) -> Procedure:
+        """Send a message after those before it; returns the work to wait for. With the lock."""
         values: list[float] = [what is None, stream, piece]
         if what is not None:
             values += [what.turn, what.weight, what.data.numel(), what.data.itemsize, *itertools.chain(*arrivals)]
         header = torch.zeros(_HEADER + 2 * self._members, dtype=torch.float64)
         header[: len(values)] = torch.tensor(values, dtype=torch.float64)
-        # gloo reads a message until it has left, so tensors are kept until then.
-        leaving = self._leaving[kind, peer] = [one for one in self._leaving[kind, peer] if not one[0].is_completed()]
-        for message in (header, what.data) if what is not None else (header,):
-            leaving.append((dist.isend(message, self._peers[peer], self._groups[kind]), message))
-        return leaving[-1][0]
+        parts = [header] if what is None else [header, what.data]
+        if (kind, peer) not in self._senders:
+            self._senders[kind, peer] = Worker(f"sums-to-{kind}-{peer}", Procedure.run)
+        message = Procedure(partial(send_all, parts, self._peers[peer], self._groups[kind]))
+        self._senders[kind, peer].put(message)
+        return message
 
     def _receive(self, kind: int, peer: int) -> None:
         """Receive messages of a kind from ``peer`` until it ends its run. Runs in a thread."""
@@ -424,8 +429,11 @@ class TolerantSum:
                     with suppress(RuntimeError):  # this one has ended; the others wait for the message
                         self._send(peer, kind)
             self._changed.notify_all()
+            sending = [thread for sender in self._senders.values() for thread in sender.threads]
+            for sender in self._senders.values():
+                sender.stop()
         until = time.monotonic() + _PATIENCE
-        for thread in self._started:
+        for thread in [*self._started, *sending]:
             thread.join(max(0.0, until - time.monotonic()))
         self._started = [thread for thread in self._started if thread.is_alive()]
 
@@ -500,32 +508,6 @@ class TolerantSum:
         for piece, (lo, hi) in enumerate(stream.spans):
             if counts[lo:hi].any() or rows[lo:hi].any():
                 stream.add(piece, Contribution(stream.turn, float(counts[lo:hi].max()), rows[lo:hi].to(stream.dtype)))
-
-
-def _seconds(groups: Sequence[Group]) -> list[float]:
-    """Seconds in which each member sends half of the probes to the next. Collective."""
-    members, me, peers = (
-        dist.get_world_size(groups[0]),
-        dist.get_rank(groups[0]),
-        dist.get_process_group_ranks(groups[0]),
-    )
-    following, before = (me + 1) % members, (me - 1) % members
-    received, times = torch.empty(_PROBE, dtype=torch.uint8), [0.0]
-    sent = torch.zeros_like(received)
-    # Neighbours send one after the other: what one sends would delay the acknowledgements for the other.
-    for senders in range(2):
-        dist.barrier(groups[0])
-        works = [dist.isend(sent, peers[following], groups[0]) for _ in range(_PROBES if me % 2 == senders else 0)]
-        for _ in range(_PROBES if before % 2 == senders else 0):
-            dist.recv(received, peers[before], groups[0])
-            times.append(time.perf_counter())
-        for work in filter(None, works):
-            work.wait()
-    took = torch.tensor([times[-1] - times[_PROBES // 2]], dtype=torch.float64)  # TCP begins slowly
-    every = [torch.empty_like(took) for _ in peers]
-    dist.all_gather(every, took, groups[0])
-    of_sender = [float(seconds) for seconds in every]
-    return of_sender[1:] + of_sender[:1]  # who receives has measured
 
 
 class TolerantHierarchy(Hierarchy):

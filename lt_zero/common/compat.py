@@ -6,6 +6,7 @@ No other module of the package may access a private name: when an internal moves
 from __future__ import annotations
 
 import functools
+import inspect
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -155,6 +156,18 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
             torch._C._set_grad_enabled(True)
 
     return in_no_grad
+
+
+def refuse_reentrant_checkpoint(unit: str) -> None:
+    """Raise if the forward that is running inside backward belongs to a re-entrant activation checkpoint."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            raise RuntimeError(
+                f"Module {unit!r} is recomputed by torch.utils.checkpoint with use_reentrant=True, which runs a "
+                "backward inside backward and hides when gradients are complete. Pass use_reentrant=False."
+            )
+        frame = frame.f_back
 
 
 def in_transform() -> bool:

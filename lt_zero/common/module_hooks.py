@@ -64,22 +64,17 @@ class ProcessLocal:
 
 
 def hook_forward(
-    module: nn.Module, before: Callable[[Any, Any], Any], after: Callable[[Any], None], always_call: bool = False
+    module: nn.Module,
+    before: Callable[[nn.Module, Any, Any], Any],
+    after: Callable[[nn.Module, Any, Any], None],
 ) -> list[Any]:
-    """Call ``before(args, kwargs)`` before the module's forward, and ``after(output)`` after it.
+    """Call ``before(called, args, kwargs)`` before the module's forward, and ``after(called, args, output)`` after it.
 
-    A shallow copy of the module shares the hooks and ignores them.
+    ``after`` is called after an exception, too: a caller may catch it and take an output from it. ``called`` is another
+    module than this in a shallow copy of it, which shares the hooks.
     """
-
-    def pre(called: nn.Module, args: Any, kwargs: Any) -> Any:
-        return before(args, kwargs) if called is module else None
-
-    def post(called: nn.Module, args: Any, output: Any) -> None:
-        if called is module:
-            after(output)
-
-    handle = module.register_forward_pre_hook(Hook(pre), prepend=True, with_kwargs=True)
-    return [handle, module.register_forward_hook(Hook(post), always_call=always_call)]
+    handle = module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True)
+    return [handle, module.register_forward_hook(Hook(after), always_call=True)]
 
 
 def hook_nodes(outputs: Iterable[Tensor], fn: Callable[[Any], None], given: ReplacedTensors | None = None) -> bool:

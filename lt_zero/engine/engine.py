@@ -31,7 +31,6 @@ Note [Transforms]
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -46,6 +45,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import (
     in_running_backward,
     queue_backward_callback,
+    refuse_reentrant_checkpoint,
     running_transform,
 )
 from lt_zero.common.module_hooks import ProcessLocal, hook_bare_parameters, hook_forward, hook_inputs, hook_nodes
@@ -151,14 +151,15 @@ class Engine(ProcessLocal):
         """Hook the model, its units, and parameters that belong to no layer; returns the handles."""
         handles = hook_bare_parameters(self.root, self.owner, self._arm)
         for unit in self.units:
-            before, after = partial(self.pre_forward, unit), partial(self.post_forward, unit)
-            # Also after an exception: a caller may catch it and take an output from it.
-            handles += hook_forward(unit.module, before, after, always_call=True)
-        # Called always, also after a failed forward.
+            handles += hook_forward(unit.module, partial(self.pre_forward, unit), partial(self.post_forward, unit))
         return handles + self._hook_scope(self.root)
 
     def _hook_scope(self, module: nn.Module) -> list[Any]:
-        return hook_forward(module, lambda *_: self.enter_forward(module), self.leave_forward, always_call=True)
+        return hook_forward(
+            module,
+            lambda called, *_: self.enter_forward(module) if called is module else None,
+            lambda called, _, output: self.leave_forward(output) if called is module else None,
+        )
 
     def _hook_parts(self) -> list[Any]:
         """Let parts of the model be called by themselves, as encoders are in generation."""
@@ -214,7 +215,8 @@ class Engine(ProcessLocal):
             self.grad_views.drop_cleared()
             if self.training and trains and torch.is_grad_enabled() and (entry is None or entry.training):
                 self.buffers.before_forward(self.reducer.sync)
-            self.gatherer.begin_forward(entry)
+            self.gatherer.begin_order(entry)
+            self.gatherer.gather(self.root_unit)
         elif begins and not self.training:
             # Generation calls a model many times in one step of the user's, and each call repeats the same order.
             self.gatherer.begin_order(entry)
@@ -284,7 +286,9 @@ class Engine(ProcessLocal):
         if self._depth > 0:
             self.gatherer.gather(self.root_unit)
 
-    def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pre_forward(self, unit: Unit, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if called is not unit.module:
+            return None
         if transform := running_transform():
             self.gatherer.use_in_transform(unit, transform)
             return None
@@ -310,8 +314,8 @@ class Engine(ProcessLocal):
         """True if the weights of ``unit`` stay gathered after its forward."""
         return unit.keep and (unit.backward_needs_weights if torch.is_grad_enabled() else self.gatherer.fits_whole)
 
-    def post_forward(self, unit: Unit, output: Any) -> None:
-        if running_transform() or self.in_backward or in_running_backward():
+    def post_forward(self, unit: Unit, called: nn.Module, args: Any, output: Any) -> None:
+        if called is not unit.module or running_transform() or self.in_backward or in_running_backward():
             return
         call = unit.calls.pop() if unit.calls else Call()
         if call.saves:
@@ -573,18 +577,6 @@ class Engine(ProcessLocal):
 def has_groups(groups: Sequence[ShardGroup]) -> bool:
     """True if some parameters are not the same on all ranks of the run, or have a divisor of their own."""
     return len(groups) > 1 or groups[0].size < groups[0].world.size
-
-
-def refuse_reentrant_checkpoint(unit: str) -> None:
-    """Raise if the forward that is running inside backward belongs to a re-entrant activation checkpoint."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            raise RuntimeError(
-                f"Module {unit!r} is recomputed by torch.utils.checkpoint with use_reentrant=True, which runs a "
-                "backward inside backward and hides when gradients are complete. Pass use_reentrant=False."
-            )
-        frame = frame.f_back
 
 
 # torch.compile breaks the graph here

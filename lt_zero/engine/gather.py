@@ -180,13 +180,8 @@ class Gatherer:
         self._forward, self._backward = GatherOrder(), GatherOrder()
         self._order = self._forward  # the order of the running pass
 
-    def begin_forward(self, entry: nn.Module | None) -> None:
-        """Begin a pass through the module ``entry``, or, if it is None, through code of the user's."""
-        self.begin_order(entry)
-        self.gather(self._root_unit)
-
     def begin_order(self, entry: nn.Module | None) -> None:
-        """Begin a part of the running pass that is repeated by itself."""
+        """Begin a pass, or a part of one that is repeated by itself, through ``entry``; None: code of the user's."""
         self._forward = self._forwards.setdefault(entry, GatherOrder())
         self._forward.start()
 

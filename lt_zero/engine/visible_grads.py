@@ -16,9 +16,9 @@ parameter counts as used, and there are no second reductions.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -150,9 +150,9 @@ def _accumulated(tensor: Tensor) -> Tensor:
     return shown_by.parts.show(bucket.params[index], value)
 
 
-def _is_used(used: set[Place], bucket: Bucket, index: int) -> bool:
-    """True if a parameter is in ``used`` and still has its gradient."""
-    return (bucket, index) in used and index in bucket.grads.valid
+def _with_gradients(places: set[Place]) -> set[Place]:
+    """Those of the parameters that still have their gradients."""
+    return {(bucket, index) for bucket, index in places if index in bucket.grads.valid}
 
 
 def _replace(bucket: Bucket, index: int, value: Tensor, parts: Parts) -> None:
@@ -461,8 +461,8 @@ class UnusedParameters:
         self._flags = work, flags
         return self._flags
 
-    def finish_reductions(self) -> Callable[[Bucket, int], bool]:
-        """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective.
+    def finish_reductions(self) -> set[Place]:
+        """Finish all reductions; returns the parameters, as (bucket, index), that have a gradient. Collective.
 
         Raises:
             RuntimeError: on all ranks, if an in-place edit of a sharded parameter was lost, or they step with different
@@ -472,7 +472,7 @@ class UnusedParameters:
         views = self._views
         stays = self._flags is not None and not self.late and views.are_reduced()
         if stays and self._found is not None and self._found[1] == views.changes:
-            return partial(_is_used, self._found[0])
+            return _with_gradients(self._found[0])
         if views.held:
             views.take_assigned()
         elif not stays:
@@ -511,7 +511,7 @@ class UnusedParameters:
             if not stays or views.shown.keys() != used:
                 views.attach(used)
             views.norms, self._found = {}, (used, views.changes)
-        return partial(_is_used, used)
+        return used
 
     @contextmanager
     def user_access(self) -> Iterator[None]:
@@ -519,8 +519,7 @@ class UnusedParameters:
 
         Collective. The 2-norms are computed in advance, so that one rank alone may read them.
         """
-        used, views = self.finish_reductions(), self._views
-        places = {(b, i) for b in self._buckets for i in range(len(b.params)) if used(b, i)}
+        places, views = self.finish_reductions(), self._views
         views.attach(places)
         views.held = True
         try:

@@ -67,7 +67,7 @@ def full_grad(parameter: Parameter) -> Tensor | None:
     """
     engine, bucket, index = _place(parameter, "lt_zero.full_grad")
     engine.exchange.check_mean()
-    if not engine.finish_reductions()(bucket, index):
+    if (bucket, index) not in engine.finish_reductions():
         return None
     flat = gather_own(bucket, bucket.grads.read())
     value = _unscaled(_whole_of(engine, bucket, index, flat), _scale_of(engine, parameter))
@@ -86,7 +86,7 @@ def set_full_grad(parameter: Parameter, value: Tensor) -> None:
     engine, bucket, index = _place(parameter, "lt_zero.set_full_grad")
     engine.exchange.check_mean()
     _check_shape(bucket, index, value)
-    if not engine.finish_reductions()(bucket, index):
+    if (bucket, index) not in engine.finish_reductions():
         raise ValueError(f"{_name(bucket, index)!r} has no gradient to be replaced: {_GRADS}.")
     row = _part_of(engine, bucket, index, value).reshape(-1) * _scale_of(engine, parameter)
     for piece in bucket.pieces_of(index):

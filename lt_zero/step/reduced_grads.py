@@ -42,7 +42,7 @@ class ReducedGrads:
         used = self._engine.finish_reductions()
         found: dict[Bucket, list[int]] = {}
         for bucket, index, _ in self._fragments.places():
-            if used(bucket, index):
+            if (bucket, index) in used:
                 found.setdefault(bucket, []).append(index)
         self._engine.exchange.note_used(found)
         return {bucket: sorted(indices) for bucket, indices in found.items()}
@@ -50,7 +50,7 @@ class ReducedGrads:
     def exist(self) -> bool:
         """True if any rank has a gradient for this optimizer. Collective."""
         used = self._engine.finish_reductions()
-        return bool(self._foreign()) or any(used(b, i) for b, i, _ in self._fragments.places())
+        return bool(self._foreign()) or any((b, i) in used for b, i, _ in self._fragments.places())
 
     def _foreign(self) -> list[Tensor]:
         """The gradients of parameters that the engine does not own."""

@@ -308,7 +308,7 @@ def test_an_end_is_told_to_the_others_if_one_has_ended() -> None:
     """Else their threads wait for it, and the end of their run with them."""
     tolerance, told = object.__new__(TolerantSum), list[int]()
     tolerance._members, tolerance._me, tolerance._running = 3, 1, True
-    tolerance._changed, tolerance._started = threading.Condition(), []
+    tolerance._changed, tolerance._started, tolerance._senders = threading.Condition(), [], {}
 
     def send(peer: int, kind: int) -> None:
         if peer == 0:
@@ -318,6 +318,22 @@ def test_an_end_is_told_to_the_others_if_one_has_ended() -> None:
     with mock.patch.object(tolerance, "_send", send):
         tolerance.end()
     assert told == [2, 2], "a contribution and a sum"
+
+
+def _alive(turns: int) -> int:
+    group, numel = _group(0.5), 3001
+    assert group.tolerance is not None
+    for _ in range(turns):
+        group.tolerance.sum("one", torch.full((numel,), float(dist.get_rank())))
+    group.tolerance.end()
+    gc.collect()
+    pieces = {hi - lo for lo, hi in group.tolerance._streams[0].spans}
+    return sum(type(one) is Tensor and one.dim() == 1 and one.numel() in pieces for one in gc.get_objects())
+
+
+def test_what_has_left_is_not_kept(pool: Pool) -> None:
+    few, many = (max(pool.run(3, _alive, turns)) for turns in (5, 40))
+    assert many < few + 10, "of 40 sums as many tensors are alive as of 5"
 
 
 # ---- what cannot be had ---------------------------------------------------------------------------------------------

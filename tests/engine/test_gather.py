@@ -56,12 +56,12 @@ def _flying(units: list[Unit]) -> list[str]:
 
 def test_prefetch_follows_the_last_pass() -> None:
     gatherer, units = _gatherer(4, prefetch=20)
-    gatherer.begin_forward(None)
+    gatherer.begin_order(None)
     for unit in units:
         _use(gatherer, unit)
         assert not _flying(units), "nothing is known"
         gatherer.release(unit)
-    gatherer.begin_forward(None)
+    gatherer.begin_order(None)
     _use(gatherer, units[0])
     assert _flying(units) == ["1", "2"], "20 elements"
     gatherer.release(units[0])
@@ -72,7 +72,7 @@ def test_prefetch_follows_the_last_pass() -> None:
 def test_a_unit_that_is_used_again_is_gathered_ahead_again() -> None:
     gatherer, units = _gatherer(3, prefetch=10)
     for _ in range(2):
-        gatherer.begin_forward(None)
+        gatherer.begin_order(None)
         for number in (0, 1, 0, 2):
             _use(gatherer, units[number])
             if number == 1:
@@ -86,7 +86,7 @@ def test_many_units_take_no_time() -> None:
     gatherer, units = _gatherer(10_000, prefetch=10**9)
     start = time.process_time()
     for _ in range(2):
-        gatherer.begin_forward(None)
+        gatherer.begin_order(None)
         for unit in units:
             _use(gatherer, unit)
         gatherer.release_all()
