@@ -40,7 +40,7 @@ from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.users_code import warn
-from lt_zero.io.checked_file import unreadable
+from lt_zero.io.direct_file import unreadable
 from lt_zero.io.regular_file import read_bytes
 
 LATEST = "latest"  # the file that names the last checkpoint of a folder

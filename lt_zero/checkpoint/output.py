@@ -20,8 +20,8 @@ from lt_zero.checkpoint.native.directory import sync_folder
 from lt_zero.checkpoint.native.torchfile import Write
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.units import exact_bytes
-from lt_zero.io.checked_file import FileSink, WriterPool, trouble
-from lt_zero.io.direct_file import free_bytes
+from lt_zero.io.checked_file import FileSink, WriterPool
+from lt_zero.io.direct_file import free_bytes, trouble
 
 _THREADS = 3  # threads that write one file
 
@@ -32,7 +32,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise trouble(f"Cannot write {path} (existing files are unchanged)", path, error) from error
+        what = f"Cannot write {path} (existing files are unchanged)"
+        raise trouble(what, path.parent, error, CheckpointError) from error
 
 
 def check_space(folder: Path, nbytes: int, what: str = "export", instead: str = " or a smaller dtype") -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import queue
 import threading
@@ -25,15 +24,13 @@ import torch
 from torch import Tensor
 
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io import direct_file
-from lt_zero.io.direct_file import go_direct, logical_block, reserve
-from lt_zero.io.pinned import BLOCK, aligned_buffer, checksum, checksum_weights, rounded, view_of
+from lt_zero.io.direct_file import BlockFile, unreadable
+from lt_zero.io.pinned import aligned_buffer, checksum, checksum_weights, rounded, view_of
 from lt_zero.io.regular_file import open_regular
 from lt_zero.io.thread_pool import IoPool, Transfer
 
 STEP = 4 << 20  # bytes of a block, which has one checksum
 THREADS = 4
-_RETRIES = 5
 
 
 @dataclass(frozen=True)
@@ -42,24 +39,6 @@ class FileRecord:
 
     nbytes: int
     sums: tuple[int, ...]
-
-
-def trouble(what: str, path: Path | str, error: OSError) -> RuntimeError:
-    """A ``CheckpointError`` with the failure (in ``path``, if ``what`` does not name it), its cause and the remedy."""
-    named = what if str(path) in what else f"{what} {path}"
-    return direct_file.trouble(named, Path(path).parent, error, CheckpointError)
-
-
-def unreadable(path: Path | str, error: OSError) -> CheckpointError:
-    """A ``CheckpointError`` with the file that cannot be read, the cause and the remedy."""
-    code = error.errno or 0
-    reason = f"{os.strerror(code)} ({errno.errorcode.get(code, code)})" if code else str(error)
-    remedy = {
-        errno.ENOENT: "Is the checkpoint complete? Use another one.",
-        errno.EACCES: "Check its permissions, or use another copy.",
-        errno.EPERM: "Check its permissions, or use another copy.",
-    }.get(code, "See dmesg if it is the disk, and use another copy.")
-    return CheckpointError(f"Cannot read {path}: {reason}. {remedy}")
 
 
 class _ThreadBuffer(threading.local):
@@ -177,24 +156,13 @@ class FileSink(Sink):
     def __init__(
         self, path: Path, blocks: WriterPool, expected: int = 0, name: Path | None = None, copies: bool = False
     ) -> None:
-        self.path, self._blocks, self._copies = name or path, blocks, copies
+        self._blocks, self._copies = blocks, copies
         self._sums: dict[int, int] = {}
         self._lock = threading.Lock()
         self._pending: deque[Transfer] = deque()
         self._abandoned = False  # drop what is queued
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise trouble("Cannot create", self.path, error) from None
-        try:
-            if expected >= STEP:
-                reserve(self._fd, rounded(expected))
-            unit = max(BLOCK, logical_block(path.parent))
-            direct = go_direct(self._fd, unit, expected)
-        except OSError as error:
-            os.close(self._fd)
-            raise trouble("Cannot allocate", self.path, error) from None
-        self._file = direct_file.BlockMover(self._fd, self.path, unit if direct else 1, _RETRIES, CheckpointError)
+        self._file = BlockFile(path, 0o666, CheckpointError, name)
+        self._file.allocate(rounded(max(expected, 1), self._file.unit))
 
     def _take(self) -> Tensor:
         return self._blocks.free.get()
@@ -237,7 +205,7 @@ class FileSink(Sink):
             total = checksum(block, self._blocks.weights)
         with self._lock:
             self._sums[number] = total
-        self._file.move(True, view_of(block), number * STEP)
+        self._file.write(block, number * STEP)
 
     def wait_written(self) -> None:
         while self._pending:
@@ -248,10 +216,7 @@ class FileSink(Sink):
         try:
             self._flush()
             self.wait_written()
-            os.ftruncate(self._fd, nbytes)
-            os.fsync(self._fd)
-        except OSError as error:
-            raise trouble("Cannot finish", self.path, error) from None
+            self._file.finish(nbytes)
         finally:
             self.abandon()
         return FileRecord(nbytes, tuple(self._sums[i] for i in range(len(self._sums))))
@@ -266,9 +231,7 @@ class FileSink(Sink):
         if self._filling is not None:
             self._blocks.free.put(self._filling)
             self._filling = None
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
 
 class StreamSink(Sink):

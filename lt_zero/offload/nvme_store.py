@@ -35,9 +35,9 @@ from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.timing import phase
 from lt_zero.common.units import exact_bytes
 from lt_zero.config.blocks import Aio
-from lt_zero.io.direct_file import Nowhere, SwapFile
 from lt_zero.io.pinned import BufferPool, aligned_buffer, host_buffer, rounded
 from lt_zero.io.private_folder import SwapFolder
+from lt_zero.io.swap_file import Nowhere, SwapFile
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
 from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
 from lt_zero.offload.store import CODES, Place, Speed, Store

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from lt_zero.common.compat import version_of
 from lt_zero.config.blocks import Aio
-from lt_zero.io.direct_file import SwapFile
 from lt_zero.io.pinned import host_buffer
 from lt_zero.io.private_folder import SwapFolder
+from lt_zero.io.swap_file import SwapFile
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
 from lt_zero.offload.copy_streams import DONE, CopyEvent, CopyStream
 from lt_zero.offload.reuse import Loan, LoanPool, Memory

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lt_zero.activation.stores import ActivationStore
 from lt_zero.io import direct_file
+from lt_zero.io.swap_file import SwapFile
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload import host_store
 from lt_zero.offload.copy_streams import CopyEvent, CopyStream
@@ -137,18 +138,18 @@ def test_a_path_that_cannot_be_used(tmp_path: Path) -> None:
 def test_writes_go_on_beside_forward_and_reads_come_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_store, "_apart", False)
     store, go, events = opened("files", tmp_path), threading.Event(), list[object]()
-    write, read = direct_file.SwapFile._write_block, direct_file.SwapFile.read
+    write, read = SwapFile._write_block, SwapFile.read
 
-    def late(file: direct_file.SwapFile, *args: object) -> None:
+    def late(file: SwapFile, *args: object) -> None:
         assert go.wait(20)
         write(file, *args)  # type: ignore[arg-type]
 
-    def noted(file: direct_file.SwapFile, record: int, target: Tensor) -> object:
+    def noted(file: SwapFile, record: int, target: Tensor) -> object:
         events.append((file, record))
         return read(file, record, target)
 
-    monkeypatch.setattr(direct_file.SwapFile, "_write_block", late)
-    monkeypatch.setattr(direct_file.SwapFile, "read", noted)
+    monkeypatch.setattr(SwapFile, "_write_block", late)
+    monkeypatch.setattr(SwapFile, "read", noted)
     packed = [store.pack(torch.full((2048,), float(number))) for number in range(4)]
     assert store.unpack(packed[2]).eq(2).all(), "nobody waits for the disk: the buffer has it"
     go.set()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -68,3 +72,23 @@ def test_the_last_block_goes_back_if_it_cannot_be_written(tmp_path: Path) -> Non
     with pytest.raises(SwapError, match="closed"):
         sink.close()
     assert blocks.free.qsize() == 1
+
+
+def test_a_small_file_is_written_where_direct_requests_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems accept the flag all the same."""
+    real = os.pwritev
+
+    def write(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct requests")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    blocks = WriterPool(1)
+    sink = FileSink(tmp_path / "file", blocks)
+    sink.write(b"some")
+    assert sink.close().nbytes == 4
+    blocks.close()
+    assert (tmp_path / "file").read_bytes() == b"some"

@@ -19,10 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_zero.io import direct_file
-from lt_zero.io.direct_file import IoPool, SwapError, SwapFile
+from lt_zero.io import direct_file, swap_file
 from lt_zero.io.pinned import BLOCK, aligned_buffer, checksum, checksum_weights, rounded
 from lt_zero.io.private_folder import filesystem_of
+from lt_zero.io.swap_file import SwapFile
+from lt_zero.io.thread_pool import IoPool, SwapError
 from tests.support.offload_tools import change, fail_with, in_child, noise, read, write
 
 SIZES = [1, 511, 4096, 4097, (3 << 20) + 3, 0, 65536, 12345]
@@ -287,7 +288,7 @@ def test_impossible_pools_are_refused(options: dict[str, int], words: str) -> No
 def test_closed_files_and_pools_refuse(tmp_path: Path) -> None:
     pool = IoPool(threads=1)
     file, other = (SwapFile(tmp_path / name, [1], pool) for name in "ab")
-    with pytest.raises(SwapError, match=r"a with 4096 bytes: File exists \(EEXIST\)"):
+    with pytest.raises(SwapError, match=r"/a: File exists \(EEXIST\)"):
         SwapFile(tmp_path / "a", [1], pool)
     file.close()
     file.close()
@@ -502,7 +503,7 @@ def test_the_way_through_the_page_cache_is_told_once(
 ) -> None:
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", fail_with(errno.EINVAL))
-    monkeypatch.setattr(direct_file, "_told", set())
+    monkeypatch.setattr(swap_file, "_told", set())
     made = [SwapFile(tmp_path / name, [4 * STEP], pool) for name in "ab"]
     monkeypatch.setattr(os, "pwritev", real)
     assert [file.direct for file in made] == [False, False]

@@ -21,8 +21,8 @@ import pytest
 
 import lt_zero
 from lt_zero.io import direct_file, private_folder
-from lt_zero.io.direct_file import IoPool, SwapError
 from lt_zero.io.private_folder import SwapFolder, filesystem_of
+from lt_zero.io.thread_pool import IoPool, SwapError
 from lt_zero.offload.nvme_store import probe
 from lt_zero.offload.store import Speed
 
@@ -203,7 +203,8 @@ def test_exit_removes_everything_and_the_exit_of_a_child_nothing(tmp_path: Path)
         # All of lt_zero takes seconds to import.
         sys.modules["lt_zero"] = package = types.ModuleType("lt_zero")
         package.__path__ = [sys.argv[2]]
-        from lt_zero.io.direct_file import IoPool, SwapFile
+        from lt_zero.io.swap_file import SwapFile
+        from lt_zero.io.thread_pool import IoPool
         from lt_zero.io.private_folder import SwapFolder
         from lt_zero.io.pinned import aligned_buffer
 

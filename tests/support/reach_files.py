@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from lt_zero.engine import offload_manager
-from lt_zero.io.direct_file import SwapFile
+from lt_zero.io.swap_file import SwapFile
 from lt_zero.io.thread_pool import IoPool, SwapError
 from lt_zero.offload import host_store
 from tests.support.offload_tools import change, noise

@@ -41,7 +41,7 @@ from lt_zero.checkpoint.formats.records import (
     records_of,
 )
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.checked_file import unreadable
+from lt_zero.io.direct_file import unreadable
 from lt_zero.io.regular_file import open_bytes, own_path
 
 VERSION = "pytorch-lightning_version"  # in every checkpoint that Lightning wrote

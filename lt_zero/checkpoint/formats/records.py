@@ -28,7 +28,7 @@ from typing import IO, NamedTuple
 from torch import Tensor
 
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.checked_file import unreadable
+from lt_zero.io.direct_file import unreadable
 from lt_zero.io.regular_file import open_regular
 
 PIECE = 256 << 10  # bytes that are read at a time

@@ -24,7 +24,8 @@ from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.boxes import Box, cut_range, flat_index
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.lazy_tensor import LazyTensor
-from lt_zero.io.checked_file import BlockReader, unreadable
+from lt_zero.io.checked_file import BlockReader
+from lt_zero.io.direct_file import unreadable
 from lt_zero.io.regular_file import read_bytes
 
 ROWS = 64 << 20  # bytes of whole rows that are read at a time to copy columns of them

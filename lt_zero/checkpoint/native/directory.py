@@ -44,8 +44,8 @@ from fsspec.registry import known_implementations
 from lt_zero.checkpoint.source import Spec
 from lt_zero.common.boxes import Box, check_cover
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.checked_file import STEP, FileRecord, FileSink, Sink, StreamSink, WriterPool, trouble
-from lt_zero.io.direct_file import free_bytes
+from lt_zero.io.checked_file import STEP, FileRecord, FileSink, Sink, StreamSink, WriterPool
+from lt_zero.io.direct_file import free_bytes, trouble
 from lt_zero.io.regular_file import read_bytes
 
 MANIFEST = "manifest.json"
@@ -318,7 +318,7 @@ class PendingDirectory:
             with contextlib.suppress(OSError):
                 fcntl.flock(place._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise trouble("Cannot make", place.folder, error) from None
+            raise _trouble(f"Cannot make {place.folder}", path, error) from None
         return place
 
     def check_visible(self) -> None:
@@ -360,7 +360,7 @@ class PendingDirectory:
             try:
                 sync_folder(Path(self.folder))
             except OSError as error:
-                raise trouble("Cannot write", self.name, error) from error
+                raise _trouble(f"Cannot write {self.name}", Path(self.name), error) from error
 
     def commit(self) -> None:
         """Publish the directory, and remove an older one. See Note [Publishing a directory]."""
@@ -372,7 +372,7 @@ class PendingDirectory:
             _replace(Path(self.folder), path)
             sync_folder(path.parent)
         except OSError as error:
-            raise trouble("Cannot name", path, error) from None
+            raise _trouble(f"Cannot name {path}", path, error) from None
         finally:
             self._unlock()
 
@@ -391,6 +391,10 @@ class PendingDirectory:
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
+
+
+def _trouble(what: str, path: Path, error: OSError) -> RuntimeError:
+    return trouble(what, path.parent, error, CheckpointError)
 
 
 def _refuse_others(path: str, names: list[str]) -> None:
@@ -533,7 +537,7 @@ def whole_file(path: str) -> Iterator[str]:
         os.replace(temporary, final)
         sync_folder(final.parent)
     except OSError as error:
-        raise trouble("Cannot write", path, error) from error
+        raise _trouble(f"Cannot write {path}", final, error) from error
     finally:
         with contextlib.suppress(OSError):  # the first error is reported
             temporary.unlink()
