@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_zero.build import shard
-from lt_zero.checkpoint.open import open_same
+from lt_zero.checkpoint.open import load_same, opened_source
 from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
@@ -72,7 +72,8 @@ def inference(
     policy = dtype_policy(chosen, resolve_mode(chosen, "32-true"))
     readers = dict[str, Callable[[], Tensor]]()
     if weights is not None:
-        readers = open_same(group.world, weights, partial(_readers, module, path=str(weights)))
+        use = partial(_readers, module, path=str(weights))
+        readers = load_same(group.world, weights, partial(opened_source, weights, use))
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             if not buffer.is_meta and buffer.device != device:

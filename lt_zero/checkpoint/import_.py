@@ -19,10 +19,9 @@ from torch import Tensor
 from lt_zero.checkpoint.formats.foreign import ForeignSource, damage
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import PendingDirectory, file_system, is_url
-from lt_zero.checkpoint.native.keys import restore
 from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, loss_scale, number_states
 from lt_zero.checkpoint.native.pieces import Fragment
-from lt_zero.checkpoint.native.plain import to_plain
+from lt_zero.checkpoint.native.plain import restore, to_plain
 from lt_zero.checkpoint.native.rank_state import RESIDUALS
 from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, TRAINED_WEIGHTS, Bundle, bundle, write
 from lt_zero.checkpoint.open import found_at, open_source

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.export import Format, export
+from lt_zero.checkpoint.native.pieces import on_all_ranks
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import on_all_ranks, refuse_parts
+from lt_zero.engine.full_params import refuse_parts
 from lt_zero.engine.whole_model import WholeModel
 
 _END = ""

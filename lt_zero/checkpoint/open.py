@@ -267,20 +267,13 @@ def _number(step: Any) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def open_same(
-    world: World | None, path: str | os.PathLike[str], use: Callable[[CheckpointSource], Found], tell: bool = True
-) -> Found:
-    """Open a checkpoint, and return ``use`` of it if all ranks have the same one. Collective.
-
-    ``tell``: see ``open_source``. Errors are those of ``load_same``.
-    """
-    return load_same(world, path, lambda: opened_source(path, use, tell))
-
-
 def opened_source(
-    path: str | os.PathLike[str], use: Callable[[CheckpointSource], Found], tell: bool
+    path: str | os.PathLike[str], use: Callable[[CheckpointSource], Found], tell: bool = True
 ) -> tuple[Found, Callable[[], Identity]]:
-    """Open a checkpoint; returns ``use`` of it, and the function that computes its identity."""
+    """Open a checkpoint, for ``load_same``; returns ``use`` of it, and the function that computes its identity.
+
+    ``tell``: see ``open_source``.
+    """
     source = open_source(path, tell=tell)
     return use(source), partial(of_source, source)
 

@@ -1,4 +1,4 @@
-"""Finds and replaces tensors in the arguments and results of modules."""
+"""Finds and replaces tensors in nested containers: arguments and results of modules, content of files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lt_zero.common.compat import version_of
 
 _LEAVES = (str, bytes, int, float, bool, complex, type(None), type, nn.Module, FunctionType, MethodType)
 _MAX_DEPTH = 13
+_DEEPEST_READ = 200  # levels of containers in a file
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
@@ -81,6 +83,33 @@ def sizes_of(batch: Any) -> Iterator[int]:
             yield from sizes_of(entry)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         yield from sizes_of([getattr(batch, field.name) for field in dataclasses.fields(batch)])
+
+
+def dense_tensors(value: Any) -> list[Tensor]:
+    """The tensors in plain containers that ``torch.load`` made.
+
+    Raises:
+        ValueError: one is not dense, not on the CPU, or larger than its bytes in the file; or containers are nested too
+            deeply.
+    """
+    seen: set[int] = set()
+    open_: list[tuple[Any, int]] = [(value, 0)]
+    found = []
+    while open_:
+        value, depth = open_.pop()
+        if isinstance(value, Tensor):
+            dense = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
+            if not dense or value.is_conj() or value.is_neg():
+                raise ValueError(f"a tensor of layout {value.layout} on {value.device}, or quantized or conjugated")
+            if value.nbytes > value.untyped_storage().nbytes():
+                raise ValueError(f"a tensor of shape {tuple(value.shape)} is larger than its values in the file")
+            found.append(value)
+        elif isinstance(value, (dict, list, tuple, set, frozenset)) and id(value) not in seen:
+            seen.add(id(value))
+            if depth > _DEEPEST_READ:
+                raise ValueError(f"it is nested too deeply, in more than {_DEEPEST_READ} levels")
+            open_ += ((item, depth + 1) for item in (value.values() if isinstance(value, dict) else value))
+    return found
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:

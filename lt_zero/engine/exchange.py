@@ -66,7 +66,12 @@ class GradientExchange:
     Attributes:
         of_bucket: what buckets have not sent so far; {} if everything is sent at once.
         steps: optimizer steps so far, if the exchange counts them.
+        sums_late: a reduction may lack the gradients of late ranks; a later reduction then has them.
+        remembers: the exchange keeps state from step to step; the state belongs to one model and its checkpoints.
     """
+
+    sums_late = False
+    remembers = False
 
     def __init__(self) -> None:
         self.of_bucket: Mapping[Bucket, BucketResiduals] = {}
@@ -97,11 +102,6 @@ class GradientExchange:
     def reduce(self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool) -> Work:
         """Start reducing the gradients of ``bucket``, which are in ``send``, into ``out`` (1D), or add them there."""
         raise NotImplementedError
-
-    @property
-    def sums_late(self) -> bool:
-        """True if a reduction may lack the gradients of late ranks; a later reduction then has them."""
-        return False
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -153,11 +153,6 @@ class GradientExchange:
         """Raise ValueError if weights may differ between ranks after a step, as ``what`` needs the same on all."""
 
     # ---- states ------------------------------------------------------------------------------------------------
-
-    @property
-    def remembers(self) -> bool:
-        """True if the exchange keeps state from step to step; the state belongs to one model and its checkpoints."""
-        return False
 
     def resume(self, steps: int) -> None:
         """Begin without residuals after ``steps`` optimizer steps."""

@@ -4,7 +4,7 @@ functions that are called on guarded parameters, and whether the model still has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any
@@ -17,7 +17,6 @@ from lt_zero.common.arguments import expect, wrong
 from lt_zero.common.boxes import Box
 from lt_zero.common.compat import in_transform, versions_of, without_torch_function
 from lt_zero.common.module_hooks import Hook
-from lt_zero.common.names import merged
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import HANDS_OUT, called, owner_of
@@ -247,14 +246,6 @@ def refuse_parts(engine: Engine, what: str) -> None:
             f"{what}: of {spec.name!r} of {spec.global_shape} the ranks of this group have {spec.local_box} only. Save "
             'a checkpoint (checkpoint.format="sharded"), and run `lt-zero export` on it.'
         )
-
-
-def on_all_ranks(engine: Engine, names: Sequence[str], what: str) -> list[str]:
-    """All names that ranks have, in the order of the module that has all layers. ``names``: this rank's.
-
-    Collective if ranks have other modules.
-    """
-    return list(names) if engine.everywhere else merged(engine.world.host_gather(list(names), what))
 
 
 def restore_whole(engine: Engine, join: bool = False) -> None:

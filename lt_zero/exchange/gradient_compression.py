@@ -149,6 +149,7 @@ class GradientCompression(PlainExchange):
     """
 
     everywhere = False
+    remembers = True
 
     def __init__(self, peers: ShardGroup, warmup: int, keeps: bool) -> None:
         super().__init__(peers)
@@ -190,10 +191,6 @@ class GradientCompression(PlainExchange):
         self.steps -= counted
         for feedback in self.of_bucket.values():
             feedback.restore(self.steps)
-
-    @property
-    def remembers(self) -> bool:
-        return True
 
     def resume(self, steps: int) -> None:
         self.steps = steps

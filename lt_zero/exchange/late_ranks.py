@@ -21,6 +21,9 @@ class TolerantExchange(PlainExchange):
         tolerance: sums their gradients.
     """
 
+    sums_late = True
+    remembers = True
+
     def __init__(self, peers: ShardGroup, tolerance: TolerantSum) -> None:
         super().__init__(peers)
         self._tolerance, self._buckets = tolerance, list[Bucket]()
@@ -28,16 +31,8 @@ class TolerantExchange(PlainExchange):
     def bind(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)
 
-    @property
-    def sums_late(self) -> bool:
-        return True
-
-    @property
-    def remembers(self) -> bool:
-        return True
-
     def late_gradients(self) -> Iterator[tuple[Bucket, Tensor, Tensor]]:
-        world, owed = self._peers.world, self._settled()
+        world, owed = self._peers.world, self._unsent_gradients()
         some = torch.tensor([any(bool(counts.any()) for _, counts in owed.values())], dtype=torch.uint8)
         world.host_max(some, "late gradients").wait()
         for bucket in self._buckets if some.item() else ():
@@ -49,7 +44,7 @@ class TolerantExchange(PlainExchange):
             yield bucket, every[0].float(), every[1]
 
     def replace_late_gradients(self, read: Callable[[Bucket], tuple[Tensor, Tensor]]) -> None:
-        self._settled()
+        self._unsent_gradients()
         owed = dict[str, tuple[Tensor, Tensor]]()
         # The ranks of the first member owe all that is loaded, so that it counts once.
         for bucket in self._buckets if self._tolerance.is_first else ():
@@ -58,7 +53,7 @@ class TolerantExchange(PlainExchange):
             owed[bucket.name] = rows[lo:hi], counts[lo:hi]
         self._tolerance.restore(owed)
 
-    def _settled(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def _unsent_gradients(self) -> dict[str, tuple[Tensor, Tensor]]:
         """``TolerantSum.owed``, by name of the bucket. Collective."""
         gather = self._peers.world.host_gather
         return self._tolerance.owed(lambda sent: self._tolerance.column(gather(sent, "late gradients")))

@@ -36,7 +36,6 @@ from lt_zero.checkpoint.last import tell_of_newer
 from lt_zero.checkpoint.live_weights import export_engine, kept_names
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import is_url, remove
-from lt_zero.checkpoint.native.keys import restore
 from lt_zero.checkpoint.native.load import (
     as_lightning,
     check_schedule,
@@ -51,16 +50,16 @@ from lt_zero.checkpoint.native.pieces import (
     optimizer_fragments,
     parameter_names,
 )
-from lt_zero.checkpoint.native.plain import to_plain
+from lt_zero.checkpoint.native.plain import restore, to_plain
 from lt_zero.checkpoint.native.save import LT_ZERO
 from lt_zero.checkpoint.open import Identity, checked_file, is_directory, load_same, of_content, opened_source, reading
 from lt_zero.common.errors import CheckpointError
-from lt_zero.common.garbage import without_gc
+from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.lazy_tensor import LazyTensor, read_now
-from lt_zero.lightning.checkpoint_plugin import local_file, write_file
+from lt_zero.lightning.checkpoint_plugin import local_file, write_file, writes_directories
 from lt_zero.lightning.data_position.position import POSITION, DataPosition
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.lightning.setup import RunSnapshot
@@ -90,6 +89,15 @@ class CheckpointService:
         self._deferred: tuple[Mapping[str, Any], bool, list[str]] | None = None  # See Note [Life of a restore]
         self._early: dict[str, tuple[Any, Tensor]] = {}  # loaded value and module's: Note [Callbacks that restore]
         self._compared = False  # whether the ranks know of each other what they open in this run
+        self._directories = False  # whether checkpoints are directories
+
+    def set_up(self, run: RunSnapshot) -> None:
+        """Decide what the saves of this run write.
+
+        Raises:
+            ValueError: as ``writes_directories``.
+        """
+        self._directories = writes_directories(run.config, run.checkpoint_io)
 
     # ---- collecting ----------------------------------------------------------------------------------------------
 
@@ -100,11 +108,11 @@ class CheckpointService:
         if engine.average is not None:
             engine.average.drop_if_outdated()
         self._frozen = frozen_names(engine, leave_out=not run.config.checkpoint.save_frozen)
-        return weights_to_save(engine, self._frozen, sharded=run.directories)
+        return weights_to_save(engine, self._frozen, sharded=self._directories)
 
     def add_trained(self, run: RunSnapshot, checkpoint: dict[str, Any]) -> None:
         """Add the trained weights to a checkpoint with averages in its state dict. Collective."""
-        checkpoint |= trained_beside(run.engine, self._frozen, sharded=run.directories)
+        checkpoint |= trained_beside(run.engine, self._frozen, sharded=self._directories)
 
     def optimizer_state(self, run: RunSnapshot, optimizer: Optimizer) -> dict[str, Any] | None:
         """An optimizer's state: fragments on all ranks, or full tensors on rank 0; None if nothing is sharded."""
@@ -112,18 +120,17 @@ class CheckpointService:
         if sharded is None:
             return None
         run.loss_scale.read_skip_flag()
-        return optimizer_fragments(sharded) if run.directories else full_optimizer_state(sharded)
+        return optimizer_fragments(sharded) if self._directories else full_optimizer_state(sharded)
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
-    @without_gc
     def save(self, run: RunSnapshot, checkpoint: Mapping[str, Any], path: str, storage_options: Any = None) -> None:
         """Write the checkpoint that Lightning has dumped to a directory or a file. Collective.
 
         Raises:
             CheckpointError: on all ranks; an earlier checkpoint at ``path`` is kept.
         """
-        if run.built is None or not run.built.attached or not run.directories:
+        if run.built is None or not run.built.attached or not self._directories:
             self._save_file(run, checkpoint, path, storage_options)
             return
         if storage_options is not None:
@@ -148,7 +155,7 @@ class CheckpointService:
             states = run.world.host_gather(self._data.state_dict(), "random states")
             content[POSITION] = run.session.of_data_ranks(states)
             if run.built is not None:
-                content |= beside({"": run.built}, sharded=run.directories)
+                content |= beside({"": run.built}, sharded=self._directories)
         self.wait(run)
         # Refuse a URL before anything is written.
         _file_beside(run, path)
@@ -161,7 +168,7 @@ class CheckpointService:
         if run.world.host_broadcast(is_folder, "checkpoint path") if run.world is not None else is_folder:
             raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
         agreed = run.agree(f"saving {path}", CheckpointError)
-        with agreed, progress_bar(f"Saving {path}", rank=run.rank):
+        with gc_disabled(), agreed, progress_bar(f"Saving {path}", rank=run.rank):
             found, rest = to_plain(content)
             restore(found, rest)
             assert isinstance(found, dict)

@@ -608,7 +608,7 @@ class FabricZeroStrategy(DDPStrategy):
 
     def _restore_buffers(self, value: Any, opened: Opened, key: str | None) -> None:
         """Load this rank's buffers of a module, where ranks had different ones."""
-        if isinstance(value, ShardedModule) and key is not None:
+        if isinstance(value, ShardedModule) and key is not None and opened.rank_buffers is not None:
             load_rank_buffers(value.engine, opened.rank_buffers, opened.prefixes.get(key, ""))
 
     @override

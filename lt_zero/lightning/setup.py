@@ -32,7 +32,6 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import owns_all, restore_whole, take_over_assigned
 from lt_zero.engine.guard import owner_of
-from lt_zero.lightning.checkpoint_plugin import writes_directories
 from lt_zero.lightning.model_report import dtype_table, unit_table
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.session.session import Session
@@ -105,11 +104,6 @@ class RunSnapshot:
     @property
     def sharded(self) -> list[ShardedOptimizer]:
         return [found for found in map(sharded_of, self.optimizers) if found is not None]
-
-    @property
-    def directories(self) -> bool:
-        """True if checkpoints are directories."""
-        return writes_directories(self.config, self.checkpoint_io)
 
     def agree(self, what: str, error: type[Exception]) -> AbstractContextManager[None]:
         """``World.agree``; outside of a run each process is on its own."""

@@ -355,6 +355,7 @@ class ZeroStrategy(DDPStrategy):
         compare_models(self.session.peers, self._module)  # "auto" depends on it, and whether an engine is used again
         if fitting:
             self._reconciler.agree(trainer, self._module, world, self.session.data_ranks, self.is_global_zero)
+        self.checkpoints.set_up(self.run)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
             self._layer_sync = TorchSyncBatchNorm()
         if fitting and self._layer_sync:

@@ -34,7 +34,7 @@ from lt_zero.checkpoint.native.load import (
 )
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.save import LOOP
-from lt_zero.checkpoint.open import LATEST, open_same, read_latest
+from lt_zero.checkpoint.open import LATEST, load_same, opened_source, read_latest
 from lt_zero.comm.launchers import local_rank
 from lt_zero.comm.process_groups import own_gpu
 from lt_zero.comm.world import together
@@ -446,7 +446,7 @@ class TrainingEngine(nn.Module):
         if tag is None:
             return None, {}
         path = inside(load_dir, tag)
-        saved = open_same(world, path, as_lightning, tell=world.rank == 0)
+        saved = load_same(world, path, partial(opened_source, path, as_lightning, world.rank == 0))
         own, how = entries_of(saved, LOOP), self._config.checkpoint
         only_weights = load_module_only or how.load_module_only
         state = None

@@ -27,22 +27,23 @@ from torch.optim import Optimizer
 
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.directory import PendingDirectory
-from lt_zero.checkpoint.native.load import NEW, OnAllRanks, loss_scale, restore_optimizer, restore_training, stepped
-from lt_zero.checkpoint.native.pieces import weight_fragments
+from lt_zero.checkpoint.native.load import NEW, OnAllRanks, loss_scale, restore_optimizer, stepped
+from lt_zero.checkpoint.native.pieces import on_all_ranks, weight_fragments
 from lt_zero.checkpoint.native.rank_state import (
     RANK_BUFFERS,
     RESIDUALS,
     load_rank_buffers,
+    load_residuals,
     rank_buffers,
     residual_state,
 )
 from lt_zero.checkpoint.native.save import TRAINED_WEIGHTS, Bundle, bundle, make_directory, stage, write
 from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import on_all_ranks
 from lt_zero.engine.whole_model import full_state_dict
 from lt_zero.step.loss_scale import LossScaleController
 
@@ -144,9 +145,9 @@ def beside(engines: Mapping[str, Engine], sharded: bool = True) -> dict[str, Any
     found: dict[str, Any] = {}
     buffers: dict[str, Any] = {}
     for prefix, engine in engines.items():
-        if (owed := residual_state(engine, sharded)) is not None:
+        if engine.exchange.remembers and (owed := residual_state(engine, sharded)) is not None:
             found[RESIDUALS] = owed  # of one engine only: session.py, ``Session.build``
-        if (different := rank_buffers(engine, prefix)) is not None:
+        if not engine.buffers.enabled and (different := rank_buffers(engine, prefix)) is not None:
             buffers |= different["buffers"]
             found[RANK_BUFFERS] = {"ranks": engine.world.size, "buffers": buffers}
     return found
@@ -179,16 +180,15 @@ class Saving:
     then: Callable[[str], object] = lambda path: None
     peers: Sequence[int] = ()
 
-    def bundle(self, world: World) -> Bundle:
-        """Divide the checkpoint among the ranks that write it. Collective."""
-        facts = {
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts about the run, for the manifest."""
+        return {
             "stage": self.config.zero_optimization.stage,
-            "ranks": world.size,
             "precision": self.precision,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": str(torch.__version__),
         }
-        return bundle(self.content, self.names, world, facts, self.shown, self.left_out, self.peers)
 
 
 class Saver:
@@ -214,20 +214,22 @@ class Saver:
             CheckpointError: on all ranks; an earlier checkpoint at ``path`` is kept.
         """
         self.wait(world)
-        made = saving.bundle(world)
-        if background:
-            with world.agree("copying the state for an asynchronous save", CheckpointError):
-                self._buffer = stage(made, self._buffer)
-        group = world.saving_group(background)
-        # From here on ``write`` removes the directory after an error.
-        place = make_directory(world, path)
-        then = partial(saving.then, place.name)
-        if background:
-            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
-            self.pending = self._thread.submit(_write_alone, made, place, world, group, then)
-            return
-        with progress_bar(f"Saving {path}", made.nbytes, rank=world.rank, in_bytes=True) as work:
-            write(made, place, world, group, then, work.advance)
+        facts = {**saving.facts, "ranks": world.size}
+        with gc_disabled():
+            made = bundle(saving.content, saving.names, world, facts, saving.shown, saving.left_out, saving.peers)
+            if background:
+                with world.agree("copying the state for an asynchronous save", CheckpointError):
+                    self._buffer = stage(made, self._buffer)
+            group = world.saving_group(background)
+            # From here on ``write`` removes the directory after an error.
+            place = make_directory(world, path)
+            then = partial(saving.then, place.name)
+            if background:
+                self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
+                self.pending = self._thread.submit(_write_alone, made, place, world, group, then)
+                return
+            with progress_bar(f"Saving {path}", made.nbytes, rank=world.rank, in_bytes=True) as work:
+                write(made, place, world, group, then, work.advance)
 
     def after_pending(self, action: Callable[[], object]) -> None:
         """Call ``action`` once the pending save has succeeded; now if there is none."""
@@ -331,9 +333,16 @@ class Progress:
         Raises:
             CheckpointError: on all ranks.
         """
-        restore_training(engine, self.residuals, self.stepped)
-        with engine.world.agree("restoring buffers of each rank", CheckpointError):
-            load_rank_buffers(engine, self.rank_buffers, prefix)
+        # The same on all ranks: they have the same checkpoint, and the same configuration.
+        if self.residuals is not None or engine.exchange.remembers:
+            with engine.world.agree("restoring what ranks owe to the weights", CheckpointError):
+                load_residuals(engine, self.residuals)
+        engine.stepped = self.stepped
+        for bucket in engine.buckets if self.stepped else ():
+            bucket.round_as_steps_do()
+        if self.rank_buffers is not None:
+            with engine.world.agree("restoring buffers of each rank", CheckpointError):
+                load_rank_buffers(engine, self.rank_buffers, prefix)
         if engine.average is not None and self.averages is not None:
             with engine.world.agree("restoring averages", CheckpointError):
                 engine.average.load(*self.averages)

@@ -500,7 +500,8 @@ class ShardedOptimizer(ProcessLocal):
     def store_states(self) -> None:
         """Move loaded states to the bucket stores, bucket by bucket. Not collective."""
         self.engine.finish_steps()
-        self.overlap.forget_states()
+        if self.engine.offload_manager.overlaps:
+            self.overlap.forget_states()
         places: dict[Bucket, list[tuple[Parameter, Piece]]] = {}
         for bucket, index, parameter in self.fragments.places():
             if bucket.streamed:

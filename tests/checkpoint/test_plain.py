@@ -25,8 +25,7 @@ from torch import nn
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.keys import Key, described, described_keys, restore, unknown
-from lt_zero.checkpoint.native.plain import MISSING, to_plain
+from lt_zero.checkpoint.native.plain import MISSING, Key, described, described_keys, restore, to_plain, unknown
 from tests.support.checkpoint_tools import error_of
 from tests.support.lightning_tools import GPT, HAS_WEIGHTS_ONLY, sharded_trainer, trust
 from tests.support.pool import Pool

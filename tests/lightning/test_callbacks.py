@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,6 +25,9 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.text import Perplexity
 
 from lt_zero import ZeroStrategy
+from lt_zero.config import ZeroConfig
+from lt_zero.lightning.checkpoint_service import CheckpointService
+from lt_zero.lightning.data_position.position import DataPosition
 from tests.support.lightning_tools import GPT, assert_same, quick, sharded_trainer, single_trainer, weights
 from tests.support.matrix import cover
 from tests.support.paths import ROOT
@@ -222,6 +226,12 @@ def test_async_checkpoint_io(pool: Pool, tmp_path: Path) -> None:
     want = pool.run(2, _written_beside, str(tmp_path))[0]
     saved = torch.load(tmp_path / "epoch=2.ckpt", weights_only=True)["state_dict"]
     assert_same({name: value.numpy() for name, value in saved.items()}, want, 0, 0)
+
+
+def test_a_plugin_that_writes_files_is_refused_at_set_up() -> None:
+    run: Any = SimpleNamespace(config=ZeroConfig(checkpoint={"format": "sharded"}), checkpoint_io=AsyncCheckpointIO())
+    with pytest.raises(ValueError, match="checkpoint.format"):
+        CheckpointService(DataPosition()).set_up(run)
 
 
 def _fails_on_one(folder: str) -> str:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.load import as_lightning, restore_training, restore_weights
+from lt_zero.checkpoint.native.load import as_lightning, restore_weights
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
 from lt_zero.checkpoint.native.save import bundle, make_directory, write
-from lt_zero.session.checkpoints import restore_optimizers
+from lt_zero.session.checkpoints import Progress, restore_optimizers
 from tests.support.matrix import cover
 from tests.support.parallel_nets import Net, Ranks, Run, all_states, all_weights, reference_step, start
 from tests.support.parity import OPTIMIZERS, STAGES
@@ -39,7 +39,7 @@ def load(run: Run, path: str) -> None:
     archive = Archive(path)
     found = as_lightning(archive)
     restore_weights(run.model, run.engine, run.engine.config, found["state_dict"], strict=True)
-    restore_training(run.engine, None, stepped=True)
+    Progress(stepped=True).restore(run.engine, None)
     restore_optimizers(run.engine, {0: (run.optimizer, found["optimizer_states"][0])})
     archive.close()
 

@@ -19,7 +19,7 @@ import lt_zero
 from lt_zero import CheckpointError, ZeroConfig
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.pieces import Fragment
-from lt_zero.checkpoint.native.save import Bundle, make_directory, stage, write
+from lt_zero.checkpoint.native.save import Bundle, bundle, make_directory, stage, write
 from lt_zero.comm.world import World
 from lt_zero.session import checkpoints
 from lt_zero.session.checkpoints import Saver, Saving
@@ -39,7 +39,8 @@ def _left(path: str) -> tuple[str, float]:
     """A save whose writer begins after ``destroy_process_group``, in place of an earlier one."""
     world = World.join(torch.device("cpu"))
     Saver().save(_saving(1.0), path, world, background=False)
-    made, group = _saving(2.0).bundle(world), world.saving_group(background=True)
+    made = bundle({"state_dict": {"w": torch.full((5,), 2.0)}}, (), world, {}, {})
+    group = world.saving_group(background=True)
     place = make_directory(world, path)
     dist.destroy_process_group()
     with pytest.raises(CheckpointError) as caught:

@@ -28,7 +28,6 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lt_zero.checkpoint.formats.records import (
     MappedRecords,
@@ -41,12 +40,12 @@ from lt_zero.checkpoint.formats.records import (
     records_of,
 )
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.tensor_tree import dense_tensors
 from lt_zero.io.direct_file import unreadable
 from lt_zero.io.regular_file import open_bytes, own_path
 
 VERSION = "pytorch-lightning_version"  # in every checkpoint that Lightning wrote
 _ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
-_DEEPEST = 200  # levels of containers
 _lock = threading.Lock()  # torch's list of admitted classes is one for the process
 
 
@@ -206,36 +205,16 @@ def load(
                 value = torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
             if checking is not None:
                 checking.result()
-            tensors = _check_tensors(value)
+            tensors = dense_tensors(value)
         except CheckpointError:
             raise
         except Exception as error:  # a damaged file may be anything to the loader
-            raise _explained(error, path) from None
+            raise explained(error, path) from None
         if maps:
             place = mapped or MappedRecords()
             place.add(path, identity_of(file), values, next((t for t in tensors if t.numel()), None))
             if mapped is None:
                 place.check_all()
-    return value
-
-
-def load_plain(data: bytes, name: str) -> Any:
-    """The object in the bytes of a file of ``torch.save`` that this package wrote: plain containers and tensors.
-
-    Raises:
-        CheckpointError: it is damaged, or has refused content; names it.
-    """
-    try:
-        file = io.BytesIO(data)
-        records = records_of(file)
-        check(file, records, Path(name))
-        file.seek(0)
-        value = torch.load(file, map_location="cpu", weights_only=True)
-        _check_tensors(value)
-    except CheckpointError:
-        raise
-    except Exception as error:  # torch.load raises errors of many types for damaged files
-        raise _explained(error, Path(name)) from None
     return value
 
 
@@ -257,7 +236,7 @@ def check_file(path: Path, number: int = 0, of: int = 1) -> None:
         try:
             records = records_of(file) if file.read(len(_ZIP)) == _ZIP else []
         except Exception as error:
-            raise _explained(error, path) from None
+            raise explained(error, path) from None
         check(file, [record for record in records if not is_values(record)], path)
         values = [record for record in records if is_values(record) and record.size]
         jobs = jobs_of(path, identity_of(file), values)[number::of]
@@ -270,29 +249,8 @@ def check_file(path: Path, number: int = 0, of: int = 1) -> None:
                 job.wait()
 
 
-def _check_tensors(value: Any) -> list[Tensor]:
-    """The tensors in ``value``; each must be dense, on the CPU, and no larger than its bytes in the file."""
-    seen: set[int] = set()
-    open_: list[tuple[Any, int]] = [(value, 0)]
-    found = []
-    while open_:
-        value, depth = open_.pop()
-        if isinstance(value, Tensor):
-            dense = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
-            if not dense or value.is_conj() or value.is_neg():
-                raise ValueError(f"a tensor of layout {value.layout} on {value.device}, or quantized or conjugated")
-            if value.nbytes > value.untyped_storage().nbytes():
-                raise ValueError(f"a tensor of shape {tuple(value.shape)} is larger than its values in the file")
-            found.append(value)
-        elif isinstance(value, (dict, list, tuple, set, frozenset)) and id(value) not in seen:
-            seen.add(id(value))
-            if depth > _DEEPEST:
-                raise ValueError(f"it is nested too deeply, in more than {_DEEPEST} levels")
-            open_ += ((item, depth + 1) for item in (value.values() if isinstance(value, dict) else value))
-    return found
-
-
-def _explained(error: Exception, path: Path) -> CheckpointError:
+def explained(error: Exception, path: Path) -> CheckpointError:
+    """The error of a reader of ``torch.save``'s files, as one that names the file and the remedy."""
     if isinstance(error, OSError) and error.errno is not None:
         return unreadable(path, error)
     text = str(error).split("\n\nCheck the documentation")[0]
@@ -325,7 +283,7 @@ def has_checksums(path: Path, start: int = 0, stop: int | None = None) -> bool:
         try:
             records = records_of(file)
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, OSError) as error:
-            raise _explained(error, path) from error
+            raise explained(error, path) from error
         if any(record.crc is None for record in records):
             return False
         check(file, records, path)
@@ -350,7 +308,7 @@ def load_metadata(path: Path) -> Any:
                 raise ValueError(f"{code.name} of {number}")
         return _Unpickler(data).load()
     except Exception as error:  # a damaged file may be anything to the loader
-        raise _explained(error, path) from None
+        raise explained(error, path) from None
 
 
 class _Unpickler(pickle.Unpickler):

@@ -7,22 +7,26 @@ needed. Only ``meta.pt`` is unpickled, by torch with ``weights_only=True``.
 from __future__ import annotations
 
 import errno
+import io
 import math
 import os
 import pickle
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.reading import load_plain
+from lt_zero.checkpoint.formats.reading import explained
 from lt_zero.checkpoint.native.directory import MANIFEST, Chunk, Manifest, file_system, is_url, table, texts
-from lt_zero.checkpoint.native.keys import described_keys, restore
+from lt_zero.checkpoint.native.plain import described_keys, restore
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.boxes import Box, cut_range, flat_index
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.tensor_tree import dense_tensors
 from lt_zero.engine.lazy_tensor import LazyTensor
 from lt_zero.io.checked_file import BlockReader
 from lt_zero.io.direct_file import unreadable
@@ -86,11 +90,18 @@ class Archive:
     @cached_property
     def meta(self) -> Mapping[str, Any]:
         """The Lightning checkpoint without weights and optimizer states; plain containers. See Note [Keys]."""
-        found: dict[str, Any] = load_plain(self.bytes_of("meta.pt"), f"{self.path}/meta.pt")
+        data = io.BytesIO(self.bytes_of("meta.pt"))
+        try:
+            _refuse_compressed(data)
+            found: dict[str, Any] = torch.load(data, map_location="cpu", weights_only=True)
+            dense_tensors(found)
+        except Exception as error:  # torch.load raises errors of many types
+            raise explained(error, Path(self.path, "meta.pt")) from None
         try:
             own = table(table(found, "its content").get("lt_zero", {}), "lt_zero")
             self._check_own(own)
-            restore(found, described_keys(own.get("keys", [])))
+            if keys := own.get("keys"):
+                restore(found, described_keys(keys))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{self.path}/meta.pt is malformed ({error}), although its checksum is correct: lt_zero did not write "
@@ -237,3 +248,14 @@ class Archive:
 
     def close(self) -> None:
         self._blocks.close()
+
+
+def _refuse_compressed(file: io.BytesIO) -> None:
+    """Raise ValueError if the records of a zip are larger than their bytes: they could fill the memory."""
+    size = file.seek(0, io.SEEK_END)
+    with zipfile.ZipFile(file) as archive:
+        records = archive.infolist()
+    file.seek(0)
+    stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+    if not stored or sum(record.file_size for record in records) > size:
+        raise ValueError("its records are compressed, or overlap")

@@ -12,7 +12,8 @@ Note [Weights of a checkpoint]
     the trained weights, which such a checkpoint has, too. So a run that goes on with the states goes on with these.
 
 Note [Order of a restore]
-    Weights, ``restore_training``, optimizers: what steps leave in the compute copies is made of the loaded weights.
+    Weights, session/checkpoints.py's ``Progress``, optimizers: what steps leave in the compute copies is made of the
+    loaded weights.
 """
 
 from __future__ import annotations
@@ -28,15 +29,14 @@ from torch.optim import Optimizer
 
 from lt_zero.checkpoint.formats.reading import VERSION
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.keys import described_keys, dotted_path, restore, unknown
 from lt_zero.checkpoint.native.pieces import (
     load_full_optimizer_state,
     names_on_all_ranks,
+    on_all_ranks,
     parameter_names,
     parameter_numbers,
 )
-from lt_zero.checkpoint.native.plain import MISSING
-from lt_zero.checkpoint.native.rank_state import load_residuals
+from lt_zero.checkpoint.native.plain import MISSING, described_keys, dotted_path, restore, unknown
 from lt_zero.checkpoint.native.save import FABRIC, LOOP, LT_ZERO, REFERENCE, TRAINED_WEIGHTS
 from lt_zero.checkpoint.source import CheckpointSource, Spec
 from lt_zero.common.boxes import Box
@@ -44,7 +44,6 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import on_all_ranks
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, read_now
 from lt_zero.optim.schedules import Schedule
@@ -200,7 +199,7 @@ def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
     meta = dict(archive.meta)
     own = meta.get(LT_ZERO, {})
     keys, left = own.get("keys", []), [dotted_path(path) for path in own.get("left_out", [])]
-    left += unknown(keys)
+    left += unknown(keys) if keys else []
     if weights_only is False:
         restore(meta, described_keys(keys, trusted=True))
         restore(meta, archive.objects())
@@ -472,24 +471,6 @@ def restore_weights(
     load_module(module, state if reach is None else counted(state, reach), strict, left_out)
     # Read now what the module took over: it may have the lazy tensors themselves (assign=True).
     read_now(module)
-
-
-def restore_training(engine: Engine, residuals: Any, stepped: bool) -> None:
-    """Restore the state of training beside weights and optimizers. Collective.
-
-    Args:
-        engine: with loaded weights. See Note [Order of a restore].
-        residuals: the result of ``residual_state``.
-        stepped: whether the weights are those of a step.
-
-    Raises:
-        CheckpointError: on all ranks.
-    """
-    with engine.world.agree("restoring what ranks owe to the weights", CheckpointError):
-        load_residuals(engine, residuals)
-    engine.stepped = stepped
-    for bucket in engine.buckets if stepped else ():
-        bucket.round_as_steps_do()
 
 
 def restore_optimizer(

@@ -7,7 +7,7 @@ that of a single process: a plain DDP run can resume from it, and any world size
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
@@ -242,6 +242,14 @@ def parameter_names(optimizer: Optimizer, engine: Engine) -> list[list[str]]:
         groups.append([known.get(id(p), f"#{i}") for i, p in enumerate(group["params"], first)])
         first += len(group["params"])
     return groups
+
+
+def on_all_ranks(engine: Engine, names: Sequence[str], what: str) -> list[str]:
+    """All names that ranks have, in the order of the module that has all layers. ``names``: this rank's.
+
+    Collective if ranks have other modules.
+    """
+    return list(names) if engine.everywhere else merged(engine.world.host_gather(list(names), what))
 
 
 def names_on_all_ranks(optimizer: Optimizer, engine: Engine) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Converts content beside weights to plain containers: any process can load them, and they run no code.
+"""Converts content beside weights to plain containers, and back: any process can load them, and they run no code.
 
 Note [Plain values]
     ``torch.load(weights_only=True)`` reads tensors, numbers, strings, lists, tuples, dicts and a few classes of torch.
@@ -6,6 +6,14 @@ Note [Plain values]
     dicts and lists, paths strings, numpy's numbers and arrays Python's numbers and tensors, enums their values. Values
     without a plain form are named in a warning and go to a separate file, which is only unpickled on request
     (``weights_only=False``). Keys stay what they are: see Note [Keys].
+
+Note [Keys]
+    A key is looked up by those who put it there: its text would not be found. ``to_plain`` puts a plain name in its
+    place and tells the key. A directory has its description: the name of a class or member, a path's text, a tuple or
+    frozen set of such. Read again, the name is looked up among the classes that are loaded, so nothing of the file is
+    imported or executed; if it is not among them, no code can ask for the key, and the plain name stays. Other objects
+    are pickled, like values without a plain form, and their keys come back with them. A single file has the keys as
+    they are.
 """
 
 from __future__ import annotations
@@ -13,23 +21,40 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
+import importlib
 import os
-from collections.abc import Callable, Mapping
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from omegaconf import Container, OmegaConf
 from torch import Tensor
 
-from lt_zero.checkpoint.native.keys import ATOMS, TORCH, Key, Path
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.engine.lazy_tensor import AbsentTensor, LazyTensor
 
+_ATOMS: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes)
+Path = tuple[Any, ...]  # keys from the outermost container to a value
+_TORCH = (torch.dtype, torch.Size, torch.device)
 MISSING = "<left out: not a plain value>"
 _DEEPEST = 150  # levels of containers; readers refuse 200, as strangers could use up their stack
+
+
+class Key(NamedTuple):
+    """The last part of the path to a key: its plain name in the container."""
+
+    name: Any
+
+
+def dotted_path(path: Path) -> str:
+    """The path of a value as text."""
+    return ".".join(str(part.name if isinstance(part, Key) else part) for part in path)
 
 
 def to_plain(value: Any, swap: Callable[[Path, Tensor], Any] = lambda _, tensor: tensor) -> tuple[Any, dict[Path, Any]]:
@@ -65,12 +90,12 @@ class _Converter:
         if isinstance(value, Tensor) and _is_dense(value):
             self._bound += isinstance(value, Fragment | LazyTensor)
             return self.swap(path, value)
-        if type(value) in ATOMS or isinstance(value, TORCH):
+        if type(value) in _ATOMS or isinstance(value, _TORCH):
             return value
         if isinstance(value, enum.Enum):
             return self.convert(value.value, path)
-        if isinstance(value, ATOMS):  # a number or string of a subclass
-            return next(kind(value) for kind in ATOMS[2:] if isinstance(value, kind))
+        if isinstance(value, _ATOMS):  # a number or string of a subclass
+            return next(kind(value) for kind in _ATOMS[2:] if isinstance(value, kind))
         if isinstance(value, Container):  # it may contain enums, paths and objects
             return self.convert(OmegaConf.to_container(value, resolve=not _has_missing(value)), path)
         if isinstance(value, os.PathLike):
@@ -166,3 +191,96 @@ def _has_missing(value: Container) -> bool:
     except Exception:  # an interpolation without its root or a missing value, which are kept as text
         return True
     return False
+
+
+# ---- back ------------------------------------------------------------------------------------------------------------
+
+
+def restore(value: Any, rest: Mapping[Path, Any]) -> None:
+    """Put keys and values without a plain form back into the containers; tuples around values become lists."""
+    for path, item in rest.items():  # a key before what lies below it
+        inner = value
+        for part in path[:-1]:
+            if isinstance(inner[part], tuple) and not isinstance(path[-1], Key):
+                inner[part] = list(inner[part])
+            inner = inner[part]
+        if isinstance(path[-1], Key):
+            _rename(inner, path[-1].name, item)
+        else:
+            inner[path[-1]] = item
+
+
+def _rename(container: dict[Any, Any], name: Any, key: Any) -> None:
+    """Give the entry ``name`` the key ``key``, in its place in the order; nothing if there is no such entry."""
+    if name in container:
+        items = [(key if k == name else k, value) for k, value in container.items()]
+        container.clear()
+        container.update(items)
+
+
+def described(path: Path, key: Any) -> list[Any] | None:
+    """A plain description of a key: the path of its container, its plain name, its description, and its path as text.
+
+    None: it has none. ``path``: with ``Key(name)`` at its end.
+    """
+    parts = [_describe(part) for part in (*path[:-1], key)]
+    return [parts[:-1], path[-1].name, parts[-1], dotted_path((*path[:-1], key))] if None not in parts else None
+
+
+def unknown(records: Iterable[Any]) -> list[str]:
+    """The paths of described keys of classes that are not loaded."""
+    return [record[-1] for record in records if not described_keys([record])]
+
+
+def described_keys(records: Iterable[Any], trusted: bool = False) -> dict[Path, Any]:
+    """The keys of descriptions, by their paths; those of classes that are not loaded are left out.
+
+    ``trusted``: import the modules of these.
+    """
+    found: dict[Path, Any] = {}
+    for parts, name, last, _ in records:
+        try:
+            *path, key = (_find(part, trusted) for part in (*parts, last))
+        except (LookupError, TypeError, ValueError, AttributeError, ImportError):
+            continue
+        found[(*path, Key(name))] = key
+    return found
+
+
+def _describe(key: Any) -> list[Any] | None:
+    made: list[Any] | None = None
+    if type(key) in _ATOMS or isinstance(key, _TORCH):
+        return ["is", key]
+    if isinstance(key, enum.Enum):
+        made = ["member", type(key).__module__, type(key).__qualname__, key.name]
+    elif isinstance(key, type):
+        made = ["class", key.__module__, key.__qualname__]
+    elif isinstance(key, PurePath):
+        made = ["path", isinstance(key, pathlib.Path), str(key)]
+    elif type(key) in (tuple, frozenset):
+        parts = [_describe(part) for part in (sorted(key, key=repr) if isinstance(key, frozenset) else key)]
+        made = [type(key).__name__, parts] if None not in parts else None
+    try:
+        return made if made is not None and _find(made, trusted=False) == key else None
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None  # of a class in a function, or without a name of its own
+
+
+def _find(description: list[Any], trusted: bool) -> Any:
+    kind, *rest = description
+    if kind == "is":
+        return rest[0]
+    if kind == "path":
+        return (pathlib.Path if rest[0] else PurePath)(rest[1])
+    if kind in ("tuple", "frozenset"):
+        return {"tuple": tuple, "frozenset": frozenset}[kind](_find(part, trusted) for part in rest[0])
+    module, name, *member = rest
+    if trusted:
+        importlib.import_module(module)
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        # Read the dict: ``__getattr__`` may do anything.
+        found = vars(found)[part]
+    if not isinstance(found, type) or (kind == "member") != bool(member):
+        raise TypeError(f"{name} is no class")
+    return found.__members__[member[0]] if issubclass(found, enum.Enum) and member else found

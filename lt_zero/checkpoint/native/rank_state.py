@@ -39,15 +39,13 @@ log = logging.getLogger("lt_zero")
 
 
 def residual_state(engine: Engine, sharded: bool) -> dict[str, Any] | None:
-    """The residuals to save; None if nothing is owed. See Note [Residuals]. Collective.
+    """The residuals to save of an exchange that remembers; None if nothing is owed. See Note [Residuals]. Collective.
 
     ``sharded``: with a ``Fragment`` for each tensor; else with full tensors on the CPU of rank 0, and none elsewhere.
     """
     exchange = engine.exchange
     if exchange.sums_late:
         return _late_gradients(engine, sharded)
-    if not exchange.remembers:
-        return None
     state: dict[str, Any] = {"steps": exchange.steps, "units": {}, "worker": {}, "server": {}}
     if all(feedback.residuals is None for feedback in exchange.of_bucket.values()):
         return state  # still warming up
@@ -129,7 +127,7 @@ def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
     """Take over ``residual_state`` of any number of ranks and any stage; None: begin at zero. Collective."""
     exchange = engine.exchange
     if exchange.sums_late:
-        exchange.replace_late_gradients(partial(_late_in, state or {"worker": {}}))
+        exchange.replace_late_gradients(partial(_load_late, state or {"worker": {}}))
         return
     # Residuals of the run so far are not owed to the weights of the checkpoint.
     exchange.resume(int(state["steps"]) if state is not None else exchange.steps)
@@ -153,7 +151,7 @@ def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
             feedback.begin_units(_late_unit(bucket) / unit)
 
 
-def _late_in(state: Mapping[str, Any], bucket: Bucket) -> tuple[Tensor, Tensor]:
+def _load_late(state: Mapping[str, Any], bucket: Bucket) -> tuple[Tensor, Tensor]:
     """The sum (1D, all elements) of the late gradients in ``state`` of a bucket, and the ranks that each is of."""
     rows, counts = torch.zeros(bucket.layout.numel), torch.zeros(bucket.layout.numel)
     for span in bucket.layout.spans:
@@ -201,12 +199,12 @@ def _load(
 
 
 def rank_buffers(engine: Engine, prefix: str = "") -> dict[str, Any] | None:
-    """The buffers of all ranks to save; None if all have rank 0's. Collective.
+    """The buffers of all ranks to save, where they are not sent; None if all have rank 0's. Collective.
 
     See Note [Buffers of each rank]. ``prefix``: of names in the checkpoint.
     """
     world = engine.world
-    if engine.buffers.enabled or world.size == 1:
+    if world.size == 1:
         return None
     trained = engine.average.buffers(averaged=False) if engine.average is not None else {}
     persistent = engine.root.state_dict(keep_vars=True).keys()
@@ -223,10 +221,10 @@ def rank_buffers(engine: Engine, prefix: str = "") -> dict[str, Any] | None:
 
 
 @torch.no_grad()
-def load_rank_buffers(engine: Engine, state: Mapping[str, Any] | None, prefix: str = "") -> None:
+def load_rank_buffers(engine: Engine, state: Mapping[str, Any], prefix: str = "") -> None:
     """Load this rank's buffers of a checkpoint, after its state dict. Not collective."""
-    mine = {k.removeprefix(prefix): v for k, v in (state or {"buffers": {}})["buffers"].items() if k.startswith(prefix)}
-    if not state or not mine:
+    mine = {k.removeprefix(prefix): v for k, v in state["buffers"].items() if k.startswith(prefix)}
+    if not mine:
         return
     if state["ranks"] != engine.world.size or engine.buffers.enabled:
         if engine.world.rank == 0:

@@ -31,9 +31,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from lt_zero.checkpoint.native.directory import Chunk, Manifest, ManifestEntry, PendingDirectory
-from lt_zero.checkpoint.native.keys import Key, Path, described, dotted_path
 from lt_zero.checkpoint.native.pieces import Fragment, parameter_numbers
-from lt_zero.checkpoint.native.plain import to_plain
+from lt_zero.checkpoint.native.plain import Key, Path, described, dotted_path, to_plain
 from lt_zero.checkpoint.native.plan import (
     Beside,
     BoxesByName,
