@@ -109,9 +109,9 @@ def weight_fragments(engine: Engine, averaged: bool | None = None) -> dict[str, 
     average = engine.average if averaged is not None else None
     made: dict[int, Fragment] = {}
     for bucket in engine.buckets:
-        bucket.wait_background_step()
         bucket.edits.check(values=True)
-        streamed = any(store.streamed for store in bucket.stores())
+        read = [*bucket.weights.stores(), *([bucket.average] if bucket.average is not None else [])]
+        streamed = any(store.streamed for store in read)
         for index, parameter in enumerate(bucket.params):
             dtype = bucket.average.dtype if averaged and bucket.average is not None else bucket.weights.precision
             local = partial(_weight, bucket, index, average.rows(bucket, averaged) if average is not None else None)
