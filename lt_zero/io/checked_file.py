@@ -145,7 +145,7 @@ class FileSink(Sink):
     Args:
         path: the file to create; it must not exist.
         blocks: threads and buffers.
-        expected: approximate size in bytes, which is allocated now.
+        expected: approximate size in bytes; if it is some blocks, space is reserved now, and O_DIRECT is used.
         name: the file's name in messages; default: ``path``.
         copies: copy all data in ``write``, so that tensors may change as soon as it returns.
 
@@ -162,7 +162,9 @@ class FileSink(Sink):
         self._pending: deque[Transfer] = deque()
         self._abandoned = False  # drop what is queued
         self._file = BlockFile(path, 0o666, CheckpointError, name)
-        self._file.allocate(rounded(max(expected, 1), self._file.unit))
+        # A reserved file takes longer to sync, and a small one may stay in the page cache.
+        if expected >= STEP:
+            self._file.allocate(rounded(expected, self._file.unit))
 
     def _take(self) -> Tensor:
         return self._blocks.free.get()

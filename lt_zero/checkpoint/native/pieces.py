@@ -110,9 +110,8 @@ def weight_fragments(engine: Engine, averaged: bool | None = None) -> dict[str, 
     average = average_of(engine) if averaged is not None else None
     made: dict[int, Fragment] = {}
     for bucket in engine.buckets:
-        bucket.wait_background_step()
         bucket.edits.check(values=True)
-        streamed = any(store.streamed for store in bucket.stores())
+        streamed = any(store.streamed for store in (*bucket.weights.stores(), *bucket.beside.values()))
         rows, dtype = None, bucket.weights.precision
         if average is not None:
             rows, averages = average.rows(bucket, averaged is True), average.averages(bucket)
