@@ -20,7 +20,6 @@ from lt_zero.checkpoint.formats.foreign import ForeignSource, damage
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import PendingDirectory, file_system, is_url
 from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, loss_scale, number_states
-from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.plain import restore, to_plain
 from lt_zero.checkpoint.native.rank_state import RESIDUALS
 from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, TRAINED_WEIGHTS, Bundle, bundle, write
@@ -31,7 +30,7 @@ from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.users_code import warn
-from lt_zero.engine.lazy_tensor import LazyTensor
+from lt_zero.engine.lazy_tensor import Fragment, LazyTensor
 
 _PER_TENSOR = 4096  # maximum bytes that a directory adds to a tensor
 _SHOWN = 3  # files in a warning

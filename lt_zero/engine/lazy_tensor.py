@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that are read when their values are needed.
+"""Tensors of a checkpoint: those that are read when their values are needed, and fragments that are saved.
 
 A checkpoint is passed to Lightning, to the module's hooks and to ``load_state_dict`` before any weight is read. Its
 lazy tensors have shape and dtype; hooks may drop, rename, replace and edit them. An operation on one reads all of it.
@@ -194,3 +194,64 @@ def _read_all(value: Any, kept: dict[int, LazyTensor] | None) -> Any:
 def whole(value: Tensor) -> Tensor:
     """``value`` with its values: a lazy tensor is read."""
     return value.whole() if isinstance(value, LazyTensor) else value
+
+
+class Fragment(Tensor):
+    """Elements [lo, hi) of a box of a tensor, which are read when they are written.
+
+    It has the shape and dtype of the full tensor, but no values.
+
+    Args:
+        local: returns the elements (1D, contiguous).
+        shape: of the full tensor.
+        lo, hi: the range of this rank's elements in row-major order of the box; empty if they are equal.
+        dtype: of the elements.
+        done: called when the elements are no longer needed, until ``local`` is called again.
+        box: default: all of the tensor.
+        ranks: that have the elements of the box together; default: all. See plan.py, Note [Who decides the names].
+    """
+
+    local: Callable[[], Tensor]
+    lo: int
+    hi: int
+    done: Callable[[], object] | None
+    box: Box
+    ranks: tuple[int, ...]
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: Callable[[], Tensor],
+        shape: tuple[int, ...],
+        lo: int,
+        hi: int,
+        dtype: torch.dtype,
+        done: Callable[[], object] | None = None,
+        box: Box | None = None,
+        ranks: tuple[int, ...] = (),
+    ) -> Fragment:
+        made: Fragment = wrapper_tensor(cls, shape, dtype)
+        made.local, made.lo, made.hi, made.done = local, lo, hi, done
+        made.box, made.ranks = box or Box.whole(shape), ranks
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Fragment({tuple(self.shape)}, {self.dtype}, elements {self.lo} to {self.hi} of {self.box})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise _no_values(str(func))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _no_values("Pickling")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fragment:
+        return self
+
+
+def _no_values(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} needs values that are on several ranks: while a sharded checkpoint is being saved, its tensors "
+        'have shapes and dtypes only. Read weights under `lt_zero.gathered(...)`, or set checkpoint.format="full".'
+    )

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lt_zero.checkpoint.export import Format
 from lt_zero.comm.comm_log import CommLog, CommRecord
+from lt_zero.comm.world import World
 from lt_zero.lightning.checkpoint_service import CheckpointService
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.precision import sharded_of
@@ -25,6 +26,11 @@ class RunQueries(DDPStrategy):
     @property
     def run(self) -> RunSnapshot:
         """A snapshot for the parts of the strategy, which do not see the strategy."""
+        raise NotImplementedError
+
+    @property
+    def world(self) -> World | None:
+        """All ranks of the run; None before it begins."""
         raise NotImplementedError
 
     @property
@@ -77,7 +83,7 @@ class RunQueries(DDPStrategy):
 
         Raises RuntimeError if nothing is recorded.
         """
-        world = self.run.world
+        world = self.world  # ``run`` asks the launcher for the rank, whose variables may be gone after a run
         if world is None or not isinstance(world.log, CommLog):
             if world is None:
                 self.run.refuse_parent("the record of collectives")

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lt_zero.checkpoint.native.pieces import Fragment, states_of
+from lt_zero.checkpoint.native.pieces import states_of
 from lt_zero.common.arguments import expect
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_flat, gather_own, joined
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.layout import Piece
+from lt_zero.engine.lazy_tensor import Fragment
 from lt_zero.ops.flat import wide
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 

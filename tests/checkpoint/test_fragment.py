@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from lt_zero.checkpoint.native import archive, directory, plan
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import PendingDirectory
-from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.save import Bundle, DirectoryWriter
 from lt_zero.common.boxes import Box, cut_range, flat_index
+from lt_zero.engine.lazy_tensor import Fragment
 from lt_zero.io import checked_file
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -16,7 +16,7 @@ from lt_zero.build import _check_kernels
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.guard import is_guarded
-from lt_zero.ops import compiler, library
+from lt_zero.ops import compiler, dispatch, library
 from lt_zero.ops.library import Loader, Status
 from tests.support.lightning_tools import GPT, QUIET
 from tests.support.models import Net, next_token_loss
@@ -35,6 +35,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LT_ZERO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(library, "_loader", Loader())
+    monkeypatch.setattr(dispatch, "_loaded", {})
 
 
 def required(**keys: object) -> ZeroConfig:

@@ -18,9 +18,9 @@ from torch import Tensor
 import lt_zero
 from lt_zero import CheckpointError, ZeroConfig
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.save import Bundle, bundle, make_directory, stage, write
 from lt_zero.comm.world import World
+from lt_zero.engine.lazy_tensor import Fragment
 from lt_zero.session import checkpoints
 from lt_zero.session.checkpoints import Saver, Saving
 from tests.conformance.faces import GAS, Face, Settings, adamw, run

@@ -238,7 +238,12 @@ def moments(lab: Lab, config: Config) -> Any:
 def kernel(lab: Lab, config: Config) -> Any:
     """Whether an AdamW is stepped by the native kernel: how many buckets it takes."""
     engine = engine_of(lab, config)
-    return len(lt_zero.ShardedOptimizer(engine, torch.optim.AdamW(engine.root.parameters())).taken(engine.buckets)) > 0
+    return (
+        len(
+            lt_zero.ShardedOptimizer(engine, torch.optim.AdamW(engine.root.parameters())).kernel_buckets(engine.buckets)
+        )
+        > 0
+    )
 
 
 def in_fp32(lab: Lab, config: Config) -> Any:

@@ -17,81 +17,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lt_zero.common.boxes import Box
-from lt_zero.common.compat import no_torch_function, wrapper_tensor
 from lt_zero.common.names import merged
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import gather_own, joined, refuse_parts
 from lt_zero.engine.layout import Piece
-from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, whole
+from lt_zero.engine.lazy_tensor import Fragment, LazyTensor, elements_of, whole
 from lt_zero.engine.whole_model import sent
 from lt_zero.offload.store import Store, put_away
 from lt_zero.step.average import average_of
 from lt_zero.step.param_groups import compare_options
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
-
-
-class Fragment(Tensor):
-    """Elements [lo, hi) of a box of a tensor, which are read when they are written.
-
-    It has the shape and dtype of the full tensor, but no values.
-
-    Args:
-        local: returns the elements (1D, contiguous).
-        shape: of the full tensor.
-        lo, hi: the range of this rank's elements in row-major order of the box; empty if they are equal.
-        dtype: of the elements.
-        done: called when the elements are no longer needed, until ``local`` is called again.
-        box: default: all of the tensor.
-        ranks: that have the elements of the box together; default: all. See plan.py, Note [Who decides the names].
-    """
-
-    local: Callable[[], Tensor]
-    lo: int
-    hi: int
-    done: Callable[[], object] | None
-    box: Box
-    ranks: tuple[int, ...]
-    __torch_function__ = no_torch_function
-
-    @staticmethod
-    def __new__(
-        cls,
-        local: Callable[[], Tensor],
-        shape: tuple[int, ...],
-        lo: int,
-        hi: int,
-        dtype: torch.dtype,
-        done: Callable[[], object] | None = None,
-        box: Box | None = None,
-        ranks: tuple[int, ...] = (),
-    ) -> Fragment:
-        made: Fragment = wrapper_tensor(cls, shape, dtype)
-        made.local, made.lo, made.hi, made.done = local, lo, hi, done
-        made.box, made.ranks = box or Box.whole(shape), ranks
-        return made
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Fragment({tuple(self.shape)}, {self.dtype}, elements {self.lo} to {self.hi} of {self.box})"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise _no_values(str(func))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _no_values("Pickling")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fragment:
-        return self
-
-
-def _no_values(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"{what} needs values that are on several ranks: while a sharded checkpoint is being saved, its tensors "
-        'have shapes and dtypes only. Read weights under `lt_zero.gathered(...)`, or set checkpoint.format="full".'
-    )
 
 
 def weight_fragments(engine: Engine, averaged: bool | None = None) -> dict[str, Any]:

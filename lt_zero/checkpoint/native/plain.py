@@ -33,11 +33,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from omegaconf import Container, OmegaConf
 from torch import Tensor
 
-from lt_zero.checkpoint.native.pieces import Fragment
-from lt_zero.engine.lazy_tensor import AbsentTensor, LazyTensor
+from lt_zero.engine.lazy_tensor import AbsentTensor, Fragment, LazyTensor
 
 _ATOMS: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes)
 Path = tuple[Any, ...]  # keys from the outermost container to a value
@@ -96,8 +94,11 @@ class _Converter:
             return self.convert(value.value, path)
         if isinstance(value, _ATOMS):  # a number or string of a subclass
             return next(kind(value) for kind in _ATOMS[2:] if isinstance(value, kind))
-        if isinstance(value, Container):  # it may contain enums, paths and objects
-            return self.convert(OmegaConf.to_container(value, resolve=not _has_missing(value)), path)
+        # Who has a container of OmegaConf has imported it.
+        if (omegaconf := sys.modules.get("omegaconf")) is not None and isinstance(value, omegaconf.Container):
+            # It may contain enums, paths and objects.
+            plain = omegaconf.OmegaConf.to_container(value, resolve=not _has_missing(value, omegaconf.OmegaConf))
+            return self.convert(plain, path)
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         if isinstance(value, timedelta):
@@ -185,9 +186,9 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def _has_missing(value: Container) -> bool:
+def _has_missing(value: Any, omegaconf: Any) -> bool:
     try:
-        OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        omegaconf.to_container(value, resolve=True, throw_on_missing=True)
     except Exception:  # an interpolation without its root or a missing value, which are kept as text
         return True
     return False

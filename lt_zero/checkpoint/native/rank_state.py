@@ -24,14 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.names import merged
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import digests
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.exchange import BucketResiduals
-from lt_zero.engine.lazy_tensor import elements_of, whole
+from lt_zero.engine.lazy_tensor import Fragment, elements_of, whole
 from lt_zero.step.average import average_of
 
 RESIDUALS, RANK_BUFFERS = "gradient_compression", "rank_buffers"  # keys in a Lightning checkpoint

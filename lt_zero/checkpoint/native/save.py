@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from lt_zero.checkpoint.native.directory import Chunk, Manifest, ManifestEntry, PendingDirectory
-from lt_zero.checkpoint.native.pieces import Fragment, parameter_numbers
+from lt_zero.checkpoint.native.pieces import parameter_numbers
 from lt_zero.checkpoint.native.plain import Key, Path, described, dotted_path, to_plain
 from lt_zero.checkpoint.native.plan import (
     Beside,
@@ -51,7 +51,7 @@ from lt_zero.common.compat import storage_info
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.units import exact_bytes
 from lt_zero.common.users_code import warn
-from lt_zero.engine.lazy_tensor import LazyTensor
+from lt_zero.engine.lazy_tensor import Fragment, LazyTensor
 from lt_zero.io.checked_file import FileRecord, Sink
 from lt_zero.io.pinned import host_buffer
 
