@@ -134,6 +134,23 @@ def test_collectives_are_in_one_place() -> None:
             assert not found, file
 
 
+def _kinds_of_devices(node: ast.AST) -> bool:
+    """True for ``torch.cuda``, ``tensor.is_cuda`` and comparisons of ``device.type`` with "cuda"."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == "is_cuda" or (node.attr == "cuda" and ast.unparse(node.value) == "torch")
+    if isinstance(node, ast.Compare):
+        return ast.unparse(node.left).endswith(".type") and "'cuda'" in ast.unparse(node)
+    return False
+
+
+def test_devices_are_asked_about_in_one_place() -> None:
+    """Kernels are loaded for one kind of device, which ``ops/`` names."""
+    for file in FILES:
+        if room(file) != "ops" and file != "common/accelerator":
+            found = [node.lineno for node in ast.walk(tree_of(file)) if _kinds_of_devices(node)]  # type: ignore[attr-defined]
+            assert not found, f"{file}: {found}"
+
+
 def test_one_class_has_a_name() -> None:
     files: dict[str, set[str]] = {}
     for file in FILES:

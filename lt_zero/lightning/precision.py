@@ -21,6 +21,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lt_zero.common import accelerator
 from lt_zero.common.compat import announce_compute_dtype, asked_precision, is_plain_closure, logged_step, override_dtype
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
@@ -107,10 +108,11 @@ class ZeroPrecision(HalfPrecision):
         return cls(plugin.precision, getattr(plugin, "scaler", None))
 
     @classmethod
-    def configured(cls, plugin: fabric.Precision, config: ZeroConfig, accelerator: Any) -> ZeroPrecision:
-        """``of`` for a run. Errors are those of ``of`` and ``configure``."""
+    def configured(cls, plugin: fabric.Precision, config: ZeroConfig, chosen: Any) -> ZeroPrecision:
+        """``of`` for a run on Lightning's accelerator ``chosen``. Errors are those of ``of`` and ``configure``."""
         made = cls.of(plugin)
-        made.configure(config, device_type="cpu" if isinstance(accelerator, _CPUS) else "cuda")
+        on_host = isinstance(chosen, _CPUS) or not accelerator.is_available()
+        made.configure(config, device_type="cpu" if on_host else accelerator.default_kind().type)
         return made
 
     def configure(self, config: ZeroConfig, precision: str | None = None, device_type: str = "cpu") -> None:
