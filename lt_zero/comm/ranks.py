@@ -29,6 +29,7 @@ from torch import Tensor
 
 from lt_zero.comm.ended_ranks import user_line
 from lt_zero.comm.hang_detection import HangDetector
+from lt_zero.comm.process_groups import backend_of
 from lt_zero.comm.shared_memory import FENCES, Barrier, Maxima, SharedArena
 from lt_zero.comm.work import CALL, Channel, CollectiveId, CollectiveMonitor, Done, Work, WorkList
 from lt_zero.common.module_hooks import ProcessLocal
@@ -147,6 +148,7 @@ class Ranks(ProcessLocal):
 
     Attributes:
         size: the number of ranks.
+        backend: of ``process_group`` for ``device``; "" without one.
     """
 
     def __init__(
@@ -161,7 +163,8 @@ class Ranks(ProcessLocal):
     ) -> None:
         self.process_group, self.ranks, self.size, self.rank = process_group, tuple(ranks), len(ranks), rank
         self.device, self.watch, self.order, self.log = device, watch, order, log
-        self._gloo = process_group is not None and dist.get_backend(process_group) == "gloo"
+        self.backend = backend_of(device, process_group) if process_group is not None else ""
+        self._gloo = self.backend == "gloo"
         self._pid = os.getpid()
 
     @cached_property

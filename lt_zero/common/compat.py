@@ -75,6 +75,20 @@ def process_groups() -> list[Any]:
     return list(distributed_c10d._world.pg_map)
 
 
+def abort_nccl(groups: Iterable[Any]) -> None:
+    """End all collectives of NCCL in ``groups``, which have it, and those to come; may block.
+
+    In one operation, as torch's ``_abort_process_group`` does for all groups, which also ends gloo's and forgets the
+    default group: one after the other could deadlock (pytorch issue 119797).
+    """
+    found = [group._get_backend(torch.device("cuda")) for group in groups]
+    backends = [getattr(backend, "wrapped_pg", backend) for backend in found]  # wrapped by TORCH_DISTRIBUTED_DEBUG
+    backends[0]._group_start()
+    for backend in reversed(backends):
+        backend.abort()
+    backends[0]._group_end()
+
+
 def process_group_backends() -> set[str]:
     """The names of backends that this torch has."""
     return set(torch.distributed.Backend.backend_list) - {torch.distributed.Backend.UNDEFINED}
