@@ -82,10 +82,35 @@ def new_group(
             "host's name may lead nowhere: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every node to the one "
             "that the nodes share, as `ip addr` names it."
         ) from error
-    # gloo has connected by now; NCCL connects in the first collective.
     if inside and backend != "gloo":
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        accelerator.synchronize(device)
+        _connect(group, device)
+    return group
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let NCCL connect, which it does in the first collective. gloo has connected by now."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    accelerator.synchronize(device)
+
+
+def can_split(backend: str) -> bool:
+    """True if groups of ``backend`` can be split off others: of NCCL, whose default group is bound to a device."""
+    return backend == "nccl" and getattr(dist.group.WORLD, "bound_device_id", None) is not None
+
+
+def split_group(
+    parent: dist.ProcessGroup, parts: list[list[int]], timeout: timedelta | None, device: torch.device
+) -> dist.ProcessGroup:
+    """The connected group of that of ``parts`` which has this rank, all made in one operation. Collective.
+
+    ``new_group`` takes one for each part, of all ranks: minutes for the rows and columns of 1,000 ranks.
+
+    Args:
+        parent: numbers the ranks of ``parts``, which are disjoint; one has this rank.
+    """
+    group: dist.ProcessGroup | None = dist.split_group(parent, parts, timeout)
+    assert group is not None
+    _connect(group, device)
     return group
 
 

@@ -24,12 +24,22 @@ from lt_zero.comm.ended_ranks import debugs, summary
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.launchers import refuse_alone
 from lt_zero.comm.point_to_point import PointToPoint
-from lt_zero.comm.process_groups import LINK_TIMEOUT_S, abort_if_stuck, await_all, backend_of, exists, new_group
+from lt_zero.comm.process_groups import (
+    LINK_TIMEOUT_S,
+    abort_if_stuck,
+    await_all,
+    backend_of,
+    can_split,
+    exists,
+    new_group,
+    split_group,
+)
 from lt_zero.comm.ranks import LaunchOrder, Ranks, Unlogged
 from lt_zero.comm.shared_memory import SharedArena, supported
 from lt_zero.comm.topology import group_by_node, node_identity
 from lt_zero.comm.work import MEETING, CollectiveId, CollectiveMonitor
 from lt_zero.common import accelerator
+from lt_zero.common.compat import name_of_split
 from lt_zero.config import ZeroConfig
 
 _P = ParamSpec("_P")
@@ -171,19 +181,36 @@ class World(Ranks):
         ``backend``: None: that of this world. ``parts``: the same on all ranks. ``closes``: hang detection
         closes its connections after a verdict.
         """
+        wanted, made = [list(part) for part in parts or [range(self.size)]], backend or self.backend
+        group = self._split_group(wanted, timeout) if can_split(made) else None
+        group = group or self._one_by_one(wanted, made, timeout)
+        self.process_groups.append(group)
+        self._closed += [group] if closes else []
+        return group
+
+    def _split_group(self, parts: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup | None:
+        """``new_group`` in one operation; None if torch would give two groups one name. Collective."""
+        assert self.process_group is not None
+        taken, number = name_of_split(next(part for part in parts if self.rank in part))
+        found = torch.tensor([taken, number, -number])
+        self.host_max(found, "names of process groups").wait()
+        if found[0] or found[1] != -found[2]:
+            return None
+        return split_group(self.process_group, parts, timeout or self.timeout, self.device)
+
+    def _one_by_one(self, parts: list[list[int]], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
+        """``new_group`` with an operation for each part. Collective."""
         assert self.process_group is not None
         mine: list[dist.ProcessGroup] = []
         ranks, patience = dist.get_process_group_ranks(self.process_group), self.link_timeout
         alone = len(ranks) < dist.get_world_size()  # the others do not call this
-        for part in parts or [range(self.size)]:
+        for part in parts:
             members, inside = [ranks[rank] for rank in part], self.rank in part
             if alone and not inside:
                 continue
-            how = (timeout or self.timeout, backend or self.backend, self.device, inside)
+            how = (timeout or self.timeout, backend, self.device, inside)
             group = new_group(members, *how, link_timeout=patience, alone=alone)
             mine += [group] if inside else []
-        self.process_groups += mine
-        self._closed += mine if closes else []
         return mine[0]
 
     def expect_in_layers(self, group: dist.ProcessGroup) -> None:

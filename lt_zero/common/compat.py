@@ -89,6 +89,16 @@ def abort_nccl(groups: Iterable[Any]) -> None:
     backends[0]._group_end()
 
 
+def name_of_split(ranks: list[int]) -> tuple[bool, int]:
+    """The name of a group of ``ranks`` that ``dist.split_group`` would make: whether it is taken, and the number in it.
+
+    The number is that of this process's groups. It falls when some are destroyed, so a name may come twice.
+    """
+    world = distributed_c10d._world
+    name = distributed_c10d._process_group_name(ranks, use_hashed_name=True)
+    return name in world.pg_names.values(), len(world.pg_names)
+
+
 def process_group_backends() -> set[str]:
     """The names of backends that this torch has."""
     return set(torch.distributed.Backend.backend_list) - {torch.distributed.Backend.UNDEFINED}

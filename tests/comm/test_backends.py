@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import lt_zero
 from lt_zero.comm import process_groups
@@ -21,7 +22,9 @@ from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator, compat
+from lt_zero.config import ZeroConfig
 from tests.support.pool import Pool
+from tests.support.simulated import one_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -195,3 +198,73 @@ def _ends(how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["none", "error", "verdict", "stuck"])
 def test_a_rank_with_an_error_does_not_wait_for_the_others(how: str, pool: Pool) -> None:
     assert pool.run(2, _ends, how) == [[] if how == "none" else AT_ONCE] * 2
+
+
+@contextmanager
+def splits(can: bool) -> Iterator[list[str]]:
+    """Context in which rank 0's groups of the fake backend are split off, as NCCL's are; the calls of torch."""
+    calls, make = list[str](), dist.new_group
+
+    def new(*args: Any, **kwargs: Any) -> Any:
+        calls.append("new_group")
+        return make(*args, **kwargs)
+
+    def split(parent: Any, parts: list[list[int]], timeout: Any) -> Any:
+        calls.append("split_group")
+        ranks = dist.get_process_group_ranks(parent)
+        (mine,) = (part for part in parts if dist.get_rank(parent) in part)
+        return make([ranks[rank] for rank in mine])
+
+    with (
+        mock.patch.object(dist, "new_group", new),
+        mock.patch.object(dist, "split_group", split),
+        mock.patch.object(world_module, "can_split", return_value=can),
+    ):
+        yield calls
+
+
+def _groups(group: ShardGroup) -> list[list[int]]:
+    """The ranks of the groups that are made at start-up."""
+    group.configure(ZeroConfig.of({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}))
+    group.allow_background()
+    return [dist.get_process_group_ranks(found) for found in group.world.process_groups]
+
+
+def test_groups_are_split_off_in_one_operation_for_all_parts() -> None:
+    """The operations of 1,024 ranks in rows of 8: each is one of all ranks, through the store."""
+    with splits(False) as calls, one_of(1024, CPU) as group:
+        ranks = _groups(group)
+    assert len(calls) == 2 + 2 * 128 + 8 + 128
+    with splits(True) as calls, one_of(1024, CPU) as group:
+        assert _groups(group) == ranks
+    assert calls == ["new_group", *["split_group"] * 5]
+
+
+def test_a_world_of_some_ranks_splits_by_its_own_numbers() -> None:
+    with splits(True) as calls, one_of(8, CPU):
+        world = World(dist.new_group([0, 2, 4, 6]), CPU)
+        made = world.new_group(None, [[0, 2], [1, 3]])
+        assert dist.get_process_group_ranks(made) == [0, 4]
+    assert calls[-2:] == ["new_group", "split_group"]
+
+
+def test_groups_whose_name_is_taken_are_made_one_by_one() -> None:
+    """torch counts groups in the names of those that are split off, and raises for a name that there is."""
+    with splits(True) as calls, one_of(4, CPU) as group:
+        for taken, number, made in [(False, 7, "split_group"), (True, 7, "new_group")]:
+            with mock.patch.object(world_module, "name_of_split", return_value=(taken, number)):
+                group.world.new_group(None, [[0, 1], [2, 3]])
+            assert calls[-1] == made
+        name = distributed_c10d._process_group_name([0, 1], use_hashed_name=True)
+        with mock.patch.dict(distributed_c10d._world.pg_names):
+            assert not compat.name_of_split([0, 1])[0]
+            distributed_c10d._world.pg_names[next(iter(distributed_c10d._world.pg_names))] = name
+            assert compat.name_of_split([0, 1])[0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "bound", "can"), [("nccl", GPU, True), ("nccl", None, False), ("gloo", GPU, False)]
+)
+def test_nccl_splits_where_it_is_bound_to_a_device(backend: str, bound: torch.device | None, can: bool) -> None:
+    with mock.patch.object(dist, "group", mock.Mock(WORLD=mock.Mock(bound_device_id=bound))):
+        assert process_groups.can_split(backend) == can
