@@ -307,6 +307,7 @@ class World(Ranks):
                 self.detector.ends.end_run()
         for used in list(self.ends_with_run):
             used.end()
+        self.order.rest()
         if self.detector is not None:
             self.detector.stop()
 
