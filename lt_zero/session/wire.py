@@ -1,4 +1,4 @@
-"""What another dtype of gradients on the wire would save."""
+"""Advice on the dtype of gradients in collectives between nodes."""
 
 from __future__ import annotations
 
