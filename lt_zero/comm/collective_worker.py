@@ -63,3 +63,7 @@ class CollectiveWorker:
         procedure = Procedure(fn)
         self._worker.put(procedure)
         return procedure
+
+    def stop(self) -> None:
+        """End the thread after what was submitted; the next procedure starts it again."""
+        self._worker.stop()

@@ -348,6 +348,9 @@ class EndObserver(Protocol):
     def leave(self) -> None:
         """Let the others read it."""
 
+    def abort(self) -> None:
+        """End what would keep this process from ending."""
+
 
 _members: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed: list[Any] = []  # the hook for uncaught errors that there was before
@@ -506,3 +509,5 @@ def _end() -> None:
     if multiprocessing.parent_process() is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         for member in list(_members):
             member.leave()
+    for member in list(_members):
+        member.abort()

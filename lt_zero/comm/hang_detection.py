@@ -19,8 +19,9 @@ Note [The verdict reaches all ranks]
 
 Note [Closing connections]
     A process group with a collective that does not end cannot be destroyed: the process would wait at exit. gloo closes
-    all connections of a group when a receive times out, which ends all waits in that group, on all ranks. Other
-    backends have ``abort``.
+    all connections of a group when a receive times out, which ends all waits in that group, on all ranks. NCCL aborts
+    all groups of the process at once: after a verdict, at the exit of a process that an error ends, and if the device
+    does not come to rest after one (``World.give_up``).
 
 Note [Life of the thread]
     It answers from ``start`` to ``stop``; a long wait starts it again. The thread refers to the watch and to its own
@@ -62,7 +63,7 @@ from lt_zero.comm.ended_ranks import (
     tell_at_end,
     user_line,
 )
-from lt_zero.comm.process_groups import close_connections, closing_if_unanswered, exists
+from lt_zero.comm.process_groups import abort_nccl, backend_of, close_connections, closing_if_unanswered, exists
 from lt_zero.comm.verdict import GONE, OVER, RAN, RankState, Remedy, diverged, sentence
 from lt_zero.comm.work import CALL, CollectiveId, CollectiveMonitor
 from lt_zero.common.compat import process_groups
@@ -354,6 +355,11 @@ class HangDetector:
                 while self._store.add("listening", 0) > 0 and time.monotonic() < deadline:
                     time.sleep(self._patience.poll / 20)
 
+    def abort(self) -> None:
+        """Keep this process, which ends, from waiting for collectives of NCCL after an error."""
+        if os.getpid() == self._pid and (self.ends.failed or self._watch.verdict is not None or self._end is not None):
+            abort_nccl()
+
     def go_on(self) -> None:
         """Take back an error of this rank that is over: it has caught the error, and launches a collective."""
         with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
@@ -528,13 +534,12 @@ class _Reporter:
 
 
 def _close_all(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Close this rank's connections in ``groups``."""
+    """Close this rank's connections in those of ``groups`` that have gloo, and abort all of NCCL's."""
     for group in groups:
-        with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # it may be gone, or unable to abort
-            if dist.get_backend(group) != "gloo":
-                group.abort()
-                continue
-            close_connections(group)
+        with contextlib.suppress(RuntimeError, ValueError):  # it may be gone
+            if backend_of(torch.device("cpu"), group) == "gloo":
+                close_connections(group)
+    abort_nccl()
 
 
 def _is_removed(store: Any) -> bool:

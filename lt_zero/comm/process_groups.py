@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lt_zero.comm.launchers import Tasks, launched_tasks, local_rank, refuse_alone
-from lt_zero.common import accelerator
+from lt_zero.common import accelerator, compat
 from lt_zero.common.arguments import check_group_options
 from lt_zero.config.blocks import Communication
+
+log = logging.getLogger("lt_zero")
 
 LINK_TIMEOUT_S = Communication().link_timeout
 _LATER_S = (
@@ -30,17 +35,29 @@ _PROBE_TAG = 0x5AB1  # of a message that is never received
 _MEETING_TAG = 0x5AB2
 _SILENT_TAG = 0x5AB3  # of a message that is never sent
 _TIMEOUT = timedelta(minutes=30)  # torch's for new groups
+_CPU = torch.device("cpu")
+_IDLE_S = 5.0  # for kernels of a device to end after an error
+_ABORT_S = 10.0
 
 
-def one_queue() -> bool:
+def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """The backend that moves tensors of ``device`` in ``group``, by default in the default group.
+
+    A group may have one for each kind of device ("cpu:gloo,cuda:nccl"), or not name the one that it has ("undefined").
+    """
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return backends.get(device.type) or str(dist.get_backend(group))
+
+
+def one_queue(device: torch.device) -> bool:
     """True if all kernels of a GPU take one queue: then collectives of different groups cannot pass each other."""
-    return dist.get_backend() != "gloo" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    return backend_of(device) != "gloo" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def new_group(
     ranks: list[int] | None,
     timeout: timedelta | None,
-    backend: str | None,
+    backend: str,
     device: torch.device,
     inside: bool = True,
     probed: bool = False,
@@ -61,19 +78,44 @@ def new_group(
             group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend, use_local_synchronization=alone)
     except RuntimeError as error:
         raise RuntimeError(
-            f"The ranks cannot connect a {backend or dist.get_backend()} process group: {error}\nThe interface of a "
+            f"The ranks cannot connect a {backend} process group: {error}\nThe interface of a "
             "host's name may lead nowhere: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every node to the one "
             "that the nodes share, as `ip addr` names it."
         ) from error
-    # gloo has connected by now; NCCL connects in the first collective.
-    if inside and dist.get_backend(group) != "gloo":
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        accelerator.synchronize(device)
+    if inside and backend != "gloo":
+        _connect(group, device)
+    return group
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let NCCL connect, which it does in the first collective. gloo has connected by now."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    accelerator.synchronize(device)
+
+
+def can_split(backend: str) -> bool:
+    """True if groups of ``backend`` can be split off others: of NCCL, whose default group is bound to a device."""
+    return backend == "nccl" and getattr(dist.group.WORLD, "bound_device_id", None) is not None
+
+
+def split_group(
+    parent: dist.ProcessGroup, parts: list[list[int]], timeout: timedelta | None, device: torch.device
+) -> dist.ProcessGroup:
+    """The connected group of that of ``parts`` which has this rank, all made in one operation. Collective.
+
+    ``new_group`` takes one for each part, of all ranks: minutes for the rows and columns of 1,000 ranks.
+
+    Args:
+        parent: numbers the ranks of ``parts``, which are disjoint; one has this rank.
+    """
+    group: dist.ProcessGroup | None = dist.split_group(parent, parts, timeout)
+    assert group is not None
+    _connect(group, device)
     return group
 
 
 def await_all(timeout: timedelta | None = None) -> None:
-    """Wait for all ranks in a default group of gloo; the end of a rank closes its connections. Collective.
+    """Wait for all ranks in a default group that has gloo; the end of a rank closes its connections. Collective.
 
     Making another group would wait for a rank that has ended meanwhile, say for want of memory, until a timeout. Ranks
     may come late (they load data, say), so the default group's own timeout, which may be short, has no say.
@@ -84,7 +126,7 @@ def await_all(timeout: timedelta | None = None) -> None:
     Raises:
         RuntimeError: ranks have ended; names them. Or ranks are not there in time.
     """
-    if dist.get_backend() != "gloo":
+    if backend_of(_CPU) != "gloo":
         return
     try:
         _meet(timeout or _TIMEOUT)
@@ -127,6 +169,40 @@ def _connected(rank: int) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def abort_nccl(limit: float = _ABORT_S) -> None:
+    """End all collectives of NCCL in this process, and those to come, after an error; waits at most ``limit`` seconds.
+
+    Kernels wait on the device for a rank that is gone, and the process would wait for them at its exit, until torch's
+    watchdog ends it after half an hour. Groups of gloo stay: their waits end by themselves.
+    """
+    groups = [group for group in compat.process_groups() if backend_of(torch.device("cuda"), group) == "nccl"]
+    if groups and not _done_within(limit, partial(compat.abort_nccl, groups), "abort"):
+        log.warning("NCCL did not end its collectives within %g s: this process may wait at its exit.", limit)
+
+
+def abort_if_stuck(device: torch.device, patience: float = _IDLE_S, limit: float = _ABORT_S) -> None:
+    """``abort_nccl`` if the kernels of ``device`` do not end within ``patience`` seconds after an error.
+
+    If they end, no collective waits for another rank, and a script that has caught the error can go on.
+    """
+    if accelerator.is_accelerator(device) and not _done_within(patience, partial(_await, device), "synchronize"):
+        abort_nccl(limit)
+
+
+def _await(device: torch.device) -> None:
+    # A kernel has failed: then none waits any more.
+    with suppress(RuntimeError):
+        accelerator.synchronize(device)
+
+
+def _done_within(seconds: float, call: Callable[[], object], name: str) -> bool:
+    """Run ``call``, which may block for ever, on a thread; returns whether it was done within ``seconds``."""
+    thread = threading.Thread(target=call, name=f"lt_zero-{name}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -231,7 +307,8 @@ def begin_restarted(backend: str, timeout: timedelta | None, device: torch.devic
     So each restart (``--max-restarts``) has a part of the store to itself.
 
     Args:
-        device: a GPU to bind the group to.
+        device: to which the group is bound, so that NCCL splits groups off it instead of connecting each anew; None:
+            to none.
     """
     number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # else rank 0 serves a store of its own
@@ -243,7 +320,7 @@ def begin_restarted(backend: str, timeout: timedelta | None, device: torch.devic
     if timeout is not None:
         store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device)
-    if backend == "nccl":
+    if "nccl" in backend:
         # As Lightning does, because torch warns of a group that is not destroyed.
         atexit.register(_leave)
 
@@ -313,12 +390,17 @@ def init_distributed(
         return
     backend = dist_backend or dist.get_default_backend_for_device(accelerator.default_kind())
     _export(tasks, init_method, distributed_port)
+    bound = None
     if accelerator.is_available():
-        accelerator.make_current(accelerator.default_device(own_gpu(local_rank())))
+        device = accelerator.default_device(own_gpu(local_rank()))
+        accelerator.make_current(device)
+        bound = device if "nccl" in backend else None
     with joining():
-        begin_restarted(backend, timeout, None)
+        begin_restarted(backend, timeout, bound)
         if not dist.is_initialized():
-            dist.init_process_group(backend, init_method, timeout, rank=tasks.rank, world_size=tasks.world)
+            dist.init_process_group(
+                backend, init_method, timeout, rank=tasks.rank, world_size=tasks.world, device_id=bound
+            )
     if world_size < 0:
         refuse_alone(dist.get_world_size())
 

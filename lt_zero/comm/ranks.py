@@ -27,8 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lt_zero.comm import host_maximum
 from lt_zero.comm.ended_ranks import user_line
 from lt_zero.comm.hang_detection import HangDetector
+from lt_zero.comm.host_maximum import HostMaxima
+from lt_zero.comm.process_groups import backend_of
 from lt_zero.comm.shared_memory import FENCES, Barrier, Maxima, SharedArena
 from lt_zero.comm.work import CALL, Channel, CollectiveId, CollectiveMonitor, Done, Work, WorkList
 from lt_zero.common.module_hooks import ProcessLocal
@@ -61,6 +64,7 @@ class LaunchOrder:
         self.detector: HangDetector | None = None
         self._comparisons = 0
         self._maxima: Maxima | None = None  # in ``arena``
+        self._host_maxima: HostMaxima | None = None  # over ``host``
 
     def launch(self, operation: str, name: str, numel: int, compare: bool = False) -> CollectiveId:
         """Number the collective that is launched next, and compare it over the ranks if it was not predicted.
@@ -109,10 +113,23 @@ class LaunchOrder:
             self.detector.raise_divergence(launch)
 
     def launch_maximum(self, tensor: Tensor, launch: CollectiveId) -> Work:
-        """Start the element-wise maximum over the ranks, which share memory, of a tensor on the host, in place."""
-        assert self.arena is not None
-        self._maxima = self._maxima or Maxima(self.arena)
-        return self._maxima.launch(tensor, partial(self._watch.wait, launch=launch))
+        """Start the element-wise maximum over the ranks of a tensor on the host, in place."""
+        if self.arena is not None:
+            self._maxima = self._maxima or Maxima(self.arena)
+            return self._maxima.launch(tensor, partial(self._watch.wait, launch=launch))
+        assert self.host is not None
+        work: Any
+        if self.detector is not None and len(self.ranks) > host_maximum.RING:
+            self._host_maxima = self._host_maxima or HostMaxima(self.host)
+            work = self._host_maxima.launch(tensor)
+        else:
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.host, async_op=True)
+        return WorkList([work], None, self._watch if self.detector is not None else None, launch)
+
+    def rest(self) -> None:
+        """End the thread for maxima, if there is one, until the next."""
+        if self._host_maxima is not None:
+            self._host_maxima.stop()
 
     def expect(self, labels: Iterable[tuple[str, str, int]]) -> None:
         """Predict that these are launched next, in this order: (operation, name, elements)."""
@@ -147,6 +164,7 @@ class Ranks(ProcessLocal):
 
     Attributes:
         size: the number of ranks.
+        backend: of ``process_group`` for ``device``; "" without one.
     """
 
     def __init__(
@@ -161,7 +179,8 @@ class Ranks(ProcessLocal):
     ) -> None:
         self.process_group, self.ranks, self.size, self.rank = process_group, tuple(ranks), len(ranks), rank
         self.device, self.watch, self.order, self.log = device, watch, order, log
-        self._gloo = process_group is not None and dist.get_backend(process_group) == "gloo"
+        self.backend = backend_of(device, process_group) if process_group is not None else ""
+        self._gloo = self.backend == "gloo"
         self._pid = os.getpid()
 
     @cached_property
@@ -211,14 +230,8 @@ class Ranks(ProcessLocal):
         if self.process_group is None:
             return Done()
         opened = self.log.open("all_reduce", name, flags.nbytes, host=True)
-        order = self.order
-        launch = order.launch("flags", name, flags.numel())
-        if order.arena is not None:
-            return self.log.follow(opened, order.launch_maximum(flags, launch))
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=order.host, async_op=True)
-        return self.log.follow(
-            opened, WorkList([work], None, self.watch if order.detector is not None else None, launch)
-        )
+        launch = self.order.launch("flags", name, flags.numel())
+        return self.log.follow(opened, self.order.launch_maximum(flags, launch))
 
     def roll_call(self, what: str) -> None:
         """Wait until each of these ranks has called this for ``what``, an operation of all of them. Collective.

@@ -125,10 +125,10 @@ class ShardGroup(Ranks):
 
     def _connect(self, gathers: dist.ProcessGroup, everyone: bool) -> None:
         """Make the process groups and shared memory of this group, besides the process group for gathers."""
-        world, order, backend = self.world, self.order, dist.get_backend(gathers)
-        self.reductions = gathers if one_queue() else world.new_group(None, self._parts, closes=True)
+        world, order = self.world, self.order
+        self.reductions = gathers if one_queue(self.device) else world.new_group(None, self._parts, closes=True)
         if not everyone:
-            order.host = gathers if backend in ("gloo", "fake") else world.new_group("gloo", self._parts)
+            order.host = gathers if self.backend in ("gloo", "fake") else world.new_group("gloo", self._parts)
         apart = world.check and order.host is not gathers
         order.of_reductions = world.new_group("gloo", self._parts) if apart else self.reductions
         if self._gloo and self.device.type == "cpu" and world.detector is not None:
@@ -181,17 +181,16 @@ class ShardGroup(Ranks):
         """Make the groups and the transport. ``division``: ranks of a replica, in parts that have more."""
         if self.process_group is None or self.reductions is None:
             return
-        backend = dist.get_backend(self.process_group)
         if division != self._division:
             self._division, mesh = division, Mesh(self._largest, 0, division)
             self.mesh = Mesh(self.size, self.rank, min(division, self.size))
             rows = [mesh.shard_ranks(replica) for replica in range(self._largest // division)]
             columns = [mesh.replica_ranks(shard) for shard in range(division)] if division < self._largest else []
-            gathers = self._new_group(backend, rows)
-            reductions = gathers if one_queue() else self._new_group(backend, rows)
-            across = self._new_group(backend, columns) if columns else None
+            gathers = self._new_group(self.backend, rows)
+            reductions = gathers if one_queue(self.device) else self._new_group(self.backend, rows)
+            across = self._new_group(self.backend, columns) if columns else None
             self._row = Groups(self.reductions, gathers, reductions, across)
-        kind = "windows" if self._arena is not None else backend
+        kind = "windows" if self._arena is not None else self.backend
         self.topology = choose(topology, self.mesh, self.nodes, kind)
         form = (self.size, self.topology.sizes)
         if len(self._parts) > 1 and len(set(self.world.host_gather(form, "topologies"))) > 1:
@@ -203,7 +202,7 @@ class ShardGroup(Ranks):
             scatters,
         )
         if self.topology.sizes:
-            make, node = partial(self._new_group, backend), next(n for n in self.nodes if self.rank in n)
+            make, node = partial(self._new_group, self.backend), next(n for n in self.nodes if self.rank in n)
             # The same on all ranks, so that all share memory or none do: sharing is collective.
             nested = whole_nodes(self.nodes) == self.topology.sizes[0]
             arenas = [self._share_memory(node) for _ in range(3)] if nested else []
@@ -226,11 +225,10 @@ class ShardGroup(Ranks):
         self.secondary_shards, self._in_node = size, None
         if size == 1:
             return
-        if one_queue():
+        if one_queue(self.device):
             key = "zero_optimization.zero_hpz_partition_size"
             raise ConfigError([Problem(key, f"{key}={size} {_QUEUE}, or remove the key.")])
-        backend = dist.get_backend(self.process_group)
-        mesh, new_group = Mesh(self.size, self.rank, size), partial(self._new_group, backend)
+        mesh, new_group = Mesh(self.size, self.rank, size), partial(self._new_group, self.backend)
         groups = Groups(self.reductions, self.process_group, self.reductions)
         if self._gloo:
             arena = self._share_memory(mesh.shard_ranks(mesh.replica)) if self.device.type == "cpu" else None
@@ -254,8 +252,7 @@ class ShardGroup(Ranks):
         self.tolerance, self._sums = None, self._transport
         if not share:
             return
-        backend = dist.get_backend(self.process_group)
-        ranks, late = tolerance_of(share, sharded, self.mesh, self.nodes, backend, self.device)
+        ranks, late = tolerance_of(share, sharded, self.mesh, self.nodes, self.backend, self.device)
         mesh, new_group = Mesh(self.size, self.rank, ranks), partial(self._new_group, "gloo")
         node = next(n for n in self.nodes if self.rank in n)
         columns = [mesh.replica_ranks(number) for number in range(ranks)]
@@ -297,10 +294,10 @@ class ShardGroup(Ranks):
     def _use_compressor(self, plan: CompressionPlan | None, key: str) -> bool:
         if self.process_group is None or plan is None:
             return False
-        if one_queue():
+        if one_queue(self.device):
             raise ConfigError([Problem(key, f"{key} {_QUEUE}, or remove the key.")])
         if self.compressor is None or self.compressor.plan != plan:
-            new_group = partial(self._new_group, dist.get_backend(self.process_group))
+            new_group = partial(self._new_group, self.backend)
             self.compressor = Compressor(plan, self.rank, self.device, self.watch, new_group)
         return True
 
@@ -313,14 +310,14 @@ class ShardGroup(Ranks):
             ConfigError: a GPU has one queue for all groups, where ranks that launch in different orders deadlock.
         """
         if self.process_group is not None and self._background is None:
-            if one_queue():
+            if one_queue(self.device):
                 key = "zero_optimization.offload_optimizer.overlap_step"
                 text = "needs collectives beside each other, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow"
                 raise ConfigError([Problem(key, f"{key}=true {text}: unset it, or set overlap_step='auto'.")])
             mesh = Mesh(self._largest, 0, self._division)
             rows = [mesh.shard_ranks(replica) for replica in range(self._largest // self._division)]
             opened = self.log.open("barrier", "background", 0)
-            self._background = self._new_group(dist.get_backend(self.process_group), rows)
+            self._background = self._new_group(self.backend, rows)
             self.log.ended(opened)
 
     @property

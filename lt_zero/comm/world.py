@@ -5,6 +5,7 @@ The collectives of buckets are those of shard_group.py.
 
 from __future__ import annotations
 
+import logging
 import socket
 import weakref
 import zlib
@@ -23,17 +24,30 @@ from lt_zero.comm.ended_ranks import debugs, summary
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.launchers import refuse_alone
 from lt_zero.comm.point_to_point import PointToPoint
-from lt_zero.comm.process_groups import LINK_TIMEOUT_S, await_all, exists, new_group
+from lt_zero.comm.process_groups import (
+    LINK_TIMEOUT_S,
+    abort_if_stuck,
+    await_all,
+    backend_of,
+    can_split,
+    exists,
+    new_group,
+    split_group,
+)
 from lt_zero.comm.ranks import LaunchOrder, Ranks, Unlogged
 from lt_zero.comm.shared_memory import SharedArena, supported
 from lt_zero.comm.topology import group_by_node, node_identity
 from lt_zero.comm.work import MEETING, CollectiveId, CollectiveMonitor
 from lt_zero.common import accelerator
+from lt_zero.common.compat import name_of_split
 from lt_zero.config import ZeroConfig
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
+log = logging.getLogger("lt_zero")
+
+_CPU = torch.device("cpu")
 _unused: list[list[dist.ProcessGroup]] = []  # of worlds that are gone
 
 
@@ -69,16 +83,23 @@ class World(Ranks):
         rank = dist.get_rank(process_group) if process_group is not None else 0
         device, watch = accelerator.with_index(device), CollectiveMonitor()
         show = (lambda text: print(text, flush=True)) if rank == 0 else None
-        log = CommLog(device, size, show) if records else Unlogged()
-        super().__init__(process_group, range(size), rank, device, watch, LaunchOrder(watch, range(size)), log)
+        costs = CommLog(device, size, show) if records else Unlogged()
+        super().__init__(process_group, range(size), rank, device, watch, LaunchOrder(watch, range(size)), costs)
         self.check, self.timeout, self.link_timeout = check, timeout, link_timeout
         self.process_groups = [process_group] if process_group is not None else []  # all that were made
         self._closed = list(self.process_groups)  # whose connections hang detection closes
         # Exchanges of host data (used parameters, orders) must not synchronise the GPU.
         self.order.host = process_group
         # A simulated group (torch's "fake" backend) has no other processes; results are this process's values.
-        if process_group is not None and dist.get_backend(process_group) not in ("gloo", "fake"):
+        if process_group is not None and self.backend not in ("gloo", "fake"):
             self.order.host = self.new_group("gloo")
+        if self._gloo and accelerator.is_accelerator(device) and rank == 0:
+            log.warning(
+                "The process group has gloo for tensors on %s, which copies them to the host for each collective. Make "
+                "it with %r (Trainer: process_group_backend of the strategy; init_distributed: dist_backend).",
+                device.type,
+                dist.get_default_backend_for_device(device),
+            )
         self.order.compares_all = check
         self.detector: HangDetector | None = None
         self.agreement = Agreement()  # of a single rank; ``join`` sets that of all
@@ -115,12 +136,13 @@ class World(Ranks):
         check = debugs() or (config is not None and config.zero_optimization.enable_sanity_checks)
         patience = config.communication.link_timeout if config is not None else LINK_TIMEOUT_S
         await_all(timeout)
-        group = new_group(None, timeout, None, device, probed=True, link_timeout=patience)
+        backend = backend_of(device)
+        group = new_group(None, timeout, backend, device, probed=True, link_timeout=patience)
         world = cls(group, device, check, timeout, patience, records)
         host = world.order.host
         assert host is not None
         # The ranks of a simulated group have no processes that could hang or end.
-        if dist.get_backend(host) == "gloo":
+        if backend_of(_CPU, host) == "gloo":
             world.detector = world.order.detector = HangDetector(world._closed, host, world.watch, patience)
             world.agreement = world.detector.agreement
             places = world.host_gather((node_identity(node), socket.gethostname()), "nodes")
@@ -156,22 +178,39 @@ class World(Ranks):
     ) -> dist.ProcessGroup:
         """Another process group over all ranks, or over that of ``parts`` which has this rank. Collective.
 
-        ``backend``: None: that of the default group. ``parts``: the same on all ranks. ``closes``: hang detection
+        ``backend``: None: that of this world. ``parts``: the same on all ranks. ``closes``: hang detection
         closes its connections after a verdict.
         """
+        wanted, made = [list(part) for part in parts or [range(self.size)]], backend or self.backend
+        group = self._split_group(wanted, timeout) if can_split(made) else None
+        group = group or self._one_by_one(wanted, made, timeout)
+        self.process_groups.append(group)
+        self._closed += [group] if closes else []
+        return group
+
+    def _split_group(self, parts: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup | None:
+        """``new_group`` in one operation; None if torch would give two groups one name. Collective."""
+        assert self.process_group is not None
+        taken, number = name_of_split(next(part for part in parts if self.rank in part))
+        found = torch.tensor([taken, number, -number])
+        self.host_max(found, "names of process groups").wait()
+        if found[0] or found[1] != -found[2]:
+            return None
+        return split_group(self.process_group, parts, timeout or self.timeout, self.device)
+
+    def _one_by_one(self, parts: list[list[int]], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
+        """``new_group`` with an operation for each part. Collective."""
         assert self.process_group is not None
         mine: list[dist.ProcessGroup] = []
         ranks, patience = dist.get_process_group_ranks(self.process_group), self.link_timeout
         alone = len(ranks) < dist.get_world_size()  # the others do not call this
-        for part in parts or [range(self.size)]:
+        for part in parts:
             members, inside = [ranks[rank] for rank in part], self.rank in part
             if alone and not inside:
                 continue
             how = (timeout or self.timeout, backend, self.device, inside)
             group = new_group(members, *how, link_timeout=patience, alone=alone)
             mine += [group] if inside else []
-        self.process_groups += mine
-        self._closed += mine if closes else []
         return mine[0]
 
     def expect_in_layers(self, group: dist.ProcessGroup) -> None:
@@ -184,7 +223,7 @@ class World(Ranks):
 
         Nothing else may be sent over the group.
         """
-        if self.detector is None or self.process_group is None or dist.get_backend(group) != "gloo":
+        if self.detector is None or self.process_group is None or backend_of(self.device, group) != "gloo":
             return None
         return PointToPoint(group, self.process_group, self.watch)
 
@@ -268,6 +307,7 @@ class World(Ranks):
                 self.detector.ends.end_run()
         for used in list(self.ends_with_run):
             used.end()
+        self.order.rest()
         if self.detector is not None:
             self.detector.stop()
 
@@ -279,6 +319,12 @@ class World(Ranks):
         """Explain an error that ends the run on this rank, or tell the ranks that fail because of it."""
         if self.detector is not None and not self.detector.explain(error):
             self.detector.ends.tell(True, summary(error))
+
+    def give_up(self, error: BaseException) -> None:
+        """``post_error`` for an error after which the run is torn down, which would wait for a device that is stuck."""
+        self.post_error(error)
+        if self.process_group is not None:
+            abort_if_stuck(self.device)
 
     @property
     def progress(self) -> dict[str, int]:

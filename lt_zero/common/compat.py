@@ -75,6 +75,30 @@ def process_groups() -> list[Any]:
     return list(distributed_c10d._world.pg_map)
 
 
+def abort_nccl(groups: Iterable[Any]) -> None:
+    """End all collectives of NCCL in ``groups``, which have it, and those to come; may block.
+
+    In one operation, as torch's ``_abort_process_group`` does for all groups, which also ends gloo's and forgets the
+    default group: one after the other could deadlock (pytorch issue 119797).
+    """
+    found = [group._get_backend(torch.device("cuda")) for group in groups]
+    backends = [getattr(backend, "wrapped_pg", backend) for backend in found]  # wrapped by TORCH_DISTRIBUTED_DEBUG
+    backends[0]._group_start()
+    for backend in reversed(backends):
+        backend.abort()
+    backends[0]._group_end()
+
+
+def name_of_split(ranks: list[int]) -> tuple[bool, int]:
+    """The name of a group of ``ranks`` that ``dist.split_group`` would make: whether it is taken, and the number in it.
+
+    The number is that of this process's groups. It falls when some are destroyed, so a name may come twice.
+    """
+    world = distributed_c10d._world
+    name = distributed_c10d._process_group_name(ranks, use_hashed_name=True)
+    return name in world.pg_names.values(), len(world.pg_names)
+
+
 def process_group_backends() -> set[str]:
     """The names of backends that this torch has."""
     return set(torch.distributed.Backend.backend_list) - {torch.distributed.Backend.UNDEFINED}

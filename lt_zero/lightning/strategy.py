@@ -596,4 +596,4 @@ class ZeroStrategy(RunQueries):
     def on_exception(self, exception: BaseException) -> None:
         """Skip DDP's advice on unused parameters; explain errors caused by another rank."""
         if self.world is not None:
-            self.world.post_error(exception)
+            self.world.give_up(exception)

@@ -281,7 +281,7 @@ def mesh_of(config: ZeroConfig, world: World) -> ParallelMesh | None:
     sizes = ParallelSizes.of(config, world.size)
     if sizes.is_plain:
         return None
-    if accelerator.has_streams(world.device) and one_queue():
+    if accelerator.has_streams(world.device) and one_queue(world.device):
         key = "tensor_parallel.autotp_size" if sizes.tensor > 1 else "pipeline.stages"
         raise ConfigError.about(
             key,

@@ -246,6 +246,9 @@ class _Member:
         self.told.append(error)
         return False
 
+    def abort(self) -> None:
+        pass
+
     def leave(self) -> None:
         pass
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -128,3 +132,25 @@ def _frozen(path: str) -> None:
 def test_a_single_file_of_fabric_leaves_frozen_weights_out(pool: Pool, tmp_path: Path) -> None:
     """``checkpoint.save_frozen: false``; they are what they were after loading."""
     pool.run(2, _frozen, str(tmp_path / "one.ckpt"))
+
+
+def _told(stage: int, nodes: int, **config: Any) -> str:
+    """What is printed while a bf16 model of a bucket of 32 elements is set up."""
+    node = {"LT_ZERO_NODE_RANK": str(dist.get_rank() % nodes), "LT_ZERO_SHARED_MEMORY": "0"}
+    with mock.patch.dict(os.environ, node), contextlib.redirect_stdout(io.StringIO()) as printed:
+        fabric = _fabric(stage, bf16={"enabled": True}, **config)
+        model = nn.Linear(4, 3)
+        fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    return " ".join(printed.getvalue().split())
+
+
+def test_several_nodes_are_told_what_another_dtype_on_the_wire_would_save(pool: Pool) -> None:
+    first, second = pool.run(2, _told, 0, 2)
+    assert "over 2 nodes in fp32, 128 bytes per step: communication_data_type=bf16 would save 64 bytes" in first
+    assert not second
+    # gloo adds contributions of 16 bits in fp32 at stage 2, where it scatters.
+    silent = [(0, 1, {}), (0, 2, {"communication_data_type": "bf16"}), (2, 2, {})]
+    for stage, nodes, config in silent:
+        assert pool.run(2, partial(_told, **config), stage, nodes) == ["", ""]
+    sums = {"zero_optimization": {"stage": 2, "reduce_scatter": False}}
+    assert "per micro-batch" in pool.run(2, partial(_told, **sums), 2, 2)[0]
