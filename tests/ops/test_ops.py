@@ -235,6 +235,8 @@ def arguments_of(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def test_operators_pass_opcheck(name: str) -> None:
     args, kwargs = arguments_of(name)
     torch.library.opcheck(getattr(torch.ops.lt_zero, name).default, args, kwargs)
+    for device in ("XPU", "PrivateUse1"):
+        assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"lt_zero::{name}", device), "references"
 
 
 def test_operators_work_under_compile() -> None:
