@@ -365,6 +365,15 @@ class SendBuffers:
             # two uses of a buffer, see shared_memory.py, Note [Shared windows].
             free.insert(0 if unused else len(free), buffer.whole)
 
+    def free(self) -> None:
+        """Give the reusable buffers that are not in use back to the allocator of an accelerator; ``take`` makes others.
+
+        On a host they stay: new pages would have to be filled with zeros, and peers may read them in place.
+        """
+        for dtype, free in self._free.items() if accelerator.is_accelerator(self._device) else ():
+            self._made[dtype] -= len(free)
+            free.clear()
+
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A reusable buffer for the life of a run, in shared memory if possible, and its scratch."""
         arena = self._transport.sends_from() if self._transport is not None else None

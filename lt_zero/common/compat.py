@@ -276,6 +276,29 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
         return [tensor._version for tensor in tensors]
 
 
+def can_assign_data(parameter: torch.nn.Parameter, value: torch.Tensor) -> bool:
+    """True if torch lets ``parameter.data`` become ``value``: not from the host to a device of PrivateUse1 or back."""
+    return bool(torch._has_compatible_shallow_copy_type(parameter, value))
+
+
+def assign_data(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Set ``parameter.data`` to ``value``, also where torch cannot: the object with its class and attributes stays.
+
+    Where torch cannot, ``parameter`` loses its gradient and the hooks on it.
+
+    Raises:
+        RuntimeError: torch cannot, and something has a weak reference to ``parameter``, or it is part of a graph.
+    """
+    if can_assign_data(parameter, value):
+        parameter.data = value
+        return
+    # ``data`` has a version counter of its own, which ``parameter`` gets, as it would by assignment.
+    other = torch.nn.Parameter(value.data, parameter.requires_grad)
+    other.__dict__.update(parameter.__dict__)
+    other.__class__ = parameter.__class__
+    torch.utils.swap_tensors(parameter, other)
+
+
 # A number that identifies the storage of a tensor as long as it lives. Called for each tensor that autograd saves.
 storage_key: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 

@@ -179,6 +179,8 @@ int64_t lt_cuda_topk_scratch(int64_t numel);
 int lt_cuda_select_topk(const float *c, int64_t numel, int64_t k, int32_t *indices, void *scratch, void *stream);
 int lt_cuda_accumulate(const lt_pairs *, void *stream);
 int lt_cuda_cast_scale(const lt_pairs *, void *stream);
+// dst (fp32) = src (16-bit) where dst, rounded, differs from it. The factor and scale of pairs are not used.
+int lt_cuda_take_edits(const lt_pairs *, void *stream);
 
 #ifdef __cplusplus
 }

@@ -31,12 +31,12 @@ from torch.nn import Parameter
 from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Work
-from lt_zero.common.compat import held_by_autograd, without_grad, without_torch_function
+from lt_zero.common.compat import assign_data, held_by_autograd, without_grad, without_torch_function
 from lt_zero.common.flat_storage import FlatStorage, brief_empty, flat_empty
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket_weights import MasterWeights
 from lt_zero.engine.grad_accumulator import GradAccumulator
-from lt_zero.engine.guard import Owner, guard, own, sentinel, unguard
+from lt_zero.engine.guard import Owner, disown, guard, own, sentinel, unguard
 from lt_zero.engine.inplace_edits import InplaceEdits
 from lt_zero.engine.layout import Piece, gaps_between
 from lt_zero.engine.lazy_tensor import elements_of, whole
@@ -212,7 +212,8 @@ class Bucket:
             # Take the value here: zip would keep it until it has the next one, with two in memory.
             place.copy_(next(values))
             unguard(parameter)
-            parameter.data = view
+            disown(parameter)  # a weak reference, which ``assign_data`` may not meet
+            assign_data(parameter, view)
             own(parameter, self._owner)
         self.group.broadcast(full, self.name)
         if full is not self.flat:

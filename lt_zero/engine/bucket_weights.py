@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lt_zero import ops
 from lt_zero.common.compat import without_grad
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep
@@ -185,10 +186,21 @@ class MasterWeights:
             self.copy.wait_copied()
         put_away(self.stores())
 
+    def edit_pair(self) -> tuple[Tensor, Tensor] | None:
+        """The master weights, for writing, and ``shard``, if ``ops.take_edits`` can do all that ``keep_edits`` does."""
+        plain = self.codec is None and not self.sharded and not self.places.step.offloads
+        if not (plain and self.trains and self.has_master and self.shard.dtype in (torch.bfloat16, torch.float16)):
+            return None
+        master = self.writable_values()
+        return (master, self.shard) if master.dtype == torch.float32 else None
+
     @torch.no_grad()
     def keep_edits(self) -> None:
         """Copy edits of the (gathered) flat tensor to the master weights."""
         if not self.has_master:
+            return
+        if (pair := self.edit_pair()) is not None:
+            ops.take_edits([pair[0]], [pair[1]])
             return
         # Only edited elements: the others are more precise in the master weights.
         kept = self.values()
@@ -201,7 +213,8 @@ class MasterWeights:
             self.note_decoded()
         if not self.places.step.offloads:
             # Select with ``where``: indexing by a mask would wait for the GPU.
-            self.writable_values().copy_(torch.where(edited, compute.to(kept.dtype), kept))
+            master = self.writable_values()
+            torch.where(edited, compute.to(master.dtype), master, out=master)
             self.follow_edit()
         elif bool(edited.any()):
             master = self.writable_values()

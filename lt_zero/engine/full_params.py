@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from lt_zero.common.arguments import expect, wrong
 from lt_zero.common.boxes import Box
-from lt_zero.common.compat import in_transform, versions_of, without_torch_function
+from lt_zero.common.compat import can_assign_data, in_transform, versions_of, without_torch_function
 from lt_zero.common.module_hooks import Hook
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
@@ -263,7 +263,7 @@ def restore_whole(engine: Engine, join: bool = False) -> None:
                 whole = engine.parts.join(parameter, value) if join else value
                 # Copy to the CPU: a full model need not fit on a GPU.
                 full = whole.to("cpu", dtype, copy=True)
-                if whole is value:
+                if whole is value and can_assign_data(parameter, full):
                     parameter.data = full
                 else:
                     replaced[id(parameter)] = Parameter(full, parameter.requires_grad)

@@ -129,11 +129,9 @@ class Residency:
     def may_prefetch(self, numel: int, buckets: int, live: Live, units: int) -> bool:
         """True if a unit of ``numel`` elements may be gathered ahead, beside ``units`` others that ``live`` counts.
 
-        One unit may be larger than ``prefetch``, unless it is read from files: no block of a wide model would be
-        prefetched otherwise.
+        One unit may be larger than ``prefetch``: no block of a wide model would be prefetched otherwise.
         """
-        alone_fits = units == 0 and self.most_buckets == float("inf")
-        large = live.in_flight.numel + numel > self.prefetch and not alone_fits
+        large = live.in_flight.numel + numel > self.prefetch and units > 0
         full = live.numel + numel > self.max_live or live.in_flight.buckets + buckets > self.most_buckets
         return self.prefetch > 0 and units < self.ahead and not large and not full
 

@@ -183,9 +183,11 @@ class GradReducer:
                 self._leaving.popleft().put_away()
 
     def abort(self) -> None:
-        """Drop a failed backward; waits for launched reductions, whose buffers are reused."""
+        """Drop a failed backward; waits for launched reductions."""
         self.on_reduced = None
         self.drain()
+        # It may have run out of memory.
+        self.free_buffers()
         self._head, self.scope = 0, None
         self._ready.clear()
 
@@ -195,6 +197,13 @@ class GradReducer:
             self._finish_oldest()
         while self._leaving:
             self._leaving.popleft().put_away()
+
+    def free_buffers(self) -> None:
+        """Free an accelerator's send buffers; the next backward makes others."""
+        # Not after each backward: the allocator would cut the memory up for activations, and may not find as large a
+        # piece in the next one. That would cost a wait for the device, and more memory than it saves.
+        for buffers in self._buffers.values():
+            buffers.free()
 
     @property
     def buffer_bytes(self) -> int:

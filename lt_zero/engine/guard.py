@@ -118,6 +118,11 @@ def own(parameter: Parameter, owner: Callable[[], Owner | None]) -> None:
     _owners[parameter] = owner
 
 
+def disown(parameter: Parameter) -> None:
+    """End ``own``."""
+    _owners.pop(parameter, None)
+
+
 def owner_of(parameter: Tensor) -> Owner | None:
     """The owner of ``parameter``: an engine, or None for an ordinary parameter."""
     owner = _owners.get(parameter)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lt_zero import ops
+from lt_zero.common import accelerator
 from lt_zero.common.compat import versions_of, without_torch_function
 from lt_zero.engine.bucket_weights import MasterWeights
 from lt_zero.engine.layout import BucketLayout, Piece, Sharding
@@ -25,6 +28,7 @@ class Edited(Protocol):
     shard: Tensor
     weights: MasterWeights
     sharding: Sharding
+    edits: InplaceEdits
 
     @property
     def offloaded(self) -> bool: ...
@@ -43,10 +47,11 @@ class InplaceEdits:
 
     Most edits change a parameter's version counter, which is checked in each backward. ``p.data.copy_(...)`` does not,
     so values are checked, too, before they are stepped or saved: by a digest on a CPU and where master weights are
-    offloaded. On a GPU a digest would have to be waited for, so edited elements are found by comparing master weights
-    with the compute copy. ``p.data = tensor`` takes a parameter out of its bucket, which changes its address; its
-    values are copied back. Values of sharded parameters are compared after the first two training forwards of their
-    unit, and where user code was given a tensor whose writes no version shows.
+    offloaded. On a GPU a digest would have to be waited for, so one kernel compares all master weights with the compute
+    copy (``check_all``): parameters that are not guarded do not tell when user code reads ``p.data``. ``p.data =
+    tensor`` takes a parameter out of its bucket, which changes its address; its values are copied back. Values of
+    sharded parameters are compared after the first two training forwards of their unit, and where user code was given a
+    tensor whose writes no version shows.
     """
 
     def __init__(self, bucket: Edited) -> None:
@@ -81,7 +86,7 @@ class InplaceEdits:
         if self._sharded:
             return False
         # On a CPU a digest is cheap: comparing values takes 4 times as long as AdamW's step.
-        return self._bucket.offloaded or (self._bucket.shard.device.type == "cpu" and self._weights.has_master)
+        return self._bucket.offloaded or (not accelerator.holds(self._bucket.shard) and self._weights.has_master)
 
     def seen(self) -> bool:
         """True if versions or the digest have changed since ``note``."""
@@ -92,10 +97,15 @@ class InplaceEdits:
         changed = self._has_digest and (digest is None or bool(digest != digest_of(shard)))
         return changed or versions_of(self._bucket.params) != self._versions
 
-    def check(self, values: bool = False, released: bool = False) -> None:
-        """Keep the edits since ``note``, or add them to ``lost``; with ``values`` check values, too.
+    def check(
+        self, values: bool = False, released: bool = False, pairs: list[tuple[Tensor, Tensor]] | None = None
+    ) -> None:
+        """Keep the edits since ``note``, or add them to ``lost``.
 
-        ``released``: the compute copy is about to be released.
+        Args:
+            values: check values, too.
+            released: the compute copy is about to be released.
+            pairs: gets what the caller gives to ``ops.take_edits`` next, to keep edits of this bucket.
         """
         bucket, weights = self._bucket, self._weights
         if not bucket.resident or self._paused:
@@ -123,7 +133,11 @@ class InplaceEdits:
             self.lost += edited
         elif edited or (values and (not self._has_digest or self.seen())):
             # Every rank has the whole copy, and edits it as it would without ZeRO.
-            weights.keep_edits()
+            pair = weights.edit_pair() if pairs is not None else None
+            if pairs is None or pair is None:
+                weights.keep_edits()
+            else:
+                pairs.append(pair)
             self.note()
         self.handed_out = False
         if edited:
@@ -170,6 +184,18 @@ class InplaceEdits:
             parameter.data = view
             found.append(name)
         return found
+
+
+@torch.no_grad()
+def check_all(buckets: Iterable[Edited]) -> None:
+    """Check the values of all ``buckets`` before they are stepped: on a GPU in one launch, which reads each once."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for bucket in buckets:
+        bucket.edits.check(values=True, pairs=pairs)
+    # One call for each dtype of compute copies.
+    for dtype in dict.fromkeys(shown.dtype for _, shown in pairs):
+        some = [pair for pair in pairs if pair[1].dtype == dtype]
+        ops.take_edits([master for master, _ in some], [shown for _, shown in some])
 
 
 def digest_of(shard: Tensor) -> Tensor:

@@ -476,6 +476,7 @@ class ZeroStrategy(RunQueries):
         self.data.before_validation()
         # All ranks must validate the same weights, with all steps in them.
         self.engine.prepare_reading()
+        self.engine.reducer.free_buffers()
         if self.config.broadcast_buffers and self.engine.buffers.due:  # not inside of an accumulation window
             sync_buffers(self.engine)
 

@@ -14,6 +14,8 @@ from lt_zero.ops.flat import (
     cast_scale_reference,
     norm_squared,
     norm_squared_reference,
+    take_edits,
+    take_edits_reference,
 )
 from lt_zero.ops.huffman import (
     CorruptError,
@@ -96,5 +98,7 @@ __all__ = [
     "select_topk_reference",
     "sgd_step",
     "sgd_step_reference",
+    "take_edits",
+    "take_edits_reference",
     "topk_max_nbytes",
 ]

@@ -170,7 +170,7 @@ def operator(
     fake: Callable[..., Any] = lambda *args, **options: None,
     empty: Callable[[], Any] = lambda: None,
 ) -> Callable[P, R]:
-    """The operation that ``reference`` defines, as the ``torch.library`` operator ``lt_zero::name`` on CPU and CUDA.
+    """The operation that ``reference`` defines, as the ``torch.library`` operator ``lt_zero::name``, on any device.
 
     Args:
         reference: takes lists of tensors (the first one of at least one tensor) and options; it is called
@@ -262,7 +262,7 @@ def _register(
         return fake(*args, **options)
 
     torch.library.define(f"lt_zero::{name}", schema)
-    torch.library.impl(f"lt_zero::{name}", ("CPU", "CUDA"), checked)
+    torch.library.impl(f"lt_zero::{name}", "default", checked)
     torch.library.register_fake(f"lt_zero::{name}", faked)
 
 

@@ -104,6 +104,21 @@ def cast_scale_reference(
         out.copy_(_scaled(value, factor, scale))
 
 
+def take_edits_reference(masters: Sequence[Tensor], shown: Sequence[Tensor]) -> None:
+    """Copy the elements of ``shown`` that differ from the rounded ``masters``, as they were edited, to these.
+
+    Args:
+        masters: fp32, contiguous; the elements that differ are written.
+        shown: of the same sizes, in bf16 or fp16.
+
+    Raises:
+        ValueError: a list does not match ``masters`` in length, size, device or dtype.
+    """
+    for master, value in chunks(masters, shown):
+        # Select with ``where``: indexing by a mask would wait for a GPU.
+        torch.where(master.to(value.dtype) != value, value.to(master.dtype), master, out=master)
+
+
 def _scaled(value: Tensor, factor: float, scale: Tensor | None) -> Tensor:
     if scale is not None:
         return value.float() * (scale * factor)
@@ -166,6 +181,18 @@ def _run_cast(outs: list[Tensor], values: list[Tensor], factor: float = 1.0, sca
     call(lib, "cast_scale", outs[0].device, ctypes.byref(pairs))
 
 
+def _run_edits(masters: list[Tensor], shown: list[Tensor]) -> None:
+    check_list("masters", masters, masters, [torch.float32])
+    check_list("shown", shown, masters, [torch.bfloat16, torch.float16])
+    device, pairs = masters[0].device, _pairs(("masters", "shown"), masters, shown, 1.0, None)
+    lib = native(device)
+    # On a CPU, where a digest finds edits, the reference is fast enough for those that there are.
+    if lib is None or not hasattr(lib, f"lt_{device.type}_take_edits"):
+        take_edits_reference(masters, shown)
+        return
+    call(lib, "take_edits", device, ctypes.byref(pairs))
+
+
 def _fake_norm(tensors: list[Tensor]) -> Tensor:
     return tensors[0].new_empty((), dtype=torch.float64)
 
@@ -179,3 +206,4 @@ norm_squared = operator(
 )
 accumulate = operator(accumulate_reference, _run_accumulate, written=("accumulators",))
 cast_scale = operator(cast_scale_reference, _run_cast, written=("outs",))
+take_edits = operator(take_edits_reference, _run_edits, written=("masters",))

@@ -257,7 +257,9 @@ class _Sums:
         peak = _peak_gathered(inner, limits, keeps_whole=self.setup.accumulates and limits.fits_whole(whole))
         total.append((DEVICE, GATHERED, root.nbytes + peak))
         others = whole - root.numel if self.setup.training else max((unit.numel for unit in inner), default=0)
-        most = min(limits.prefetch, others) + max(unit.numel for unit in [*inner, root])
+        # One unit may be larger than ``prefetch``.
+        ahead = max(limits.prefetch, max((unit.numel for unit in inner), default=0)) if limits.prefetch else 0
+        most = min(ahead, others) + max(unit.numel for unit in [*inner, root])
         shards = min(group.mesh.shards for group in groups)
         sharded = [row for row in self.rows if row.sharding.params]
         for codec in {row.codecs.sent(row.trains) for row in sharded} - {None}:

@@ -32,6 +32,7 @@ from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import warn
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
+from lt_zero.engine.inplace_edits import check_all
 from lt_zero.engine.layout import Piece
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.optim.exchanging import ExchangingOptimizer
@@ -246,8 +247,7 @@ class ShardedOptimizer(ProcessLocal):
         early = self.overlap.take_early(used) if overlaps else set()
         for bucket in early:
             members.pop(bucket, None)
-        for bucket in members:
-            bucket.edits.check(values=True)
+        check_all(members)
         if self.fused is not None and not early:
             self.fused.begin()
         late = self.overlap.plan_late(members, early, used) if overlaps else {}

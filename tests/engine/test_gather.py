@@ -82,6 +82,19 @@ def test_a_unit_that_is_used_again_is_gathered_ahead_again() -> None:
     assert again == ["0"]
 
 
+def test_a_large_unit_is_gathered_ahead_alone_and_from_as_many_files_as_there_are_buffers() -> None:
+    for buffers, expected in ((float("inf"), ["1"]), (2, ["1"]), (0, [])):
+        gatherer, units = _gatherer(4, prefetch=9, most_buckets=buffers)
+        for _ in range(2):
+            gatherer.begin_order(None)
+            _use(gatherer, units[0])
+            ahead = _flying(units)
+            for unit in units[1:]:
+                _use(gatherer, unit)
+            gatherer.release_all()
+        assert ahead == expected
+
+
 def test_many_units_take_no_time() -> None:
     gatherer, units = _gatherer(10_000, prefetch=10**9)
     start = time.process_time()

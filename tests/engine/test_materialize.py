@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.world import World
 from lt_zero.engine import materialize
 from lt_zero.engine.bucket import State
+from lt_zero.engine.full_params import restore_whole
 from lt_zero.engine.guard import guard, is_guarded, own
 from lt_zero.engine.materialize import ConstructionSharder, Materializer
 from lt_zero.lightning.model_report import memory_report
@@ -583,3 +585,31 @@ def _arguments_of_init() -> None:
 
 def test_deepspeeds_arguments_of_init_work_or_are_named(pool: Pool) -> None:
     pool.run(2, _arguments_of_init)
+
+
+def _moved(stage: int, torch_can: bool) -> dict[str, Tensor]:
+    """A step of a model whose parameters move to their device and back; its weights."""
+    answer = mock.patch.object(torch, "_has_compatible_shallow_copy_type", return_value=torch_can)
+    torch.manual_seed(0)
+    model = Net()
+    model.scale.mark, before = "kept", list(model.parameters())
+    with answer as asked:
+        engine = lt_zero.shard(model, config_of(stage))
+        assert asked.called
+    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+    assert model.scale.mark == "kept"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    next_token_loss(model, 0, 0, 0).backward()
+    optimizer.step()
+    with answer:
+        restore_whole(engine)
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_devices_onto_which_torch_cannot_assign(stage: int) -> None:
+    """Those of PrivateUse1. The question is answered as there."""
+    wanted = _moved(stage, torch_can=True)
+    for name, value in _moved(stage, torch_can=False).items():
+        assert torch.equal(value, wanted[name]), name

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_zero
+from lt_zero.comm import transport
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer, SendBuffers, Transport
 from lt_zero.comm.work import Done, Work, WorkList
@@ -333,3 +334,22 @@ def test_a_single_rank_adds_gradients_up_without_a_send_buffer(stage: int, dtype
         grouped, buffers = accumulated(stage, group, dtype)
     assert buffers > 0
     assert all(torch.equal(grad, grouped[name]) for name, grad in alone.items())
+
+
+def test_send_buffers_of_an_accelerator_are_freed_where_memory_is_short() -> None:
+    kept: dict[str, Tensor] = {}
+    for freed in (False, True):
+        engine = lt_zero.shard(net(), config_of(2), CPU, group=LateGroup(CPU))
+        with mock.patch.object(transport.accelerator, "is_accelerator", return_value=freed):
+            for step in range(2):
+                engine.root(batch(step)).square().mean().backward()
+                assert engine.reducer.buffer_bytes > 0
+                engine.reducer.free_buffers()
+                assert (engine.reducer.buffer_bytes == 0) is freed, "those of a host stay"
+            engine.root(batch(2)).square().mean().backward()
+            grads = full_grads(engine)
+            engine.abort_backward()
+            assert (engine.reducer.buffer_bytes == 0) is freed
+        if freed:
+            assert all(torch.equal(grad, kept[name]) for name, grad in grads.items())
+        kept = grads

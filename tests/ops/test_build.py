@@ -39,7 +39,10 @@ FUNCTION(const char *, lt_KIND_error)(int) { return "bad argument"; }
 FUNCTION(int, lt_KIND_use_isa)(const char *) { return 0; }
 FUNCTION(long, lt_KIND_scratch)(long, const long *) { return 64; }
 FUNCTION(long, lt_KIND_topk_scratch)(long) { return 64; }
-""" + "".join(f"FUNCTION(int, lt_KIND_{name})(const void *) {{ return 0; }}\n" for name in library.operations("cpu"))
+""" + "".join(
+    f"FUNCTION(int, lt_KIND_{name})(const void *) {{ return 0; }}\n"
+    for name in dict.fromkeys([*library.operations("cpu"), *library.operations("cuda")])
+)
 HOLDER = "import sys, time, filelock\nlock = filelock.FileLock(sys.argv[1])\nlock.acquire()\nprint('held', flush=True)"
 # build.py without the package, which would import torch and Lightning.
 BUILDER = f"""

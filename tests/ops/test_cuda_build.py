@@ -363,6 +363,16 @@ def test_rounding_of_every_kind_of_number(device: torch.device, dst: torch.dtype
     assert dst is FP16 or bool((actual.cpu().view(torch.int16)[values.isnan()] == 0x7FC0).all())
 
 
+@pytest.mark.parametrize("shown", [BF16, FP16], ids=str)
+def test_take_edits(device: torch.device, shown: torch.dtype) -> None:
+    for sizes, every in ((SIZES, 1), (MANY, 1), (SIZES, 7), (SIZES, None)):
+        arenas = [Arena(sizes, FP32, 0), Arena(sizes, shown, 0)]
+        if every is not None:
+            arenas[1].flat[::every] = 0.25
+        arenas[0].flat[3::50] = torch.nan
+        compare("take_edits", device, arenas)
+
+
 # ---- sums ----------------------------------------------------------------------------------------------------------
 
 
@@ -516,7 +526,10 @@ def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
     ):
         assert lib.lt_cuda_cast_scale(by(pairs_of(x, **change)), None) == BAD_ARGUMENT, change
         assert lib.lt_cuda_accumulate(by(pairs_of(x, **change)), None) == BAD_ARGUMENT, change
-    assert lib.lt_cuda_accumulate(by(pairs_of(x, dst_dtype=1)), None) == BAD_ARGUMENT
+        assert lib.lt_cuda_take_edits(by(pairs_of(x, **{"src_dtype": 1, **change})), None) == BAD_ARGUMENT, change
+    for operation in (lib.lt_cuda_accumulate, lib.lt_cuda_take_edits):
+        assert operation(by(pairs_of(x, dst_dtype=1)), None) == BAD_ARGUMENT
+    assert lib.lt_cuda_take_edits(by(pairs_of(x)), None) == BAD_ARGUMENT  # there is no copy of fp32 in fp32
 
     mixed = {"count": 1, "numel": sizes, "data": one, "dtype": dtype}
     for change in ({"count": -1}, {"numel": negative}, {"data": null}, {"dtype": unknown}, {"dtype": None}):

@@ -223,16 +223,20 @@ def arguments_of(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (one(),), {}
     if name in ("accumulate", "cast_scale"):
         return (one(), one()), {"factor": 0.5, "scale": torch.tensor(2.0)}
+    if name == "take_edits":
+        return (one(), [value.bfloat16() * 2 for value in one()]), {}
     if name == "lamb_apply":
         return (one(), one(), one(), torch.rand(2), one()), {"eps": 1e-6, "weight_decay": 0.1}
     lists = [one() for _ in range(lists_of(name))]
     return tuple(lists), options_of(name, random.Random(0))
 
 
-@pytest.mark.parametrize("name", [*STEPS, "lamb_apply", "norm_squared", "accumulate", "cast_scale"])
+@pytest.mark.parametrize("name", [*STEPS, "lamb_apply", "norm_squared", "accumulate", "cast_scale", "take_edits"])
 def test_operators_pass_opcheck(name: str) -> None:
     args, kwargs = arguments_of(name)
     torch.library.opcheck(getattr(torch.ops.lt_zero, name).default, args, kwargs)
+    for device in ("XPU", "PrivateUse1"):
+        assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"lt_zero::{name}", device), "references"
 
 
 def test_operators_work_under_compile() -> None:

@@ -84,7 +84,7 @@ class OffloadParam(_Offload):
         "the master weights",
     )
     buffer_count: Positive = key(5, "maximum buckets to read ahead, with nvme")
-    buffer_size: Positive = key(100_000_000, "maximum elements to read ahead, with nvme")
+    buffer_size: Positive = key(100_000_000, "elements to read ahead, with nvme; one unit may be larger")
     max_in_cpu: Elements = key(0, "elements to keep in host memory even with nvme (DeepSpeed: 1e9)")
 
 
