@@ -54,6 +54,7 @@ from lt_zero.common.users_code import warn
 from lt_zero.engine.lazy_tensor import LazyTensor
 from lt_zero.io.checked_file import FileRecord, Sink
 from lt_zero.io.pinned import host_buffer
+from lt_zero.io.staging_ring import StagingRing
 
 LT_ZERO = "lt_zero"  # key of this package's entries in a Lightning checkpoint
 TRAINED_WEIGHTS = "lt_zero_trained"  # key of trained weights beside averages
@@ -420,14 +421,14 @@ class DirectoryWriter(StorageWriter):
         for name, part in plan.storage_data.items():
             kind = "moments" if name.startswith("optimizer_") else "weights"
             files.setdefault(f"{kind}-{self.rank:05d}.pt", {})[name] = part
-        future: Future[list[WriteResult]] = Future()
+        future, ring = Future[list[WriteResult]](), StagingRing()
         try:
-            future.set_result([self._write(file, parts) for file, parts in files.items()])
+            future.set_result([self._write(file, parts, ring) for file, parts in files.items()])
         finally:
             self.place.close()
         return future
 
-    def _write(self, name: str, parts: BoxesByName) -> WriteResult:
+    def _write(self, name: str, parts: BoxesByName, ring: StagingRing) -> WriteResult:
         """Write one file of tensors; returns its record and the tensors' places in it."""
         content: dict[str, TensorRecord] = {}
         places: dict[str, tuple[TensorBoxes, list[_ValuesAt]]] = {}
@@ -443,7 +444,7 @@ class DirectoryWriter(StorageWriter):
                         local, lo, _ = _range_of(value)
                         start = flat_index(local.sizes, box.inside(local).offsets) - lo
                         values = flat[start : start + count]
-                    stored = file.add_parts(box.sizes, part.dtype, [values.cpu()])
+                    stored = file.add_parts(box.sizes, part.dtype, ring.parts(values, sink))
                     content[key if part.is_whole else f"{key}{box}"] = stored  # ``name[2:3, 0:8]``
                     found.append((stored.start, *stored.blob))
                     self.tick(values.nbytes)
