@@ -239,5 +239,9 @@ def planted(bug: Bug) -> Iterator[None]:
     made: dict[str, Any] = {}
     exec(compile(text, module.__file__ or "", "exec"), vars(sys.modules[module_name]), made)
     assert function is not made[name]
-    with mock.patch.object(owner, name, made[name]):
+    # Other modules have a function by its name, too.
+    owners = [owner] if outer else [m for m in [*sys.modules.values()] if vars(m).get(name) is function]
+    with ExitStack() as stack:
+        for place in owners:
+            stack.enter_context(mock.patch.object(place, name, made[name]))
         yield
