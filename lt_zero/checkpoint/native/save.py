@@ -245,6 +245,8 @@ def _pickled(left: Mapping[Path, Any]) -> bytes | None:
 def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
     """Copy all tensors of a bundle to host memory, so that training can continue. Not collective.
 
+    The next step changes all of them, so the copy is of the whole state; planning/ refuses a run that lacks its memory.
+
     Args:
         made: all its tensors are replaced by copies, also step counters, which change in place.
         buffer: of an earlier call, to be reused.
@@ -265,8 +267,8 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
             continue
         if copy.numel():
             copy.copy_(value.local(), non_blocking=True)
-        shape, local = tuple(value.shape), partial(copy.view, -1)
-        made.tensors[name] = Fragment(local, shape, value.lo, value.hi, value.dtype, None, value.box, value.ranks)
+        where = value.lo, value.hi, value.dtype, None, value.box, value.ranks
+        made.tensors[name] = Fragment(partial(copy.view, -1), tuple(value.shape), *where)
 
     def copied(_: Path, value: Tensor) -> Tensor:
         return value if isinstance(value, LazyTensor) else value.detach().to("cpu", copy=True)
@@ -369,8 +371,7 @@ def _reason(cause: BaseException, trace: Sequence[traceback.FrameSummary]) -> st
 class DirectoryWriter(StorageWriter):
     """Writes the tensors of one rank into the (temporary) directory, and on rank 0 the rest and the manifest.
 
-    Other content is read when all tensors are written. ``then`` and ``tick``: as for ``write``; ``ranks``: how
-    many save together.
+    Other content is read when all tensors are written. ``then``, ``tick``: as for ``write``; ``ranks`` save together.
     """
 
     place: PendingDirectory
@@ -418,10 +419,10 @@ class DirectoryWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         files: dict[str, dict[str, TensorBoxes]] = {}
+        future, ring = Future[list[WriteResult]](), StagingRing()
         for name, part in plan.storage_data.items():
             kind = "moments" if name.startswith("optimizer_") else "weights"
             files.setdefault(f"{kind}-{self.rank:05d}.pt", {})[name] = part
-        future, ring = Future[list[WriteResult]](), StagingRing()
         try:
             future.set_result([self._write(file, parts, ring) for file, parts in files.items()])
         finally:
