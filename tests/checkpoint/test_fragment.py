@@ -144,6 +144,7 @@ def test_fragments_of_ranks_are_one_tensor(
 ) -> None:
     if step is not None:
         monkeypatch.setattr(plan, "LARGEST", step)  # bytes: large tensors are many boxes
+    else:
         _stage_as_from_a_gpu(monkeypatch)
     random.seed(ranks)
     states: list[dict[str, Any]] = [{} for _ in range(ranks)]
