@@ -195,11 +195,12 @@ class CommLog(Unlogged):
                 if not self._unread:
                     return
                 opened, waiting = self._unread[0]
-                if not (wait or (opened.ended.query() and waiting.query())):
+                if not (wait or (opened.ended.query() and waiting.query() and opened.costs.settle(False))):
                     return
                 self._unread.popleft()
             opened.ended.synchronize()
             waiting.synchronize()
+            opened.costs.settle(wait=True)
             # Negative if the collective had ended before the wait began.
             waited = max(waiting.elapsed_time(opened.ended), 0.0)
             self._end(opened, opened.launched.elapsed_time(opened.ended) / 1e3, waited / 1e3)

@@ -14,8 +14,10 @@ Note [Compressed reductions]
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -116,22 +118,52 @@ def _neighbours(nodes: Sequence[Sequence[int]]) -> int:
 
 @dataclass
 class Costs:
-    """Sums over reductions on this rank; seconds are the host's.
+    """Sums over collectives on this rank.
 
     Attributes:
         dense: bytes to other ranks as they would be sent uncompressed.
         sent: bytes to other ranks.
-        coding, exchanging: seconds.
+        coding: seconds of the host; on a GPU, whose kernels the host only launches, of its stream, up to ``settle``.
     """
 
     dense: int = 0
     sent: int = 0
     coding: float = 0.0
-    exchanging: float = 0.0
+    _spans: deque[tuple[Any, Any]] = field(default_factory=deque)  # events around coding that ``coding`` lacks
+
+    @contextmanager
+    def coded(self, device: torch.device) -> Iterator[None]:
+        """Context whose time counts as coding."""
+        begin = _now(device)
+        yield
+        end = _now(device)
+        if accelerator.has_streams(device):
+            self._spans.append((begin, end))
+        else:
+            self.coding += end - begin
 
     def add(self, other: Costs) -> None:
         self.dense, self.sent = self.dense + other.dense, self.sent + other.sent
-        self.coding, self.exchanging = self.coding + other.coding, self.exchanging + other.exchanging
+        self.coding += other.coding
+        self._spans.extend(other._spans)
+        self.settle(wait=False)
+
+    def settle(self, wait: bool) -> bool:
+        """Add what the GPU has done to ``coding``; True if that is all. ``wait``: for the GPU."""
+        while self._spans and (wait or self._spans[0][1].query()):
+            begin, end = self._spans.popleft()
+            end.synchronize()
+            self.coding += begin.elapsed_time(end) / 1e3
+        return not self._spans
+
+
+def _now(device: torch.device) -> Any:
+    """The host's time (seconds), or an event on the current stream."""
+    if not accelerator.has_streams(device):
+        return time.perf_counter()
+    event = accelerator.event(device, timing=True)
+    event.record(accelerator.current_stream(device))
+    return event
 
 
 class Compressed(WorkList):
@@ -148,24 +180,22 @@ def gather_encoded(
     ``gather``: starts an all-gather of bytes (1D, one equal part per shard), of which the own part is in place.
     ``own``: this rank's encoded shard, which is not in place then.
     """
-    started, parts = time.perf_counter(), flat.chunk(mesh.shards)
-    codes = torch.empty(mesh.shards, codec.nbytes(parts[0].numel()), dtype=torch.uint8, device=flat.device)
-    if own is None:
-        codec.encode(parts[mesh.shard_rank], None, codes[mesh.shard_rank])
-    else:
-        codes[mesh.shard_rank].copy_(own)
-    costs, others = Costs(coding=time.perf_counter() - started), mesh.shards - 1
+    parts, costs, others = _rows(flat, mesh.shards), Costs(), mesh.shards - 1
+    with costs.coded(flat.device):
+        codes = torch.empty(mesh.shards, codec.nbytes(parts.shape[1]), dtype=torch.uint8, device=flat.device)
+        if own is None:
+            codec.encode(parts[mesh.shard_rank], None, codes[mesh.shard_rank])
+        else:
+            codes[mesh.shard_rank].copy_(own)
     costs.dense, costs.sent = parts[0].nbytes * others, codes[0].numel() * others
 
     def decode() -> None:
-        decoding = time.perf_counter()
-        # ``codes`` was allocated on the stream of the launch. Without a record on the stream that decodes, its memory
-        # could be reused while it is still being read.
-        if accelerator.has_streams(codes.device):
-            accelerator.record(codes, accelerator.current_stream(flat.device))
-        for part, row in zip(parts, codes.unbind(), strict=True):
-            codec.decode_sum([row], part)
-        costs.coding += time.perf_counter() - decoding
+        with costs.coded(flat.device):
+            # ``codes`` was allocated on the stream of the launch. Without a record on the stream that decodes, its
+            # memory could be reused while it is still being read.
+            if accelerator.has_streams(codes.device):
+                accelerator.record(codes, accelerator.current_stream(flat.device))
+            codec.decode_rows(codes, parts)
 
     work = Compressed([gather(codes.view(-1))], decode)
     work.costs = costs
@@ -265,84 +295,68 @@ class Compressor:
         """This rank's shard (1D fp32) of the sum of decoded gradients."""
         nodes, inner, mine = self._nodes, self._inner, self._rank % self._inner
         group, count = (self._across, nodes) if self._hierarchical else (self._everyone, self._world)
-        parts: Sequence[Tensor] = flat.chunk(count)
-        residuals: Sequence[Tensor | None] = residual.chunk(count) if residual.numel() else [None] * count
+        parts, residuals = _rows(flat, count), _rows(residual, count) if residual.numel() else None
         if self._hierarchical and self._node is not None:
             # Part (m, i) is owned by rank i of node m. Send to each rank of this node its parts of all nodes.
             blocks = flat.view(nodes, inner, -1).transpose(0, 1).reshape(inner, -1)
             if self._inside is not None:
-                parts = self._exchange(blocks.unbind(), [None] * inner, self._inside, self._node, costs).chunk(nodes)
+                summed = self._exchange(blocks, None, self._inside, self._node, costs)
                 # Bytes inside the node do not count.
                 costs.sent = 0
             else:
-                start = time.perf_counter()
-                received = _swapped(blocks, self._node)
-                costs.exchanging += time.perf_counter() - start
-                parts = sum_in_rank_order(received.unbind(), torch.float32).chunk(nodes)
+                summed = sum_in_rank_order(_swapped(blocks, self._node).unbind(), torch.float32)
+            parts = _rows(summed, nodes)
             if residual.numel():
-                residuals = residual.view(nodes, inner, -1)[:, mine].unbind()
+                residuals = residual.view(nodes, inner, -1)[:, mine]
         return self._exchange(parts, residuals, self._codec, group, costs)
 
-    def _exchange(
-        self, parts: Sequence[Tensor], residuals: Sequence[Tensor | None], codec: Codec, group: Group, costs: Costs
-    ) -> Tensor:
-        """The sum (1D fp32) over ``group`` of its ranks' encoded parts for this rank."""
+    def _exchange(self, parts: Tensor, residuals: Tensor | None, codec: Codec, group: Group, costs: Costs) -> Tensor:
+        """The sum (1D fp32) over ``group`` of its ranks' encoded parts for this rank; a part is a row."""
         sent = self._encoded(parts, residuals, codec, group, costs)
-        start = time.perf_counter()
         received = _swapped(sent, group)
-        coding = time.perf_counter()
-        total = torch.empty(parts[0].numel(), dtype=torch.float32, device=sent.device)
-        codec.decode_sum(received.unbind(), total)
-        costs.coding += time.perf_counter() - coding
-        costs.exchanging += coding - start
+        with costs.coded(self._device):
+            total = torch.empty(parts.shape[1], dtype=torch.float32, device=sent.device)
+            codec.decode_sum(received.unbind(), total)
         costs.sent += sent[0].numel() * (len(parts) - 1)
         return total
 
-    def _encoded(
-        self, parts: Sequence[Tensor], residuals: Sequence[Tensor | None], codec: Codec, group: Group, costs: Costs
-    ) -> Tensor:
-        """The parts as rows of bytes [parts, bytes], with as many bytes on all ranks of ``group``."""
-        start = time.perf_counter()
+    def _encoded(self, parts: Tensor, residuals: Tensor | None, codec: Codec, group: Group, costs: Costs) -> Tensor:
+        """The rows of ``parts`` as rows of bytes [parts, bytes], with as many bytes on all ranks of ``group``."""
+        count, numel = parts.shape
         if codec.fixed_size:
-            rows = torch.empty(len(parts), codec.nbytes(parts[0].numel()), dtype=torch.uint8, device=parts[0].device)
-            for part, residual, row in zip(parts, residuals, rows.unbind(), strict=True):
-                codec.encode(part, residual, row)
-            costs.coding += time.perf_counter() - start
+            with costs.coded(self._device):
+                rows = torch.empty(count, codec.nbytes(numel), dtype=torch.uint8, device=parts.device)
+                codec.encode_rows(parts, residuals, rows)
             return rows
-        # All ranks must send rows of one size, so the codes are padded to the longest ones of any rank.
-        found = [codec.encode(part, residual) for part, residual in zip(parts, residuals, strict=True)]
-        longest = torch.tensor([max(row.numel() for row in found)], device=parts[0].device)
-        coded = time.perf_counter()
+        with costs.coded(self._device):
+            left = residuals.unbind() if residuals is not None else [None] * count
+            found = [codec.encode(part, residual) for part, residual in zip(parts.unbind(), left, strict=True)]
+        # All ranks must send rows of one size, so the codes are padded to the longest ones of any rank. The host waits
+        # here, as it has waited for each part: such codes are made on the host.
+        longest = torch.tensor([max(row.numel() for row in found)], device=parts.device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
         size = -(-int(longest) // _ALIGN) * _ALIGN
-        costs.coding += coded - start
-        costs.exchanging += time.perf_counter() - coded
-        rows = torch.zeros(len(parts), size, dtype=torch.uint8, device=parts[0].device)
+        rows = torch.zeros(count, size, dtype=torch.uint8, device=parts.device)
         for row, bytes_of in zip(rows.unbind(), found, strict=True):
             row[: bytes_of.numel()] = bytes_of
         return rows
 
     def _share(self, total: Tensor, residual: Tensor, out: Tensor, add: bool, factor: float, costs: Costs) -> Tensor:
         """Send this rank's sum to all; returns ``factor`` times all sums, in ``out`` if they replace what is there."""
-        mine = self._encoded([total], [residual], self._codec, self._everyone, costs)[0]
-        start = time.perf_counter()
+        mine = self._encoded(total[None], residual[None], self._codec, self._everyone, costs)[0]
         # First between the ranks that have the same place in their nodes, then inside the node: each sum crosses
         # between two nodes once.
         rows = mine.new_empty(self._nodes, mine.numel())
         _gather(rows, mine, self._across)
-        rows = rows.unsqueeze(0)
         if self._node is not None:
-            every = mine.new_empty(self._inner, *rows.shape[1:])
+            every = mine.new_empty(self._inner, *rows.shape)
             _gather(every, rows, self._node)
-            rows = every
-        coding = time.perf_counter()
+            # Rank (m, i) is number i of node m.
+            rows = every.transpose(0, 1).reshape(self._world, -1)
         direct = out.dtype == torch.float32 and not add
         sums = out if direct else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
-        for rank, part in enumerate(sums.chunk(self._world)):
-            node, place = divmod(rank, self._inner)
-            self._codec.decode_sum([rows[place, node]], part, factor)
-        costs.coding += time.perf_counter() - coding
-        costs.exchanging += coding - start
+        with costs.coded(self._device):
+            self._codec.decode_rows(rows, _rows(sums, self._world), factor)
         costs.sent += mine.numel() * (self._nodes - 1 + (self._inner - 1) * self._nodes)
         return sums
 
@@ -366,6 +380,11 @@ class Compressor:
 
         self._launch(run, launch).wait()
         return (self._world - 1) * _PROBE / seconds[0]
+
+
+def _rows(flat: Tensor, count: int) -> Tensor:
+    """The ``count`` equal parts of ``flat`` (1D) as rows."""
+    return flat.view(count, flat.numel() // count)
 
 
 def _clear(flat: Tensor, gaps: Sequence[tuple[int, int]]) -> None:

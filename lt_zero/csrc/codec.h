@@ -19,6 +19,7 @@ namespace LT_NAMESPACE {
 
 constexpr int GROUP = 16;                     // elements whose codes are packed together; a block is a multiple of it
 constexpr int64_t LARGEST_BLOCK = 1 << 16;    // sums of 2^16 magnitudes of 36 bits are exact in fp64
+constexpr int64_t LARGEST_ROWS = 65535;       // CUDA's limit of a grid's second dimension
 constexpr int32_t INFINITE = 0x7f800000;      // bits of |x| from here on: infinity and NaN
 constexpr float ROUND = 12582912.0f;          // 1.5 * 2^23: x + ROUND - ROUND rounds x to an integer
 constexpr float LOW_LEVEL = 0.5674756f;       // of 2 bits, in units of the mean magnitude: Lloyd-Max for a Gaussian
@@ -28,6 +29,9 @@ constexpr float THRESHOLD = 1.2302517f;       // half-way between them
 LT_FN int64_t padded(int64_t bytes) { return (bytes + 15) / 16 * 16; }
 LT_FN int64_t codes_bytes(int64_t numel, int bits) { return padded((numel * bits + 7) / 8); }
 LT_FN int64_t blocks_in(int64_t numel, int64_t block) { return (numel + block - 1) / block; }
+LT_FN int64_t buffer_bytes(int64_t numel, int64_t block, int bits) {
+    return codes_bytes(numel, bits) + padded(4 * blocks_in(numel, block));
+}
 
 LT_FN int32_t magnitude_bits(float x) {
     int32_t bits;

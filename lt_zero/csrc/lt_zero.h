@@ -81,9 +81,12 @@ typedef struct {
     const float *scale;         // or NULL
 } lt_pairs;
 
-// A flat tensor in blocks with a scale each; lt_zero/ops/quantize.py describes the buffers.
+// Flat tensors of `numel` elements, one row behind the other, in blocks with a scale each. Each row has a buffer of its
+// own, and these follow each other, too; lt_zero/ops/quantize.py describes them.
 typedef struct {
-    int64_t numel;
+    int64_t rows;               // up to 65535
+    int64_t numel;              // of a row
+    int64_t residual_row;       // elements from the first of a row's residual to that of the next
     int64_t block;              // elements, a multiple of 16 up to 65536
     int32_t bits;               // of an element: 8, 4, 2 or 1
     int32_t dtype;              // lt_dtype of x, or of what is decoded
@@ -139,7 +142,7 @@ int lt_cpu_cast_scale(const lt_pairs *, int threads);  // dst = factor * src, ro
 
 // out = codes and scales of x + residual; residual (fp32, or NULL) = what they do not represent.
 int lt_cpu_encode_blocks(const lt_blocks *, const void *x, float *residual, void *out, int threads);
-// out = (float)factor * sum of the `count` decoded buffers, in their order
+// out = (float)factor * sum of the `count` decoded buffers, in their order; of one buffer's rows if there are several
 int lt_cpu_decode_blocks(const lt_blocks *, int64_t count, const void *const *buffers, double factor, void *out,
                          int threads);
 

@@ -162,6 +162,7 @@ class GradientCompression(PlainExchange):
         if self.steps == self._judge_from:
             compressor.restart_costs()
         elif self.steps == self._warmup + JUDGED:
+            compressor.costs.settle(wait=True)
             line = verdict(compressor.costs, self._peers.measure_rate(), self.steps - self._judge_from, self.steps)
             if line and self._peers.world.rank == 0:
                 self.announce(line)

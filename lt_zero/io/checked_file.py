@@ -127,8 +127,8 @@ class Sink:
         """Write block ``_number`` from the ``STEP`` bytes at ``address``; False if they must be copied now."""
         return False
 
-    def wait_written(self) -> None:
-        """Wait until no tensor is in use any more."""
+    def wait_written(self, until: int | None = None) -> None:
+        """Wait until no tensor is in use any more, or none of those before byte ``until`` of the file."""
 
     def close(self) -> FileRecord:
         """Finish the file and make it durable."""
@@ -159,7 +159,7 @@ class FileSink(Sink):
         self._blocks, self._copies = blocks, copies
         self._sums: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._pending: deque[Transfer] = deque()
+        self._pending: deque[tuple[int, Transfer]] = deque()  # writes, with the numbers of their blocks, which rise
         self._abandoned = False  # drop what is queued
         self._file = BlockFile(path, 0o666, CheckpointError, name)
         # A reserved file takes longer to sync, and a small one may stay in the page cache.
@@ -195,9 +195,9 @@ class FileSink(Sink):
         return True
 
     def _submit(self, work: Callable[[int], None]) -> None:
-        while self._pending and self._pending[0].done:
-            self._pending.popleft().wait()  # raise errors early
-        self._pending.append(self._blocks.pool.submit(1, work))
+        while self._pending and self._pending[0][1].done:
+            self._pending.popleft()[1].wait()  # raise errors early
+        self._pending.append((self._number, self._blocks.pool.submit(1, work)))
 
     def _write_block(self, number: int, block: Tensor) -> None:
         """Write a block, in a thread, and keep its checksum."""
@@ -209,9 +209,9 @@ class FileSink(Sink):
             self._sums[number] = total
         self._file.write(block, number * STEP)
 
-    def wait_written(self) -> None:
-        while self._pending:
-            self._pending.popleft().wait()
+    def wait_written(self, until: int | None = None) -> None:
+        while self._pending and (until is None or self._pending[0][0] * STEP < until):
+            self._pending.popleft()[1].wait()
 
     def close(self) -> FileRecord:
         nbytes = self.position
@@ -225,7 +225,7 @@ class FileSink(Sink):
 
     def abandon(self) -> None:
         self._abandoned = True
-        for transfer in self._pending:
+        for _, transfer in self._pending:
             # Only wait, without its error: the write still reads the tensor's memory.
             with contextlib.suppress(RuntimeError):
                 transfer.wait()

@@ -10,7 +10,14 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lt_zero.ops.quantize import check_flat, dequantize_sum, quantize, quantized_nbytes
+from lt_zero.ops.quantize import (
+    check_flat,
+    dequantize_rows,
+    dequantize_sum,
+    quantize,
+    quantize_rows,
+    quantized_nbytes,
+)
 from lt_zero.ops.sparsify import VALUES, decode_topk_add, encode_topk, topk_max_nbytes
 
 
@@ -48,6 +55,22 @@ class Codec(Protocol):
             scale: rounded to fp32.
         """
 
+    def encode_rows(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        """Encode each row as ``encode`` does; with ``fixed_size`` only.
+
+        Args:
+            x: [rows, numel], contiguous.
+            residual: [rows, numel], its rows contiguous; or None.
+            out: uint8, [rows, nbytes(numel)], contiguous.
+        """
+        for number, row in enumerate(out.unbind()):
+            self.encode(x[number], residual[number] if residual is not None else None, row)
+
+    def decode_rows(self, buffers: Tensor, out: Tensor, scale: float = 1.0) -> None:
+        """Decode each row of ``buffers`` ([rows, bytes], contiguous) into that of ``out``, multiplied by ``scale``."""
+        for buffer, row in zip(buffers.unbind(), out.unbind(), strict=True):
+            self.decode_sum([buffer], row, scale)
+
     def decoded(self, x: Tensor) -> Tensor:
         """``x`` (1D), encoded and decoded again, in its dtype."""
         out = torch.empty_like(x)
@@ -79,6 +102,12 @@ class BlockCodec(Codec):
 
     def decode_sum(self, buffers: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
         dequantize_sum(buffers, out, self.bits, self.block, scale)
+
+    def encode_rows(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        quantize_rows(x, self.bits, self.block, residual, out)
+
+    def decode_rows(self, buffers: Tensor, out: Tensor, scale: float = 1.0) -> None:
+        dequantize_rows(buffers, out, self.bits, self.block, scale)
 
 
 INT8, INT4 = BlockCodec(8, 256), BlockCodec(4, 256)

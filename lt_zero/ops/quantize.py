@@ -39,7 +39,7 @@ from lt_zero.ops.dispatch import CHUNK, DTYPES, address, call, native, pointers
 from lt_zero.ops.header import CONSTANTS, STRUCTS
 
 BITS = (8, 4, 2, 1)
-GROUP, LARGEST_BLOCK = 16, 1 << 16  # csrc/codec.h
+GROUP, LARGEST_BLOCK, LARGEST_ROWS = 16, 1 << 16, 65535  # csrc/codec.h
 CUDA_BUFFERS = CONSTANTS["LT_CUDA_BUFFERS"]
 _LOW, _HIGH, _THRESHOLD = 0.5674756, 1.8930277, 1.2302517
 
@@ -78,8 +78,57 @@ def quantize(x: Tensor, bits: int, block: int, residual: Tensor | None = None, o
     out, lib = _prepared(x, bits, block, residual, out), native(x.device)
     if lib is None:
         return quantize_reference(x, bits, block, residual, out)
-    blocks = STRUCTS["lt_blocks"](numel=x.numel(), block=block, bits=bits, dtype=DTYPES[x.dtype])
+    blocks = STRUCTS["lt_blocks"](rows=1, numel=x.numel(), block=block, bits=bits, dtype=DTYPES[x.dtype])
     call(lib, "encode_blocks", x.device, ctypes.byref(blocks), address(x), address(residual), address(out))
+    return out
+
+
+def quantize_rows(x: Tensor, bits: int, block: int, residual: Tensor | None, out: Tensor) -> Tensor:
+    """Do for each row of ``x`` what ``quantize`` does, all in one call.
+
+    Args:
+        x: [rows, numel], contiguous, in fp32, bf16 or fp16; 65535 rows at most.
+        bits, block: as in ``quantize``.
+        residual: fp32, [rows, numel], updated, its rows contiguous; None: the errors are lost.
+        out: uint8, [rows, quantized_nbytes], contiguous, at an address that is a multiple of 16.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: as in ``quantize``.
+    """
+    rows, numel = _check_rows("x", x, list(DTYPES), x.device)
+    _check_rows("out", out, [torch.uint8], x.device, (rows, quantized_nbytes(numel, bits, block)))
+    if residual is not None:
+        _check_rows("residual", residual, [torch.float32], x.device, (rows, numel), strided=True)
+    lib = native(x.device)
+    if x.numel() == 0:
+        return out
+    if lib is None:
+        return _quantize_rows_reference(x, bits, block, residual, out)
+    stride = residual.stride(0) if residual is not None else 0
+    blocks = STRUCTS["lt_blocks"](
+        rows=rows, numel=numel, residual_row=stride, block=block, bits=bits, dtype=DTYPES[x.dtype]
+    )
+    call(lib, "encode_blocks", x.device, ctypes.byref(blocks), address(x), address(residual), address(out))
+    return out
+
+
+def _quantize_rows_reference(x: Tensor, bits: int, block: int, residual: Tensor | None, out: Tensor) -> Tensor:
+    rows, numel = x.shape
+    if rows < 2 or numel % block != 0:
+        for number in range(rows):
+            quantize_reference(x[number], bits, block, residual[number] if residual is not None else None, out[number])
+        return out
+    # Rows of whole blocks are encoded as one tensor, so that operators do not grow with the rows: only places differ.
+    left = residual.reshape(-1) if residual is not None else None
+    codes, scales = _sections(quantize_reference(x.view(-1), bits, block, left), x.numel(), bits, block)
+    out.zero_()
+    for target, values in zip(_row_sections(out, numel, bits, block), (codes, scales), strict=True):
+        target.copy_(values[: target.numel()].view(rows, -1))
+    if residual is not None and left is not None and left.data_ptr() != residual.data_ptr():
+        residual.copy_(left.view(rows, -1))
     return out
 
 
@@ -126,7 +175,7 @@ def dequantize_sum(buffers: Sequence[Tensor], out: Tensor, bits: int, block: int
     total = out
     if len(buffers) > CUDA_BUFFERS and out.device.type != "cpu":  # several launches carry the sum in fp32
         total = torch.empty_like(out, dtype=torch.float32)
-    blocks = STRUCTS["lt_blocks"](numel=out.numel(), block=block, bits=bits, dtype=DTYPES[total.dtype])
+    blocks = STRUCTS["lt_blocks"](rows=1, numel=out.numel(), block=block, bits=bits, dtype=DTYPES[total.dtype])
     given = (len(buffers), pointers(buffers), scale, address(total))
     call(lib, "decode_blocks", out.device, ctypes.byref(blocks), *given)
     if total is not out:
@@ -150,6 +199,44 @@ def dequantize_sum_reference(buffers: Sequence[Tensor], out: Tensor, bits: int, 
             total = value if total is None else total + value
         if total is not None:
             target.copy_(total * scale)
+
+
+def dequantize_rows(buffers: Tensor, out: Tensor, bits: int, block: int, scale: float = 1.0) -> None:
+    """Write ``scale`` times what each buffer decodes to into its row, all in one call.
+
+    Args:
+        buffers: uint8, [rows, quantized_nbytes], contiguous, at an address that is a multiple of 16.
+        out: [rows, numel], contiguous, in fp32, bf16 or fp16; written; 65535 rows at most.
+        bits, block: as the buffers were made.
+        scale: rounded to fp32.
+
+    Raises:
+        ValueError: as in ``dequantize_sum``.
+    """
+    rows, numel = _check_rows("out", out, list(DTYPES), out.device)
+    _check_rows("buffers", buffers, [torch.uint8], out.device, (rows, quantized_nbytes(numel, bits, block)))
+    lib = native(out.device)
+    if out.numel() == 0:
+        return None
+    if lib is None:
+        return _dequantize_rows_reference(buffers, out, bits, block, scale)
+    blocks = STRUCTS["lt_blocks"](rows=rows, numel=numel, block=block, bits=bits, dtype=DTYPES[out.dtype])
+    call(lib, "decode_blocks", out.device, ctypes.byref(blocks), 1, pointers([buffers]), scale, address(out))
+    return None
+
+
+def _dequantize_rows_reference(buffers: Tensor, out: Tensor, bits: int, block: int, scale: float) -> None:
+    rows, numel = out.shape
+    if rows < 2 or numel % block != 0:
+        for buffer, row in zip(buffers.unbind(), out.unbind(), strict=True):
+            dequantize_sum_reference([buffer], row, bits, block, scale)
+        return
+    # As in ``_quantize_rows_reference``.
+    whole = buffers.new_zeros(quantized_nbytes(out.numel(), bits, block))
+    of_whole = _sections(whole, out.numel(), bits, block)
+    for target, values in zip(of_whole, _row_sections(buffers, numel, bits, block), strict=True):
+        target[: values.numel()].view(rows, -1).copy_(values)
+    dequantize_sum_reference([whole], out.view(-1), bits, block, scale)
 
 
 def dequantize(buffer: Tensor, out: Tensor, bits: int, block: int) -> None:
@@ -188,6 +275,29 @@ def check_buffer(name: str, buffer: Tensor, nbytes: int, device: torch.device) -
         )
 
 
+def _check_rows(
+    name: str,
+    tensor: Tensor,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    shape: tuple[int, int] | None = None,
+    strided: bool = False,
+) -> tuple[int, int]:
+    """Check a tensor of rows and return its shape; ``strided``: only each row has to be contiguous."""
+    wanted = shape or (tuple(tensor.shape) if tensor.dim() == 2 else (-1, -1))
+    good = tuple(tensor.shape) == wanted and wanted[0] <= LARGEST_ROWS
+    good = good and tensor.dtype in dtypes and tensor.device == device
+    good = good and (tensor[:1].is_contiguous() if strided else tensor.is_contiguous())
+    if not good or (tensor.dtype == torch.uint8 and tensor.data_ptr() % 16 != 0):
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()}, dtype {tensor.dtype}, on "
+            f"{tensor.device}, at address {tensor.data_ptr():#x}; contiguous rows of {names} on {device} are needed, "
+            f"{LARGEST_ROWS} at most, bytes at a multiple of 16{f', of shape {shape}' if shape else ''}."
+        )
+    return wanted[0], wanted[1]
+
+
 def _prepared(x: Tensor, bits: int, block: int, residual: Tensor | None, out: Tensor | None) -> Tensor:
     """Check the arguments of ``quantize`` and return ``out``."""
     nbytes = quantized_nbytes(x.numel(), bits, block)
@@ -224,6 +334,12 @@ def _sections(buffer: Tensor, numel: int, bits: int, block: int) -> tuple[Tensor
     """Views of a buffer: the codes, and the scales (fp32)."""
     start, count = _codes_nbytes(numel, bits), -(-numel // block)
     return buffer[:start], buffer[start : start + 4 * count].view(torch.float32)
+
+
+def _row_sections(buffers: Tensor, numel: int, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    """Views of rows of buffers, of whole blocks each: the codes, and the scales (fp32)."""
+    start, count = _codes_nbytes(numel, bits), numel // block
+    return buffers[:, : numel * bits // 8], buffers[:, start : start + 4 * count].view(torch.float32)
 
 
 def _rows(flat: Tensor, block: int) -> Tensor:

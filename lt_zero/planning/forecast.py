@@ -32,6 +32,7 @@ from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan, largest_sends, plan_storage
 from lt_zero.exchange.plan import ExchangeKind, ExchangePlan, plan_codecs, plan_exchange
 from lt_zero.io.pinned import rounded
+from lt_zero.io.staging_ring import RING_BUFFER
 from lt_zero.offload.record_sizes import record_nbytes
 from lt_zero.ops.codecs import Codec
 from lt_zero.planning.setup import Setup
@@ -357,7 +358,8 @@ class _Sums:
             copy = sum(row.shard_numel * row.precision.itemsize for row in rows)
             copy += sum(int(row.shard_numel * row.step.itemsize * states) for row in trained)
             copy += self.residual * torch.float32.itemsize
-        return [(HOST, COPY, copy), (HOST, FILE, SAVE_BUFFERS), (self.memory, OFFLOAD, files)]
+        buffers = SAVE_BUFFERS + (2 * RING_BUFFER if self.memory == HOST else 0)
+        return [(HOST, COPY, copy), (HOST, FILE, buffers), (self.memory, OFFLOAD, files)]
 
     def full_copy(self) -> list[Part]:
         """A full save: rank 0's copy, and the file, which Lightning builds in memory (``_atomic_save``)."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,13 +24,15 @@ from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from lt_zero.checkpoint.native import archive, directory, plan
+from lt_zero.checkpoint.native import archive, directory, plan, save
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import PendingDirectory
 from lt_zero.checkpoint.native.save import Bundle, DirectoryWriter
+from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, cut_range, flat_index
 from lt_zero.engine.lazy_tensor import Fragment
 from lt_zero.io import checked_file
+from lt_zero.io.staging_ring import StagingRing
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -124,6 +127,16 @@ TENSORS = {
 }
 
 
+def _stage_as_from_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make saves copy tensors through two small host buffers."""
+    for name in ("holds", "has_streams"):
+        monkeypatch.setattr(accelerator, name, lambda of: True)
+    for name in ("event", "current_stream"):
+        monkeypatch.setattr(accelerator, name, mock.MagicMock())
+    monkeypatch.setattr(accelerator, "register", lambda buffer: 0)
+    monkeypatch.setattr(save, "StagingRing", partial(StagingRing, 64))
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("step", [None, 64])
 def test_fragments_of_ranks_are_one_tensor(
@@ -131,6 +144,8 @@ def test_fragments_of_ranks_are_one_tensor(
 ) -> None:
     if step is not None:
         monkeypatch.setattr(plan, "LARGEST", step)  # bytes: large tensors are many boxes
+    else:
+        _stage_as_from_a_gpu(monkeypatch)
     random.seed(ranks)
     states: list[dict[str, Any]] = [{} for _ in range(ranks)]
     for name, value in TENSORS.items():

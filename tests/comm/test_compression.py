@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.compression import Residuals
+from lt_zero.comm.compression import Residuals, gather_encoded
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.transport import Mesh
+from lt_zero.comm.work import Done
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.exchange.plan import SIGNS
-from lt_zero.ops import TWO_BITS, Codec, TopK
+from lt_zero.ops import INT8, TWO_BITS, Codec, TopK, codecs
 from tests.support.matrix import only, only_rows
 from tests.support.nodes import NodePool, Traffic
 from tests.support.pool import Pool
@@ -27,6 +31,21 @@ CODECS = {
     "topk": TopK(0.05, torch.bfloat16, huffman=False),
     "huffman": TopK(0.05),
 }
+
+
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_the_calls_of_a_gather_do_not_grow_with_the_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[str]()
+    kernels = importlib.import_module("lt_zero.ops.quantize")
+
+    def counted(name: str) -> Callable[..., object]:
+        return lambda *given: calls.append(name) or getattr(kernels, name)(*given)
+
+    for name in ("quantize", "quantize_rows", "dequantize_sum", "dequantize_rows"):
+        monkeypatch.setattr(codecs, name, counted(name))
+    flat, mesh = torch.randn(ranks * 32), Mesh(ranks, 1, ranks)
+    gather_encoded(flat, mesh, INT8, lambda codes: Done()).wait()
+    assert calls == ["quantize", "dequantize_rows"]
 
 
 def _group(codec: Codec, hierarchical: bool, per_node: int = 0) -> ShardGroup:

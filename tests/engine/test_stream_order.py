@@ -11,7 +11,15 @@ import pytest
 
 from tests.support.matrix import only
 from tests.support.pool import Pool
-from tests.support.stream_order import Bug, Run, hazards, hazards_of_a_save, hazards_of_a_skipped_step, planted
+from tests.support.stream_order import (
+    Bug,
+    Run,
+    hazards,
+    hazards_of_a_foreground_save,
+    hazards_of_a_save,
+    hazards_of_a_skipped_step,
+    planted,
+)
 
 _FAR = {"stage3_prefetch_bucket_size": 10**9, "stage3_max_reuse_distance": 0}  # gathers run as far ahead as they can
 
@@ -151,6 +159,18 @@ BUGS = {
     "a checkpoint does not wait for its copies": Bug(
         "lt_zero.checkpoint.native.save:stage", "accelerator.synchronize()", "pass", "a save"
     ),
+    "a file gets values before they are on the host": Bug(
+        "lt_zero.io.staging_ring:StagingRing.parts", "copied.synchronize()", "pass", "a save in the foreground"
+    ),
+    "a buffer is filled while a file reads it": Bug(
+        "lt_zero.io.staging_ring:StagingRing._room", "sink.wait_written(end)", "pass", "a save in the foreground"
+    ),
+    "gathered codes are decoded before they are there": Bug(
+        "lt_zero.comm.compression:gather_encoded",
+        "work = Compressed([gather(codes.view(-1))], decode)",
+        "gather(codes.view(-1)); work = Compressed([], decode)",
+        "two: ZeRO++",
+    ),
     "a flag of a skipped step is read before it is on the host": Bug(
         "lt_zero.step.loss_scale:_SkipFlag.wait", "self._copied.synchronize()", "pass", "a skipped step"
     ),
@@ -184,11 +204,16 @@ def test_two_ranks(name: str, pool: Pool, tmp_path: Path) -> None:
 
 def test_what_is_not_of_a_run() -> None:
     assert not hazards_of_a_save()
+    assert not hazards_of_a_foreground_save()
     assert not hazards_of_a_skipped_step()
 
 
 def _hazards(name: str, folder: Path) -> list[str]:
-    alone = {"a save": hazards_of_a_save, "a skipped step": hazards_of_a_skipped_step}
+    alone = {
+        "a save": hazards_of_a_save,
+        "a save in the foreground": hazards_of_a_foreground_save,
+        "a skipped step": hazards_of_a_skipped_step,
+    }
     if name in alone:
         return alone[name]()
     return hazards(TWO[name.removeprefix("two: ")] if name.startswith("two: ") else ONE[name], folder)
@@ -199,7 +224,7 @@ def _with_bug(name: str, folder: Path) -> list[str]:
         return _hazards(BUGS[name].run, folder)
 
 
-@pytest.mark.parametrize("name", only(["a checkpoint does not wait for its copies"], BUGS))
+@pytest.mark.parametrize("name", only(["a file gets values before they are on the host"], BUGS))
 def test_a_planted_bug_is_found(name: str, pool: Pool, tmp_path: Path) -> None:
     two = BUGS[name].run.startswith("two: ")
     found = pool.run(2, _with_bug, name, tmp_path) if two else [_with_bug(name, tmp_path)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,6 +42,27 @@ def test_a_stream_gets_the_bytes_and_checksums_of_a_file(
     reader.read("file", 7, out)
     reader.close()
     assert bytes(out.tolist()) == (tmp_path / "file").read_bytes()[7 : 7 + 60_000]
+
+
+def test_a_wait_for_early_bytes_leaves_later_ones_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, gate = WriterPool(2), threading.Event()
+    sink, values = FileSink(tmp_path / "file", blocks), [noise(checked_file.STEP), noise(checked_file.STEP)]
+    work, found = sink._write_block, []
+
+    def write(number: int, block: torch.Tensor) -> None:
+        assert number == 0 or gate.wait(20)
+        work(number, block)
+
+    monkeypatch.setattr(sink, "_write_block", write)
+    for part in values:
+        found.append(sink.position)
+        sink.write(part)
+    sink.wait_written(found[1])
+    written = set(sink._sums)
+    gate.set()
+    sink.close()
+    blocks.close()
+    assert written == {0}
 
 
 def test_blocks_are_read_to_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from lt_zero import ops
 from lt_zero.ops import dispatch, library
 from lt_zero.ops.compiler import CSRC, CUDA_FLAGS, CompileJob, build, load, recipe_of, run
 from lt_zero.ops.header import STRUCTS
+from lt_zero.ops.quantize import dequantize_rows, quantize_rows
 from tests.support.matrix import only
 from tests.support.paths import SUPPORT
 
@@ -439,6 +440,22 @@ def test_blocks(device: torch.device, bits: int, dtype: torch.dtype) -> None:
         ops.dequantize_sum([buffer.to(device) for buffer in buffers], total, bits, block, 1 / 3)
         ops.dequantize_sum_reference(buffers, wanted, bits, block, 1 / 3)
         torch.testing.assert_close(total.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_of_blocks(device: torch.device) -> None:
+    for bits, (numel, block) in itertools.product([8, 1], [(1000, 48), (4096, 256), (5, 16)]):
+        x = torch.stack([codec_input(numel, seed) for seed in range(3)])
+        residual = torch.ones(3, 2, numel, device=device)
+        out = torch.full((3, ops.quantized_nbytes(numel, bits, block)), 255, dtype=torch.uint8, device=device)
+        quantize_rows(x.to(device), bits, block, residual[:, 1], out)
+        values = torch.empty(3, numel, dtype=BF16, device=device)
+        dequantize_rows(out, values, bits, block, 1 / 3)
+        left, expected = torch.ones(3, 2, numel), torch.empty(3, numel, dtype=BF16)
+        for row in range(3):
+            assert torch.equal(out[row].cpu(), ops.quantize_reference(x[row], bits, block, left[row, 1]))
+            ops.dequantize_sum_reference([out[row].cpu()], expected[row], bits, block, 1 / 3)
+        assert same_bits(residual, left)
+        torch.testing.assert_close(values.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_more_buffers_than_a_launch_takes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

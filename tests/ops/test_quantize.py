@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lt_zero import ops
-from lt_zero.ops.quantize import BITS, check_buffer
+from lt_zero.ops import dispatch, library
+from lt_zero.ops.quantize import BITS, check_buffer, dequantize_rows, quantize_rows
 from tests.support.kernel_inputs import LOW
 from tests.support.matrix import cover
 
@@ -54,6 +55,31 @@ def test_kernels_equal_their_references_to_the_last_bit(isa: str, bits: int, blo
             ops.dequantize_sum(buffers[:count], ours, bits, block, scale)
             ops.dequantize_sum_reference(buffers[:count], theirs, bits, block, scale)
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_in_one_call_equal_calls_of_their_own(bits: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(dispatch, "_loaded", {})
+        monkeypatch.setattr(library, "cpu", lambda: None)
+    # Rows of whole blocks, of broken ones, without elements; residuals with other rows between them.
+    for rows, numel, block in ((3, 1000, 48), (5, 2048, 256), (2, 0, 16), (1, 7, 16), (0, 16, 16), (3, 40_960, 4096)):
+        x = heavy_tailed(rows * numel).view(rows, numel)
+        left = heavy_tailed(rows * 2 * numel, 1).view(rows, 2, numel)
+        other, nbytes = left.clone(), ops.quantized_nbytes(numel, bits, block)
+        x[1:2, 3:4] = torch.nan
+        out = torch.full((rows, nbytes), 255, dtype=torch.uint8)
+        quantize_rows(x, bits, block, left[:, 1], out)
+        values, expected = torch.empty(rows, numel).bfloat16(), torch.empty(rows, numel).bfloat16()
+        dequantize_rows(out, values, bits, block, 1 / 3)
+        for row in range(rows):
+            assert torch.equal(out[row], ops.quantize(x[row], bits, block, other[row, 1]))
+            ops.dequantize_sum([out[row]], expected[row], bits, block, 1 / 3)
+        assert same_bits(left, other)
+        assert same_bits(values, expected)
+    with pytest.raises(ValueError, match="residual has shape"):
+        quantize_rows(torch.zeros(0, 16), bits, 16, torch.zeros(0, 17), out[:0, : ops.quantized_nbytes(16, bits, 16)])
 
 
 @pytest.mark.parametrize("bits", BITS)

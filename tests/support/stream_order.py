@@ -24,6 +24,8 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.config.precision import dtype_policy
+from lt_zero.io.checked_file import Sink
+from lt_zero.io.staging_ring import StagingRing
 from lt_zero.ops import dispatch, library
 from lt_zero.step.loss_scale import _SkipFlag
 from tests.support.simulated import LateGroup
@@ -156,6 +158,43 @@ def hazards_of_a_save() -> list[str]:
     return list(dict.fromkeys(order.hazards))
 
 
+class _LateSink(Sink):
+    """A file that reads what it is given as late as it may."""
+
+    def __init__(self) -> None:
+        self.read: list[Tensor] = []
+        self._late, self._end = list[tuple[int, Tensor]](), 0
+
+    @property
+    def position(self) -> int:
+        return self._end
+
+    def write(self, data: bytes | Tensor) -> None:
+        assert isinstance(data, Tensor)
+        self._late.append((self._end, data))
+        self._end += data.numel()
+
+    def wait_written(self, until: int | None = None) -> None:
+        while self._late and (until is None or self._late[0][0] < until):
+            self.read.append(self._late.pop(0)[1].clone())
+
+
+def hazards_of_a_foreground_save() -> list[str]:
+    """The hazards of tensors that go into a file through two buffers; and whether it has other values in the end."""
+    with machine() as order:
+        tensors, sink, ring = (
+            [torch.randn(numel).mul(2.0) for numel in (3, 100, 0, 5, 16)],
+            _LateSink(),
+            StagingRing(64),
+        )
+        for tensor in tensors:
+            for part in ring.parts(tensor, sink):
+                sink.write(part.view(torch.uint8))
+        sink.wait_written()
+    same = torch.equal(torch.cat(sink.read).view(torch.float32), torch.cat(tensors))
+    return [*dict.fromkeys(order.hazards), *([] if same else ["the file has other values"])]
+
+
 def hazards_of_a_skipped_step() -> list[str]:
     """The hazards of a flag, by which the device tells that it has skipped a step."""
     with machine() as order:
@@ -200,5 +239,9 @@ def planted(bug: Bug) -> Iterator[None]:
     made: dict[str, Any] = {}
     exec(compile(text, module.__file__ or "", "exec"), vars(sys.modules[module_name]), made)
     assert function is not made[name]
-    with mock.patch.object(owner, name, made[name]):
+    # Other modules have a function by its name, too.
+    owners = [owner] if outer else [m for m in [*sys.modules.values()] if vars(m).get(name) is function]
+    with ExitStack() as stack:
+        for place in owners:
+            stack.enter_context(mock.patch.object(place, name, made[name]))
         yield

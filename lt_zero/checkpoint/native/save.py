@@ -54,6 +54,7 @@ from lt_zero.common.users_code import warn
 from lt_zero.engine.lazy_tensor import Fragment, LazyTensor
 from lt_zero.io.checked_file import FileRecord, Sink
 from lt_zero.io.pinned import host_buffer
+from lt_zero.io.staging_ring import StagingRing
 
 LT_ZERO = "lt_zero"  # key of this package's entries in a Lightning checkpoint
 TRAINED_WEIGHTS = "lt_zero_trained"  # key of trained weights beside averages
@@ -244,6 +245,8 @@ def _pickled(left: Mapping[Path, Any]) -> bytes | None:
 def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
     """Copy all tensors of a bundle to host memory, so that training can continue. Not collective.
 
+    The next step changes all of them, so the copy is of the whole state; planning/ refuses a run that lacks its memory.
+
     Args:
         made: all its tensors are replaced by copies, also step counters, which change in place.
         buffer: of an earlier call, to be reused.
@@ -264,8 +267,8 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
             continue
         if copy.numel():
             copy.copy_(value.local(), non_blocking=True)
-        shape, local = tuple(value.shape), partial(copy.view, -1)
-        made.tensors[name] = Fragment(local, shape, value.lo, value.hi, value.dtype, None, value.box, value.ranks)
+        where = value.lo, value.hi, value.dtype, None, value.box, value.ranks
+        made.tensors[name] = Fragment(partial(copy.view, -1), tuple(value.shape), *where)
 
     def copied(_: Path, value: Tensor) -> Tensor:
         return value if isinstance(value, LazyTensor) else value.detach().to("cpu", copy=True)
@@ -368,8 +371,7 @@ def _reason(cause: BaseException, trace: Sequence[traceback.FrameSummary]) -> st
 class DirectoryWriter(StorageWriter):
     """Writes the tensors of one rank into the (temporary) directory, and on rank 0 the rest and the manifest.
 
-    Other content is read when all tensors are written. ``then`` and ``tick``: as for ``write``; ``ranks``: how
-    many save together.
+    Other content is read when all tensors are written. ``then``, ``tick``: as for ``write``; ``ranks`` save together.
     """
 
     place: PendingDirectory
@@ -417,17 +419,17 @@ class DirectoryWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         files: dict[str, dict[str, TensorBoxes]] = {}
+        future, ring = Future[list[WriteResult]](), StagingRing()
         for name, part in plan.storage_data.items():
             kind = "moments" if name.startswith("optimizer_") else "weights"
             files.setdefault(f"{kind}-{self.rank:05d}.pt", {})[name] = part
-        future: Future[list[WriteResult]] = Future()
         try:
-            future.set_result([self._write(file, parts) for file, parts in files.items()])
+            future.set_result([self._write(file, parts, ring) for file, parts in files.items()])
         finally:
             self.place.close()
         return future
 
-    def _write(self, name: str, parts: BoxesByName) -> WriteResult:
+    def _write(self, name: str, parts: BoxesByName, ring: StagingRing) -> WriteResult:
         """Write one file of tensors; returns its record and the tensors' places in it."""
         content: dict[str, TensorRecord] = {}
         places: dict[str, tuple[TensorBoxes, list[_ValuesAt]]] = {}
@@ -443,7 +445,7 @@ class DirectoryWriter(StorageWriter):
                         local, lo, _ = _range_of(value)
                         start = flat_index(local.sizes, box.inside(local).offsets) - lo
                         values = flat[start : start + count]
-                    stored = file.add_parts(box.sizes, part.dtype, [values.cpu()])
+                    stored = file.add_parts(box.sizes, part.dtype, ring.parts(values, sink))
                     content[key if part.is_whole else f"{key}{box}"] = stored  # ``name[2:3, 0:8]``
                     found.append((stored.start, *stored.blob))
                     self.tick(values.nbytes)

@@ -11,16 +11,19 @@ using namespace lt_shared;
 namespace {
 
 bool blocks_ok(const lt_blocks *t) {
-    return t && t->numel >= 0 && t->block >= GROUP && t->block <= LARGEST_BLOCK && t->block % GROUP == 0 &&
+    return t && t->rows >= 0 && t->rows <= LARGEST_ROWS && t->numel >= 0 && t->block >= GROUP && t->block <= LARGEST_BLOCK && t->block % GROUP == 0 &&
            (t->bits == 8 || t->bits == 4 || t->bits == 2 || t->bits == 1) && is_dtype(t->dtype);
 }
 
-// Calls work(lo, hi) for pieces of whole blocks.
+// Calls work(row, lo, hi) for pieces of whole blocks of each row.
 template <class Work>
 void for_each_piece(const lt_blocks &t, int threads, Work work) {
     const int64_t piece = std::max<int64_t>(1, BLOCK / t.block) * t.block;
-    for_each_index((size_t)((t.numel + piece - 1) / piece), t.numel <= SMALL ? 1 : threads,
-                   [&](size_t i) { work((int64_t)i * piece, std::min((int64_t)(i + 1) * piece, t.numel)); });
+    const int64_t pieces = (t.numel + piece - 1) / piece;
+    for_each_index((size_t)(pieces * t.rows), t.numel * t.rows <= SMALL ? 1 : threads, [&](size_t i) {
+        const int64_t row = (int64_t)i / pieces, lo = ((int64_t)i - row * pieces) * piece;
+        work(row, lo, std::min(lo + piece, t.numel));
+    });
 }
 
 // Which bin has the element of rank `rank` (from 1) when bins are counted from the last one down; `rank` becomes that
@@ -69,20 +72,30 @@ LT_API int lt_cpu_encode_blocks(const lt_blocks *t, const void *x, float *residu
     if (t->numel == 0) return LT_OK;
     uint8_t *bytes = (uint8_t *)out;
     const int64_t scales = codes_bytes(t->numel, t->bits), used = scales + 4 * blocks_in(t->numel, t->block);
+    const int64_t buffer = padded(used), x_row = t->numel * (t->dtype == LT_FP32 ? 4 : 2);
     // Padding is cleared, too, so that equal inputs make equal buffers.
-    clear(bytes, t->numel * t->bits / 8, scales);
-    clear(bytes, used, padded(used));
+    for (int64_t row = 0; row < t->rows; row++) {
+        clear(bytes + row * buffer, t->numel * t->bits / 8, scales);
+        clear(bytes + row * buffer, used, buffer);
+    }
     const Kernels &k = lt_kernels();
-    for_each_piece(*t, threads, [&](int64_t lo, int64_t hi) { k.encode_blocks(*t, x, residual, bytes, lo, hi); });
+    for_each_piece(*t, threads, [&](int64_t row, int64_t lo, int64_t hi) {
+        float *left = residual ? residual + row * t->residual_row : nullptr;
+        k.encode_blocks(*t, (const char *)x + row * x_row, left, bytes + row * buffer, lo, hi);
+    });
     return LT_OK;
 }
 
 LT_API int lt_cpu_decode_blocks(const lt_blocks *t, int64_t count, const void *const *buffers, double factor, void *out,
                                 int threads) {
-    if (!blocks_ok(t) || count < 1 || !buffers || (t->numel > 0 && !out)) return LT_BAD_ARGUMENT;
+    if (!blocks_ok(t) || count < 1 || (count > 1 && t->rows > 1) || !buffers || (t->numel > 0 && !out))
+        return LT_BAD_ARGUMENT;
+    const int64_t buffer = buffer_bytes(t->numel, t->block, t->bits), out_row = t->numel * (t->dtype == LT_FP32 ? 4 : 2);
     const Kernels &k = lt_kernels();
-    for_each_piece(*t, threads, [&](int64_t lo, int64_t hi) {
-        k.decode_blocks(*t, count, (const uint8_t *const *)buffers, (float)factor, out, lo, hi);
+    for_each_piece(*t, threads, [&](int64_t row, int64_t lo, int64_t hi) {
+        const uint8_t *own = (const uint8_t *)buffers[0] + row * buffer;
+        const uint8_t *const *in = row ? &own : (const uint8_t *const *)buffers;
+        k.decode_blocks(*t, count, in, (float)factor, (char *)out + row * out_row, lo, hi);
     });
     return LT_OK;
 }

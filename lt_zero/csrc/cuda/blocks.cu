@@ -1,6 +1,6 @@
 // Block-wise compression; ../codec.h has what the CPU's kernels share.
 //
-// A warp encodes a block, so that its maximum and its sum need no barrier. A thread works on 8 neighbours at a time, the
+// A row of the grid has a tensor and its buffer. A warp encodes a block, so that its maximum and its sum need no barrier. A thread works on 8 neighbours at a time, the
 // fewest elements whose codes fill whole bytes at every width: at a block of 256 each thread has 8 of them.
 //
 // Notes:
@@ -157,8 +157,11 @@ LT_DEVICE void clear_padding(uint8_t *out, int64_t numel, int64_t block, int bit
 
 template <class T, int BITS>
 __global__ void __launch_bounds__(kThreads)
-    encode_kernel(int64_t numel, int64_t block, const T *x, float *residual, uint8_t *out) {
+    encode_kernel(int64_t numel, int64_t block, const T *x, float *residual, int64_t residual_row, uint8_t *out) {
     typedef typename CodesOf<BITS>::type Codes;
+    x += blockIdx.y * numel;
+    out += blockIdx.y * buffer_bytes(numel, block, BITS);
+    if (residual) residual += blockIdx.y * residual_row;
     const Input<T> input(x, residual);
     float *scales = (float *)(out + codes_bytes(numel, BITS));
     if (blockIdx.x == 0) clear_padding(out, numel, block, BITS);
@@ -203,6 +206,8 @@ template <class T, int BITS>
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(const Sum sum, const __grid_constant__ Buffers buffers, T *out) {
     typedef typename CodesOf<BITS>::type Codes;
+    out += blockIdx.y * sum.numel;
+    const int64_t row = blockIdx.y * buffer_bytes(sum.numel, sum.block, BITS);
     const bool aligned = View<T>(out).template aligned<kUnit>();
     const int64_t scales = codes_bytes(sum.numel, BITS), step = (int64_t)gridDim.x * kThreads * kUnit;
     for (int64_t i = ((int64_t)blockIdx.x * kThreads + threadIdx.x) * kUnit; i < sum.numel; i += step) {
@@ -211,7 +216,7 @@ __global__ void __launch_bounds__(kThreads)
         Lanes<kUnit> total;
         if (!sum.first) total = load_unit((const T *)out, i, n, aligned);
         for (int b = 0; b < sum.count; ++b) {
-            const uint8_t *buffer = buffers.address[b];
+            const uint8_t *buffer = buffers.address[b] + row;
             const float scale = ((const float *)(buffer + scales))[block];
             const Levels levels = make_levels(scale, BITS);
             const uint64_t codes = *(const Codes *)(buffer + i / kUnit * BITS);
@@ -231,7 +236,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 bool blocks_valid(const lt_blocks *t) {
-    return t && t->numel >= 0 && t->block >= GROUP && t->block <= LARGEST_BLOCK && t->block % GROUP == 0 &&
+    return t && t->rows >= 0 && t->rows <= LARGEST_ROWS && t->numel >= 0 && t->block >= GROUP && t->block <= LARGEST_BLOCK && t->block % GROUP == 0 &&
            (t->bits == 8 || t->bits == 4 || t->bits == 2 || t->bits == 1) && is_dtype(t->dtype);
 }
 
@@ -240,8 +245,8 @@ bool buffer_valid(const void *buffer) { return buffer && (uintptr_t)buffer % 16 
 template <class T, int BITS>
 int encode_as(const lt_blocks &t, const void *x, float *residual, void *out, void *stream) {
     const int64_t warps = kThreads / kLanes, blocks = blocks_in(t.numel, t.block);
-    return launch_chunks(encode_kernel<T, BITS>, (blocks + warps - 1) / warps, stream, t.numel, t.block, (const T *)x,
-                         residual, (uint8_t *)out);
+    return launch_rows(encode_kernel<T, BITS>, (blocks + warps - 1) / warps, t.rows, stream, t.numel, t.block,
+                       (const T *)x, residual, t.residual_row, (uint8_t *)out);
 }
 
 template <class T, int BITS>
@@ -253,8 +258,8 @@ int decode_as(const lt_blocks &t, int64_t count, const void *const *buffers, flo
         const Sum sum = {t.numel, t.block, last ? (int)left : LT_CUDA_BUFFERS, done == 0, last, factor};
         Buffers part = {};
         for (int b = 0; b < sum.count; ++b) part.address[b] = (const uint8_t *)buffers[done + b];
-        if (int code = launch_chunks(decode_kernel<T, BITS>, (t.numel + elements - 1) / elements, stream, sum, part,
-                                     (T *)out))
+        if (int code = launch_rows(decode_kernel<T, BITS>, (t.numel + elements - 1) / elements, t.rows, stream, sum,
+                                   part, (T *)out))
             return code;
     }
     return LT_OK;
@@ -293,7 +298,7 @@ LT_EXPORT int lt_cuda_encode_blocks(const lt_blocks *t, const void *x, float *re
 
 LT_EXPORT int lt_cuda_decode_blocks(const lt_blocks *t, int64_t count, const void *const *buffers, double factor,
                                     void *out, void *stream) {
-    if (!blocks_valid(t) || count < 1 || !buffers || (t->numel > 0 && !out) ||
+    if (!blocks_valid(t) || count < 1 || (count > 1 && t->rows > 1) || !buffers || (t->numel > 0 && !out) ||
         (count > LT_CUDA_BUFFERS && t->dtype != LT_FP32))
         return LT_BAD_ARGUMENT;
     for (int64_t b = 0; b < count; ++b)

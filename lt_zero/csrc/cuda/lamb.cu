@@ -69,8 +69,8 @@ int sum_norms(const Batch<LISTS> &batch, const double *partial, double *norms, c
     static_assert(Batch<LISTS>::capacity <= Segments::capacity, "a segment for each tensor of a batch");
     Segments segments = {};
     for (int64_t i = 0; i <= batch.count; ++i) segments.start[i] = batch.first_chunk + batch.start[i];
-    return launch(sum_segments<2>, batch.count, kSumThreads, stream, segments, partial, norms + 2 * batch.first,
-                  found_inf);
+    return launch(sum_segments<2>, dim3((unsigned)batch.count), kSumThreads, stream, segments, partial,
+                  norms + 2 * batch.first, found_inf);
 }
 
 // ---- Second pass --------------------------------------------------------------------------------------------------

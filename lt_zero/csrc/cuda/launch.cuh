@@ -17,10 +17,10 @@ constexpr int kBlocksPerSm = 8;  // 2048 threads, all that an SM of the large GP
 inline int error_code(cudaError_t error) { return error == cudaSuccess ? LT_OK : LT_CUDA_ERROR + (int)error; }
 
 template <class... Parameters, class... Arguments>
-int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void *stream, const Arguments &...arguments) {
+int launch(void (*kernel)(Parameters...), dim3 grid, int threads, void *stream, const Arguments &...arguments) {
     static_assert((sizeof(Parameters) + ... + 0) <= kParameterBytes, "too many kernel parameters");
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)blocks);
+    config.gridDim = grid;
     config.blockDim = dim3((unsigned)threads);
     config.stream = (cudaStream_t)stream;
     cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
@@ -29,10 +29,11 @@ int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void *str
     return error_code(error != cudaSuccess ? error : recorded);
 }
 
-// A kernel over a batch's chunks. A grid without blocks is an error to CUDA, hence no launch without chunks.
+// A kernel over the chunks of each row. A grid without blocks is an error to CUDA, hence no launch without chunks.
 template <class... Parameters, class... Arguments>
-int launch_chunks(void (*kernel)(Parameters...), int64_t chunks, void *stream, const Arguments &...arguments) {
-    if (chunks == 0) return LT_OK;
+int launch_rows(void (*kernel)(Parameters...), int64_t chunks, int64_t rows, void *stream,
+                const Arguments &...arguments) {
+    if (chunks == 0 || rows == 0) return LT_OK;
     int device = 0, processors = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
@@ -41,7 +42,14 @@ int launch_chunks(void (*kernel)(Parameters...), int64_t chunks, void *stream, c
         return error_code(error);
     }
     int64_t most = (int64_t)processors * kBlocksPerSm;
-    return launch(kernel, chunks < most ? chunks : most, kThreads, stream, arguments...);
+    return launch(kernel, dim3((unsigned)(chunks < most ? chunks : most), (unsigned)rows), kThreads, stream,
+                  arguments...);
+}
+
+// A kernel over a batch's chunks.
+template <class... Parameters, class... Arguments>
+int launch_chunks(void (*kernel)(Parameters...), int64_t chunks, void *stream, const Arguments &...arguments) {
+    return launch_rows(kernel, chunks, 1, stream, arguments...);
 }
 
 // Lists that a call reads or writes: there, and with a pointer for each tensor that has elements.

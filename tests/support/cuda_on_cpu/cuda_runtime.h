@@ -30,9 +30,9 @@ static inline float unfused(float a, float b, float c) { return a * b + c; }
 #define __shared__ static  // blocks run one after the other
 
 struct dim3 {
-    unsigned x, y = 1, z = 1;
+    unsigned x, y, z = 1;
 
-    dim3(unsigned x = 1) : x(x) {}
+    dim3(unsigned x = 1, unsigned y = 1) : x(x), y(y) {}
 };
 
 // ---- Threads ------------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ inline int processors = 1;
 
 }  // namespace emulation
 
-inline dim3 threadIdx(0), blockIdx(0), blockDim, gridDim;
+inline dim3 threadIdx(0, 0), blockIdx(0, 0), blockDim, gridDim;
 
 namespace emulation {
 
@@ -177,12 +177,14 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Parameters...),
                                const Arguments &...arguments) {
-    if (config->gridDim.x == 0 || config->blockDim.x == 0 || config->blockDim.x > 1024)
+    const dim3 grid = config->gridDim;
+    if (grid.x == 0 || grid.y == 0 || grid.y > 65535 || config->blockDim.x == 0 || config->blockDim.x > 1024)
         return cudaErrorInvalidConfiguration;
     gridDim = config->gridDim;
     blockDim = config->blockDim;
     emulation::kernel = [&] { kernel(arguments...); };
-    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) emulation::run_block(blockDim.x);
+    for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
+        for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) emulation::run_block(blockDim.x);
     return cudaSuccess;
 }
 
