@@ -151,6 +151,8 @@ class MasterWeights:
     def writable_values(self) -> Tensor:
         """``values()``, for writing."""
         self.background.wait()
+        # A gather, or a copy to the device, may not have read them yet: work is queued there.
+        self.gather_source.wait_sent()
         return self._kept.write()
 
     @property
@@ -174,6 +176,8 @@ class MasterWeights:
     def refresh(self) -> None:
         """Copy the master or frozen weights, which are in memory, to the compute copy."""
         self.background.wait()
+        if not self.written:
+            self.gather_source.wait_sent()
         self.copy.refresh(self._kept, self.written, self.gaps)
         self.written, self.decoded_reference = True, None
 

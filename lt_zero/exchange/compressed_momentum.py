@@ -100,7 +100,8 @@ class CompressedMomentum(GradientCompression):
 
     def note_used(self, used: Mapping[Bucket, Sequence[int]]) -> None:
         """Drop the momenta of parameters without a gradient on any rank: they are not stepped."""
-        for bucket, feedback in self.of_bucket.items() if self.compresses else ():
+        for bucket, feedback in self.of_bucket.items():
+            # Also before the freeze: ``zero_grad`` does not clear them, and the first momentum would be added to zeros.
             if unused := bucket.grads.valid - set(used.get(bucket, ())):
                 bucket.grads.clear(unused)
                 feedback.drop(unused)

@@ -102,6 +102,8 @@ class WeightAverage:
         engine = self._engine
         engine.prepare_reading()
         changed = {bucket: found for bucket in self._buckets() if (found := self.averages(bucket)) is not None}
+        # A slower rank may still gather from this rank's weights for its validation.
+        engine.before_write()
         for bucket, averages in changed.items():
             self._swap(bucket, averages)
         engine.publish(set(changed), stepped=False)

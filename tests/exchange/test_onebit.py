@@ -349,3 +349,21 @@ def test_unused_parameters_keep_their_momentum_at_both_stages(pool: Pool) -> Non
     want, found = (pool.run(2, _partly_used, "OneBitAdam", stage)[0] for stage in (0, 1))
     for name, value in want.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def _rests_until_the_freeze(stage: int) -> None:
+    model, params = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)]), {"lr": 1e-2, "freeze_step": 2}
+    engine = lt_zero.shard(model, _config(stage, params))
+    optimizer = build_optimizer("OneBitAdam", params, model.parameters())
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        x = torch.full((2, 5), step + dist.get_rank() + 1.0)
+        (model[0](x) if step == 1 else model[0](x) + model[1](x)).square().mean().backward()
+        before = full_values(engine)["1.weight"]
+        optimizer.step()
+        assert torch.equal(full_values(engine)["1.weight"], before) is (step == 1)
+
+
+def test_a_layer_may_rest_in_the_last_step_before_the_freeze(pool: Pool) -> None:
+    pool.run(2, _rests_until_the_freeze, 1)

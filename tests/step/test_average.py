@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.planning.check import measured
@@ -68,3 +71,44 @@ def _share_a_name(folder: str) -> None:
 
 def test_an_optimizer_may_have_a_state_of_the_same_name(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, _share_a_name, str(tmp_path))
+
+
+def _validate_on_a_slow_rank(folder: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+    engine = lt_zero.shard(model, config_of(3, {"stage3_prefetch_bucket_size": 0}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    average, x = WeightAverage(engine), torch.ones(3, 4)
+    for _ in range(2):
+        average.update(0.5)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    goes_on, before_write = Path(folder) / "goes on", engine.before_write
+
+    def tell() -> None:
+        goes_on.touch()
+        before_write()
+
+    def wait(*_: object) -> None:
+        while not goes_on.exists():
+            time.sleep(0.01)
+
+    with average.showing(True), torch.no_grad():
+        twin = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+        twin.load_state_dict(full_values(engine))
+        if dist.get_rank() == 0:
+            found = model(x)
+            # The other rank goes on where this one waits for it, at the latest.
+            mock.patch.object(engine, "before_write", tell).start()
+        else:
+            model[1].register_forward_pre_hook(wait, prepend=True)
+            found = model(x)
+        torch.testing.assert_close(found, twin(x))
+    mock.patch.stopall()
+    engine.detach()
+
+
+def test_weights_come_back_when_all_ranks_have_used_the_averages(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _validate_on_a_slow_rank, str(tmp_path))

@@ -27,6 +27,7 @@ from lt_zero.config.precision import dtype_policy
 from lt_zero.io.checked_file import Sink
 from lt_zero.io.staging_ring import StagingRing
 from lt_zero.ops import dispatch, library
+from lt_zero.step.average import WeightAverage
 from lt_zero.step.loss_scale import _SkipFlag
 from tests.support.simulated import LateGroup
 from tests.support.simulated_device import machine
@@ -45,6 +46,7 @@ class Run:
         precision: as of a Trainer.
         peer: there is a second rank, whose collectives end as late as they may (without other processes).
         skips: a validation follows, in which the last block is not used, although it was prefetched.
+        averages: after each step come validations with the averages of the weights, and with the weights.
         steps: optimizer steps of two micro-batches each.
     """
 
@@ -54,6 +56,7 @@ class Run:
     precision: str = "bf16-mixed"
     peer: bool = False
     skips: bool = False
+    averages: bool = False
     steps: int = 4
 
 
@@ -98,6 +101,7 @@ def _train(run: Run, config: ZeroConfig, group: ShardGroup | None) -> None:
     engine = lt_zero.shard(model, config, CPU, policy=dtype_policy(config, run.precision), group=group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     owner = lt_zero.ShardedOptimizer(engine, optimizer)
+    average = WeightAverage(engine) if run.averages else None
     for step in range(run.steps):
         optimizer.zero_grad()
         for micro in range(2):
@@ -109,6 +113,11 @@ def _train(run: Run, config: ZeroConfig, group: ShardGroup | None) -> None:
         if step % 2:
             owner.grads.clip_norm(0.5)
         optimizer.step()
+        if average is not None:
+            average.update(0.5)
+            for averaged in (True, False):
+                with average.showing(averaged), torch.no_grad():
+                    model(x)
     if run.skips:
         model.skips = True
         with torch.no_grad():
