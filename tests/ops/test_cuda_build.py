@@ -3,7 +3,8 @@
 Note [Emulation]
     ``tests/support/cuda_on_cpu`` stands in for the CUDA headers, so that a C++ compiler makes a library of the same
     sources that runs every block and thread on the CPU. The operators of ``lt_zero.ops`` then run on CPU tensors with
-    it, and the results must have the bits of the torch references. With a GPU the same tests run there too.
+    it, and the results must have the bits of the torch references. It also reports races. With a GPU the same tests run
+    there too.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.ops import dispatch, library
-from lt_zero.ops.compiler import CSRC, CUDA_FLAGS, CompileJob, build, load, recipe_of, run
+from lt_zero.ops.compiler import CSRC, CUDA_FLAGS, build, load, recipe_of
 from lt_zero.ops.header import STRUCTS
+from tests.support.emulated_cuda import compile_emulated, races
 from tests.support.matrix import only
-from tests.support.paths import SUPPORT
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BAD_ARGUMENT, CUDA_ERROR = 1, 1000  # lt_zero.h
@@ -135,25 +136,8 @@ def test_all_architectures_compile(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The sources as a library for the CPU; misaligned accesses and overrun arrays are reported on stderr."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++")
-    folder, here = tmp_path_factory.mktemp("emulated"), SUPPORT
-    checks = ("-fsanitize=alignment,bounds", "-fPIC")
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wno-unknown-pragmas", f"-I{here / 'cuda_on_cpu'}"]
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        flags.append("-DUNFUSED")  # the references run on torch's vector code, which fuses with AVX2 and up
-    jobs = []
-    for source in sorted((CSRC / "cuda").glob("*.cu")):
-        made = folder / f"{source.stem}.o"
-        jobs.append(CompileJob((compiler, *flags, *checks, "-x", "c++", "-c", str(source), "-o", str(made)), made))
-    linked = folder / "emulated.so"
-    link = CompileJob((compiler, "-shared", *checks, *[str(job.target) for job in jobs], "-o", str(linked)), linked)
-    for step in (jobs, [link]):
-        run(step, 100.0)
-        assert all(job.code == 0 for job in step), "\n".join(job.output for job in step)
-    return library.declare(load(linked, "cuda"), "cuda")
+    """The sources as a library for the CPU."""
+    return library.declare(compile_emulated(tmp_path_factory.mktemp("emulated")), "cuda")
 
 
 class InPlaceOfCpu:
@@ -196,11 +180,13 @@ def device(
         yield torch.device("cuda")
         torch.cuda.synchronize()
     else:
-        stand_in = InPlaceOfCpu(request.getfixturevalue("emulated"))
+        emulated = request.getfixturevalue("emulated")
+        stand_in = InPlaceOfCpu(emulated)
         monkeypatch.setattr(library, "cpu", lambda: stand_in)
         monkeypatch.setattr(dispatch, "_loaded", {})
         yield torch.device("cpu")
         assert "runtime error" not in capfd.readouterr().err
+        assert races(emulated) == []
 
 
 # Around the sizes of an access, a block's pass and a chunk; several passes of a grid of 8 blocks; nothing.
