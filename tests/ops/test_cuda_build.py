@@ -31,7 +31,7 @@ from lt_zero.ops import dispatch, library
 from lt_zero.ops.compiler import CSRC, CUDA_FLAGS, build, load, recipe_of
 from lt_zero.ops.header import STRUCTS
 from tests.support.emulated_cuda import compile_emulated, races
-from tests.support.matrix import only
+from tests.support.matrix import only, only_rows
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BAD_ARGUMENT, CUDA_ERROR = 1, 1000  # lt_zero.h
@@ -47,11 +47,11 @@ SOURCES = ["adam", "steps", "lamb", "norm", "pairs", "blocks"]
 
 
 @functools.cache
-def ptx_of(source: str) -> str:
+def ptx_of(source: str, arch: str = "sm_90") -> str:
     """One file, compiled with the flags of the library and warnings as errors."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / f"{source}.ptx"
-        target = ("-arch=sm_90", f"-I{CSRC}", "-ptx", str(CSRC / "cuda" / f"{source}.cu"), "-o", str(made))
+        target = (f"-arch={arch}", f"-I{CSRC}", "-ptx", str(CSRC / "cuda" / f"{source}.cu"), "-o", str(made))
         subprocess.run(("nvcc", *STRICT.split(), *CUDA_FLAGS, *target), check=True)
         return made.read_text()
 
@@ -75,6 +75,31 @@ def test_memory_is_accessed_16_bytes_at_a_time(source: str) -> None:
     assert source == "norm" or "st.global.v4.f32" in accesses
     # Nothing in a thread's own (slow) memory, and the compiler knows that all pointers are to global memory.
     assert {access.split(".")[1] for access in accesses} <= {"global", "shared"}
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("source", "arch"),
+    only_rows([("adam", "sm_90")], itertools.product([*SOURCES, "topk"], ["sm_80", "sm_90", "sm_120"])),
+)
+def test_registers_suffice_and_leave_room_for_other_blocks(source: str, arch: str, tmp_path: Path) -> None:
+    listed = subprocess.run(("nvcc", "--list-gpu-code"), capture_output=True, text=True, check=True).stdout.split()
+    if arch not in listed:
+        pytest.skip(f"this nvcc does not know {arch}")
+    ptx = tmp_path / f"{source}.ptx"
+    ptx.write_text(ptx_of(source, arch))
+    command = ("nvcc", f"-arch={arch}", "-cubin", "-Xptxas", "-v", str(ptx), "-o", str(tmp_path / "cubin"))
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    pattern = (
+        r"function '(\w+)' .*\n.*\n +(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) .*\n.* Used (\d+) reg"
+    )
+    kernels = re.findall(pattern, said)
+    assert len(kernels) == ptx.read_text().count(".entry")
+    for name, stack, stores, loads, registers in kernels:
+        assert max(int(stack), int(stores), int(loads)) <= 8, name
+        # Of 65,536 per SM, for blocks of 256 threads: 5 blocks; LAMB's first pass and the scan of 1,024 threads 4.
+        most = 64 if re.search("lamb_update|place_chunks", name) else 48
+        assert int(registers) <= most, name
 
 
 # ---- compiled ------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ def compile_emulated(folder: Path, names: Sequence[str] = ()) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("no g++")
     flags = ["-std=c++17", "-O1", "-g1", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", f"-I{HERE}"]
+    flags.append("-fno-gnu-unique")  # a process that loads two libraries must not have one shared memory for both
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         flags.append("-DUNFUSED")  # the references run on torch's vector code, which fuses with AVX2 and up
     jobs = []

@@ -7,12 +7,13 @@
 #pragma once
 
 #include <initializer_list>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "batch.cuh"
 
 namespace lt_cuda {
-
-constexpr int kBlocksPerSm = 8;  // 2048 threads, all that an SM of the large GPUs holds; later blocks wait for a place
 
 inline int error_code(cudaError_t error) { return error == cudaSuccess ? LT_OK : LT_CUDA_ERROR + (int)error; }
 
@@ -29,18 +30,36 @@ int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void *str
     return error_code(error != cudaSuccess ? error : recorded);
 }
 
-// A kernel over a batch's chunks. A grid without blocks is an error to CUDA, hence no launch without chunks.
-template <class... Parameters, class... Arguments>
-int launch_chunks(void (*kernel)(Parameters...), int64_t chunks, void *stream, const Arguments &...arguments) {
-    if (chunks == 0) return LT_OK;
+// How many blocks of kThreads threads of `kernel` a device runs at once.
+template <class... Parameters>
+cudaError_t resident_blocks(void (*kernel)(Parameters...), int64_t *blocks) {
+    static std::mutex lock;
+    static std::map<std::pair<const void *, int>, int> known;  // per SM, by kernel and device
     int device = 0, processors = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return error;
+    std::lock_guard<std::mutex> held(lock);
+    int &each = known[{(const void *)kernel, device}];
+    if (each == 0) {
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kThreads, 0);
+        if (error != cudaSuccess) each = 0;
+    }
+    *blocks = (int64_t)processors * each;
+    return error;
+}
+
+// A kernel over a batch's chunks. A grid without blocks is an error to CUDA, hence no launch without chunks. Blocks that
+// waited for a place would run when the others are done, on a device that is then half empty.
+template <class... Parameters, class... Arguments>
+int launch_chunks(void (*kernel)(Parameters...), int64_t chunks, void *stream, const Arguments &...arguments) {
+    if (chunks == 0) return LT_OK;
+    int64_t most = 0;
+    cudaError_t error = resident_blocks(kernel, &most);
     if (error != cudaSuccess) {
         cudaGetLastError();
         return error_code(error);
     }
-    int64_t most = (int64_t)processors * kBlocksPerSm;
     return launch(kernel, chunks < most ? chunks : most, kThreads, stream, arguments...);
 }
 

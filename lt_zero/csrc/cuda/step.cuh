@@ -50,8 +50,11 @@ LT_DEVICE void advance(const Rule &rule, Float &p, Float g, Float &state1, Float
     else update(rule, p, g, state1);
 }
 
+// Of an SM at once: 48 registers a thread. With 6 blocks, 40 registers, some kernels would spill.
+constexpr int kStepBlocks = 5;
+
 template <class Rule, class Grad, class State>
-__global__ void __launch_bounds__(kThreads) step_kernel(const __grid_constant__ Step<Rule> step) {
+__global__ void __launch_bounds__(kThreads, kStepBlocks) step_kernel(const __grid_constant__ Step<Rule> step) {
     using State2 = std::conditional_t<kStates<Rule> == 2, State, None>;
     constexpr int kWidth = kAccess<float>;
     if (step.gate.closed()) return;

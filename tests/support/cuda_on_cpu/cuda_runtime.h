@@ -21,7 +21,7 @@ static inline float unfused(float a, float b, float c) { return a * b + c; }
 #define __global__
 #define __forceinline__ inline
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static  // blocks run one after the other
 
 struct dim3 {
@@ -103,6 +103,12 @@ inline cudaError_t cudaGetDevice(int *device) {
 
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
     *value = emulation::count_of_processors();
+    return cudaSuccess;
+}
+
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel, int threads, size_t) {
+    *blocks = 2048 / threads;
     return cudaSuccess;
 }
 
