@@ -73,6 +73,7 @@ def test_memory_is_accessed_16_bytes_at_a_time(source: str) -> None:
     assert "ld.global.v4.f32" in accesses
     assert source not in ("norm", "pairs") or "ld.global.v4.u32" in accesses  # eight 16-bit elements
     assert source == "norm" or "st.global.v4.f32" in accesses
+    assert ({"ld.global.cs.v4.u32", "st.global.cs.v4.u32"} <= accesses) == (source in ("adam", "steps"))  # STREAMED
     # Nothing in a thread's own (slow) memory, and the compiler knows that all pointers are to global memory.
     assert {access.split(".")[1] for access in accesses} <= {"global", "shared"}
 

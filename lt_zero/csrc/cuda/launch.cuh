@@ -7,9 +7,7 @@
 #pragma once
 
 #include <initializer_list>
-#include <map>
 #include <mutex>
-#include <utility>
 
 #include "batch.cuh"
 
@@ -33,19 +31,29 @@ int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void *str
 // How many blocks of kThreads threads of `kernel` a device runs at once.
 template <class... Parameters>
 cudaError_t resident_blocks(void (*kernel)(Parameters...), int64_t *blocks) {
+    struct Known {
+        void (*kernel)(Parameters...);
+        int device, blocks;  // per SM
+    };
+    constexpr int capacity = 64;
     static std::mutex lock;
-    static std::map<std::pair<const void *, int>, int> known;  // per SM, by kernel and device
+    static Known known[capacity];
+    static int count = 0;
     int device = 0, processors = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
     std::lock_guard<std::mutex> held(lock);
-    int &each = known[{(const void *)kernel, device}];
-    if (each == 0) {
-        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kThreads, 0);
-        if (error != cudaSuccess) each = 0;
+    int at = 0;
+    while (at < count && (known[at].kernel != kernel || known[at].device != device)) ++at;
+    Known found = {kernel, device, 0};
+    if (at < count) {
+        found = known[at];
+    } else {
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found.blocks, kernel, kThreads, 0);
+        if (error == cudaSuccess && count < capacity) known[count++] = found;
     }
-    *blocks = (int64_t)processors * each;
+    *blocks = (int64_t)processors * found.blocks;
     return error;
 }
 

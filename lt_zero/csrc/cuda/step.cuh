@@ -61,9 +61,9 @@ __global__ void __launch_bounds__(kThreads, kStepBlocks) step_kernel(const __gri
     const Float factor = step.gate.factor();
     for_each_chunk(step.batch, [&](const Chunk &chunk) {
         View<float> param(step.batch, PARAM, chunk);
-        View<Grad> grad(step.batch, GRAD, chunk);
-        View<State> state1(step.batch, STATE1, chunk);
-        View<State2> state2(step.batch, STATE2, chunk);
+        View<Grad, STREAMED> grad(step.batch, GRAD, chunk);
+        View<State, STREAMED> state1(step.batch, STATE1, chunk);
+        View<State2, STREAMED> state2(step.batch, STATE2, chunk);
         OutView out(step.batch, OUT, chunk, step.out_dtype);
         bool aligned = param.aligned<kWidth>() && grad.template aligned<kWidth>() &&
                        state1.template aligned<kWidth>() && state2.template aligned<kWidth>() && out.aligned<kWidth>();

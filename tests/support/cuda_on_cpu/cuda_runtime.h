@@ -69,6 +69,24 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
 
 #define atomicAdd emulation::atomic_add
 
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+
+template <class T>
+T __ldcs(const T *address) {
+    return *address;
+}
+
+template <class T>
+void __stcs(T *address, T value) {
+    *address = value;
+}
+
 inline float __uint_as_float(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);

@@ -196,4 +196,3 @@ EXPORT void __tsan_func_exit() {}
 EXPORT void __tsan_init() {}
 EXPORT void __tsan_vptr_update(void **, void *) {}
 EXPORT void __tsan_vptr_read(void **) {}
-EXPORT char __tsan_atomic8_load(const volatile char *p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
