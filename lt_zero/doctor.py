@@ -154,7 +154,7 @@ def _compilers(path: Path) -> Iterator[Row]:
     from lt_zero.ops.compiler import BuildError, find_compiler
 
     cpu = "Install g++ or clang++, or set CXX; or copy kernels that `lt-zero ops build` built elsewhere."
-    cuda = "Only GPUs need it: install the CUDA toolkit, or set NVCC."
+    cuda = "Only GPUs need it: install the CUDA toolkit, set NVCC, or install nvidia-cuda-nvcc 13 with pip."
     for kind, name, remedy in (("cpu", "C++ compiler", cpu), ("cuda", "nvcc", cuda)):
         try:
             compiler = find_compiler(kind)
@@ -282,7 +282,7 @@ def _gpus(path: Path) -> Iterator[Row]:
         for d, v in zip(devices, versions, strict=True)
     )
     found = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    remedy = "The native kernels need CUDA and compute capability 8.0; torch's operations run instead."
+    remedy = "The native kernels need CUDA and compute capability 8.0 (V100 and T4 have less): torch's operations run."
     yield _row("GPUs", found, any(v is None or v < (8, 0) for v in versions), remedy)
 
 

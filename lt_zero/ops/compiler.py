@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
@@ -120,7 +121,10 @@ class Built:
 
 
 def find_compiler(kind: str) -> Compiler:
-    """The compiler for ``kind``: ``CXX``, else c++, g++ or clang++; ``NVCC``, else ``CUDA_HOME``'s nvcc or nvcc.
+    """The compiler for ``kind``.
+
+    For ``"cpu"`` ``CXX``, else c++, g++ or clang++. For ``"cuda"`` ``NVCC``, else the nvcc of ``CUDA_HOME``, of
+    ``PATH``, of /usr/local/cuda, or of the Python package nvidia-cuda-nvcc.
 
     Raises:
         BuildError: there is none, or its ``--version`` fails.
@@ -129,15 +133,31 @@ def find_compiler(kind: str) -> Compiler:
     names = ["c++", "g++", "clang++"] if kind == "cpu" else ["nvcc", "/usr/local/cuda/bin/nvcc"]
     if kind == "cuda" and (home := os.environ.get("CUDA_HOME")):
         names.insert(0, os.path.join(home, "bin", "nvcc"))
-    for name in [chosen] if chosen else names:
-        # A path may contain spaces, and CXX may be a command such as "ccache g++".
-        command = [name] if shutil.which(name) else name.split()
+    # A path may contain spaces, and CXX may be a command such as "ccache g++".
+    commands = [[name] if shutil.which(name) else name.split() for name in ([chosen] if chosen else names)]
+    if kind == "cuda" and not chosen:
+        commands += _packaged_nvccs()
+    for command in commands:
         if path := shutil.which(command[0]):
             # The link is not resolved: ccache dispatches on the name that it is called by.
             version = _output(path, *command[1:], "--version")
             return Compiler((path, *command[1:]), "\n".join([os.path.realpath(path), *command[1:], version]))
     missing = f"{_VARIABLE[kind]}={chosen!r} is not a program" if chosen else f"none of {', '.join(names)} is installed"
     raise BuildError(f"no {'C++' if kind == 'cpu' else 'CUDA'} compiler: {missing}.")
+
+
+def _packaged_nvccs() -> list[list[str]]:
+    """The commands of nvcc in Python packages, the newest CUDA first.
+
+    nvidia-cuda-nvcc of CUDA 13 has nvcc, and with nvidia-cuda-runtime and nvidia-cuda-cccl all that it needs, in one
+    folder, nvidia/cu13. The package for CUDA 12 has no nvcc.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [] if spec else [])]
+    roots = [root for folder in folders for root in folder.glob("cu[1-9]*")]
+    roots.sort(key=lambda root: root.name.removeprefix("cu").zfill(4), reverse=True)
+    # Its profile names a folder lib64, which the packages do not make.
+    return [[str(root / "bin" / "nvcc"), f"-L{root / 'lib'}"] for root in roots]
 
 
 def recipe_of(kind: str, csrc: Path = CSRC, arches: Sequence[str] | None = None) -> Recipe:

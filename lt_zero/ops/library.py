@@ -39,6 +39,7 @@ _PUBLIC = {
     "attention_backward": "attention",
     "huffman_size": "huffman_decode",
 }
+_TOO_OLD = "the CUDA kernels need 8.0 or more"  # of the compute capability: V100 has 7.0, T4 has 7.5
 # Functions of a library that are no operations.
 _SERVICE = ("abi", "error", "isa", "pool", "use_isa", "scratch", "topk_scratch")
 
@@ -298,7 +299,8 @@ class Loader:
         if kind == "cuda" and torch.cuda.is_available():
             present = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
             if min(present) < (8, 0):
-                raise BuildError(f"a device has compute capability {min(present)}; the kernels need (8, 0) or more.")
+                major, minor = min(present)
+                raise BuildError(f"a device has compute capability {major}.{minor}; {_TOO_OLD}.")
             recipes.append(recipe_of(kind, self._csrc, [f"sm_{major}{minor}" for major, minor in present]))
         return recipes
 
@@ -317,7 +319,10 @@ def remedy(status: Status) -> str:
         return "unset LT_ZERO_NATIVE."
     if status.why.startswith("LT_ZERO_ISA="):
         return "unset LT_ZERO_ISA, or set it to amx, avx512, avx2, neon or portable, whichever this CPU has."
-    variable, compiler = ("CXX", "a C++ compiler") if status.kind == "cpu" else ("NVCC", "the CUDA toolkit")
+    if _TOO_OLD in status.why:
+        return "none on this device: they are built for the A100's generation (Ampere, sm_80) and later ones."
+    toolkit = "the CUDA toolkit (or pip's nvidia-cuda-nvcc, nvidia-cuda-runtime and nvidia-cuda-cccl)"
+    variable, compiler = ("CXX", "a C++ compiler") if status.kind == "cpu" else ("NVCC", toolkit)
     return (
         f"install {compiler} or set {variable} to one; set LT_ZERO_CACHE to a folder that is writable and not mounted "
         "noexec; or run `lt-zero ops build` beforehand."

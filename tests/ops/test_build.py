@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -389,6 +390,22 @@ def test_a_compiler_with_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert find_compiler("cpu").command == (real.command[0], "-march=x")
 
 
+def test_nvcc_of_a_python_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name: None if name.endswith(("nvcc", "cuda/bin/nvcc")) else found(name))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BuildError, match="none of nvcc, "):
+        find_compiler("cuda")
+    (tmp_path / "nvidia" / "cuda_nvcc" / "bin").mkdir(parents=True)  # of CUDA 12: no nvcc
+    for name in ("cu9", "cu99"):
+        (tmp_path / "nvidia" / name).mkdir()
+        script(tmp_path / "nvidia" / name / "bin" / "nvcc", "echo fake")
+    missing = ("nvcc", "/usr/local/cuda/bin/nvcc")
+    monkeypatch.setattr(shutil, "which", lambda name: None if name in missing else found(name))
+    root = tmp_path / "nvidia" / "cu99"
+    assert find_compiler("cuda").command == (str(root / "bin" / "nvcc"), f"-L{root / 'lib'}")
+
+
 def test_without_a_compiler_a_prebuilt_library_does(csrc: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = build.build(recipe_of("cpu", csrc), cache)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -624,6 +641,17 @@ def test_cuda(csrc: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_device_gets_ptx(csrc: Path, nvcc: Path) -> None:
     assert recipe_of("cuda", csrc, ["sm_120"]).codes == ("compute_90",)
+
+
+def test_a_device_older_than_the_kernels(csrc: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", "12.4")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: [(8, 0), (7, 5)][index])
+    loader = Loader(csrc)
+    with pytest.warns(UserWarning, match=r"capability 7.5; the CUDA kernels need 8.0 or more.\n  Remedy: none .*A100"):
+        assert loader.get("cuda") is None
+    assert not nvcc.exists()  # nothing was compiled
 
 
 def test_sources_for_this_machine(csrc: Path) -> None:

@@ -3,7 +3,8 @@
 Note [Emulation]
     ``tests/support/cuda_on_cpu`` stands in for the CUDA headers, so that a C++ compiler makes a library of the same
     sources that runs every block and thread on the CPU. The operators of ``lt_zero.ops`` then run on CPU tensors with
-    it, and the results must have the bits of the torch references. With a GPU the same tests run there too.
+    it, and the results must have the bits of the torch references. It also reports races. With a GPU the same tests run
+    there too.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.ops import dispatch, library
-from lt_zero.ops.compiler import CSRC, CUDA_FLAGS, CompileJob, build, load, recipe_of, run
+from lt_zero.ops.compiler import CSRC, CUDA_FLAGS, build, load, recipe_of
 from lt_zero.ops.header import STRUCTS
 from lt_zero.ops.quantize import dequantize_rows, quantize_rows
-from tests.support.matrix import only
-from tests.support.paths import SUPPORT
+from tests.support.emulated_cuda import compile_emulated, races
+from tests.support.matrix import only, only_rows
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BAD_ARGUMENT, CUDA_ERROR = 1, 1000  # lt_zero.h
@@ -47,11 +48,11 @@ SOURCES = ["adam", "steps", "lamb", "norm", "pairs", "blocks"]
 
 
 @functools.cache
-def ptx_of(source: str) -> str:
+def ptx_of(source: str, arch: str = "sm_90") -> str:
     """One file, compiled with the flags of the library and warnings as errors."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / f"{source}.ptx"
-        target = ("-arch=sm_90", f"-I{CSRC}", "-ptx", str(CSRC / "cuda" / f"{source}.cu"), "-o", str(made))
+        target = (f"-arch={arch}", f"-I{CSRC}", "-ptx", str(CSRC / "cuda" / f"{source}.cu"), "-o", str(made))
         subprocess.run(("nvcc", *STRICT.split(), *CUDA_FLAGS, *target), check=True)
         return made.read_text()
 
@@ -73,8 +74,34 @@ def test_memory_is_accessed_16_bytes_at_a_time(source: str) -> None:
     assert "ld.global.v4.f32" in accesses
     assert source not in ("norm", "pairs") or "ld.global.v4.u32" in accesses  # eight 16-bit elements
     assert source == "norm" or "st.global.v4.f32" in accesses
+    assert ({"ld.global.cs.v4.u32", "st.global.cs.v4.u32"} <= accesses) == (source in ("adam", "steps"))  # STREAMED
     # Nothing in a thread's own (slow) memory, and the compiler knows that all pointers are to global memory.
     assert {access.split(".")[1] for access in accesses} <= {"global", "shared"}
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("source", "arch"),
+    only_rows([("adam", "sm_90")], itertools.product([*SOURCES, "topk"], ["sm_80", "sm_90", "sm_120"])),
+)
+def test_registers_suffice_and_leave_room_for_other_blocks(source: str, arch: str, tmp_path: Path) -> None:
+    listed = subprocess.run(("nvcc", "--list-gpu-code"), capture_output=True, text=True, check=True).stdout.split()
+    if arch not in listed:
+        pytest.skip(f"this nvcc does not know {arch}")
+    ptx = tmp_path / f"{source}.ptx"
+    ptx.write_text(ptx_of(source, arch))
+    command = ("nvcc", f"-arch={arch}", "-cubin", "-Xptxas", "-v", str(ptx), "-o", str(tmp_path / "cubin"))
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    pattern = (
+        r"function '(\w+)' .*\n.*\n +(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) .*\n.* Used (\d+) reg"
+    )
+    kernels = re.findall(pattern, said)
+    assert len(kernels) == ptx.read_text().count(".entry")
+    for name, stack, stores, loads, registers in kernels:
+        assert max(int(stack), int(stores), int(loads)) <= 8, name
+        # Of 65,536 per SM, for blocks of 256 threads: 5 blocks; LAMB's first pass and the scan of 1,024 threads 4.
+        most = 64 if re.search("lamb_update|place_chunks", name) else 48
+        assert int(registers) <= most, name
 
 
 # ---- compiled ------------------------------------------------------------------------------------------------------
@@ -136,25 +163,8 @@ def test_all_architectures_compile(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The sources as a library for the CPU; misaligned accesses and overrun arrays are reported on stderr."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++")
-    folder, here = tmp_path_factory.mktemp("emulated"), SUPPORT
-    checks = ("-fsanitize=alignment,bounds", "-fPIC")
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wno-unknown-pragmas", f"-I{here / 'cuda_on_cpu'}"]
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        flags.append("-DUNFUSED")  # the references run on torch's vector code, which fuses with AVX2 and up
-    jobs = []
-    for source in sorted((CSRC / "cuda").glob("*.cu")):
-        made = folder / f"{source.stem}.o"
-        jobs.append(CompileJob((compiler, *flags, *checks, "-x", "c++", "-c", str(source), "-o", str(made)), made))
-    linked = folder / "emulated.so"
-    link = CompileJob((compiler, "-shared", *checks, *[str(job.target) for job in jobs], "-o", str(linked)), linked)
-    for step in (jobs, [link]):
-        run(step, 100.0)
-        assert all(job.code == 0 for job in step), "\n".join(job.output for job in step)
-    return library.declare(load(linked, "cuda"), "cuda")
+    """The sources as a library for the CPU."""
+    return library.declare(compile_emulated(tmp_path_factory.mktemp("emulated")), "cuda")
 
 
 class InPlaceOfCpu:
@@ -197,11 +207,13 @@ def device(
         yield torch.device("cuda")
         torch.cuda.synchronize()
     else:
-        stand_in = InPlaceOfCpu(request.getfixturevalue("emulated"))
+        emulated = request.getfixturevalue("emulated")
+        stand_in = InPlaceOfCpu(emulated)
         monkeypatch.setattr(library, "cpu", lambda: stand_in)
         monkeypatch.setattr(dispatch, "_loaded", {})
         yield torch.device("cpu")
         assert "runtime error" not in capfd.readouterr().err
+        assert races(emulated) == []
 
 
 # Around the sizes of an access, a block's pass and a chunk; several passes of a grid of 8 blocks; nothing.

@@ -7,12 +7,11 @@
 #pragma once
 
 #include <initializer_list>
+#include <mutex>
 
 #include "batch.cuh"
 
 namespace lt_cuda {
-
-constexpr int kBlocksPerSm = 8;  // 2048 threads, all that an SM of the large GPUs holds; later blocks wait for a place
 
 inline int error_code(cudaError_t error) { return error == cudaSuccess ? LT_OK : LT_CUDA_ERROR + (int)error; }
 
@@ -29,19 +28,48 @@ int launch(void (*kernel)(Parameters...), dim3 grid, int threads, void *stream, 
     return error_code(error != cudaSuccess ? error : recorded);
 }
 
-// A kernel over the chunks of each row. A grid without blocks is an error to CUDA, hence no launch without chunks.
+// How many blocks of kThreads threads of `kernel` a device runs at once.
+template <class... Parameters>
+cudaError_t resident_blocks(void (*kernel)(Parameters...), int64_t *blocks) {
+    struct Known {
+        void (*kernel)(Parameters...);
+        int device, blocks;  // per SM
+    };
+    constexpr int capacity = 64;
+    static std::mutex lock;
+    static Known known[capacity];
+    static int count = 0;
+    int device = 0, processors = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return error;
+    std::lock_guard<std::mutex> held(lock);
+    int at = 0;
+    while (at < count && (known[at].kernel != kernel || known[at].device != device)) ++at;
+    Known found = {kernel, device, 0};
+    if (at < count) {
+        found = known[at];
+    } else {
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found.blocks, kernel, kThreads, 0);
+        if (error == cudaSuccess && count < capacity) known[count++] = found;
+    }
+    *blocks = (int64_t)processors * found.blocks;
+    return error;
+}
+
+// A kernel over the chunks of each row. A grid without blocks is an error to CUDA, hence no launch without chunks. Blocks
+// that waited for a place would run when the others are done, on a device that is then half empty.
 template <class... Parameters, class... Arguments>
 int launch_rows(void (*kernel)(Parameters...), int64_t chunks, int64_t rows, void *stream,
                 const Arguments &...arguments) {
     if (chunks == 0 || rows == 0) return LT_OK;
-    int device = 0, processors = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    int64_t most = 0;
+    cudaError_t error = resident_blocks(kernel, &most);
     if (error != cudaSuccess) {
         cudaGetLastError();
         return error_code(error);
     }
-    int64_t most = (int64_t)processors * kBlocksPerSm;
+    most = most > rows ? most / rows : 1;
     return launch(kernel, dim3((unsigned)(chunks < most ? chunks : most), (unsigned)rows), kThreads, stream,
                   arguments...);
 }

@@ -50,17 +50,20 @@ LT_DEVICE void advance(const Rule &rule, Float &p, Float g, Float &state1, Float
     else update(rule, p, g, state1);
 }
 
+// Of an SM at once: 48 registers a thread. With 6 blocks, 40 registers, some kernels would spill.
+constexpr int kStepBlocks = 5;
+
 template <class Rule, class Grad, class State>
-__global__ void __launch_bounds__(kThreads) step_kernel(const __grid_constant__ Step<Rule> step) {
+__global__ void __launch_bounds__(kThreads, kStepBlocks) step_kernel(const __grid_constant__ Step<Rule> step) {
     using State2 = std::conditional_t<kStates<Rule> == 2, State, None>;
     constexpr int kWidth = kAccess<float>;
     if (step.gate.closed()) return;
     const Float factor = step.gate.factor();
     for_each_chunk(step.batch, [&](const Chunk &chunk) {
         View<float> param(step.batch, PARAM, chunk);
-        View<Grad> grad(step.batch, GRAD, chunk);
-        View<State> state1(step.batch, STATE1, chunk);
-        View<State2> state2(step.batch, STATE2, chunk);
+        View<Grad, STREAMED> grad(step.batch, GRAD, chunk);
+        View<State, STREAMED> state1(step.batch, STATE1, chunk);
+        View<State2, STREAMED> state2(step.batch, STATE2, chunk);
         OutView out(step.batch, OUT, chunk, step.out_dtype);
         bool aligned = param.aligned<kWidth>() && grad.template aligned<kWidth>() &&
                        state1.template aligned<kWidth>() && state2.template aligned<kWidth>() && out.aligned<kWidth>();

@@ -5,6 +5,8 @@
 //   the others. With more elements, fp32 would take two accesses, each with gaps between the threads of a warp.
 // - Only the alignment of the element type is promised. `aligned` decides at run time, per chunk; chunks begin at
 //   multiples of kChunk, so that an aligned tensor has aligned chunks.
+// - What a step reads or writes once (gradients, states) is the first to leave the L2 cache, and so makes way for what
+//   is read again soon, such as the weights.
 #pragma once
 
 #include "batch.cuh"
@@ -30,7 +32,54 @@ constexpr int kAccess = ((sizeof(T) == sizeof(float)) || ...) ? 4 : 8;
 // How a call's lists name a tensor that is not there, where a dtype is asked for.
 constexpr int kAbsent = -1;
 
-template <class T>
+enum Caching { KEPT, STREAMED };
+
+// The unsigned integer, or vector of them, of so many bytes.
+template <size_t BYTES>
+struct WordOf;
+template <>
+struct WordOf<2> {
+    using type = unsigned short;
+};
+template <>
+struct WordOf<4> {
+    using type = unsigned;
+};
+template <>
+struct WordOf<8> {
+    using type = uint2;
+};
+template <>
+struct WordOf<16> {
+    using type = uint4;
+};
+template <class P>
+using Word = typename WordOf<sizeof(P)>::type;
+
+template <Caching CACHING, class P>
+LT_DEVICE P load_pack(const P *address) {
+    if constexpr (CACHING == KEPT) {
+        return *address;
+    } else {
+        P pack;
+        const Word<P> word = __ldcs((const Word<P> *)address);
+        memcpy(&pack, &word, sizeof pack);
+        return pack;
+    }
+}
+
+template <Caching CACHING, class P>
+LT_DEVICE void store_pack(P *address, const P &pack) {
+    if constexpr (CACHING == KEPT) {
+        *address = pack;
+    } else {
+        Word<P> word;
+        memcpy(&word, &pack, sizeof pack);
+        __stcs((Word<P> *)address, word);
+    }
+}
+
+template <class T, Caching CACHING = KEPT>
 class View {
   public:
     template <int N>
@@ -45,7 +94,7 @@ class View {
 
     template <int W>
     LT_DEVICE Lanes<W> load(int64_t i) const {
-        Pack<T, W> pack = *(const Pack<T, W> *)(data + i);
+        Pack<T, W> pack = load_pack<CACHING>((const Pack<T, W> *)(data + i));
         Lanes<W> values;
 #pragma unroll
         for (int k = 0; k < W; ++k) values[k] = Float(widen(pack.lane[k]));
@@ -57,7 +106,7 @@ class View {
         Pack<T, W> pack;
 #pragma unroll
         for (int k = 0; k < W; ++k) narrow(values[k].x, pack.lane[k]);
-        *(Pack<T, W> *)(data + i) = pack;
+        store_pack<CACHING>((Pack<T, W> *)(data + i), pack);
     }
 
   private:
@@ -65,8 +114,8 @@ class View {
 };
 
 // A tensor that is not there: always aligned, loads zeros, stores nothing.
-template <>
-class View<None> {
+template <Caching CACHING>
+class View<None, CACHING> {
   public:
     template <int N>
     LT_DEVICE View(const Batch<N> &, int, const Chunk &) {}

@@ -1,20 +1,15 @@
-// Runs the CUDA sources on the CPU: what they use of cuda_runtime.h, with a launch that emulates the grid.
+// Runs the CUDA sources on the CPU: what they use of cuda_runtime.h. emulation.cpp runs the grid, and finds races.
 //
 // Blocks run one after the other, the threads of a block as fibers that take turns at barriers and shuffles, so that
-// every kernel runs as written. What this cannot show: races, and what only hardware knows, such as memory spaces.
+// every kernel runs as written. What this cannot show is what only hardware knows, such as memory spaces.
 #pragma once
 
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <ucontext.h>
 
 #include <functional>
-#include <memory>
-#include <vector>
 
 #ifdef UNFUSED  // torch's vector code on this CPU rounds a product before it adds
 static inline float unfused(float a, float b, float c) { return a * b + c; }
@@ -26,7 +21,7 @@ static inline float unfused(float a, float b, float c) { return a * b + c; }
 #define __global__
 #define __forceinline__ inline
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static  // blocks run one after the other
 
 struct dim3 {
@@ -37,104 +32,59 @@ struct dim3 {
 
 // ---- Threads ------------------------------------------------------------------------------------------------------
 
-namespace emulation {
-
-struct Fiber {
-    ucontext_t context;
-    std::unique_ptr<char[]> stack;
-    bool done = false;
-};
-
-struct Barrier {
-    unsigned arrived = 0, generation = 0;
-};
-
-inline std::vector<Fiber> fibers;
-inline ucontext_t scheduler;
-inline std::function<void()> kernel;
-inline Barrier block_barrier, warp_barriers[32];
-inline double lanes[1024];
-inline int processors = 1;
-
-}  // namespace emulation
-
-inline dim3 threadIdx(0, 0), blockIdx(0, 0), blockDim, gridDim;
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulation {
 
-inline void wait(Barrier &barrier, unsigned threads) {
-    unsigned generation = barrier.generation;
-    if (++barrier.arrived == threads) {
-        barrier.arrived = 0;
-        ++barrier.generation;
-    }
-    do swapcontext(&fibers[threadIdx.x].context, &scheduler);
-    while (barrier.generation == generation);
-}
+void run_grid(dim3 grid, dim3 block, std::function<void()> kernel);
+void meet(const char *file, int line);                      // all threads of the block
+uint64_t exchange(uint64_t bits, unsigned from);            // all threads of the warp; `from`: a thread of the same
+uint32_t atomic_add(uint32_t *address, uint32_t value);     // returns what was there
+int count_of_processors();
 
-inline void run_fiber() {
-    kernel();
-    fibers[threadIdx.x].done = true;
-    swapcontext(&fibers[threadIdx.x].context, &scheduler);
-}
-
-inline void run_block(unsigned threads) {
-    constexpr size_t stack = 64 << 10;
-    if (fibers.size() < threads) fibers.resize(threads);
-    for (unsigned t = 0; t < threads; ++t) {
-        Fiber &fiber = fibers[t];
-        if (!fiber.stack) fiber.stack.reset(new char[stack]);
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.get();
-        fiber.context.uc_stack.ss_size = stack;
-        fiber.done = false;
-        makecontext(&fiber.context, run_fiber, 0);
-    }
-    for (unsigned alive = threads, turns = 0; alive > 0; ++turns) {
-        if (turns > 100000) {
-            fprintf(stderr, "emulation: threads wait at a barrier that others never reach\n");
-            abort();
-        }
-        for (unsigned t = 0; t < threads; ++t) {
-            if (fibers[t].done) continue;
-            threadIdx.x = t;
-            swapcontext(&scheduler, &fibers[t].context);
-            alive -= fibers[t].done;
-        }
-    }
+template <class T>
+T shuffle(T value, unsigned from) {
+    static_assert(sizeof(T) <= sizeof(uint64_t), "a lane holds 8 bytes");
+    uint64_t bits = 0;
+    memcpy(&bits, &value, sizeof value);
+    bits = exchange(bits, from);
+    memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 }  // namespace emulation
 
-inline void __syncthreads() { emulation::wait(emulation::block_barrier, blockDim.x); }
+#define __syncthreads() emulation::meet(__FILE__, __LINE__)
 
-inline double __shfl_down_sync(unsigned, double value, int distance) {
-    unsigned thread = threadIdx.x, from = thread + (unsigned)distance;
-    emulation::Barrier &warp = emulation::warp_barriers[thread / 32];
-    emulation::lanes[thread] = value;
-    emulation::wait(warp, 32);
-    double result = from / 32 == thread / 32 ? emulation::lanes[from] : value;
-    emulation::wait(warp, 32);
-    return result;
+template <class T>
+T __shfl_down_sync(unsigned, T value, int distance) {
+    unsigned from = threadIdx.x + (unsigned)distance;
+    return emulation::shuffle(value, from / 32 == threadIdx.x / 32 ? from : threadIdx.x);
 }
 
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
-    static_assert(sizeof(T) <= sizeof(double), "a lane holds 8 bytes");
-    unsigned thread = threadIdx.x;
-    emulation::Barrier &warp = emulation::warp_barriers[thread / 32];
-    memcpy(&emulation::lanes[thread], &value, sizeof value);
-    emulation::wait(warp, 32);
-    T result;
-    memcpy(&result, &emulation::lanes[thread ^ (unsigned)mask], sizeof result);
-    emulation::wait(warp, 32);
-    return result;
+    return emulation::shuffle(value, threadIdx.x ^ (unsigned)mask);
 }
 
-inline uint32_t atomicAdd(uint32_t *address, uint32_t value) {  // threads take turns at barriers only
-    uint32_t old = *address;
-    *address += value;
-    return old;
+#define atomicAdd emulation::atomic_add
+
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+
+template <class T>
+T __ldcs(const T *address) {
+    return *address;
+}
+
+template <class T>
+void __stcs(T *address, T value) {
+    *address = value;
 }
 
 inline float __uint_as_float(uint32_t bits) {
@@ -170,7 +120,13 @@ inline cudaError_t cudaGetDevice(int *device) {
 }
 
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
-    *value = emulation::processors;
+    *value = emulation::count_of_processors();
+    return cudaSuccess;
+}
+
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel, int threads, size_t) {
+    *blocks = 2048 / threads;
     return cudaSuccess;
 }
 
@@ -180,15 +136,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
     const dim3 grid = config->gridDim;
     if (grid.x == 0 || grid.y == 0 || grid.y > 65535 || config->blockDim.x == 0 || config->blockDim.x > 1024)
         return cudaErrorInvalidConfiguration;
-    gridDim = config->gridDim;
-    blockDim = config->blockDim;
-    emulation::kernel = [&] { kernel(arguments...); };
-    for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
-        for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) emulation::run_block(blockDim.x);
+    emulation::run_grid(config->gridDim, config->blockDim, [&] { kernel(arguments...); });
     return cudaSuccess;
-}
-
-// For tests: results must not depend on the GPU's size.
-extern "C" __attribute__((visibility("default"), used, weak)) void emulation_processors(int count) {
-    emulation::processors = count;
 }
