@@ -176,8 +176,6 @@ class MasterWeights:
     def refresh(self) -> None:
         """Copy the master or frozen weights, which are in memory, to the compute copy."""
         self.background.wait()
-        if not self.written:
-            self.gather_source.wait_sent()
         self.copy.refresh(self._kept, self.written, self.gaps)
         self.written, self.decoded_reference = True, None
 

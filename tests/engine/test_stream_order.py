@@ -131,12 +131,6 @@ BUGS = {
         "pass",
         "host with averages, stage 1",
     ),
-    "what gathers read is updated while it is sent": Bug(
-        f"{_ENGINE}.bucket_weights:MasterWeights.refresh",
-        "self.gather_source.wait_sent()",
-        "pass",
-        "host with averages, stage 3",
-    ),
     "a gather is not waited for": Bug(
         f"{_ENGINE}.bucket:Bucket.finish_gather", "work.wait()", "pass", "late peer, stage 3"
     ),
