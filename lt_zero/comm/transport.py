@@ -354,8 +354,11 @@ class SendBuffers:
 
     def filled(self, values: Tensor, dtype: torch.dtype) -> SendBuffer:
         """A buffer with gradients (1D) that are complete, in ``dtype``; ``values`` may be overwritten."""
-        factor = self._factor(dtype)
-        return SendBuffer(values.mul_(factor).to(dtype), factor, self._scratch(values.numel(), dtype, False))
+        # Allocate before anything changes: without memory the caller still has the gradients as they were.
+        scratch = self._scratch(values.numel(), dtype, False)
+        flat, factor = values if values.dtype == dtype else torch.empty_like(values, dtype=dtype), self._factor(dtype)
+        values.mul_(factor)
+        return SendBuffer(flat if flat is values else flat.copy_(values), factor, scratch)
 
     def give_back(self, buffer: SendBuffer, unused: bool = False) -> None:
         """Let a buffer from ``take`` be reused after its reduction; ``unused``: there was none."""

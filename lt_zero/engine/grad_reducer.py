@@ -153,8 +153,10 @@ class GradReducer:
         grads, buffers = bucket.grads, self._buffers[bucket.group]
         if grads.local is not None:
             grads.take(grads.local, add=True)
-            local, grads.local = grads.local, None
-            return buffers.filled(local, grads.send_dtype(local.dtype))
+            send = buffers.filled(grads.local, grads.send_dtype(grads.local.dtype))
+            # Only now: without memory for the buffer these gradients are still owed.
+            grads.local = None
+            return send
         if grads.skips_collective:
             return None
         send = buffers.take(bucket.layout.numel, grads.send_dtype(bucket.dtype))

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lt_zero
+from lt_zero.comm.transport import SendBuffers
 from tests.support.matrix import cover, only, only_rows
 from tests.support.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
-from tests.support.parity import RELEASE, STAGES, Case, check, config_of, full_values, split_backward
+from tests.support.parity import RELEASE, STAGES, Case, check, config_of, full_grads, full_values, split_backward
 from tests.support.pool import Pool
 
 
@@ -248,6 +249,28 @@ def _out_of_memory(stage: int) -> None:
 @pytest.mark.parametrize("stage", only([3], STAGES))
 def test_reductions_that_fail_keep_their_buffers(pool: Pool, stage: int) -> None:
     pool.run(2, _out_of_memory, stage)
+
+
+def _local_without_memory() -> tuple[list[Tensor], list[Tensor]]:
+    found = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        engine = lt_zero.shard(model, config_of(1))
+        with engine.no_sync(), engine.backward_pass():
+            next_token_loss(model, 0, 0, dist.get_rank()).backward()
+        if fails:
+            with mock.patch.object(SendBuffers, "_scratch", side_effect=MemoryError), pytest.raises(MemoryError):
+                engine.finish_reductions()
+        found.append(list(full_grads(engine).values()))
+    return found[0], found[1]
+
+
+def test_gradients_that_wait_are_kept_if_there_is_no_memory_to_send_them(pool: Pool) -> None:
+    """They were lost: the bucket had handed them over before the buffer was there."""
+    for plain, repeated in pool.run(2, _local_without_memory):
+        assert len(plain) > 3
+        torch.testing.assert_close(repeated, plain, rtol=0, atol=0)
 
 
 def _stand_ins(stage: int) -> None:
