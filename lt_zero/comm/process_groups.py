@@ -390,17 +390,14 @@ def init_distributed(
         return
     backend = dist_backend or dist.get_default_backend_for_device(accelerator.default_kind())
     _export(tasks, init_method, distributed_port)
-    bound = None
-    if accelerator.is_available():
-        device = accelerator.default_device(own_gpu(local_rank()))
-        accelerator.make_current(device)
-        bound = device if "nccl" in backend else None
+    device = accelerator.default_device(own_gpu(local_rank())) if accelerator.is_available() else None
+    accelerator.make_current(device)
+    bound = device if "nccl" in backend else None  # groups are then split off the default one
     with joining():
         begin_restarted(backend, timeout, bound)
         if not dist.is_initialized():
-            dist.init_process_group(
-                backend, init_method, timeout, rank=tasks.rank, world_size=tasks.world, device_id=bound
-            )
+            ranks = {"rank": tasks.rank, "world_size": tasks.world}
+            dist.init_process_group(backend, init_method, timeout, **ranks, device_id=bound)
     if world_size < 0:
         refuse_alone(dist.get_world_size())
 
