@@ -286,6 +286,15 @@ def _gpus(path: Path) -> Iterator[Row]:
     yield _row("GPUs", found, any(v is None or v < (8, 0) for v in versions), remedy)
 
 
+def _allocator(path: Path) -> Iterator[Row]:
+    from lt_zero.common import accelerator
+
+    if accelerator.is_available():
+        found = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+        remedy = "Near the limit of memory set PYTORCH_ALLOC_CONF=expandable_segments:True, which fragments it less."
+        yield _row("GPU allocator", found or "as torch sets it", "expandable_segments:True" not in found, remedy)
+
+
 def _backends(path: Path) -> Iterator[Row]:
     from lt_zero.comm.process_groups import nccl_version, try_gloo
 
@@ -301,4 +310,4 @@ def _backends(path: Path) -> Iterator[Row]:
 
 
 _REQUIRED = (_versions, _backends)  # their rows decide whether training on the CPU works
-PROBES = (*_REQUIRED, _compilers, _kernels, _memory, _disks, _direct, _shared_memory, _pinned_memory, _gpus)
+PROBES = (*_REQUIRED, _compilers, _kernels, _memory, _disks, _direct, _shared_memory, _pinned_memory, _gpus, _allocator)

@@ -381,6 +381,20 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("variable", "verdict"),
+    [("PYTORCH_ALLOC_CONF", "ok"), ("PYTORCH_CUDA_ALLOC_CONF", "ok"), ("OTHER", "limited")],
+)
+def test_the_allocator_of_a_gpu(variable: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert not rows(doctor._allocator), "a CPU has none"
+    monkeypatch.setattr(accelerator, "is_available", lambda: True)
+    monkeypatch.setenv(variable, "expandable_segments:True,max_split_size_mb:64")
+    row = rows(doctor._allocator)["GPU allocator"]
+    assert (row.verdict, row.required) == (verdict, False)
+
+
+@pytest.mark.parametrize(
     ("cuda", "found"), [(None, "torch is built without CUDA"), ("13.0", "torch sees no CUDA device")]
 )
 def test_no_gpus(cuda: str | None, found: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -396,8 +396,7 @@ def init_distributed(
     with joining():
         begin_restarted(backend, timeout, bound)
         if not dist.is_initialized():
-            ranks = {"rank": tasks.rank, "world_size": tasks.world}
-            dist.init_process_group(backend, init_method, timeout, **ranks, device_id=bound)
+            dist.init_process_group(backend, init_method, timeout, tasks.world, tasks.rank, device_id=bound)
     if world_size < 0:
         refuse_alone(dist.get_world_size())
 
