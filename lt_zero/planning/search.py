@@ -85,7 +85,7 @@ class Measured:
 def choose(measured: Mapping[Candidate, Measured], complexity: Callable[[Candidate], Any]) -> Candidate:
     """The simplest candidate that is not certainly slower than the fastest.
 
-    Two candidates are told apart only by more than the runs of either differ among themselves.
+    A candidate counts as slower only if the difference exceeds the spread of repeated runs of one candidate.
     """
     best = min(measured, key=lambda candidate: measured[candidate].seconds)
     fastest, noise = measured[best].seconds, max(_LEAST_NOISE, measured[best].spread)
