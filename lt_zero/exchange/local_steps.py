@@ -114,8 +114,8 @@ class LocalFeedback(ErrorFeedback):
     def reduce(self, out: Tensor, send: Tensor, residuals: Residuals, add: bool) -> Work:
         if not self._steps.ranks_step_apart:
             return super().reduce(out, send, residuals, add)
-        # In other steps the accumulator has the reduction of all ranks' gradients. Here it has this rank's alone, scaled
-        # as the reduction of equal ones would be, because norms and clipping expect that unit.
+        # In other steps the accumulator has the reduction of all ranks' gradients. Here it has this rank's alone, with
+        # the scale of a reduction of equal ones, because norms and clipping expect that unit.
         own = send.to(out.dtype) * (self._group.factors(send.dtype)[1] * self._group.size)
         out.add_(own) if add else out.copy_(own)
         return Done()
