@@ -8,7 +8,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-3d test test-slow golden conformance faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
 	bench-parallel bench-nodes bench-scale gpu gpu-kernels \
-	gpu-engine gpu-offload gpu-trainer gpu-bench compat docs clean
+	gpu-engine gpu-offload gpu-trainer gpu-bench compat docs release clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -145,6 +145,25 @@ compat: ## Build the wheel with PYTHON, install it into a clean environment, run
 		"$$wheel[dev,examples]" $(WITH)
 	git ls-files -z | grep -zv '^lt_zero/' | xargs -0 cp --parents -P -t $(COMPAT)/source  # not the package itself
 	cd $(COMPAT)/source && ../venv/bin/python -m pytest -n 3 --dist loadfile $(TESTS)
+
+DIST := dist
+RELEASE := build/release
+
+# The wheel for any machine compiles kernels on first use; that for this kind of machine has those of the CPU. auditwheel
+# names the oldest systems that can load them.
+release: $(STAMP) ## Build dist/: sdist, wheel, and a wheel with CPU kernels; install each, and run a step
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[release]"
+	rm -rf $(DIST) $(RELEASE)
+	mkdir -p $(RELEASE)
+	$(BIN)/python -m build --outdir $(DIST) .
+	tar -xf $(DIST)/*.tar.gz -C $(RELEASE) --strip-components 1
+	$(BIN)/lt-zero ops build --cache $(RELEASE)/lt_zero/csrc/built
+	find $(RELEASE)/lt_zero/csrc/built -type f ! -name '*.so' -delete
+	$(BIN)/python -m build --wheel --outdir $(RELEASE)/any $(RELEASE)
+	$(BIN)/python -m wheel tags --remove --platform-tag linux_$$(uname -m) $(RELEASE)/any/*.whl
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --wheel-dir $(DIST) $(RELEASE)/any/*.whl
+	$(BIN)/python -m twine check --strict $(DIST)/*
+	for file in $(DIST)/*; do $(BIN)/python -m tests.support.installed $$file || exit 1; done
 
 clean: ## Remove the virtual environment, caches and outputs
 	rm -rf $(VENV) build dist out site lightning_logs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

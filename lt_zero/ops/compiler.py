@@ -5,7 +5,8 @@ Note [The kernel cache]
     flags, ABI version and machine architecture; the third of the compiler and the targets; the last of the file
     itself, so that a truncated library is detected without loading it (which could kill the process). The CPU model is
     not part of the key: the library contains code for every instruction set and dispatches at run time. Without a
-    compiler, a library of the same sources by any compiler is used (containers: ``lt-zero ops build``).
+    compiler, a library of the same sources by any compiler is used (containers: ``lt-zero ops build``). A wheel for one
+    platform has such a library beside the sources, and it is looked for before the cache.
 
     A library is published by a rename. The building process holds a file lock (flock: the kernel releases it with the
     process). Processes that waited for the lock take over its result, also a failure: eight ranks do not fail one by
@@ -46,6 +47,7 @@ log = logging.getLogger("lt_zero")
 MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine())
 ABI_VERSION = CONSTANTS["LT_ABI_VERSION"]
 CSRC = HEADER.parent
+SHIPPED = "built"  # the folder beside the sources that a wheel for one platform has, with libraries of them
 
 # As in the references, multiply and add are fused only where the sources say so. Nothing reads errno or floating-point
 # exceptions, which would prevent vectorization.

@@ -25,7 +25,7 @@ import torch
 
 from lt_zero.common.users_code import warn
 from lt_zero.common.variables import switched
-from lt_zero.ops.compiler import CSRC, BuildError, Built, Recipe, build, cached, load, recipe_of
+from lt_zero.ops.compiler import CSRC, SHIPPED, BuildError, Built, Recipe, build, cached, load, recipe_of
 from lt_zero.ops.header import FUNCTIONS, STRUCTS
 from lt_zero.ops.own_folder import OwnFolder, UntrustedError
 
@@ -220,6 +220,7 @@ class Loader:
 
     def __init__(self, csrc: Path = CSRC) -> None:
         self._csrc = csrc
+        self._shipped = csrc / SHIPPED
         self._known: dict[str, tuple[ctypes.CDLL | None, Status]] = {}
         self._cache: Path | None = None  # chosen, and warned about, once
         self._renew_lock()
@@ -268,6 +269,8 @@ class Loader:
             status = Status(kind, False, None, f"LT_ZERO_ISA={isa} is no instruction set of this CPU's.")
             return (None, status), _explain(status)
         why = "from the cache" if built.seconds is None else f"compiled in {built.seconds:.1f} s"
+        if built.path.parent == self._shipped:
+            why = "shipped with the package"
         isa = library.lt_cpu_isa().decode() if kind == "cpu" else "cuda"
         return (library, Status(kind, True, built.path, why, isa, built.seconds)), ""
 
@@ -277,13 +280,15 @@ class Loader:
             self._cache = trusted(cache_dir())
         cache = self._cache
         recipes = self._recipes(kind)
-        for recipe in recipes:
-            if path := cached(recipe, cache):
+        # A library of the same sources is as good whichever compiler made it.
+        shipped = [(dataclasses.replace(recipe, compiler=None), self._shipped) for recipe in recipes]
+        for recipe, folder in (*shipped, *((recipe, cache) for recipe in recipes)):
+            if path := cached(recipe, folder):
                 try:
                     return Built(path), load(path, kind)
-                except BuildError as error:  # built on another system that shares the cache: rebuilt once
+                except BuildError as error:  # built on another system, newer or sharing the cache: rebuilt once
                     log.info("%s", error)
-                    reject = path
+                    reject = path if folder == cache else None
         try:
             built = build(recipes[-1], writable(cache), reject=reject)
             return built, load(built.path, kind)

@@ -140,6 +140,25 @@ def test_first_use_compiles_and_later_ones_do_not(csrc: Path, cache: Path, runs:
     assert {file.suffix for file in cache.iterdir()} == {".so", ".log", ".lock"}
 
 
+def test_a_library_that_is_shipped_beside_the_sources_is_loaded_without_a_compiler(
+    csrc: Path, cache: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = build.build(recipe_of("cpu", csrc), csrc / build.SHIPPED)
+    monkeypatch.setenv("CXX", "no-compiler")
+    shipped = Loader(csrc)
+    assert shipped.status("cpu").path == made.path
+    assert shipped.status("cpu").why == "shipped with the package"
+    assert not cache.exists()
+    # Of other sources, or damaged, it is not loaded.
+    made.path.write_bytes(made.path.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="no-compiler"):
+        assert Loader(csrc).get("cpu") is None
+    monkeypatch.delenv("CXX")
+    rebuilt = Loader(csrc).status("cpu")
+    assert rebuilt.path is not None
+    assert rebuilt.path.parent == cache
+
+
 def test_threads_compile_once(csrc: Path, runs: Path) -> None:
     loader = Loader(csrc)
     found: list[Any] = []
