@@ -270,7 +270,7 @@ def fsdp2_step(model: GPT, mesh: tuple[int, ...], bf16: bool = False, device: st
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    device_mesh = init_device_mesh(device, mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
+    device_mesh = init_device_mesh(torch.device(device).type, mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=device_mesh, mp_policy=half if bf16 else MixedPrecisionPolicy())
     return plain_step(model, adamw(model))
