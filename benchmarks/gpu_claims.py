@@ -144,14 +144,18 @@ def folder_of(device: str) -> Path:
     return ROOT / "build" / "gpu" / device
 
 
-def test_rows(part: str, junit: Path) -> list[Row]:
-    """The rows of a part's claims that tests show, from pytest's report; tests that were skipped show nothing."""
+def rows_of_tests(part: str, junit: Path, whole: bool = True) -> list[Row]:
+    """The rows of a part's claims that tests show, from pytest's report; tests that were skipped show nothing.
+
+    If it is not ``whole``, tests that passed show nothing, either.
+    """
     if not junit.exists():
         return [
             Row(claim.key, None, "its tests did not end") for claim in CLAIMS if claim.part == part and claim.of_tests
         ]
     cases = list(ElementTree.parse(junit).getroot().iter("testcase"))
-    return [_of_tests(claim, cases) for claim in CLAIMS if claim.part == part and claim.of_tests]
+    rows = [_of_tests(claim, cases) for claim in CLAIMS if claim.part == part and claim.of_tests]
+    return [row if whole or row.value else Row(row.key, None, f"ended early: {row.note}") for row in rows]
 
 
 def _of_tests(claim: Claim, cases: Iterable[ElementTree.Element]) -> Row:

@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from gpu_claims import CLAIMS, FAIL, PARTS, Left, Row, folder_of, measurements, test_rows, write_table
+from gpu_claims import CLAIMS, FAIL, PARTS, Left, Row, folder_of, measurements, rows_of_tests, write_table
 from measuring import ROOT, results_of, versions
 
 LIMIT_S, LINES = 360.0, 60
+PATIENCE_S = 10.0  # for what a step does when it is interrupted: pytest writes its report, measurements remove files
 ENDED = "ended by the limit"
 
 
@@ -85,15 +86,15 @@ def parts_of(device: str) -> dict[str, list[Step]]:
 
 
 def run(words: Sequence[str], device: str, limit: float) -> tuple[int | None, str]:
-    """The exit status of Python with these arguments, None if ``limit`` seconds were over; what it printed is shown.
+    """Exit status and output of Python with these arguments; None for the status if it was ended after ``limit`` seconds.
 
-    Its children end with it.
+    The output is shown meanwhile. Its children end with it.
     """
     paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "ZERO_TEST_DEVICE": device, "PYTHONUNBUFFERED": "1"}
-    env |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (
-        {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    )
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if device == "cpu":
+        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, *words],
         cwd=ROOT,
@@ -117,7 +118,9 @@ def run(words: Sequence[str], device: str, limit: float) -> tuple[int | None, st
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
-        pass
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE_S)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -146,7 +149,9 @@ def run_part(part: str, steps: Sequence[Step], device: str, limit: float, folder
         code, printed = run(words, device, room)
         ended = {0: "passed", None: ENDED}.get(code, f"failed ({code})")
         left.steps[step.name] = f"{ended}, {time.monotonic() - started:.0f} s"
-        left.rows += test_rows(part, junit) if step.tests else [Row(**row) for row in results_of(printed)]
+        left.rows += (
+            rows_of_tests(part, junit, code is not None) if step.tests else [Row(**row) for row in results_of(printed)]
+        )
         shown = "\n".join(printed.splitlines()[-LINES:])
         report += ["", f"## {step.name}: {left.steps[step.name]}", "", f"`python {' '.join(step.words)}`", ""]
         report += ["```", shown, "```"]
@@ -167,6 +172,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"unknown parts {sorted(unknown)}; there are {', '.join(PARTS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # `run` ends what it has started
     folder, steps, bad = folder_of(args.device), parts_of(args.device), 0
     folder.mkdir(parents=True, exist_ok=True)
     reports = ROOT / "benchmarks" / "results" if args.device == "cuda" else folder

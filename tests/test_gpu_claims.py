@@ -124,15 +124,22 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_rows_of_tests(tmp_path: Path) -> None:
+def test_rows_from_a_report(tmp_path: Path) -> None:
     (tmp_path / "engine.xml").write_text(REPORT)
-    rows = {row.key: row for row in gpu_claims.test_rows("engine", tmp_path / "engine.xml")}
+    rows = {row.key: row for row in gpu_claims.rows_of_tests("engine", tmp_path / "engine.xml")}
     assert rows["tests of engine that fail"].value == 2
     assert rows["tests of engine that fail"].note == "1 passed, 2 skipped: needs a GPU"
     assert rows["late collectives: tests that fail"].value == 1
     waits = rows["waits of the host in a step: tests that fail"]
     assert (waits.value, waits.note) == (None, "needs a GPU")
-    missing = gpu_claims.test_rows("engine", tmp_path / "none.xml")
+    early = {row.key: row for row in gpu_claims.rows_of_tests("engine", tmp_path / "engine.xml", whole=False)}
+    assert early["late collectives: tests that fail"].value == 1
+    (tmp_path / "engine.xml").write_text(REPORT.replace("failure", "properties"))
+    early = {row.key: row for row in gpu_claims.rows_of_tests("engine", tmp_path / "engine.xml", whole=False)}
+    assert early["late collectives: tests that fail"] == Row(
+        "late collectives: tests that fail", None, "ended early: 2 passed"
+    )
+    missing = gpu_claims.rows_of_tests("engine", tmp_path / "none.xml")
     assert {row.key for row in missing} == set(rows)
     assert {row.note for row in missing} == {"its tests did not end"}
 
@@ -147,7 +154,7 @@ def test_a_part_goes_on_after_a_failure_and_ends_at_its_limit(tmp_path: Path, mo
     outcomes = {
         "tests": (3, 10.0, ""),
         "fp16": (1, 20.0, "Traceback\n"),
-        "saves": (None, 70.0, f"RESULT {ROW}\nRESULT"),
+        "saves": (None, 70.0, f"RESULT {ROW}\nRESULT {{"),
     }
     rooms = []
 
@@ -180,7 +187,7 @@ def test_a_part_goes_on_after_a_failure_and_ends_at_its_limit(tmp_path: Path, mo
 
 
 def test_a_command_that_hangs_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
-    assert gpu_parts.run(["-c", "import time; time.sleep(600)"], "cpu", 0.0) == (None, "")
+    assert gpu_parts.run(["-c", "import time; time.sleep(600)"], "cpu", 0.0)[0] is None
     code, printed = gpu_parts.run(["-c", "import os; print(os.environ['ZERO_TEST_DEVICE']); os._exit(3)"], "cpu", 300)
     assert (code, printed) == (3, "cpu\n")
     assert os.environ.get("CUDA_VISIBLE_DEVICES") != ""
