@@ -82,6 +82,7 @@ def _tests(part: str) -> Claim:
     return Claim(part, f"tests of {part} that fail", 0, "test_")
 
 
+# The bars of the largest model and of sparse attention are what DeepSpeed announced for its own in 2020: 10, 10 and 6 times.
 CLAIMS = (
     _tests("kernels"),
     *(Claim("kernels", f"bandwidth, of a copy's: {name}", 0.8, "bandwidth", at_least=True) for name in KERNELS),

@@ -76,8 +76,8 @@ def parts_of(device: str) -> dict[str, list[Step]]:
     found["bench"] += [
         Step("table of kernels", ("benchmarks/ops.py", *on, *ops)),
         Step("table of host time", ("benchmarks/host_cost.py", *on, "--ranks", "8", *host)),
-        Step("table of attention", ("benchmarks/attention.py", *on, "--dtype", "bfloat16", *attention)),
         Step("table of activations", ("benchmarks/activation.py", *on, *activation)),
+        Step("table of attention", ("benchmarks/attention.py", *on, "--dtype", "bfloat16", *attention)),
     ]
     return found
 
@@ -86,7 +86,7 @@ def parts_of(device: str) -> dict[str, list[Step]]:
 
 
 def run(words: Sequence[str], device: str, limit: float) -> tuple[int | None, str]:
-    """Exit status and output of Python with these arguments; None for the status if it was ended after ``limit`` seconds.
+    """Exit status and output of Python with these arguments; status None if it was ended after ``limit`` seconds.
 
     The output is shown meanwhile. Its children end with it.
     """
