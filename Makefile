@@ -7,8 +7,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-3d test test-slow golden conformance faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
-	bench-parallel bench-nodes bench-scale gpu gpu-kernels \
-	gpu-engine gpu-offload gpu-trainer gpu-bench compat docs release clean
+	bench-parallel bench-nodes bench-scale gpu compat docs release clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -82,41 +81,23 @@ bench-scale: $(STAMP) ## Measure steps and memory on 1 to 8 ranks with 10M to 40
 	$(BIN)/python benchmarks/scale.py
 
 # A machine without a network: make gpu WHEELS=DIR takes PYTHON as it is, with its torch, and the wheels of what it lacks.
-# DEVICE=cpu tries all of it without a GPU; its reports go to build/gpu, those of a GPU to benchmarks/results.
+# DEVICE=cpu tries all of it without a GPU; what it writes goes to build/gpu/cpu, that of a GPU to benchmarks/results.
+# Some parts only: make gpu PARTS="kernels engine" (of kernels engine offload trainer bench), each within LIMIT seconds.
 WHEELS ?=
 DEVICE ?= cuda
+PARTS ?=
+LIMIT ?= 360
 SITE := build/gpu/site
 ifdef WHEELS
 GPU_READY := $(SITE)/.installed
-GPU_PYTHON = PYTHONPATH=$(CURDIR):$(CURDIR)/$(SITE):$(CURDIR)/benchmarks $(PYTHON)
+GPU_PYTHON = PYTHONPATH=$(CURDIR):$(CURDIR)/$(SITE) $(PYTHON)
 else
 GPU_READY := $(STAMP)
-GPU_PYTHON = PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python
+GPU_PYTHON = $(BIN)/python
 endif
-REPORT = $(GPU_PYTHON) benchmarks/report.py --device $(DEVICE)
-GPU_TESTS = $(REPORT) $(subst gpu-,,$@) -- -m pytest -q -p no:cacheprovider -m gpu --timeout 60 --timeout-method thread
 
-gpu: gpu-kernels gpu-engine gpu-offload gpu-trainer gpu-bench ## On a machine with a GPU: test and measure, 5 reports
-
-gpu-kernels: $(GPU_READY) ## The CUDA kernels: build them, compare them with the CPU's
-	$(if $(filter cuda,$(DEVICE)),$(GPU_PYTHON) -m lt_zero.cli ops build --cuda)
-	$(GPU_TESTS) tests/ops tests/gpu/test_attention.py
-
-gpu-engine: $(GPU_READY) ## The engine on a GPU against one process
-	$(GPU_TESTS) tests/gpu/test_engine.py
-
-gpu-offload: $(GPU_READY) ## Stores, streams and saved activations on a GPU
-	$(GPU_TESTS) tests/offload tests/activation
-
-gpu-trainer: $(GPU_READY) ## A Trainer on a GPU in every precision
-	$(GPU_TESTS) tests/gpu/test_trainer.py
-
-gpu-bench: $(GPU_READY) ## Kernels, host time and activations on a GPU
-	$(REPORT) bench-ops -- benchmarks/ops.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--numel 1e6 --rounds 3)
-	$(REPORT) bench-host -- benchmarks/host_cost.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--rounds 5)
-	$(REPORT) bench-attention -- benchmarks/attention.py --device $(DEVICE) --dtype bfloat16 \
-		$(if $(filter cpu,$(DEVICE)),--lengths 1024 --rounds 2,--heads 16 --lengths 4096 16384 32768)
-	$(if $(filter cuda,$(DEVICE)),$(REPORT) bench-activation -- benchmarks/activation.py --device cuda --rounds 3)
+gpu: $(GPU_READY) ## On a machine with a GPU: five parts of tests and measurements, and one table of claims
+	$(GPU_PYTHON) benchmarks/gpu_parts.py --device $(DEVICE) --limit $(LIMIT) $(PARTS)
 
 $(SITE)/.installed:
 	mkdir -p $(SITE)

@@ -5,7 +5,7 @@
 Cases take turns, a call each, in rounds; ratios are taken within a round, and their medians are shown. Dense attention
 is ``scaled_dot_product_attention``, causal where the pattern is unidirectional (which halves its work). "rate" is the
 rate of useful operations beside dense attention's: (elements computed / elements that dense attention computes) *
-(its time / the pattern's time). Memory is the peak above that of the inputs, in processes of their own: results and
+(its time / the pattern's time). Memory is the peak above that of the inputs (of a CPU in other processes): results and
 gradients, and what else a case needs. "in full" computes the whole matrix of scores.
 """
 
@@ -15,7 +15,7 @@ import argparse
 import gc
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,14 +35,14 @@ PATTERNS: dict[str, Pattern] = {
     "BSLongformer": BSLongformer(block=64, num_sliding_window_blocks=9),
     "LocalSlidingWindow": LocalSlidingWindow(block=32, num_sliding_window_blocks=33),
 }
-DENSE, CAUSAL = "dense", "dense, causal"
+DENSE, CAUSAL, IN_FULL = "dense", "dense, causal", "in full"
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def case(name: str) -> Attend:
     if name in PATTERNS:
         return lambda q, k, v: sparse_attention(q, k, v, PATTERNS[name])
-    if name == "in full":
+    if name == IN_FULL:
         return lambda q, k, v: ((q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5).softmax(-1) @ v
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=name == CAUSAL)
 
@@ -64,10 +64,10 @@ def wait(tensor: Tensor) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
-def times(args: argparse.Namespace, length: int) -> Rounds:
+def times(args: argparse.Namespace, length: int, names: Sequence[str] = (DENSE, CAUSAL, *PATTERNS)) -> Rounds:
     tensors = inputs(args, length)
     grad = torch.randn_like(tensors[0])
-    cases = {name: partial(run, case(name), tensors, grad) for name in (DENSE, CAUSAL, *PATTERNS)}
+    cases = {name: partial(run, case(name), tensors, grad) for name in names}
     return interleaved(cases, args.rounds)  # the round before them builds layouts and fills caches
 
 
@@ -91,6 +91,9 @@ def peak(args: argparse.Namespace, name: str, length: int) -> int:
 
 
 def peak_apart(args: argparse.Namespace, name: str, length: int) -> int:
+    """``peak`` in a process of its own on a CPU, where memory that was freed may still be resident."""
+    if args.device == "cuda":
+        return peak(args, name, length)
     words = ["--peak-of", name, "--lengths", str(length)]
     for option in ("dtype", "heads", "dim", "device", "threads"):
         words += [f"--{option}", str(getattr(args, option))]
@@ -111,10 +114,10 @@ def density(name: str, heads: int, length: int) -> float:
 def table(args: argparse.Namespace, length: int) -> list[str]:
     found = times(args, length)
     rows = []
-    for name in ("in full", *found):
-        nbytes = peak_apart(args, name, length) if name != "in full" or length <= args.full else None
+    for name in (IN_FULL, *found):
+        nbytes = peak_apart(args, name, length) if name != IN_FULL or length <= args.full else None
         shown = "" if nbytes is None else f"{nbytes / 1e6:.1f}"
-        if name == "in full":
+        if name == IN_FULL:
             rows += [[name, "1", "", "", "", shown]] if shown else []
             continue
         dense = CAUSAL if name == CAUSAL or (name in PATTERNS and PATTERNS[name].causal) else DENSE

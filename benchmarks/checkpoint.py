@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from measuring import Rounds, finish, interleaved, markdown, ratio, remove, scratch, timed
+from measuring import Rounds, finish, interleaved, markdown, ratio, remove, scratch, sync, timed
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -41,13 +41,6 @@ State = dict[str, Tensor]
 def make_state(gigabytes: float) -> State:
     count = max(1, round(gigabytes * 1e9 / (16 * MIB)))
     return {f"model.{i}": torch.randn(4 * MIB) for i in range(count)}
-
-
-def sync(path: Path) -> None:
-    for file in [path] if path.is_file() else path.rglob("*"):
-        fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
 
 
 def torch_save(state: State, path: Path) -> None:

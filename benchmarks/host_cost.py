@@ -28,24 +28,30 @@ DEPTH, WIDTH = 24, 64
 
 
 class Backend:
-    """Adds up the time inside of the backend's collectives."""
+    """Adds up the time inside of the backend's collectives, in its context."""
 
-    seconds = 0.0
+    NAMES = ("all_gather_single", "reduce_scatter_single", "_allgather_base", "_reduce_scatter_base")
 
-    @classmethod
-    def install(cls) -> None:
-        for name in ("all_gather_single", "reduce_scatter_single", "_allgather_base", "_reduce_scatter_base"):
-            if hasattr(dist.ProcessGroup, name):
-                setattr(dist.ProcessGroup, name, cls._timed(getattr(dist.ProcessGroup, name)))
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._real = {name: getattr(dist.ProcessGroup, name) for name in self.NAMES if hasattr(dist.ProcessGroup, name)}
 
-    @classmethod
-    def _timed(cls, real: Callable[..., Any]) -> Callable[..., Any]:
+    def __enter__(self) -> Backend:
+        for name, real in self._real.items():
+            setattr(dist.ProcessGroup, name, self._timed(real))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, real in self._real.items():
+            setattr(dist.ProcessGroup, name, real)
+
+    def _timed(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
                 return real(*args, **kwargs)
             finally:
-                cls.seconds += time.perf_counter() - start
+                self.seconds += time.perf_counter() - start
 
         return call
 
@@ -74,7 +80,6 @@ def lt_zero(device: torch.device, stage: int) -> Step:
 
 def measure(ranks: int, device: torch.device, rounds: int) -> Rounds:
     """Microseconds per step and unit in each round, by peer."""
-    Backend.install()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     plain = GPT(DEPTH, WIDTH).to(device)
     peers = {
@@ -89,10 +94,11 @@ def measure(ranks: int, device: torch.device, rounds: int) -> Rounds:
     def time_of(step: Step) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
-        Backend.seconds = 0.0
-        return timed(partial(step, ids, ids))() - Backend.seconds
+        backend.seconds = 0.0
+        return timed(partial(step, ids, ids))() - backend.seconds
 
-    found = interleaved({name: partial(time_of, step) for name, step in peers.items()}, rounds, warm_up=3)
+    with Backend() as backend:
+        found = interleaved({name: partial(time_of, step) for name, step in peers.items()}, rounds, warm_up=3)
     base = found.pop("plain")
     return {
         name: [(all_of_it - without) / DEPTH * 1e6 for all_of_it, without in zip(seconds, base, strict=True)]

@@ -152,6 +152,14 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or the files in a folder, are on the disk."""
+    for file in [path] if path.is_file() else path.rglob("*"):
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
 @contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
     """A folder on the disk to measure."""
@@ -188,10 +196,20 @@ def result_of(output: str) -> Any:
     Raises:
         ValueError: nothing.
     """
-    for line in reversed(output.splitlines()):
+    found = results_of(output)
+    if not found:
+        raise ValueError("there is no result")
+    return found[-1]
+
+
+def results_of(output: str) -> list[Any]:
+    """All that a child gave; a line that its end cut short is left out."""
+    found = []
+    for line in output.splitlines():
         if line.startswith(_MARK):
-            return json.loads(line.removeprefix(_MARK))
-    raise ValueError("there is no result")
+            with suppress(ValueError):
+                found.append(json.loads(line.removeprefix(_MARK)))
+    return found
 
 
 def child(

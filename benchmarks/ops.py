@@ -199,6 +199,24 @@ def codec_cases(state: State) -> Cases:
     return cases
 
 
+def traffic_cases(state: State) -> Cases:
+    """Kernels of lt_zero alone, with all bytes that one pass over their tensors reads and writes."""
+    suffix, found = ": lt_zero", cases_of(state, state.p.device.type)
+    cases: Cases = {name.removesuffix(suffix): found[name] for name in found if name.endswith(suffix)}
+    cases["AdamW, fp32"] = cases.pop("step")
+    cases["AdamW, bf16 to bf16"] = cases.pop("bf16 to bf16")
+    cases["norm, fp32"] = cases.pop("norm fp32")
+    n, x, residual = state.numel, state.g, torch.zeros_like(state.g)
+    for name, codec in {"int8": ops.INT8, "int4": ops.INT4, "1 bit": ops.ONE_BIT}.items():
+        bits, block, out = codec.bits, codec.block, codec.encode(x)
+        encode, add = partial(ops.quantize, x, bits, block, residual, out), partial(ops.dequantize_sum, [out] * 4)
+        cases[f"quantise to {name}"] = (encode, 12 * n + out.numel())  # x, and the residual before and after
+        cases[f"dequantise and sum 4 of {name}"] = (partial(add, state.p, bits, block, 0.25), 4 * (n + out.numel()))
+    k = max(1, n // 100)
+    cases["select top 1 %"] = (partial(ops.select_topk, x, k), 4 * (n + k))
+    return cases
+
+
 def codec_sizes(state: State) -> list[str]:
     """The bytes of normally distributed numbers, as a share of fp32's."""
     codecs: dict[str, ops.Codec] = {"int8": ops.INT8, "int4": ops.INT4, "2 bits": ops.TWO_BITS, "1 bit": ops.ONE_BIT}

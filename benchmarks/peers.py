@@ -98,6 +98,7 @@ class Job:
     tensor: int = 1  # ranks that share the layers of a model, and see the same data
     pipeline: int = 1  # ranks that have its layers one after the other, and see the same data
     micro_batches: int = 4  # of a pipeline, with ``sequences`` each
+    device: str = "cpu"  # "cuda" without tensor and pipeline ranks only
 
     @property
     def data(self) -> int:
@@ -230,7 +231,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool = False) -> Step:
     def step(ids: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        with torch.autocast(ids.device.type, torch.bfloat16) if autocast else nullcontext():
             loss: Tensor = model(ids, targets)
         loss.backward()
         optimizer.step()
@@ -250,7 +251,7 @@ def setup_zero_redundancy(job: Job, model: GPT) -> Step:
 
 def setup_fsdp2(job: Job, model: GPT) -> Step:
     if job.tensor == 1:
-        return fsdp2_step(model, (job.ranks,), job.bf16)
+        return fsdp2_step(model, (job.ranks,), job.bf16, job.device)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh, half = data_and_tensor(job), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -263,13 +264,13 @@ def setup_fsdp2(job: Job, model: GPT) -> Step:
     return plain_step(model, torch.optim.AdamW([{"params": g} for g in groups.values()], 1e-3, fused=True))
 
 
-def fsdp2_step(model: GPT, mesh: tuple[int, ...], bf16: bool = False) -> Step:
+def fsdp2_step(model: GPT, mesh: tuple[int, ...], bf16: bool = False, device: str = "cpu") -> Step:
     """FSDP2 per block; on a mesh of two dimensions the first replicates and the second shards (HSDP)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
+    device_mesh = init_device_mesh(torch.device(device).type, mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=device_mesh, mp_policy=half if bf16 else MixedPrecisionPolicy())
     return plain_step(model, adamw(model))
@@ -320,7 +321,7 @@ def setup_lt_zero(job: Job, model: GPT) -> Step:
     policy = dtype_policy(config, "bf16-mixed") if job.bf16 else None
     trained: nn.Module = model
     if job.tensor == job.pipeline == 1:
-        engine = lt_zero.shard(model, config, policy=policy)
+        engine = lt_zero.shard(model, config, torch.device(job.device), policy=policy)
     else:
         trained, engine = sharded_on_mesh(job, model, config, policy)
     optimizer = adamw(trained)
@@ -365,7 +366,7 @@ def sharded_on_mesh(job: Job, model: GPT, config: Any, policy: Any) -> tuple[nn.
 
 def setup(job: Job) -> Step:
     torch.manual_seed(0)
-    model = GPT(job.depth, job.width)
+    model = GPT(job.depth, job.width).to(job.device)
     kind = job.peer.split("-")[0]
     if job.pipeline > 1 and kind in ("ddp", "fsdp2"):
         return setup_torch_pipeline(job, model, kind)
