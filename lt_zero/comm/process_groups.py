@@ -49,6 +49,34 @@ def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> 
     return backends.get(device.type) or str(dist.get_backend(group))
 
 
+def check_device(device: torch.device, ranks: int) -> None:
+    """Check that the ranks of the default group can compute on ``device`` and exchange its tensors.
+
+    Raises:
+        RuntimeError: torch.accelerator has no such device; or no backend of the group moves its tensors.
+    """
+    if not accelerator.is_accelerator(device):
+        return
+    there = accelerator.default_kind()
+    if there.type != device.type:
+        found = f"{there.type!r} only" if accelerator.is_accelerator(there) else "none"
+        raise RuntimeError(
+            f"device={str(device)!r}: lt_zero takes streams and memory of a device from torch.accelerator, which has "
+            f"{found} in this process. Import the package that brings {device.type!r} to torch, or compute on the CPU."
+        )
+    if ranks == 1:
+        return
+    backend = backend_of(device)
+    moves = dist.Backend.backend_capability.get(backend)  # None: torch does not know
+    if moves is not None and device.type not in moves:
+        raise RuntimeError(
+            f"device={str(device)!r} with {ranks} ranks: process groups have the backend {backend!r}, which moves "
+            f"tensors of {' and '.join(moves)} only. Use one rank, or a backend for {device.type!r}: the package that "
+            "brings the device to torch registers one, to be named by process_group_backend of the strategy, or by "
+            "dist_backend of init_distributed."
+        )
+
+
 def one_queue(device: torch.device) -> bool:
     """True if all kernels of a GPU take one queue: then collectives of different groups cannot pass each other."""
     return backend_of(device) != "gloo" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

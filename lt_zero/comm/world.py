@@ -30,6 +30,7 @@ from lt_zero.comm.process_groups import (
     await_all,
     backend_of,
     can_split,
+    check_device,
     exists,
     new_group,
     split_group,
@@ -124,13 +125,15 @@ class World(Ranks):
         knows it; ``LT_ZERO_NODE_RANK`` takes precedence.
 
         Raises:
-            RuntimeError: the launcher has started more tasks than the group has ranks, see launchers.py.
+            RuntimeError: the launcher has started more tasks than the group has ranks, see launchers.py. Or the ranks
+                cannot compute on ``device``, or cannot exchange its tensors.
 
         Lightning issues collectives on the default group between batches and swallows their errors; this package's
         collectives on the same group could then be matched with them.
         """
         grouped = dist.is_available() and dist.is_initialized()
         refuse_alone(dist.get_world_size() if grouped else 1)
+        check_device(device, dist.get_world_size() if grouped else 1)
         if not grouped or dist.get_world_size() == 1:
             return cls(None, device, records=records)
         check = debugs() or (config is not None and config.zero_optimization.enable_sanity_checks)

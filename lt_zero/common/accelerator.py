@@ -185,10 +185,15 @@ def free_and_total(device: torch.device) -> tuple[int, int]:
     return int(free), int(total)
 
 
+def tells_memory(device: torch.device) -> bool:
+    """True if ``free_and_total`` can be asked."""
+    return hasattr(_module(device), "mem_get_info")
+
+
 def limit_memory(device: torch.device, nbytes: int) -> bool:
     """Limit the bytes of ``device`` that this process takes; False: the accelerator has no such limit."""
     module = _module(device)
-    if not hasattr(module, "set_per_process_memory_fraction"):
+    if not hasattr(module, "set_per_process_memory_fraction") or not tells_memory(device):
         return False
     module.set_per_process_memory_fraction(min(1.0, nbytes / free_and_total(device)[1]), with_index(device))
     return True

@@ -67,6 +67,11 @@ class ExchangePlan:
         """True if all ranks need all elements of the mean of a bucket; ``is_cut``: each has a shard of it."""
         return self.kind is ExchangeKind.MOMENTA or not is_cut
 
+    @property
+    def waits_for_step(self) -> bool:
+        """True if gradients that are not sharded are sent by the step, not by backward."""
+        return self.kind is ExchangeKind.MOMENTA
+
     def residual_numels(self, layout: BucketLayout, is_cut: bool) -> tuple[int, int]:
         """Elements of a rank's residuals of a bucket: of what it sends, and of the mean that it sends on (0: none)."""
         return layout.numel, layout.shard_numel if self.everywhere(is_cut) else 0

@@ -174,6 +174,7 @@ class FabricZeroStrategy(DDPStrategy):
         if self.session.known is None:
             assert self.cluster_environment is not None
             self.session.loss_scale = self.precision.loss_scale_controller
+            self.precision.device_type = self.root_device.type
             self.session.join(self.config, self.root_device, self._timeout, self.cluster_environment.node_rank())
 
     @property

@@ -75,12 +75,11 @@ def main() -> None:
     given = parser.parse_args()
     sys.path.insert(0, str(Path.cwd()))
     strategy = ZeroStrategy(config=given.config)
-    on_gpu = accelerator.is_available()
     # Tensor ranks have to make the same batches.
     pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
         strategy=strategy,
-        accelerator="gpu" if on_gpu else "cpu",
+        accelerator=accelerator.default_kind().type,
         devices=given.ranks or (accelerator.count() or 1),
         max_epochs=-1,
         logger=False,

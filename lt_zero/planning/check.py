@@ -48,7 +48,7 @@ from lt_zero.planning.forecast import (
     forecast,
 )
 from lt_zero.planning.limits import Available, NotEnoughMemory, check_host_memory, shortage
-from lt_zero.planning.setup import Setup
+from lt_zero.planning.setup import Setup, kind_of
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 RESTING = "in files"  # bytes of files, of all kinds
@@ -107,13 +107,15 @@ def check_build(
     """
     if not limits.checks_wanted():
         return
-    setup = Setup(group, group.size, group.device.type, states=0.0, fused=False, training=training, saves=False)
+    setup = Setup(group, group.size, kind_of(group.device), states=0.0, fused=False, training=training, saves=False)
     cast = forecast(plan, config, policy, setup)
-    taken: Counter[str] = Counter()  # bytes that parameters take now, by device type
+    taken: Counter[str] = Counter()  # bytes that parameters take now, by the kind of device
     for bucket in plan.buckets:
         for _, parameter in bucket.parameters:
+            if parameter.is_meta:
+                continue
             parts = group.mesh.shards if is_guarded(parameter) else 1  # guarded: sharded at construction
-            taken[parameter.device.type] += parameter.data.numel() * parameter.dtype.itemsize // parts
+            taken[kind_of(parameter.device)] += parameter.data.numel() * parameter.dtype.itemsize // parts
     advice = partial(_advice, plan.root, config, policy, setup, "adam")
     _check(cast, list(cast.phases), taken, config.max_cpu_gb, group.world, advice)
 
@@ -146,7 +148,7 @@ def check_optimizers(
     phases = [phase for phase in cast.phases if phase != "build"]
     held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)
     advice = partial(_advice, engine.root, engine.config, engine.policy, setup, setup.states * torch.float32.itemsize)
-    _check(cast, phases, {engine.device.type: held}, engine.config.max_cpu_gb, engine.world, advice)
+    _check(cast, phases, {kind_of(engine.device): held}, engine.config.max_cpu_gb, engine.world, advice)
 
 
 def setup_of(
@@ -157,7 +159,8 @@ def setup_of(
     states = max((count for count, _ in known), default=0.0) + averages
     fused = engine.config.fused_step and all(fused for _, fused in known)
     accumulates = accumulates or engine.config.micro_batches > 1  # of a pipeline
-    return Setup(engine.groups[0], engine.world.size, engine.device.type, states, fused, accumulates, saves=saves)
+    of_device = kind_of(engine.device)
+    return Setup(engine.groups[0], engine.world.size, of_device, states, fused, accumulates, saves=saves)
 
 
 def _check(

@@ -130,8 +130,10 @@ def peak_rss() -> int:
 
 
 def device_memory(device: torch.device) -> Available | None:
-    """The memory that can still be allocated on a GPU; None for a CPU."""
+    """The memory that can still be allocated on an accelerator; None for a CPU, or where it cannot be asked."""
     if not accelerator.is_accelerator(device) or not accelerator.is_available():
+        return None
+    if not accelerator.tells_memory(device):
         return None
     free, _ = accelerator.free_and_total(device)
     unused = accelerator.reserved(device) - accelerator.allocated(device)

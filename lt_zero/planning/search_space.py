@@ -23,7 +23,7 @@ from lt_zero.parallel.pipeline.schedules import in_flight
 from lt_zero.planning.check import setup_of
 from lt_zero.planning.estimate import Setting, settings
 from lt_zero.planning.forecast import Forecast, forecast
-from lt_zero.planning.setup import PlannedGroup, Setup
+from lt_zero.planning.setup import PlannedGroup, Setup, kind_of
 
 _Z = "zero_optimization"
 _OFFLOADS = ("offload_optimizer", "offload_param")
@@ -229,7 +229,7 @@ def _ladder(engine: Engine, config: ZeroConfig, nvme: str | None) -> Iterator[Se
     has_disk = nvme is not None or any(
         getattr(config.zero_optimization, key).nvme_path is not None for key in _OFFLOADS
     )
-    ladder = [rung for rung in settings(engine.device.type) if "nvme" not in rung.places or has_disk]
+    ladder = [rung for rung in settings(kind_of(engine.device)) if "nvme" not in rung.places or has_disk]
     if engine.world.size == 1:  # nothing is sharded: stages differ by what can be offloaded only
         ladder = list({rung.places: rung for rung in reversed(ladder)}.values())[::-1]
     yield from dict.fromkeys([*ladder, configured(config)])

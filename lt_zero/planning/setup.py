@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from lt_zero.comm.send_sizes import BACKEND, GLOO, WINDOWS, SendSizes
 from lt_zero.comm.transport import Mesh
+from lt_zero.common import accelerator
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.engine.partition import GroupFacts
 
@@ -67,13 +70,18 @@ class PlannedGroup:
         )
 
 
+def kind_of(device: torch.device) -> str:
+    """The kind of ``device`` for forecasts: whether it has memory of its own ("cuda") or is the host ("cpu")."""
+    return "cuda" if accelerator.is_accelerator(device) else "cpu"
+
+
 @dataclass(frozen=True)
 class Setup:
     """Facts of a run that a forecast needs beside the configuration."""
 
     group: GroupFacts  # the ranks of a stage (all, without pipelines), which shard the buckets without another group
     per_node: int  # ranks on one node, which share its host memory and NVMe
-    device: str = "cuda"  # type, "cpu" or "cuda"
+    device: str = "cuda"  # "cpu", or "cuda" for every kind of accelerator: see ``kind_of``
     states: float = 2.0  # element-wise states of the optimizer; 2 for Adam
     fused: bool = True  # the optimizer is stepped by the native kernel, which takes any dtype of gradients
     accumulates: bool = False  # several micro-batches per step

@@ -64,10 +64,14 @@ def forecast_traffic(
     if setup.world <= setup.per_node:
         return Traffic(0, 0, topology.why)
     gradients = weights = 0.0
-    for row in table.values():
+    for bucket, row in table.items():
         if row.trains:
             reductions = micro_batches if row.sharding.grads else 1
-            gradients += reductions * links[row.group].reduced(row, exchange)
+            # Gradients that wait on their rank, to be added up, have the accumulator's dtype. See grad_reducer.py.
+            waits = micro_batches > 1 or exchange.waits_for_step
+            adds_up = bucket.is_wide or (waits and not row.sharding.grads)
+            sent = row.send_dtype(row.accumulate) if adds_up else row.send
+            gradients += reductions * links[row.group].reduced(row, exchange, sent)
             if row.sharding.optim and not row.sharding.params:
                 weights += links[row.group].gathered(row, row.codecs.updates)
     limits = Residency.of(zero, links)
@@ -103,11 +107,11 @@ class _GroupLinks:
         secondary = group.secondary_shards
         self._second = _Links(Mesh(group.size, 0, secondary), nodes, backend, ()) if secondary > 1 else None
 
-    def reduced(self, row: StoragePlan, exchange: ExchangePlan) -> float:
-        """Bytes of a reduction of a bucket's gradients."""
+    def reduced(self, row: StoragePlan, exchange: ExchangePlan, sent: torch.dtype | None) -> float:
+        """Bytes of a reduction of a bucket's gradients; ``sent``: in which dtype, None: they are not."""
         plan = row.codecs.reductions
-        if plan is None or row.send is None:
-            return self._alike * self._links.reduced(row)
+        if plan is None or sent is None:
+            return self._alike * self._links.reduced(row, sent)
         return self._alike * plan.crossing_nbytes(row.numel, exchange.everywhere(row.is_cut)) / exchange.interval
 
     def gathered(self, row: StoragePlan, codec: Codec | None) -> float:
@@ -139,28 +143,22 @@ class _Links:
         columns = [mesh.replica_ranks(shard) for shard in range(mesh.shards)] if mesh.shards < mesh.world else []
         self._columns = self._ring(columns)
 
-    def reduced(self, row: StoragePlan) -> float:
-        """Bytes of a reduction of a bucket's gradients."""
-        if row.send is None:
+    def reduced(self, row: StoragePlan, sent: torch.dtype | None) -> float:
+        """Bytes of a reduction of a bucket's gradients in dtype ``sent``; None: they are not sent."""
+        if sent is None:
             return 0.0
         wide = max(row.accumulate.itemsize, torch.float32.itemsize)
         if not row.is_cut:
-            shared = self._everyone.share * row.numel * row.send.itemsize
-            return self._scattered(row, self._everyone, wide) + shared
-        summed = row.shard_numel * (wide if self._gloo else row.send.itemsize)
-        return self._scattered(row, self._rows, wide) + self._columns * 2 * summed
+            shared = self._everyone.share * row.numel * sent.itemsize
+            return _scattered(row.numel, self._everyone, sent, wide) + shared
+        summed = row.shard_numel * (wide if self._gloo else sent.itemsize)
+        return _scattered(row.numel, self._rows, sent, wide) + self._columns * 2 * summed
 
     def gathered(self, row: StoragePlan, codec: Codec | None = None) -> float:
         """Bytes of a gather of a bucket's weights, as they are or encoded."""
         shards = self._mesh.shards
         nbytes = shards * codec.nbytes(row.numel // shards) if codec is not None else row.numel * row.dtype.itemsize
         return self._rows.share * nbytes
-
-    def _scattered(self, row: StoragePlan, paths: _Paths, wide: int) -> float:
-        """Bytes of a reduce-scatter; ``wide``: bytes of an element of a partial sum, after the first dimension."""
-        assert row.send is not None
-        first, *others = paths.scatter
-        return row.numel * (first * row.send.itemsize + sum(others) * wide)
 
     def _ring(self, groups: Sequence[Sequence[int]]) -> float:
         """Bytes in rings through each of the ``groups``, per byte: every edge carries all but one rank's part."""
@@ -196,6 +194,12 @@ class _Paths(NamedTuple):
 
     scatter: list[float]
     share: float
+
+
+def _scattered(numel: int, paths: _Paths, sent: torch.dtype, wide: int) -> float:
+    """Bytes of a reduce-scatter; ``wide``: bytes of an element of a partial sum, after the first dimension."""
+    first, *others = paths.scatter
+    return numel * (first * sent.itemsize + sum(others) * wide)
 
 
 def _apart(nodes: Sequence[int]) -> int:

@@ -54,6 +54,25 @@ def test_a_backend_for_each_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> N
     assert [process_groups.backend_of(device) for device in (CPU, GPU)] == ["gloo", "nccl"]
 
 
+def test_ranks_on_a_device_whose_tensors_no_backend_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch says it of MPS, and of XPU without its backend."""
+    for kind in ("mps", "xpu"):
+        monkeypatch.setattr(accelerator, "default_kind", lambda kind=kind: torch.device(kind))
+        with default_group("gloo"):
+            process_groups.check_device(torch.device(kind), 1)
+            with pytest.raises(RuntimeError, match=f"'{kind}' with 2 ranks.*'gloo'.*process_group_backend"):
+                process_groups.check_device(torch.device(kind), 2)
+    with default_group("gloo"):
+        process_groups.check_device(CPU, 2)
+
+
+def test_a_device_that_torch_accelerator_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, found in ((CPU, "has none"), (GPU, "has 'cuda' only")):
+        monkeypatch.setattr(accelerator, "default_kind", lambda there=there: there)
+        with pytest.raises(RuntimeError, match=f"device='xla:0'.*{found}"):
+            World.join(torch.device("xla", 0))
+
+
 def test_gloo_for_a_gpu_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with default_group("gloo"), caplog.at_level(logging.WARNING, "lt_zero"):
         World(dist.new_group(), CPU)

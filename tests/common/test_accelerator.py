@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from lt_zero.common import accelerator
+from lt_zero.planning.limits import device_memory
+from lt_zero.planning.setup import kind_of
 
 CPU, GPU = torch.device("cpu"), torch.device("xpu", 1)
 
@@ -64,6 +66,14 @@ def test_another_kind_than_cuda_is_taken_as_it_comes(module: Any) -> None:
     assert not accelerator.limit_memory(GPU, 100)
     # Only CUDA's driver pins memory that is there already.
     assert accelerator.register(torch.empty(8, dtype=torch.uint8)) == -1
+
+
+def test_memory_that_a_device_does_not_tell_is_not_checked(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    assert accelerator.tells_memory(GPU)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: mock.Mock(spec=["set_per_process_memory_fraction"]))
+    assert not accelerator.limit_memory(GPU, 100)
+    assert device_memory(GPU) is None
+    assert [kind_of(device) for device in (GPU, CPU, torch.device("meta"))] == ["cuda", "cpu", "cpu"]
 
 
 def test_random_states_of_a_device_that_was_not_used_are_not_asked_for(module: Any) -> None:

@@ -5,15 +5,23 @@ See tests/support/happens_before.py. Planted bugs show that the checker sees wha
 
 from __future__ import annotations
 
+import functools
+import itertools
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.matrix import only
+from lt_zero.common.errors import ConfigError
+from lt_zero.config.load import ConfigWarning
+from tests.support.matrix import covering, only
 from tests.support.pool import Pool
 from tests.support.stream_order import (
     Bug,
     Run,
+    config_of,
     hazards,
     hazards_of_a_foreground_save,
     hazards_of_a_save,
@@ -54,10 +62,17 @@ ONE = {
     "late peer, stage 3": Run(3, _FAR, peer=True),
     "late peer, unused unit": Run(3, _FAR, peer=True, skips=True),
     "late peer, host, stage 3": Run(3, {**_offloaded("cpu", "auto", "cpu"), **_FAR}, peer=True),
+    "saves, stage 2": Run(2, saves=True),
 }
 
 _QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 _ONE_BIT = {"gradient_compression": {"algorithm": "1bit"}}
+_BETWEEN_NODES = {"gradient_compression": {"algorithm": "topk", "topk_ratio": 0.1, "hierarchical_compress": True}}
+_CUT = [
+    {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
+]
+_TENSOR = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": _CUT}}}
 
 TWO = {
     "stage 0": Run(0),
@@ -71,6 +86,29 @@ TWO = {
     "host, stage 2": Run(2, _offloaded("cpu", "auto")),
     "host beside the next forward, stage 2": Run(2, _offloaded("cpu", True)),
     "host, stage 3": Run(3, {**_offloaded("cpu", True, "cpu"), **_FAR}),
+    "saves, stage 3": Run(3, _FAR, saves=True),
+    "two nodes, compression between them": Run(1, keys=_BETWEEN_NODES, nodes=2),
+    "two nodes, ZeRO++": Run(3, {**_QUANTIZED, **_FAR}, nodes=2),
+    **{f"two groups, stage {stage}": Run(stage, _FAR if stage == 3 else {}, groups=True) for stage in range(4)},
+    "two groups, MiCS": Run(3, {"mics_shard_size": 1, **_FAR}, groups=True),
+    "two groups, ZeRO++": Run(3, {**_QUANTIZED, "zero_hpz_partition_size": 2, **_FAR}, groups=True),
+    "two groups, host beside the next forward, stage 2": Run(2, _offloaded("cpu", True), groups=True),
+    "two groups, files, stage 3": Run(3, {**_offloaded("nvme", "auto", "nvme"), **_FAR}, groups=True),
+    "two groups, saves": Run(3, {**_offloaded("cpu", "auto"), **_FAR}, groups=True, saves=True),
+    **{f"tensor ranks, stage {stage}": Run(stage, _FAR if stage == 3 else {}, _TENSOR) for stage in range(4)},
+    "tensor ranks, host, stage 3": Run(3, {**_offloaded("cpu", "auto", "cpu"), **_FAR}, _TENSOR, saves=True),
+}
+
+FOUR = {
+    "MiCS of two": Run(3, {"mics_shard_size": 2, **_FAR}, nodes=2),
+    "MiCS of two, stage 1, host": Run(1, {"mics_shard_size": 2, **_offloaded("cpu", True)}, nodes=2),
+    "ZeRO++ on two nodes": Run(3, {**_QUANTIZED, "zero_hpz_partition_size": 2, **_FAR}, nodes=2),
+    "compression between two nodes": Run(2, keys=_BETWEEN_NODES, nodes=2),
+    "two groups, MiCS of two": Run(3, {"mics_shard_size": 2, **_FAR}, groups=True),
+    "two groups, copies in nodes": Run(3, {"zero_hpz_partition_size": 2, **_FAR}, groups=True, nodes=2),
+    **{f"tensor and data ranks, stage {s}": Run(s, _FAR if s == 3 else {}, _TENSOR) for s in range(4)},
+    "tensor and data ranks, saves": Run(3, {**_offloaded("cpu", "auto", "cpu"), **_FAR}, _TENSOR, saves=True),
+    "tensor and data ranks, ZeRO++": Run(3, {**_QUANTIZED, "zero_hpz_partition_size": 2, **_FAR}, _TENSOR),
 }
 
 
@@ -167,6 +205,18 @@ BUGS = {
     "a checkpoint does not wait for its copies": Bug(
         "lt_zero.checkpoint.native.save:stage", "accelerator.synchronize()", "pass", "a save"
     ),
+    "a checkpoint of a run does not wait for its copies": Bug(
+        "lt_zero.checkpoint.native.save:stage", "accelerator.synchronize()", "pass", "saves, stage 2"
+    ),
+    "a save takes the buffer from which another is being written": Bug(
+        "lt_zero.session.checkpoints:Saver.save", "self.wait(world)", "pass", "saves, stage 2"
+    ),
+    "a gather of one of two groups is not waited for": Bug(
+        f"{_ENGINE}.bucket:Bucket.finish_gather",
+        "work.wait()",
+        "all('.up.' not in span.name for span in self.layout.spans) and work.wait()",
+        "two: two groups, stage 3",
+    ),
     "a file gets values before they are on the host": Bug(
         "lt_zero.io.staging_ring:StagingRing.parts", "copied.synchronize()", "pass", "a save in the foreground"
     ),
@@ -205,9 +255,89 @@ def test_one_rank(name: str, tmp_path: Path) -> None:
     assert not hazards(ONE[name], tmp_path)
 
 
-@pytest.mark.parametrize("name", only(["ZeRO++"], TWO))
+@pytest.mark.parametrize("name", only(["ZeRO++", "two groups, saves"], TWO))
 def test_two_ranks(name: str, pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, hazards, TWO[name], tmp_path) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks(name: str, pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(4, hazards, FOUR[name], tmp_path) == [[]] * 4
+
+
+# ---- the product -----------------------------------------------------------------------------------------------------
+
+Row = tuple[Any, ...]
+
+_PLACES = {"none": {}, "device": {}, "cpu": {"cpu_checkpointing": True}, "nvme": {"nvme_path": ""}}
+_AWAY = ("cpu", "nvme")
+_PLUS_PLUS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "hpZ": {"zero_hpz_partition_size": 2},
+    "qwZ": {"zero_quantized_weights": True},
+    "qgZ": {"zero_quantized_gradients": True},
+}
+_OF_ONE: list[Sequence[Any]] = [range(4), ["none", "cpu", "nvme"], ["auto", True, False], [*_PLACES], [False, True]]
+_OF_TWO = [*_OF_ONE, [*_PLUS_PLUS], ["none", "1bit", "2bit", "topk"], [False, True]]
+
+
+def _run_of(row: Row) -> Run:
+    """The run of values along the axes: stage, place and overlap of offloaded states, place of saved activations, saves
+    in the background, ZeRO++, compression, MiCS."""
+    stage, place, overlap, saved, saves, plus, method, mics = (*row, "none", "none", False)[:8]
+    zero: dict[str, Any] = dict(_PLUS_PLUS[plus])
+    if place != "none" or overlap != "auto":
+        zero |= _offloaded(place, overlap, place if stage == 3 else "none")
+    keys = {"activation_checkpointing": {"mode": "full", **_PLACES[saved]}} if saved != "none" else {}
+    if method != "none":
+        keys["gradient_compression"] = {"algorithm": method}
+    if mics:
+        zero["mics_shard_size"] = 1
+    return Run(stage, {**zero, **(_FAR if stage == 3 else {})}, keys, saves=saves)
+
+
+def _is_valid(row: Row) -> bool:
+    """True if the configuration takes the values of ``row``, and each of them has an effect."""
+    if row[1] == "none" and row[2] != "auto":
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConfigWarning)
+        try:
+            return bool(config_of(_run_of(row), Path("/")))
+        except (ConfigError, ConfigWarning):
+            return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_all_of_one_rank(stage: int, tmp_path: Path) -> None:
+    rows = [row for row in itertools.product([stage], *_OF_ONE[1:]) if _is_valid(row)]
+    # The others have no stream beside the computation.
+    rows = [(*row, saved, saves) for *row, saved, saves in rows if row[1] != "none" or saved in _AWAY or saves]
+    assert len(rows) > 20
+    found = {row: some for row in rows if (some := hazards(_run_of(row), tmp_path))}
+    assert not found
+
+
+@functools.cache
+def _cover() -> list[Row]:
+    """Rows with all pairs of values, and with all triples of the first four axes."""
+    rows = [row for row in itertools.product(*_OF_TWO) if _is_valid(row)]
+    places = [*itertools.combinations(range(8), 2), *itertools.combinations(range(4), 3)]
+    return covering(rows, places)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_a_cover_of_two_ranks(stage: int, pool: Pool, tmp_path: Path) -> None:
+    rows = [row for row in _cover() if row[0] == stage]
+    assert len(rows) > 5
+    found = {row: some for row in rows if any(some := pool.run(2, hazards, _run_of(row), tmp_path))}
+    assert not found
+
+
+# ---- what is not of a run --------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_of_a_run() -> None:

@@ -36,6 +36,7 @@ from tests.support.matrix import only, only_rows
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BAD_ARGUMENT, CUDA_ERROR = 1, 1000  # lt_zero.h
+NULL, NEGATIVE = (ctypes.c_void_p * 1)(), (ctypes.c_int64 * 1)(-1)
 STRICT = "-Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror"
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
@@ -44,7 +45,7 @@ without_gpu = pytest.mark.skipif(bool(glob.glob("/dev/nvidia*")), reason="there 
 
 # ---- PTX -----------------------------------------------------------------------------------------------------------
 
-SOURCES = ["adam", "steps", "lamb", "norm", "pairs", "blocks"]
+SOURCES = ["adam", "steps", "lamb", "norm", "pairs", "edits", "blocks"]
 
 
 @functools.cache
@@ -62,7 +63,7 @@ def ptx_of(source: str, arch: str = "sm_90") -> str:
 def test_arithmetic_is_neither_fused_nor_approximate(source: str) -> None:
     arithmetic = set(re.findall(r"\b((?:add|sub|mul|fma|div|sqrt|rcp|rsqrt)\.[a-z0-9.]*f(?:32|64))\b", ptx_of(source)))
     # A product or sum without a rounding mode may be fused when machine code is made of PTX.
-    assert arithmetic
+    assert bool(arithmetic) == (source != "edits")  # which compares only
     assert all(re.fullmatch(r"[a-z]+\.rn\.f(32|64)", instruction) for instruction in arithmetic)
 
 
@@ -512,12 +513,21 @@ def pairs_of(x: Tensor, **changes: Any) -> ctypes.Structure:
 
 def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
     x = torch.zeros(4)
-    one, sizes, dtype = (ctypes.c_void_p * 1)(x.data_ptr()), (ctypes.c_int64 * 1)(4), (ctypes.c_int32 * 1)(0)
-    null, negative, unknown = (ctypes.c_void_p * 1)(), (ctypes.c_int64 * 1)(-1), (ctypes.c_int32 * 1)(3)
+    refuses_bad_steps(lib, x)
+    refuses_bad_pairs(lib, x)
+    refuses_bad_sums(lib, x)
+    refuses_bad_codes(lib, x)
+    takes_nothing_to_do(lib)
+
+
+def lists_of(x: Tensor, **changes: Any) -> ctypes.Structure:
+    """The lists of one tensor for a step, in which each has its bytes."""
+    one = (ctypes.c_void_p * 1)(x.data_ptr())
     lists: dict[str, Any] = dict.fromkeys(("param", "grad", "state1", "state2", "out"), one)
-    good = {"count": 1, "numel": sizes, **lists}
-    bad = [{"count": -1}, {"numel": negative}, {"numel": None}, {"grad_dtype": 3}, {"grad_dtype": -1}]
-    bad += [{"state_dtype": 2}, {"out_dtype": 7}, {"param": None}, {"grad": null}]
+    return STRUCTS["lt_tensors"](**({"count": 1, "numel": (ctypes.c_int64 * 1)(x.numel()), **lists} | changes))
+
+
+def refuses_bad_steps(lib: ctypes.CDLL, x: Tensor) -> None:
     adam, lion, adagrad = STRUCTS["lt_adam"](step=1.0), STRUCTS["lt_lion"](), STRUCTS["lt_adagrad"]()
     sgd, lamb, by = STRUCTS["lt_sgd"](momentum=0.9), STRUCTS["lt_lamb"](), ctypes.byref
     here = x.data_ptr()
@@ -533,11 +543,13 @@ def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
             steps += [lib.lt_cuda_adagrad_step(by(t), by(adagrad), None)]
         return steps
 
+    bad: list[dict[str, Any]] = [{"count": -1}, {"numel": NEGATIVE}, {"numel": None}, {"grad_dtype": 3}]
+    bad += [{"grad_dtype": -1}, {"state_dtype": 2}, {"out_dtype": 7}, {"param": None}, {"grad": NULL}]
     for change in bad:
-        assert set(codes(STRUCTS["lt_tensors"](**(good | change)), 0)) == {BAD_ARGUMENT}, change
-    assert set(codes(STRUCTS["lt_tensors"](**(good | {"state1": None})), 1)) == {BAD_ARGUMENT}
-    assert set(codes(STRUCTS["lt_tensors"](**(good | {"state2": null})), 2)) == {BAD_ARGUMENT}
-    tensors = STRUCTS["lt_tensors"](**good)
+        assert set(codes(lists_of(x, **change), 0)) == {BAD_ARGUMENT}, change
+    assert set(codes(lists_of(x, state1=None), 1)) == {BAD_ARGUMENT}
+    assert set(codes(lists_of(x, state2=NULL), 2)) == {BAD_ARGUMENT}
+    tensors = lists_of(x)
     assert lib.lt_cuda_adam_step(None, by(adam), None) == BAD_ARGUMENT
     assert lib.lt_cuda_adam_step(by(tensors), None, None) == BAD_ARGUMENT
     for norms, scratch in ((None, here), (here, None)):
@@ -545,58 +557,68 @@ def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
     assert lib.lt_cuda_lamb_apply(by(tensors), by(lamb), None, None) == BAD_ARGUMENT
     assert lib.lt_cuda_lamb_apply(by(tensors), None, here, None) == BAD_ARGUMENT
 
-    for change in (
-        {"count": -1},
-        {"numel": negative},
-        {"dst": None},
-        {"src": null},
-        {"dst_dtype": 3},
-        {"src_dtype": 9},
-    ):
-        assert lib.lt_cuda_cast_scale(by(pairs_of(x, **change)), None) == BAD_ARGUMENT, change
-        assert lib.lt_cuda_accumulate(by(pairs_of(x, **change)), None) == BAD_ARGUMENT, change
-        assert lib.lt_cuda_take_edits(by(pairs_of(x, **{"src_dtype": 1, **change})), None) == BAD_ARGUMENT, change
+
+def refuses_bad_pairs(lib: ctypes.CDLL, x: Tensor) -> None:
+    bad: list[dict[str, Any]] = [{"count": -1}, {"numel": NEGATIVE}, {"dst": None}, {"src": NULL}]
+    bad += [{"dst_dtype": 3}, {"src_dtype": 9}]
+    for change in bad:
+        assert lib.lt_cuda_cast_scale(ctypes.byref(pairs_of(x, **change)), None) == BAD_ARGUMENT, change
+        assert lib.lt_cuda_accumulate(ctypes.byref(pairs_of(x, **change)), None) == BAD_ARGUMENT, change
+        edits = pairs_of(x, **{"src_dtype": 1, **change})
+        assert lib.lt_cuda_take_edits(ctypes.byref(edits), None) == BAD_ARGUMENT, change
     for operation in (lib.lt_cuda_accumulate, lib.lt_cuda_take_edits):
-        assert operation(by(pairs_of(x, dst_dtype=1)), None) == BAD_ARGUMENT
-    assert lib.lt_cuda_take_edits(by(pairs_of(x)), None) == BAD_ARGUMENT  # there is no copy of fp32 in fp32
+        assert operation(ctypes.byref(pairs_of(x, dst_dtype=1)), None) == BAD_ARGUMENT
+    # There is no copy of fp32 in fp32.
+    assert lib.lt_cuda_take_edits(ctypes.byref(pairs_of(x)), None) == BAD_ARGUMENT
 
-    mixed = {"count": 1, "numel": sizes, "data": one, "dtype": dtype}
-    for change in ({"count": -1}, {"numel": negative}, {"data": null}, {"dtype": unknown}, {"dtype": None}):
-        assert (
-            lib.lt_cuda_norm_squared(by(STRUCTS["lt_mixed"](**(mixed | change))), here, here, None) == BAD_ARGUMENT
-        ), change
-    assert lib.lt_cuda_norm_squared(by(STRUCTS["lt_mixed"](**mixed)), None, here, None) == BAD_ARGUMENT
-    assert lib.lt_cuda_norm_squared(by(STRUCTS["lt_mixed"](**mixed)), here, None, None) == BAD_ARGUMENT
 
-    here16 = torch.zeros(64, dtype=torch.uint8).data_ptr()
-    blocks = {"numel": 4, "block": 16, "bits": 8, "dtype": 0}
+def refuses_bad_sums(lib: ctypes.CDLL, x: Tensor) -> None:
+    here, unknown = x.data_ptr(), (ctypes.c_int32 * 1)(3)
+
+    def norm(out: int | None, scratch: int | None, **changes: Any) -> int:
+        one, sizes = (ctypes.c_void_p * 1)(here), (ctypes.c_int64 * 1)(x.numel())
+        good = {"count": 1, "numel": sizes, "data": one, "dtype": (ctypes.c_int32 * 1)(0)}
+        return int(lib.lt_cuda_norm_squared(ctypes.byref(STRUCTS["lt_mixed"](**(good | changes))), out, scratch, None))
+
+    bad: list[dict[str, Any]] = [{"count": -1}, {"numel": NEGATIVE}, {"data": NULL}, {"dtype": unknown}]
+    for change in [*bad, {"dtype": None}]:
+        assert norm(here, here, **change) == BAD_ARGUMENT, change
+    assert norm(None, here) == norm(here, None) == BAD_ARGUMENT
+
+
+def refuses_bad_codes(lib: ctypes.CDLL, x: Tensor) -> None:
+    """Of blocks, and of the largest elements."""
+    here, one, coded = x.data_ptr(), (ctypes.c_void_p * 1)(x.data_ptr()), torch.zeros(64, dtype=torch.uint8)
+    here16 = coded.data_ptr()
+
+    def blocks(**changes: int) -> Any:
+        return ctypes.byref(STRUCTS["lt_blocks"](**({"numel": 4, "block": 16, "bits": 8, "dtype": 0} | changes)))
+
     for change in ({"numel": -1}, {"block": 24}, {"block": 0}, {"block": 1 << 17}, {"bits": 3}, {"dtype": 3}):
-        wrong = STRUCTS["lt_blocks"](**(blocks | change))
-        assert lib.lt_cuda_encode_blocks(by(wrong), here, None, here16, None) == BAD_ARGUMENT, change
-        assert lib.lt_cuda_decode_blocks(by(wrong), 1, one, 1.0, here, None) == BAD_ARGUMENT, change
-    t = by(STRUCTS["lt_blocks"](**blocks))
-    assert lib.lt_cuda_encode_blocks(t, here, None, here16 + 8, None) == BAD_ARGUMENT
-    assert lib.lt_cuda_decode_blocks(t, 0, one, 1.0, here, None) == BAD_ARGUMENT
-    assert lib.lt_cuda_decode_blocks(t, 1, null, 1.0, here, None) == BAD_ARGUMENT
-    half = by(STRUCTS["lt_blocks"](**(blocks | {"dtype": 2})))
-    assert lib.lt_cuda_decode_blocks(half, 257, (ctypes.c_void_p * 257)(), 1.0, here, None) == BAD_ARGUMENT
-    for given in (
-        (here, -1, 0, here, here),
-        (here, 4, 5, here, here),
-        (None, 4, 1, here, here),
-        (here, 4, 1, here, None),
-    ):
+        assert lib.lt_cuda_encode_blocks(blocks(**change), here, None, here16, None) == BAD_ARGUMENT, change
+        assert lib.lt_cuda_decode_blocks(blocks(**change), 1, one, 1.0, here, None) == BAD_ARGUMENT, change
+    assert lib.lt_cuda_encode_blocks(blocks(), here, None, here16 + 8, None) == BAD_ARGUMENT
+    assert lib.lt_cuda_decode_blocks(blocks(), 0, one, 1.0, here, None) == BAD_ARGUMENT
+    assert lib.lt_cuda_decode_blocks(blocks(), 1, NULL, 1.0, here, None) == BAD_ARGUMENT
+    many = (ctypes.c_void_p * 257)()
+    assert lib.lt_cuda_decode_blocks(blocks(dtype=2), 257, many, 1.0, here, None) == BAD_ARGUMENT
+    selections = [(here, -1, 0, here, here), (here, 4, 5, here, here), (None, 4, 1, here, here)]
+    for given in [*selections, (here, 4, 1, here, None)]:
         assert lib.lt_cuda_select_topk(*given, None) == BAD_ARGUMENT
     assert lib.lt_cuda_topk_scratch(-1) == -1
+    assert lib.lt_cuda_scratch(1, NEGATIVE) == -1
 
-    # Nothing to do is no error, and needs no launch.
-    assert lib.lt_cuda_encode_blocks(by(STRUCTS["lt_blocks"](block=16, bits=8)), None, None, None, None) == 0
-    assert lib.lt_cuda_select_topk(None, 0, 0, None, None, None) == 0
-    nothing = STRUCTS["lt_tensors"](**(good | {"numel": (ctypes.c_int64 * 1)(0)} | dict.fromkeys(lists, null)))
+
+def takes_nothing_to_do(lib: ctypes.CDLL) -> None:
+    """Nothing to do is no error, and needs no launch."""
+    adam, by = STRUCTS["lt_adam"](step=1.0), ctypes.byref
+    empty = dict.fromkeys(("param", "grad", "state1", "state2", "out"), NULL)
+    nothing = lists_of(torch.zeros(4), numel=(ctypes.c_int64 * 1)(0), **empty)
     assert lib.lt_cuda_adam_step(by(nothing), by(adam), None) == 0
     assert lib.lt_cuda_adam_step(by(STRUCTS["lt_tensors"]()), by(adam), None) == 0
+    assert lib.lt_cuda_encode_blocks(by(STRUCTS["lt_blocks"](block=16, bits=8)), None, None, None, None) == 0
+    assert lib.lt_cuda_select_topk(None, 0, 0, None, None, None) == 0
     assert lib.lt_cuda_scratch(0, None) == 0
-    assert lib.lt_cuda_scratch(1, negative) == -1
     assert b"bad argument" in lib.lt_cuda_error(BAD_ARGUMENT)
     assert lib.lt_cuda_error(999)
 

@@ -18,7 +18,8 @@ Note [Host memory]
     two kinds of memory is work of the current stream.
 
 Note [Threads]
-    All threads of the host share one clock: races between threads are not found. Each thread has a current stream.
+    Threads of the host share one clock, so races between them are not found, except for those to which ``apart`` gives
+    a clock of their own. Each thread has a current stream.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -45,6 +49,7 @@ Clock = dict[str, int]  # how many works of each stream, and of the host, someth
 _COPIES = ("copy_", "_to_copy", "clone")
 _ALLOCATES = ("empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like")
 _VIEWS = ("detach", "lift_fresh", "alias")
+_WRAPPERS = (DTensor, AsyncCollectiveTensor)  # tensors without memory of their own
 _READS_BACK = ("_local_scalar_dense", "equal", "item", "is_nonzero")  # the host waits for their result
 
 
@@ -75,6 +80,7 @@ class Order:
 
     def __init__(self) -> None:
         self.clocks: dict[str, Clock] = {HOST: {}, DEFAULT: {}}
+        self.hosts = {HOST}  # names of clocks of the host's threads
         self.hazards: list[str] = []
         self.works = 0
         self._numbers: dict[str, int] = {}
@@ -104,20 +110,41 @@ class Order:
         finally:
             self._current.stream = before
 
+    @property
+    def host(self) -> str:
+        """The name of the calling thread's clock. See Note [Threads]."""
+        return getattr(self._current, "host", HOST)
+
+    @contextmanager
+    def apart(self, name: str, begun: Clock) -> Iterator[None]:
+        """Context in which the calling thread has a clock ``name``: it comes after ``begun``, and before no other's.
+
+        ``wait(HOST, snapshot(name))`` is what a thread does that waits for it.
+        """
+        with self.lock:
+            self.hosts.add(name)
+            _merge(self.clocks.setdefault(name, {}), begun)
+        self._current.host = name
+        try:
+            yield
+        finally:
+            self._current.host = HOST
+
     def launch(self, stream: str) -> int:
-        """Number a new work of ``stream``, which comes after all that the host knows of."""
+        """Number a new work of ``stream``, which comes after all that the calling thread knows of."""
         with self.lock:
             self.works += 1
             number = self._numbers[stream] = self._numbers.get(stream, 0) + 1
-            if stream != HOST:
-                _merge(self.clocks[stream], self.clocks[HOST])
+            if stream not in self.hosts:
+                _merge(self.clocks[stream], self.clocks[self.host])
             self.clocks[stream][stream] = number
             return number
 
     def snapshot(self, stream: str) -> Clock:
         """What an event that is recorded on ``stream`` now comes after."""
         with self.lock:
-            return {**self.clocks[stream], HOST: max(self.clocks[HOST].get(HOST, 0), self.clocks[stream].get(HOST, 0))}
+            host = self.host
+            return {**self.clocks[stream], host: max(self.clocks[host].get(host, 0), self.clocks[stream].get(host, 0))}
 
     def wait(self, stream: str, event: Clock) -> None:
         """Make later work of ``stream`` come after ``event``."""
@@ -171,9 +198,16 @@ class Order:
         address = storage.data_ptr()
         if address not in self._memory:
             # An operator that makes its result allocates it on its stream.
-            self._memory[address] = _Memory(stream if stream != HOST else DEFAULT)
+            self._memory[address] = _Memory(stream if stream not in self.hosts else DEFAULT)
             weakref.finalize(storage, self.freed, address).atexit = False
         return self._memory[address]
+
+    def meet(self, tensor: Tensor) -> None:
+        """Note that the current stream has allocated the memory of ``tensor``, unless its allocation was seen."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr():
+            with self.lock:
+                self._known(storage, self.current)
 
     def allocated(self, storage: torch.UntypedStorage) -> None:
         """Note that the current stream has allocated the memory of ``storage``."""
@@ -192,11 +226,12 @@ class Order:
             memory = self._memory.pop(address, None)
             if memory is None:
                 return
-            known = self.clocks[HOST]
+            known = self.clocks[self.host]
             self._host.pop(address, None)
             after = self.clocks[memory.owner]
             for old in memory.accesses:
-                if old.stream in (HOST, memory.owner) or old.stream in memory.recorded:
+                # A thread of the host has ended its access before it drops its reference.
+                if old.stream in self.hosts or old.stream == memory.owner or old.stream in memory.recorded:
                     continue
                 if max(after.get(old.stream, 0), known.get(old.stream, 0)) < old.number:
                     self._report("freed in use", Access(0, 0, True, memory.owner, 0, f"free {_where()}"), old)
@@ -235,8 +270,13 @@ class Recorder(TorchDispatchMode):
         self._order = order
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, _WRAPPERS) for kind in types):
+            return NotImplemented  # what they do with the tensors inside comes next
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        # A process group has noted its collectives; fake tensors, from which DTensors learn shapes, have no memory.
+        if "c10d" in func.namespace or isinstance(out, FakeTensor):
+            return out
         name = func.__name__.split(".")[0]
         if name in _ALLOCATES:
             self._order.allocated(out.untyped_storage())
@@ -255,12 +295,13 @@ class Recorder(TorchDispatchMode):
         order = self._order
         with order.lock:
             stream = self._stream_of(name, [*reads, *written])
-            if stream == HOST:
+            if stream == order.host:
                 for tensor in (*reads, *written):
                     order.claim(tensor)
                 for tensor in made:
                     order.on_host(tensor)
-            numbers = [tensor for tensor in reads if tensor.dim() == 0 and order.is_host(tensor) != (stream == HOST)]
+            by_host = stream == order.host
+            numbers = [tensor for tensor in reads if tensor.dim() == 0 and order.is_host(tensor) != by_host]
             self._pass(numbers, stream, name)
             number = order.launch(stream)
             for tensor in reads:
@@ -268,24 +309,25 @@ class Recorder(TorchDispatchMode):
                     order.access(tensor, False, stream, number, name)
             for tensor in (*written, *made):
                 order.access(tensor, True, stream, number, name, blank=not reads)
-            if stream != HOST and (name in _READS_BACK or (blocks and any(map(order.is_host, (*reads, *written))))):
-                order.wait(HOST, order.snapshot(stream))
+            if not by_host and (name in _READS_BACK or (blocks and any(map(order.is_host, (*reads, *written))))):
+                order.wait(order.host, order.snapshot(stream))
 
     def _pass(self, numbers: list[Tensor], stream: str, name: str) -> None:
         """Note numbers (0D) on their way between host and device, which ``to`` would move."""
         order = self._order
-        if numbers and stream == HOST:
-            order.wait(HOST, order.snapshot(order.current))
-        for tensor in numbers if stream != HOST else ():
+        host = order.host
+        if numbers and stream == host:
+            order.wait(host, order.snapshot(order.current))
+        for tensor in numbers if stream != host else ():
             # The host passes its value with the launch.
-            order.access(tensor, False, HOST, order.launch(HOST), name)
+            order.access(tensor, False, host, order.launch(host), name)
 
     def _stream_of(self, name: str, operands: list[Tensor]) -> str:
         """Whose work an operator is. A number of the host may be an operand of the device's work."""
         hosts = [self._order.is_host(tensor) for tensor in operands]
         large = [host for host, tensor in zip(hosts, operands, strict=True) if tensor.dim() > 0]
         own = all(hosts) if name in _COPIES else any(large) or all(hosts)
-        return HOST if hosts and own else self._order.current
+        return self._order.host if hosts and own else self._order.current
 
 
 def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -315,7 +357,7 @@ class Stream:
         self._order.wait(self.name, self._order.snapshot(other.name))
 
     def synchronize(self) -> None:
-        self._order.wait(HOST, self._order.snapshot(self.name))
+        self._order.wait(self._order.host, self._order.snapshot(self.name))
 
 
 class Event:
@@ -331,11 +373,11 @@ class Event:
         self._order.wait(stream.name if stream is not None else self._order.current, self.clock)
 
     def synchronize(self) -> None:
-        self._order.wait(HOST, self.clock)
+        self._order.wait(self._order.host, self.clock)
 
     def query(self) -> bool:
         """True if the host knows that it has passed: a program that goes on after it has waited for it."""
-        known = self._order.clocks[HOST]
+        known = self._order.clocks[self._order.host]
         passed = all(known.get(stream, 0) >= number for stream, number in self.clock.items())
         if passed:
             self.synchronize()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+
+_T = TypeVar("_T")
 
 
 def only(fast: Iterable[Any], values: Iterable[Any]) -> list[Any]:
@@ -38,16 +40,24 @@ def cover(*axes: Sequence[Any], strength: int = 1) -> list[Any]:
         strength: 2 lets the fast ones hold every pair of values of any two axes, too (pairwise testing).
     """
     every = list(itertools.product(*(range(len(axis)) for axis in axes)))
-    columns = list(itertools.combinations(range(len(axes)), strength))
-    left = {(place, tuple(row[i] for i in place)) for row in every for place in columns}
-    fast: list[tuple[int, ...]] = []
-    while left:
-        # The most that is new; among equals the one whose values were used least, so that axes are mixed.
-        best = max(every, key=lambda row: (len(left & _held(row, columns)), -_uses(row, fast)))
-        fast.append(best)
-        left -= _held(best, columns)
+    fast = covering(every, list(itertools.combinations(range(len(axes)), strength)))
     rows = {row: [axis[i] for axis, i in zip(axes, row, strict=True)] for row in every}
     return [pytest.param(*rows[row], marks=() if row in fast else pytest.mark.slow) for row in every]
+
+
+def covering(rows: Sequence[tuple[_T, ...]], places: Iterable[tuple[int, ...]]) -> list[tuple[_T, ...]]:
+    """Few of ``rows`` that together hold all values which any of them has in ``places`` (columns) together."""
+    columns = list(places)
+    held = [_held(row, columns) for row in rows]
+    left, chosen = set().union(*held), list[tuple[_T, ...]]()
+    while left:
+        gains = [len(left & has) for has in held]
+        most = max(gains)
+        # The most that is new; among equals the one whose values were used least, so that axes are mixed.
+        best = min((number for number, gain in enumerate(gains) if gain == most), key=lambda n: _uses(rows[n], chosen))
+        chosen.append(rows[best])
+        left -= held[best]
+    return chosen
 
 
 def _uses(row: tuple[int, ...], rows: Iterable[tuple[int, ...]]) -> int:

@@ -16,7 +16,7 @@ from lt_zero.common.flat_storage import FlatStorage
 from lt_zero.io import pinned
 from lt_zero.io.swap_file import SwapFile
 from lt_zero.offload import host_store
-from tests.support.happens_before import DEFAULT, HOST, Event, Order, Recorder, Stream
+from tests.support.happens_before import DEFAULT, Event, Order, Recorder, Stream
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def _answers(order: Order) -> dict[str, Any]:
         return 0
 
     def synchronize(device: torch.device | None = None) -> None:
-        for name in list(order.clocks):
+        for name in order.clocks.keys() - order.hosts:
             Stream(order, name).synchronize()
 
     return {
@@ -86,7 +86,7 @@ def _replaced(order: Order) -> list[tuple[Any, str, Callable[..., Any]]]:
     def moves(of: Callable[..., Any], writes: bool) -> Callable[..., Any]:
         def move(self: SwapFile, record: int, buffer: Tensor) -> Any:
             what = "read of a file" if writes else "write to a file"
-            order.access(buffer, writes, HOST, order.launch(HOST), what)
+            order.access(buffer, writes, order.host, order.launch(order.host), what)
             return of(self, record, buffer)
 
         return move

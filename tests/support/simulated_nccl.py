@@ -52,6 +52,10 @@ class _Group(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return str(dist.distributed_c10d._world.pg_names[self])
+
     def _run(self, name: str, reads: list[Tensor], writes: list[Tensor], move: Callable[[], object]) -> Work:
         order = _order[-1]
         begun, ended = Event(order), Event(order)
@@ -59,6 +63,8 @@ class _Group(dist.ProcessGroup):
         self._stream.wait_event(begun)
         with _disable_current_modes():
             move()
+        for tensor in (*reads, *writes):
+            order.meet(tensor)  # torch makes results of a layer's collectives below the operators that are seen
         number = order.launch(self._stream.name)
         for tensor in reads:
             order.access(tensor, False, self._stream.name, number, name)
@@ -72,6 +78,10 @@ class _Group(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         return self._run("broadcast", tensors, tensors, lambda: self._inner.broadcast(tensors, opts).wait())
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        sent = [tensor for tensors in inputs for tensor in tensors]
+        return self._run("scatter", sent, outputs, lambda: self._inner.scatter(outputs, inputs, opts).wait())
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         rows = list(output.chunk(self._size))

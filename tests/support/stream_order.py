@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import textwrap
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.activation import stores
 from lt_zero.checkpoint.native import save
+from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
+from lt_zero.checkpoint.native.save import Bundle
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.config.precision import dtype_policy
+from lt_zero.engine.lazy_tensor import Fragment
 from lt_zero.io.checked_file import Sink
 from lt_zero.io.staging_ring import StagingRing
 from lt_zero.ops import dispatch, library
+from lt_zero.parallel.mesh import mesh_of
+from lt_zero.session import checkpoints
+from lt_zero.session.checkpoints import Saver, Saving
 from lt_zero.step.average import WeightAverage
 from lt_zero.step.loss_scale import _SkipFlag
+from tests.support.happens_before import HOST, Clock, Order
 from tests.support.simulated import LateGroup
 from tests.support.simulated_device import machine
 from tests.support.simulated_nccl import streams
@@ -47,6 +59,10 @@ class Run:
         peer: there is a second rank, whose collectives end as late as they may (without other processes).
         skips: a validation follows, in which the last block is not used, although it was prefetched.
         averages: after each step come validations with the averages of the weights, and with the weights.
+        saves: after the second step a save begins in the background, whose writer reads while the fourth one runs; then
+            another, which takes over its buffer.
+        groups: the wide half of the parameters is in a group of its own, over all ranks, too.
+        nodes: to which the ranks belong, as if they were apart.
         steps: optimizer steps of two micro-batches each.
     """
 
@@ -57,6 +73,9 @@ class Run:
     peer: bool = False
     skips: bool = False
     averages: bool = False
+    saves: bool = False
+    groups: bool = False
+    nodes: int = 1
     steps: int = 4
 
 
@@ -82,7 +101,8 @@ class Model(nn.Sequential):
         return x
 
 
-def _config(run: Run, folder: Path | None) -> ZeroConfig:
+def config_of(run: Run, folder: Path | None) -> ZeroConfig:
+    """The configuration of a run, with its files in ``folder``. Raises ConfigError."""
     zero = {"stage": run.stage, "stage3_param_persistence_threshold": 0, **run.zero}
     if folder is not None:
         # Folders of files are not known before the test runs.
@@ -95,35 +115,133 @@ def _config(run: Run, folder: Path | None) -> ZeroConfig:
     return ZeroConfig.of({"zero_optimization": zero, **keys})
 
 
-def _train(run: Run, config: ZeroConfig, group: ShardGroup | None) -> None:
+class _Saves:
+    """Saves of a run in the background. The thread that writes has a clock of its own, and reads late.
+
+    Args:
+        order: of the machine.
+        folder: for the checkpoints.
+        save: begins one, as the face of a run does.
+    """
+
+    def __init__(self, order: Order, folder: Path, save: Callable[[Saver, str], None]) -> None:
+        self._order, self._folder, self._save = order, folder, save
+        self._saver = Saver()
+        self._gates: dict[int, tuple[threading.Event, Clock]] = {}  # by the id of what is written
+
+    def begin(self, name: str) -> None:
+        self._save(self._saver, str(self._folder / f"{name}-{os.getpid()}"))
+
+    def write(self) -> None:
+        """Let the writers go on."""
+        for go, _ in self._gates.values():
+            go.set()
+
+    def end(self, world: World) -> None:
+        self.write()
+        self._saver.wait(world)
+
+    @contextmanager
+    def late(self) -> Iterator[None]:
+        """Context in which writers wait for ``write``, and the order of what they read is checked."""
+
+        def staged(made: Bundle, buffer: Tensor | None) -> Tensor:
+            copied = stage(made, buffer)
+            self._gates[id(made)] = threading.Event(), order.snapshot(HOST)
+            return copied
+
+        def written(made: Bundle, *given: Any) -> None:
+            go, begun = self._gates[id(made)]
+            assert go.wait(200)
+            with order.apart("writer", begun):
+                for value in made.tensors.values():
+                    copy = value.local() if isinstance(value, Fragment) else value
+                    order.access(copy, False, order.host, order.launch(order.host), "write to a checkpoint")
+                # All else that a writer does is work of the host, on memory of its own.
+                with _disable_current_modes():
+                    write(made, *given)
+
+        def waited(pending: list[Any], *given: Any) -> Any:
+            ended = futures.wait(pending, *given)
+            order.wait(HOST, order.snapshot("writer"))
+            return ended
+
+        order, stage, write = self._order, checkpoints.stage, checkpoints.write
+        with (
+            mock.patch.object(checkpoints, "stage", staged),
+            mock.patch.object(checkpoints, "write", written),
+            mock.patch.object(checkpoints, "futures", SimpleNamespace(wait=waited)),
+            mock.patch.object(accelerator, "in_use", return_value=True),
+        ):
+            try:
+                yield
+            finally:
+                self.write()
+                self._saver.close()
+
+
+def _train(run: Run, config: ZeroConfig, group: ShardGroup | None, order: Order, folder: Path | None) -> None:
     torch.manual_seed(0)
     model = Model(*(Feed(32) for _ in range(4)))
-    engine = lt_zero.shard(model, config, CPU, policy=dtype_policy(config, run.precision), group=group)
+    engine = lt_zero.shard(model, config, CPU, **_groups(run, config, group, model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     owner = lt_zero.ShardedOptimizer(engine, optimizer)
     average = WeightAverage(engine) if run.averages else None
-    for step in range(run.steps):
-        optimizer.zero_grad()
-        for micro in range(2):
-            # Every other step begins while the last backward runs, where steps may overlap with it.
-            beside = owner.overlap.beside_backward() if micro and step % 2 == 0 else nullcontext()
-            with beside:
-                x = torch.randn(8, 32).to(torch.bfloat16 if "bf16" in run.precision else torch.float32)
-                model(x).float().square().mean().backward()
-        if step % 2:
-            owner.grads.clip_norm(0.5)
-        optimizer.step()
-        if average is not None:
-            average.update(0.5)
-            for averaged in (True, False):
-                with average.showing(averaged), torch.no_grad():
-                    model(x)
+
+    def save(saver: Saver, path: str) -> None:
+        content = {"state_dict": weight_fragments(engine), "optimizer_states": [optimizer_fragments(owner)]}
+        made = Saving(content, [parameter_names(optimizer, engine)], config, {}, run.precision)
+        saver.save(made, path, engine.world, background=True)
+
+    saves = _Saves(order, folder, save) if run.saves and folder is not None else None
+    with saves.late() if saves is not None else nullcontext():
+        for step in range(run.steps):
+            x = _run_backward(run, model, owner, step)
+            if saves is not None and step == 3:
+                saves.write()
+            if step % 2:
+                owner.grads.clip_norm(0.5)
+            optimizer.step()
+            if saves is not None and step % 2:
+                saves.begin(f"step {step}")
+            if average is not None:
+                average.update(0.5)
+                for averaged in (True, False):
+                    with average.showing(averaged), torch.no_grad():
+                        model(x)
+        if saves is not None:
+            saves.end(engine.world)
     if run.skips:
         model.skips = True
         with torch.no_grad():
             model(torch.randn(8, 32).bfloat16())
     engine.finish_steps()
     engine.offload_manager.close()
+
+
+def _groups(run: Run, config: ZeroConfig, group: ShardGroup | None, model: Model) -> dict[str, Any]:
+    """Arguments of ``lt_zero.shard``: which ranks share the parameters of ``model``, of which it may get parts."""
+    how: dict[str, Any] = {"group": group, "policy": dtype_policy(config, run.precision)}
+    mesh = mesh_of(config, group.world) if group is not None else None
+    if group is not None and mesh is not None:
+        mesh.cut(model, config)
+        how |= mesh.arguments(model, group, config)
+    elif group is not None and run.groups:
+        wide = ShardGroup(group.world, [range(group.size)], divisor=group.size)
+        how["group_of"] = lambda name, parameter: wide if ".up." in name else group
+    return how
+
+
+def _run_backward(run: Run, model: Model, owner: lt_zero.ShardedOptimizer, step: int) -> Tensor:
+    """The forwards and backwards of a step; returns the last input."""
+    owner.optimizer.zero_grad()
+    for micro in range(2):
+        # Every other step begins while the last backward runs, where steps may overlap with it.
+        beside = owner.overlap.beside_backward() if micro and step % 2 == 0 else nullcontext()
+        with beside:
+            x = torch.randn(8, 32).to(torch.bfloat16 if "bf16" in run.precision else torch.float32)
+            model(x).float().square().mean().backward()
+    return x
 
 
 @contextmanager
@@ -139,7 +257,7 @@ def _references() -> Iterator[None]:
 
 def hazards(run: Run, folder: Path | None = None) -> list[str]:
     """The hazards of ``run``, each once. Collective if there are several ranks: their collectives run in streams."""
-    config = _config(run, folder)
+    config = config_of(run, folder)
     with ExitStack() as stack:
         stack.enter_context(_references())
         order = stack.enter_context(machine())
@@ -147,9 +265,11 @@ def hazards(run: Run, folder: Path | None = None) -> list[str]:
         if run.peer:
             group = LateGroup(CPU)
         elif dist.is_initialized() and dist.get_world_size() > 1:
-            group = ShardGroup.of_all(World(stack.enter_context(streams(order)), CPU))
+            world = World(stack.enter_context(streams(order)), CPU)
+            world.nodes = [part.tolist() for part in torch.arange(world.size).chunk(run.nodes)]
+            group = ShardGroup.of_all(world)
             group.configure(config)
-        _train(run, config, group)
+        _train(run, config, group, order, folder)
     assert order.works > 500, "the device has done nothing"
     assert len(order.clocks) > 2 or run.stage == 0, "nothing ran beside the computation"
     return list(dict.fromkeys(order.hazards))
