@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from lt_zero.parallel import sequence_attention, to_zigzag
+from lt_zero.comm.sequence import SequenceGroup
+from lt_zero.comm.world import World
+from lt_zero.parallel import SequenceRanks, sequence_attention, to_zigzag
+from lt_zero.parallel.sequence.ranks import use
 from tests.support.pool import Pool
 
 LENGTH, DIM, BATCH = 16, 3, 2
@@ -47,10 +50,10 @@ def inputs_of(case: Case) -> list[Tensor]:
     return [torch.randn(BATCH, heads, LENGTH, dim, dtype=torch.float64, requires_grad=True) for heads, dim in shapes]
 
 
-def check(case: Case) -> None:
-    """Compare outputs and gradients with those of one process."""
+def check(case: Case, group: SequenceGroup | None) -> None:
+    """Compare outputs and gradients with those of one process; ``group``: that of a run, None: a user's."""
     torch.manual_seed(1)
-    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     inputs, options = inputs_of(case), {**options_of(case), "enable_gqa": case.heads != case.kv, "scale": 0.7}
     for tensor in options.values():
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -62,7 +65,12 @@ def check(case: Case) -> None:
 
     parts = ranks if case.method == "gather" and case.gather == 1 else case.gather
     order = (lambda x: to_zigzag(x, 2, parts)) if case.zigzag else (lambda x: x)
-    attend = sequence_attention(group=group, method=case.method, gather=case.gather, zigzag=case.zigzag)
+    how = case.method, case.gather, case.zigzag
+    used = SequenceRanks(group, group, *how) if group is not None else None
+    use(used)
+    attend = sequence_attention()
+    if used is None:
+        attend = sequence_attention(group=dist.group.WORLD, method=case.method, gather=case.gather, zigzag=case.zigzag)
     out = attend(*(order(x).chunk(ranks, 2)[rank] for x in inputs), **options)
     torch.testing.assert_close(out, order(wanted).chunk(ranks, 2)[rank], rtol=0, atol=1e-12)
     found = torch.autograd.grad((out * order(factors).chunk(ranks, 2)[rank]).sum(), leaves)
@@ -71,10 +79,18 @@ def check(case: Case) -> None:
         torch.testing.assert_close(mine, whole, rtol=0, atol=1e-12)
 
 
-def check_all(cases: list[Case]) -> None:
+def joined() -> SequenceGroup:
+    """All ranks of a run."""
+    world = World.join(torch.device("cpu"))
+    assert world.process_group is not None
+    return SequenceGroup.joined(world, [range(world.size)], world.process_group)
+
+
+def check_all(cases: list[Case], of_a_run: bool) -> None:
+    group = joined() if of_a_run else None
     for case in cases:
         try:
-            check(case)
+            check(case, group)
         except BaseException as error:
             raise AssertionError(f"{case}: {error}") from error
 
@@ -85,8 +101,9 @@ METHODS = ("ulysses", 1, False), ("gather", 1, False), ("gather", 1, True), ("ul
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("of_a_run", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_all_masks_heads_and_methods(pool: Pool, ranks: int) -> None:
+def test_all_masks_heads_and_methods(pool: Pool, ranks: int, of_a_run: bool) -> None:
     cases = [
         Case(*heads, *method, mask)
         for heads in HEADS
@@ -94,7 +111,7 @@ def test_all_masks_heads_and_methods(pool: Pool, ranks: int) -> None:
         for mask in MASKS
         if (heads != (6, 3) or ranks == 2) and (ranks > 2 or method[1] == 1)
     ]
-    pool.run(ranks, check_all, cases)
+    pool.run(ranks, check_all, cases, of_a_run)
 
 
 def test_outputs_and_gradients_are_those_of_one_process(pool: Pool) -> None:
@@ -110,5 +127,5 @@ def test_outputs_and_gradients_are_those_of_one_process(pool: Pool) -> None:
         Case(8, 2, "gather", zigzag=True, mask="heads"),
         Case(4, 2, "gather", zigzag=True),
     ]
-    pool.run(2, check_all, cases)
-    pool.run(4, check_all, [Case(4, 1, "ulysses", 2, True, "causal"), Case(2, 2, "ulysses", 2, True, "bias")])
+    pool.run(2, check_all, cases, True)
+    pool.run(4, check_all, [Case(4, 1, "ulysses", 2, True, "causal"), Case(2, 2, "ulysses", 2, True, "bias")], False)
