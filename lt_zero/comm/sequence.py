@@ -142,7 +142,8 @@ class SequenceGroup(Ranks):
         among, row = range(self.size) if members is None else members, _shape_of(rows)[1:]
         received = rows[0].new_empty(len(among), *row)
         opened = self.log.open(operation.replace("-", "_"), name, received.nbytes)
-        launch = self.order.launch(operation, name, received.numel())
+        # With its shape: ranks whose lengths differ are told both.
+        launch = self.order.launch(operation, f"{name}, {list(received.shape)}", received.numel())
         if self._windows is not None:
             sent = self._windows.write(rows)
             self.watch.wait(self._windows.barrier(), launch)
@@ -190,7 +191,7 @@ class _Windows:
         number = own if len(sent) > 1 else 0
         received[own].copy_(sent[number])
         for peer, row in zip(peers, received, strict=True):
-            if peer != self._arena.rank:
+            if peer != self._arena.rank and row.numel():
                 self._arena.read(peer, sent, number * row.numel(), row.view(-1))
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from lt_zero.comm.sequence import SequenceGroup
 from lt_zero.comm.world import World
-from lt_zero.parallel import SequenceRanks, sequence_attention, to_zigzag
-from lt_zero.parallel.sequence.ranks import use
+from lt_zero.common import accelerator
+from lt_zero.common.errors import ConfigError
+from lt_zero.parallel import SequenceRanks, from_zigzag, sequence_attention, to_zigzag
+from lt_zero.parallel.sequence import attention
+from lt_zero.parallel.sequence.ranks import check_method, use
 from tests.support.pool import Pool
 
 LENGTH, DIM, BATCH = 16, 3, 2
@@ -129,3 +135,106 @@ def test_outputs_and_gradients_are_those_of_one_process(pool: Pool) -> None:
     ]
     pool.run(2, check_all, cases, True)
     pool.run(4, check_all, [Case(4, 1, "ulysses", 2, True, "causal"), Case(2, 2, "ulysses", 2, True, "bias")], False)
+
+
+def second_derivatives(method: str) -> None:
+    torch.manual_seed(2)
+    rank, inputs = dist.get_rank(), [torch.randn(1, 2, 8, 3, dtype=torch.float64) for _ in range(3)]
+
+    def second(attend: Any, part: slice) -> Tensor:
+        mine = [x[:, :, part].clone().requires_grad_() for x in inputs]
+        with sdpa_kernel(SDPBackend.MATH):
+            (grad,) = torch.autograd.grad(attend(*mine).square().sum(), mine[:1], create_graph=True)
+        found: Tensor = torch.autograd.grad(grad.square().sum(), mine[1])[0]
+        return found
+
+    part = slice(4 * rank, 4 * rank + 4)
+    found = second(sequence_attention(group=dist.group.WORLD, method=method), part)
+    wanted = second(F.scaled_dot_product_attention, slice(None))[:, :, part]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def small_masks() -> None:
+    """Masks of few queries at a time, and torch's masks for accelerators."""
+    case = Case(2, 1, "gather", zigzag=True, mask="causal")
+    with mock.patch.object(attention, "_MASK", 3 * LENGTH):
+        check(case, None)
+    with mock.patch.object(accelerator, "is_accelerator", return_value=True):
+        check(case, None)
+
+
+def dropped(method: str) -> list[list[float]]:
+    """Two parts that were dropped of ones, from one state of the generator; all ranks have the same."""
+    x = torch.ones(1, 4, 8, 8)
+    attend = sequence_attention(group=dist.group.WORLD, method=method)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        found.append((attend(0 * x, 0 * x, x, dropout_p=0.5) == attend(0 * x, 0 * x, x)).tolist())
+    after = float(torch.rand(()))
+    return [*found, after]
+
+
+def several() -> list[Any]:
+    for method in ("ulysses", "gather"):
+        second_derivatives(method)
+    small_masks()
+    return [dropped("ulysses"), dropped("gather")]
+
+
+def test_second_derivatives_small_masks_and_dropout(pool: Pool) -> None:
+    """Ranks with one state of the generator drop other elements, and the same again from that state."""
+    ranks = pool.run(2, several)
+    for (first, again, after), (other, _, after_other) in zip(*ranks, strict=True):
+        assert first == again != other
+        assert after == after_other
+
+
+def refused(name: str, value: Any, method: str = "ulysses", heads: tuple[int, int] = (2, 2), length: int = 4) -> str:
+    query, *rest = (torch.zeros(1, count, length, 3) for count in (heads[0], heads[1], heads[1]))
+    attend = sequence_attention(group=dist.group.WORLD, method=method, zigzag=method == "gather")
+    with pytest.raises(ValueError, match=".") as caught:
+        attend(query, *rest, **({name: value} if name else {}))
+    return str(caught.value)
+
+
+def all_refused() -> list[str]:
+    mask = torch.zeros(4, 4)
+    return [
+        refused("attn_mask", mask),
+        refused("attn_mask", torch.zeros(4, 8, 8)),
+        refused("attn_mask", causal_lower_right(8, 8)),
+        refused("key_padding_mask", mask),
+        refused("score_mod", lambda score, *_: score),
+        refused("", None, heads=(3, 3)),
+        refused("", None, heads=(4, 3)),
+        refused("", None, "gather", length=3),
+    ]
+
+
+def test_what_would_be_wrong_for_parts_is_refused_by_name(pool: Pool) -> None:
+    told = pool.run(2, all_refused)[0]
+    parts = "attn_mask [4, 4]", "attn_mask [4, 8, 8]", "is_causal=True", "key_padding_mask", "score_mod"
+    for text, part in zip(told, (*parts, 'method="gather"', "multiple", "zigzag"), strict=True):
+        assert part in text
+
+
+def test_methods_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="method='ring'"):
+        check_method("ring", 1, 2)
+    with pytest.raises(ConfigError, match="gather=2 does not divide the 3"):
+        check_method("ulysses", 2, 3)
+
+
+def test_without_sequence_ranks_it_is_the_function() -> None:
+    use(None)
+    inputs = [torch.randn(1, 2, 4, 3) for _ in range(3)]
+    wanted = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    assert torch.equal(sequence_attention()(*inputs, is_causal=True), wanted)
+
+
+def test_zigzag_order_balances_and_is_undone() -> None:
+    x = torch.arange(12)
+    order = to_zigzag(x, 0, 3)
+    assert order.tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
+    assert torch.equal(from_zigzag(order, 0, 3), x)
