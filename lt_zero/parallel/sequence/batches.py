@@ -73,17 +73,43 @@ class RowLayout:
     sequences: Tensor | None = None
 
 
-# Of the last batch that was cut in this process, with the ranks that it was cut for.
-_last: list[tuple[weakref.ref[SequenceRanks], RowLayout]] = []
+class _Cuts:
+    """What was cut for some ranks.
+
+    Attributes:
+        layout: of the last batch; None: there was none.
+        takes: what the model makes of a batch.
+        by_user: the user calls what cuts.
+        inside: of a hook of the user.
+        labelled: the last batch had labels of tokens.
+    """
+
+    def __init__(self) -> None:
+        self.layout: RowLayout | None = None
+        self.takes = Takes()
+        self.by_user = self.inside = self.labelled = False
+
+
+_cuts: weakref.WeakKeyDictionary[SequenceRanks, _Cuts] = weakref.WeakKeyDictionary()
+
+
+def _cuts_for(ranks: SequenceRanks) -> _Cuts:
+    return _cuts.setdefault(ranks, _Cuts())
 
 
 def last_layout(ranks: SequenceRanks) -> RowLayout | None:
     """The rows of the last batch that was cut for ``ranks``; None: there is none."""
-    return next((layout for known, layout in _last if known() is ranks), None)
+    return _cuts_for(ranks).layout
 
 
-def _remember(ranks: SequenceRanks, layout: RowLayout) -> None:
-    _last[:] = [(weakref.ref(ranks), layout)]
+def had_labels(ranks: SequenceRanks) -> bool:
+    """True if the last batch that was cut for ``ranks`` had labels of tokens."""
+    return _cuts_for(ranks).labelled
+
+
+def cuts_itself(ranks: SequenceRanks) -> bool:
+    """True if the user has called ``cut_batch`` or ``cut_sequence``."""
+    return _cuts_for(ranks).by_user
 
 
 class CutBatch(dict[str, Any]):
@@ -111,10 +137,11 @@ def cut_sequence(x: Tensor, dim: int = 1) -> Tensor:
     ranks = current()
     if ranks is None:
         return x
-    length = x.shape[dim]
+    length, known = x.shape[dim], _cuts_for(ranks)
     _check_length(ranks, length, f"a tensor of shape {list(x.shape)}")
-    if last_layout(ranks) is None:
-        _remember(ranks, RowLayout(length, padded=False))
+    known.by_user |= not known.inside
+    if known.layout is None or known.layout.length != length:
+        known.layout = RowLayout(length, padded=False)
     return _part(x, dim, ranks)
 
 
@@ -132,20 +159,39 @@ def cut_batch(batch: Mapping[str, Any]) -> Mapping[str, Any]:
         ConfigError: it has no known entries, or others with a value for each token, or cannot be padded.
     """
     ranks = current()
-    return batch if ranks is None else cut_entries(batch, ranks, Takes())
+    if ranks is None:
+        return batch
+    known = _cuts_for(ranks)
+    known.by_user |= not known.inside
+    return cut_entries(batch, ranks, known.takes)
 
 
-def cut_for(batch: Any, ranks: SequenceRanks, module: nn.Module | None, takes: Takes) -> Any:
+def model_takes(ranks: SequenceRanks, takes: Takes) -> None:
+    """Note what the model of the run makes of a batch."""
+    _cuts_for(ranks).takes = takes
+
+
+def cut_for(batch: Any, ranks: SequenceRanks, module: nn.Module | None) -> Any:
     """This rank's part of a batch, by ``module.sequence_batch`` if there is one.
 
     Raises:
         ConfigError: as ``cut_batch``; or the hook returns dimensions of entries that the batch has not.
     """
     hook: Callable[[Any], Any] | None = getattr(module, HOOK, None)
+    known = _cuts_for(ranks)
     if hook is None:
         if not isinstance(batch, Mapping):
             raise _unknown(f"a batch of {type(batch).__name__} has no names by which what is cut can be known", module)
-        return cut_entries(batch, ranks, takes, module)
+        return cut_entries(batch, ranks, known.takes, module)
+    known.inside = True
+    try:
+        return _hooked(batch, ranks, module, hook)
+    finally:
+        known.inside = False
+
+
+def _hooked(batch: Any, ranks: SequenceRanks, module: nn.Module | None, hook: Callable[[Any], Any]) -> Any:
+    """What ``hook`` returns, or the batch with the entries cut that it names."""
     found = hook(batch)
     if not (isinstance(found, Mapping) and found and all(type(dim) is int for dim in found.values())):
         return found
@@ -174,8 +220,8 @@ def cut_entries(
     rows, device = _rows_of(entries)
     if entries.get(_POSITIONS) is None:
         if not takes.counts:
-            text = f"{SIZE}={ranks.size}: the model makes positions of all tokens of a row (padding has none)"
-            raise ConfigError.about(SIZE, f"{text}. Give the batch {_POSITIONS}, as the model's embeddings make them.")
+            text = f"{SIZE}={ranks.size}: embeddings of the model make positions of whole rows and their padding"
+            raise ConfigError.about(SIZE, f"{text}. Give batches the {_POSITIONS} that they would make.")
         entries[_POSITIONS] = torch.arange(length, device=device).expand(rows, -1)
     if takes.shifts is not None and isinstance(labels := entries.get(_LABELS), Tensor) and labels.dim() > 1:
         entries.setdefault(_SHIFTED, nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED))
@@ -199,7 +245,8 @@ def cut_entries(
     # In causal attention padding at the end is seen by itself only.
     hidden = given is not None and given.dim() == 2 and not bool(given.all())
     padded = hidden or (added > 0 and not takes.causal)
-    _remember(ranks, RowLayout(length + added, padded, sequences))
+    known = _cuts_for(ranks)
+    known.layout, known.labelled = RowLayout(length + added, padded, sequences), _SHIFTED in cut or _LABELS in cut
     return cut
 
 

@@ -97,8 +97,8 @@ def _switch(model: Any, ranks: SequenceRanks, tensor: int) -> Takes:
     shifts = _switch_loss(model)
     causal = [child.is_causal for child in model.modules() if isinstance(getattr(child, "is_causal", None), bool)]
     padding = getattr(model.config, "pad_token_id", None)
-    own = any(hasattr(child, "create_position_ids_from_input_ids") for child in model.modules())
-    return Takes(shifts, True, bool(causal) and all(causal), padding if isinstance(padding, int) else 0, not own)
+    counts = not any(_makes_positions(child) for child in model.modules())
+    return Takes(shifts, True, bool(causal) and all(causal), padding if isinstance(padding, int) else 0, counts)
 
 
 def _refusal(module: nn.Module, what: str) -> ConfigError:
@@ -132,13 +132,19 @@ def _problems(model: Any, ranks: SequenceRanks, tensor: int) -> Iterator[str]:
     if isinstance(heads, int) and heads // tensor % near:
         own = f"{heads} heads" if tensor == 1 else f"{heads} heads, {heads // tensor} on each tensor rank,"
         yield f'has {own} that cannot be shared by {near} sequence ranks (sequence_parallel.method="gather" can)'
-    kind = getattr(model, "loss_type", None)
-    if kind is not None and kind not in _SHIFTS:
+    if (kind := _loss_of(model)) is not None and kind not in _SHIFTS:
         yield f"has a loss of whole sequences ({kind})"
 
 
 def _convolves(module: nn.Module) -> bool:
     return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and any(size > 1 for size in module.kernel_size)
+
+
+def _makes_positions(module: nn.Module) -> bool:
+    """True if an embedding makes positions of whole rows, in which tokens of padding do not count."""
+    if hasattr(module, "create_position_ids_from_input_ids"):
+        return True
+    return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
 
 
 # ---- attention, and its mask: what transformers calls ----------------------------------------------------------------
@@ -178,9 +184,8 @@ def attention(
     """
     ranks = current()
     if ranks is None:
-        causal = {} if is_causal is None else {"is_causal": is_causal}
-        given = query, key, value, attention_mask
-        found: tuple[Tensor, Any] = function(_Stand(module, base), *given, dropout, scaling, **causal, **options)
+        options |= {"dropout": dropout, "scaling": scaling, **({} if is_causal is None else {"is_causal": is_causal})}
+        found: tuple[Tensor, Any] = function(_Stand(module, base), query, key, value, attention_mask, **options)
         return found
     wrong = [name for name in _REFUSED if options.get(name) is not None and options[name] is not False]
     if base == "sdpa" and options.get("softcap") is not None:
@@ -240,9 +245,9 @@ def whole_mask(
         return function(q_length=q_length, kv_length=kv_length, **offsets, **given, **place)
     layout, length = last_layout(ranks), q_length * ranks.size
     if layout is None or layout.length != length:
-        parts = "no batch was cut" if layout is None else f"its part of the last batch has {layout.length // ranks.size}"
+        part = "no batch was cut" if layout is None else f"a part of the last batch has {layout.length // ranks.size}"
         raise ValueError(
-            f"{SIZE}={ranks.size}: the model got {q_length} tokens, but {parts}. A Trainer cuts its batches, and Fabric "
+            f"{SIZE}={ranks.size}: the model got {q_length} tokens, but {part}. A Trainer cuts its batches, and Fabric "
             "those of loaders that it has set up; otherwise call lt_zero.parallel.cut_batch(batch)."
         )
     wrong = attention_mask is not None and attention_mask.shape[-1] != length
@@ -282,9 +287,17 @@ def _inside_of_sequences(base: str, function: Any, sequences: Tensor, config: An
 _SHIFTS = {"ForCausalLM": True, "ForMaskedLM": False, "ForTokenClassification": False}  # losses: of next tokens
 
 
+def _loss_of(model: Any) -> str | None:
+    """The kind of a model's loss; None: it has none."""
+    if "labels" not in inspect.signature(model.forward).parameters:
+        return None
+    kind = getattr(model, "loss_type", None)
+    return "ForCausalLM" if kind is None else str(kind)  # what transformers takes for an unknown one
+
+
 def _switch_loss(model: Any) -> bool | None:
     """Let a model compute its loss over the tokens of all ranks; returns ``Takes.shifts``."""
-    kind = getattr(model, "loss_type", None)
+    kind = _loss_of(model)
     if kind is None:
         return False
     known = model.loss_function
@@ -325,13 +338,14 @@ class SequenceLoss:
             return self.function(logits, labels, *args, **given)
         targets = shift_labels if self.shifts else labels
         if targets is None or targets.shape != logits.shape[:-1]:
-            got = "no shift_labels" if targets is None else f"labels {list(targets.shape)} for logits {list(logits.shape)}"
+            got = f"labels {list(targets.shape)} for logits {list(logits.shape)}" if targets is not None else ""
             raise ValueError(
-                f"{SIZE}={ranks.size}: the loss of the model got {got}. Pass the entries of the cut batch, also "
-                "shift_labels: labels have to be shifted before sequences are cut (lt_zero.parallel.cut_batch)."
+                f"{SIZE}={ranks.size}: the loss of the model got {got or 'no shift_labels'}. Pass all entries of the cut "
+                "batch, of which labels were shifted before sequences were cut (lt_zero.parallel.cut_batch)."
             )
         flat = logits.float().flatten(0, -2), targets.to(logits.device).flatten()
         losses = F.cross_entropy(*flat, ignore_index=ignore_index, reduction="none")
         if num_items_in_batch is None:
             return token_mean(losses, flat[1] != ignore_index)
-        return token_mean(losses) * (losses.numel() * ranks.size / num_items_in_batch)
+        total: Tensor = token_mean(losses) * (losses.numel() * ranks.size / num_items_in_batch)
+        return total
