@@ -340,8 +340,8 @@ class SequenceLoss:
         if targets is None or targets.shape != logits.shape[:-1]:
             got = f"labels {list(targets.shape)} for logits {list(logits.shape)}" if targets is not None else ""
             raise ValueError(
-                f"{SIZE}={ranks.size}: the loss of the model got {got or 'no shift_labels'}. Pass all entries of the cut "
-                "batch, of which labels were shifted before sequences were cut (lt_zero.parallel.cut_batch)."
+                f"{SIZE}={ranks.size}: the loss of the model got {got or 'no shift_labels'}. Pass all entries of the "
+                "cut batch, of which labels were shifted before sequences were cut (lt_zero.parallel.cut_batch)."
             )
         flat = logits.float().flatten(0, -2), targets.to(logits.device).flatten()
         losses = F.cross_entropy(*flat, ignore_index=ignore_index, reduction="none")
