@@ -107,7 +107,7 @@ def _refusal(module: nn.Module, what: str) -> ConfigError:
 
 
 def _problems(model: Any, ranks: SequenceRanks, tensor: int) -> Iterator[str]:
-    """What of a model is wrong for parts of sequences."""
+    """Properties of a model that are wrong for parts of sequences."""
     config = model.config
     if any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention")):
         yield "has cross-attention, whose two sequences would have to be cut in different ways"
