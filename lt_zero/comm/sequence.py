@@ -40,8 +40,13 @@ def whole_heads(x: Tensor, ranks: int) -> Tensor:
 
 
 class SequenceGroup(Ranks):
-    """Ranks that have equal parts of a sequence, in the order of the parts; of a run, or of a user's process group."""
+    """Ranks that have equal parts of a sequence, in the order of the parts; of a run, or of a user's process group.
 
+    Attributes:
+        exchanges: how many exchanges of parts this rank has begun.
+    """
+
+    exchanges = 0
     _windows: _Windows | None = None
     # torch renamed it in 2.13, and warns on the old name.
     _all_gather: Any = staticmethod(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
@@ -137,6 +142,7 @@ class SequenceGroup(Ranks):
 
     def exchanged(self, rows: Sequence[Tensor], members: Sequence[int] | None, same: bool) -> Tensor:
         """Exchange without derivatives: see ``_joined``."""
+        self.exchanges += 1
         name, operation = "parts of sequences", "all-gather" if same else "all-to-all"
         self._require_device(rows[0], name)
         among, row = range(self.size) if members is None else members, _shape_of(rows)[1:]

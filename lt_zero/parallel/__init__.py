@@ -6,6 +6,8 @@ from lt_zero.parallel.pipeline.specs import LayerSpec as LayerSpec
 from lt_zero.parallel.pipeline.specs import TiedLayerSpec as TiedLayerSpec
 from lt_zero.parallel.random import LocalRandom as LocalRandom
 from lt_zero.parallel.sequence.attention import sequence_attention as sequence_attention
+from lt_zero.parallel.sequence.batches import cut_batch as cut_batch
+from lt_zero.parallel.sequence.batches import cut_sequence as cut_sequence
 from lt_zero.parallel.sequence.loss import token_mean as token_mean
 from lt_zero.parallel.sequence.ranks import SequenceRanks as SequenceRanks
 from lt_zero.parallel.sequence.ranks import from_zigzag as from_zigzag

@@ -53,6 +53,11 @@ def token_mean(losses: Tensor, mask: Tensor | None = None, over: str = "sequence
     return out
 
 
+def means_taken() -> int:
+    """The number of means over tokens that this process has computed."""
+    return _TokenMean.calls
+
+
 def _ranks(over: str, device: torch.device) -> Ranks | None:
     """The ranks that have tokens of the mean; None: this one alone."""
     ranks = current()
@@ -62,8 +67,11 @@ def _ranks(over: str, device: torch.device) -> Ranks | None:
 
 
 class _TokenMean(torch.autograd.Function):
+    calls = 0
+
     @staticmethod
     def forward(context: Any, losses: Tensor, weights: Tensor, ranks: Ranks | None) -> Tensor:
+        _TokenMean.calls += 1
         # What does not count may be infinite or NaN.
         counted = torch.where(weights != 0, losses.double(), 0.0) * weights
         sums = torch.stack([counted.sum(), weights.sum()])
