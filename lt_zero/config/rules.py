@@ -422,13 +422,8 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
             "parameters are sharded at stage 3 only",
         ),
         *(
-            (
-                not getattr(config.long_sequences, f"tiled_{part}"),
-                LONG,
-                f"{part}_tokens_per_tile",
-                f"tiled_{part} is off",
-            )
-            for part in ("mlp", "loss")
+            (not tiles, LONG, f"{part}_tokens_per_tile", f"{LONG}.tiled_{part} is false")
+            for part, tiles in (("mlp", config.long_sequences.tiled_mlp), ("loss", config.long_sequences.tiled_loss))
         ),
         (config.data_types.buffer_dtype is None, "data_types", "keep_in_fp32_modules", buffers),
         (late, "", "broadcast_buffers", waits),

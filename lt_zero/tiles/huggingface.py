@@ -2,8 +2,8 @@
 
 Note [Logits that do not exist]
     A causal model calls its output layer, then maybe caps the logits, and hands them with the labels to its loss
-    function. The labels are known when the model is called, so the output layer computes the loss at once: its weight is
-    gathered then, also at stage 3. It returns the loss as ``DeferredLogits``, from which the loss function takes it.
+    function. The labels are known when the model is called, so the output layer computes the loss at once: its weight
+    is gathered then, also at stage 3. It returns the loss as ``DeferredLogits``, from which the loss function takes it.
     These know the operations that models apply to logits in between. Any other use of them is an error.
 """
 
@@ -108,7 +108,8 @@ def _tile_mlps(model: nn.Module, block: LongSequences, installed: Installed) -> 
 def _tile_loss(model: Any, block: LongSequences, installed: Installed) -> None:
     key, name = f"{BLOCK}.tiled_loss", type(model).__name__
     remedy = "Use lt_zero.loss_head or lt_zero.tiled_cross_entropy in your step, and remove the key."
-    head, whole = model.get_output_embeddings(), getattr(model, "loss_function", None)
+    head: Any = model.get_output_embeddings()
+    whole: Any = getattr(model, "loss_function", None)
     if head is None:
         raise ConfigError.about(key, f"{key}=true: {name} has no output layer (get_output_embeddings()). {remedy}")
     if getattr(whole, "__name__", "") != _CAUSAL_LOSS:
@@ -232,8 +233,8 @@ class DeferredLogits(Tensor):
         known = [] if softcap is None else [f"div {softcap}", "tanh", f"mul {softcap}"]
         if self.operations != known:
             raise RuntimeError(
-                f"long_sequences.tiled_loss=true, but the model applies [{', '.join(self.operations)}] to its logits, and "
-                f"[{', '.join(known)}] is known from its config. Use lt_zero.tiled_cross_entropy, and remove the key."
+                f"long_sequences.tiled_loss=true, but the model applies [{', '.join(self.operations)}] to its logits, "
+                f"and [{', '.join(known)}] is known from its config. Use lt_zero.tiled_cross_entropy, not the key."
             )
         with without_torch_function():
             return self.as_subclass(Tensor)

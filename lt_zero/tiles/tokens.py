@@ -257,7 +257,8 @@ def _versions(x: Tensor, module: nn.Module) -> list[int]:
 def _detached(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Parameter]]:
     """Context in which the module has other parameters with the same memory; returns those of ``names``."""
     parameters = dict(module.named_parameters())
-    aliases = {name: Parameter(parameters[name].detach()) for name in names}
+    # Not the method, which sharded DTensors have for state dicts.
+    aliases = {name: Parameter(torch.detach(parameters[name])) for name in names}
     by_parameter = {parameters[name]: alias for name, alias in aliases.items()}
     places = [
         (child, name, parameter)

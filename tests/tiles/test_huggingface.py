@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ConfigError
 from lt_zero.config.blocks import LongSequences
+from lt_zero.parallel.plan import parallelize
 from lt_zero.tiles.huggingface import DeferredLogits, install
+from tests.support.plans import config, train
 from tests.support.pool import Pool
 
 transformers: Any = pytest.importorskip("transformers", minversion="4.53")
@@ -32,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 4, "final_logit_softcapping": 0.1},
     "phi": {},
     "phi3": {},
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt2": {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
     "gpt_neox": {},
 }  # fmt: skip
 
@@ -110,6 +112,7 @@ def test_a_copy_generation_and_arguments_are_as_before() -> None:
     assert model(prompt).logits.shape == (2, 10, 32)  # the labels of the failed call are forgotten
 
 
+@pytest.mark.slow
 def test_the_whole_model_can_be_compiled() -> None:
     model = made()
     wanted = outcome(model)
@@ -152,9 +155,12 @@ def _trains(stage: int, tied: bool) -> list[float]:
     rank, losses = torch.distributed.get_rank(), []
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
     config = {
-        "zero_optimization": zero, "long_sequences": BLOCK.model_dump(), "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "activation_checkpointing": {"mode": "full"},
-    }  # fmt: skip
+        "zero_optimization": zero,
+        "long_sequences": BLOCK.model_dump(),
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "activation_checkpointing": {"mode": "full"},
+    }
     model = made(tie_word_embeddings=tied)
     engine, *_ = lt_zero.initialize(model=model, config=config)
     for _ in range(3):
@@ -169,7 +175,7 @@ def _trains(stage: int, tied: bool) -> list[float]:
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
 @pytest.mark.parametrize("tied", [True, False])
-def test_stages_train_alike(pool: Pool, caplog: pytest.LogCaptureFixture, stage: int, tied: bool) -> None:
+def test_stages_train_alike(pool: Pool, stage: int, tied: bool) -> None:
     model = made(tie_word_embeddings=tied)
     optimizer, wanted = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), []
     for _ in range(3):
@@ -181,6 +187,24 @@ def test_stages_train_alike(pool: Pool, caplog: pytest.LogCaptureFixture, stage:
         wanted.append([loss.item() for loss in losses])
     found = pool.run(2, _trains, stage, tied)
     assert [list(row) for row in zip(*found, strict=True)] == [pytest.approx(row, rel=1e-5) for row in wanted]
+
+
+def _cut(name: str) -> float:
+    def cut(model: nn.Module, *args: Any) -> None:
+        parallelize(model, *args)
+        install(model, BLOCK, 1)
+
+    kind = {"tied": "qwen3"}.get(name, name)
+    sizes = {"vocab_size": 18, "hidden_size": 24, "intermediate_size": 36, "head_dim": 6, "use_cache": False}
+    model = made(kind, **sizes, tie_word_embeddings=name == "tied")
+    return train(model, config(2, stage=3), cut=cut, loss=lambda model, batch: model(batch, labels=batch).loss)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tied", "gemma2"))]
+)
+def test_models_that_are_cut_over_tensor_ranks(pool: Pool, name: str) -> None:
+    assert max(pool.run(2, _cut, name)) < 2e-6
 
 
 def test_what_is_switched_is_told(caplog: pytest.LogCaptureFixture) -> None:
