@@ -109,6 +109,11 @@ class Session:
         return self.mesh.device_mesh[DATA].get_group() if self.mesh is not None else None
 
     @property
+    def token_group(self) -> Any:
+        """The ranks that see other tokens, of other data or of another part of sequences; None: all ranks."""
+        return self.mesh.token_group if self.mesh is not None else None
+
+    @property
     def engines(self) -> list[Engine]:
         """One for each module, in the order of their set-up."""
         return [engine for ref in self._engines if (engine := ref()) is not None and engine.attached]
