@@ -141,7 +141,7 @@ class SavedBytes(Protocol):
 
 
 class InputStore(Protocol):
-    """Where the saved inputs of recomputed modules rest (``ActivationStore``)."""
+    """Keeps the saved inputs of recomputed modules (``ActivationStore``)."""
 
     def saving(self, name: str, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Context for a call of module ``name`` that saves ``tensors``."""

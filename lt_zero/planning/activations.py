@@ -1,10 +1,11 @@
 """The memory of activations: forward and backward of a module run on tensors without values, and storages are counted.
 
 Note [What is counted]
-    Operations run on tensors that have a shape, a dtype and a device, but no memory. Every storage that one makes counts
-    from then until nothing refers to it, so what autograd saves is in, and so are temporary tensors between operations.
+    Operations run on tensors that have a shape, a dtype and a device, but no memory. Every storage that one makes
+    counts until nothing refers to it, so what autograd saves is in, and so are temporary tensors between operations.
     Weights, buffers and batches exist before, and gradients of parameters are model states, which ``estimate`` counts;
     these are left out. torch chooses operations as on a CPU; what an operation allocates inside of itself is not seen.
+    Code that asks for a value gets 0.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def estimate_activations(
             stack.enter_context(torch.autocast("cpu", policy.compute, cache_enabled=False))
         stack.enter_context(ledger)
         loss = (step or default_step)(copied, values)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     return ledger.forecast()
 
 
@@ -120,6 +121,8 @@ class Ledger(DispatchMode):
         self.ends: list[int | None] = [None, None]
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op is torch.ops.aten._local_scalar_dense.default:  # of ``item()``, ``int()``, ``if``
+            return 0.0 if args[0].is_floating_point() else args[0].dtype != torch.bool and 0
         result = op(*args, **kwargs)
         for tensor in iter_tensors(result):
             storage = tensor.untyped_storage()
@@ -141,7 +144,7 @@ class Ledger(DispatchMode):
         return len(self._changes)
 
     def forecast(self) -> ActivationForecast:
-        """What was there, and when."""
+        """Sum up the storages at each moment."""
         counted = [(0 if number in self._left_out else nbytes, aside) for number, aside, nbytes in self._changes]
         device = list(accumulate((0 if aside else nbytes for nbytes, aside in counted), initial=0))
         others = accumulate((nbytes if aside else 0 for nbytes, aside in counted), initial=0)
