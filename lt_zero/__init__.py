@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from lt_zero.planning import estimate_activations as estimate_activations
     from lt_zero.planning.estimate import estimate as estimate  # not of the package: there mypy takes it for the module
     from lt_zero.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from lt_zero.tiles.head import loss_head as loss_head
+    from lt_zero.tiles.linear import TiledLinear as TiledLinear
+    from lt_zero.tiles.loss import tiled_cross_entropy as tiled_cross_entropy
+    from lt_zero.tiles.tokens import tiled as tiled
     from lt_zero.utils import add_config_arguments as add_config_arguments
     from lt_zero.utils import safe_get_full_fp32_param as safe_get_full_fp32_param
     from lt_zero.utils import safe_get_full_grad as safe_get_full_grad
@@ -71,6 +75,7 @@ _MODULES = {
     "NotEnoughMemory": "planning",
     "ShardedOptimizer": "step.sharded_optimizer",
     "Sizes": "planning",
+    "TiledLinear": "tiles.linear",
     "TrainingEngine": "loop.engine",
     "ZeroConfig": "config",
     "ZeroPrecision": "lightning.precision",
@@ -89,6 +94,7 @@ _MODULES = {
     "initialize": "loop.initialize",
     "last_checkpoint": "checkpoint.last",
     "load_from_checkpoint": "lightning.load",
+    "loss_head": "tiles.head",
     "safe_get_full_fp32_param": "utils",
     "safe_get_full_grad": "utils",
     "safe_get_full_optimizer_state": "utils",
@@ -106,6 +112,8 @@ _MODULES = {
     "set_full_state": "loop.access",
     "shard": "build",
     "synced": "engine.uneven_forwards",
+    "tiled": "tiles.tokens",
+    "tiled_cross_entropy": "tiles.loss",
 }
 _SUBMODULES = ("attention", "utils", "zero")  # ``lt_zero.zero.Init`` as DeepSpeed's scripts write it
 __all__ = list(_MODULES)

@@ -15,6 +15,11 @@ Note [Experts]
     so no weight, on some ranks: a rank notices the backward of a unit by its outputs.
     Members that ``leaf_module`` names are units all the same: all ranks call them, say one after the other.
     Ranks that meet in different members of another list get an error that says to name it (hang_detection.py).
+
+Note [Wishes of modules]
+    A module whose attribute ``one_unit`` is true is a unit, unless it is inside of one: what it computes needs all of
+    its parameters together. One whose attribute ``unit_apart`` is true is a unit even inside of a block, whose unit has
+    the other parameters: it is so large that the block should not be gathered with it.
 """
 
 from __future__ import annotations
@@ -54,6 +59,7 @@ class UnitRules:
     leaf_suffixes: tuple[str, ...] = ()  # suffixes of such names
     alike: bool = False  # blocks of unequal size count as repeated if they are similar (the first has a relative bias)
     joins_experts: bool = True  # experts are no units: see Note [Experts]
+    asks_modules: bool = True  # see Note [Wishes of modules]
     sizes: Mapping[Parameter, int] = field(
         default_factory=dict
     )  # elements that parameters count with, if not their own
@@ -63,10 +69,11 @@ class UnitRules:
         return sum([self.sizes[p] if p in self.sizes else p.numel() for p in module.parameters()])
 
     def forces(self, name: str, module: nn.Module) -> bool:
-        """True if the user asks for this module to be a unit."""
+        """True if the user, or the module itself, asks for this module to be a unit."""
         plain = clean_name(f"{name}.").removesuffix(".")
         by_suffix = plain != "" and plain.endswith(self.leaf_suffixes)
-        return by_suffix or plain in self.leaf_names or class_matches(module, self.leaf_classes)
+        asks = self.asks_modules and (getattr(module, "one_unit", False) or getattr(module, "unit_apart", False))
+        return by_suffix or plain in self.leaf_names or asks or class_matches(module, self.leaf_classes)
 
 
 _ALIKE = UnitRules(alike=True)
@@ -127,7 +134,7 @@ def _check_values(names: Mapping[Parameter, Sequence[str]]) -> None:
 
 def find_repeated(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """The repeated blocks of ``root``, whatever their size, in registration order; none inside another."""
-    rules = UnitRules(min_numel=sys.maxsize, max_numel=sys.maxsize, alike=True, joins_experts=False)
+    rules = UnitRules(min_numel=sys.maxsize, max_numel=sys.maxsize, alike=True, joins_experts=False, asks_modules=False)
     found = {module: clean_name(f"{name}.")[:-1] for name, module in _search(root, "", rules)}
     return [(name, module) for module, name in found.items()]
 
@@ -141,6 +148,9 @@ def _search(
     children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
     small = repeated is not None and repeated <= rules.max_numel
     if small or rules.forces(name, module) or (repeated is not None and not _has_repeats(module, rules)):
+        # They come first: each parameter belongs to the first unit that has it.
+        parts = module.named_modules() if rules.asks_modules else ()
+        yield from ((f"{name}.{n}", part) for n, part in parts if n and getattr(part, "unit_apart", False))
         yield name, module
         return
     if not children:
