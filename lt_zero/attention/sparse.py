@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lt_zero.attention.flex import flex
 from lt_zero.attention.patterns import Pattern, distinct_layouts, pattern_from_text
-from lt_zero.comm.sequence import ProcessGroup, exchange, gather_tokens, place_in
+from lt_zero.comm.sequence import ProcessGroup, SequenceGroup, place_in, whole_heads
 from lt_zero.common.arguments import expect, expect_number
 from lt_zero.common.compat import asks_for_tangents
 from lt_zero.ops import attention as ops
@@ -73,11 +73,12 @@ def sparse_attention(
         )
     if group is None or ranks == 1:
         return _attend(query, key, value, pattern, _bias(key_padding_mask, query), dropout, scale, heads, 0)
-    query, key, value = (exchange(x, group, to_heads=True) for x in (query, key, value))
     _check_constant(key_padding_mask)
-    mask = gather_tokens(key_padding_mask, group) if key_padding_mask is not None else None
+    within = SequenceGroup.of(group, query.device)
+    query, key, value = within.to_heads((query, whole_heads(key, ranks), whole_heads(value, ranks)))
+    mask = within.gather_tokens(key_padding_mask) if key_padding_mask is not None else None
     out = _attend(query, key, value, pattern, _bias(mask, query), dropout, scale, heads, rank * query.shape[1])
-    return exchange(out, group, to_heads=False)
+    return within.to_tokens(out)
 
 
 def _attend(
@@ -417,5 +418,5 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropo
         raise ValueError(f"dropout={dropout} must be in [0, 1).")
     if ranks > 1 and query.shape[2] != key.shape[2]:
         raise ValueError(f"{shapes}: with group= each rank has as many queries as keys.")
-    if key.shape[1] % ranks:
-        raise ValueError(f"{shapes}: heads must be a multiple of the {ranks} ranks of group=.")
+    if query.shape[1] % ranks:
+        raise ValueError(f"{shapes}: heads of the query must be a multiple of the {ranks} ranks of group=.")

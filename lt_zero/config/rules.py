@@ -217,9 +217,9 @@ def _sequence_parallel(config: Schema) -> Iterator[Problem]:
     if config.sparse_attention is not None:
         text = f"{key}={size}: {SPARSE} needs whole sequences on each rank. Remove one of them, or call "
         yield Problem(SPARSE, f"{text}lt_zero.attention.sparse_attention(group=...) in the model.")
-    if block.method == "gather" and size % block.gather_size:
-        text = f"sequence_parallel.gather_size={block.gather_size} does not divide {key}={size}. Use a divisor."
-        yield Problem("sequence_parallel.gather_size", text)
+    if size % block.gather:
+        text = f"sequence_parallel.gather={block.gather} does not divide {key}={size}. Use a divisor."
+        yield Problem("sequence_parallel.gather", text)
 
 
 def _precision(config: Schema) -> Iterator[Problem]:
@@ -413,10 +413,10 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
     late = bool(config.communication.slow_node_tolerance) and config.broadcast_buffers
     waits = "with communication.slow_node_tolerance ranks do not wait for rank 0's buffers"
     buffers = "buffers keep their dtype without data_types.buffer_dtype"
-    plain = config.sequence_parallel.method != "gather"
+    exchanges = config.sequence_parallel.method != "gather" and config.sequence_parallel.gather == 1
     return (
         (config.sequence_parallel_size == 1, "sequence_parallel", "", "sequence_parallel_size is 1"),
-        (plain, "sequence_parallel", "gather_size zigzag", "they count with method: gather only"),
+        (exchanges, "sequence_parallel", "zigzag", "no keys are gathered"),
         (not config.bf16.immediate_grad_update, "bf16", "immediate_grad_update", adds),
         *((not getattr(config, block).enabled, block, "", f"{block}.enabled is false") for block in blocks),
         (shrinks == "none", compression, keys, "gradient_compression.algorithm is none"),

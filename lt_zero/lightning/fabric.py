@@ -36,10 +36,12 @@ from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.lightning.arguments import check_launch, explained, with_sizes_of_mesh
 from lt_zero.lightning.checkpoint_plugin import writes_directories
+from lt_zero.lightning.data_position.position import tracked
 from lt_zero.lightning.fabric_items import FabricItems, ShardedModule, optimizer_state, whole
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.setup import shorten_errors
 from lt_zero.parallel.mesh import DeviceMesh
+from lt_zero.parallel.sequence.batches import HOOK
 from lt_zero.session.checkpoints import (
     Saving,
     export_weights,
@@ -189,6 +191,24 @@ class FabricZeroStrategy(DDPStrategy):
         return {"num_replicas": self.session.data_ranks, "rank": self.session.data_rank}
 
     @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A loader; of the sequences of its batches the part of this rank, if they are cut."""
+        loader = super().process_dataloader(dataloader)
+        session = self.session
+        if session.sequences is None:
+            return loader
+
+        def open(make: Callable[[], Any]) -> Any:
+            module = next((engine.root for engine in session.engines if hasattr(engine.root, HOOK)), None)
+            return (session.cut_batch(batch, module) for batch in make())
+
+        made = tracked(loader, open)
+        if made is None:
+            name = type(loader).__name__
+            raise TypeError(f"Batches of {name} cannot be cut. Pass a DataLoader, or call lt_zero.parallel.cut_batch.")
+        return made
+
+    @override
     def setup_module(self, module: nn.Module) -> ShardedModule:  # type: ignore[override]
         """Shard a module in place. One in evaluation mode gets no master weights, until it gets an optimizer."""
         return self._set_up(module, module.training)
@@ -197,7 +217,7 @@ class FabricZeroStrategy(DDPStrategy):
         device, policy = self.world.device, self.precision.policy  # raises before fabric.launch()
         engine = self.session.build(module, self.config, device, policy, training)
         self.precision.engine = engine
-        return ShardedModule(module, engine)
+        return ShardedModule(module, engine, self.session.own_numbers)
 
     @override
     def setup_module_and_optimizers(

@@ -305,6 +305,8 @@ class ZeroStrategy(RunQueries):
         if fitting:
             self._reconciler.agree(trainer, self._module, world, self.session.data_ranks, self.is_global_zero)
         self.checkpoints.set_up(self.run)
+        if self.session.sequences is not None:
+            set_up.refuse_own_reads(self._module, self.session.sequences.ranks.size)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
             self._layer_sync = TorchSyncBatchNorm()
         if fitting and self._layer_sync:
@@ -396,6 +398,14 @@ class ZeroStrategy(RunQueries):
         return self.data.process(super().process_dataloader(dataloader), self._module.trainer, ranks)
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; of its sequences the part of this rank, if they are cut."""
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self.session.sequences is None:
+            return moved
+        return self.session.cut_batch(moved, self._module, str(self._module.trainer.state.stage))
+
+    @override
     def on_train_start(self) -> None:
         self._epoch = self._module.current_epoch
         self.data.start()
@@ -424,9 +434,9 @@ class ZeroStrategy(RunQueries):
             session.before_step()
         if not self._reconciler.seen:
             self._reconciler.see(batch, module.trainer, engine.world, session.data_ranks, self.is_global_zero)
-        if session.mesh is not None:
+        if session.mesh is not None and session.sequences is None:  # else it is compared before it is cut
             session.compare_batch(batch)
-        with phase("forward"), engine.forward_scope():
+        with phase("forward"), engine.forward_scope(), session.own_numbers(module.training):
             if not self.monitor.watches:
                 return super().training_step(*args, **kwargs)
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
 from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.process_groups import one_queue
+from lt_zero.comm.sequence import SequenceGroup
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
@@ -37,6 +38,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.units import format_bytes
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks import SequenceParallel
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.same_on_ranks import Snapshot, compare, described
 from lt_zero.parallel.buffers import make_plain
@@ -48,6 +50,7 @@ from lt_zero.parallel.pipeline.runner import Runner
 from lt_zero.parallel.plan import check_shared, parallelize, placements, table
 from lt_zero.parallel.random import default_generators
 from lt_zero.parallel.replaced import Replaced
+from lt_zero.parallel.sequence.ranks import SequenceRanks
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
 AXES = (PIPELINE, DATA, SEQUENCE, TENSOR)  # outermost first: tensor ranks are neighbours, on one node
@@ -133,6 +136,7 @@ class ParallelMesh:
     Args:
         sizes: along each axis.
         world: all ranks. Collective.
+        method: how sequence ranks compute attention.
 
     Attributes:
         device_mesh: with an axis for each of ``AXES``, also for those of size 1.
@@ -143,9 +147,11 @@ class ParallelMesh:
         pipeline_rank: which stage of pipelines this rank has, of ``sizes.pipeline``.
         peers: the ranks that have the same stage; None: all ranks do.
         replaced: parameters that were replaced by parts of them.
+        token_group: the ranks that see other tokens, of other data or of another part of sequences.
+        sequence: the ranks with parts of the same sequences; None: sequences are not cut.
     """
 
-    def __init__(self, sizes: ParallelSizes, world: World) -> None:
+    def __init__(self, sizes: ParallelSizes, world: World, method: SequenceParallel | None = None) -> None:
         self.sizes, self._world, self.replaced = sizes, world, Replaced()
         self.data_rank, self.tensor_rank = sizes.data_rank(world.rank), world.rank % sizes.tensor
         self.pipeline_rank, self.sequence_rank = world.rank // sizes.of_stage, sizes.sequence_rank(world.rank)
@@ -163,10 +169,13 @@ class ParallelMesh:
         self._part_ranks = PartRanks(world, rows[tensor], groups[tensor]) if sizes.tensor > 1 else None
         with_part = mesh.movedim(tensor, 1).reshape(-1, sizes.with_part).tolist()
         self._cut = ShardGroup(world, with_part, divisor=sizes.with_part, holders=self.peers)
-        # The ranks that see other tokens: they have other data, or another part of sequences.
         self.token_group = groups[AXES.index(DATA)]
+        self.sequence: SequenceRanks | None = None
         if sizes.sequence > 1:
+            along, method = AXES.index(SEQUENCE), method or SequenceParallel()
             self.token_group = world.new_group(None, with_part, closes=True)
+            made, how = SequenceGroup.joined(world, rows[along], groups[along]), (method.method, method.gather)
+            self.sequence = SequenceRanks(made, self._cut, *how, method.zigzag)
         across = rows[AXES.index(PIPELINE)]
         self._row = ShardGroup(world, across, divisor=1) if sizes.pipeline > 1 else None
         self._shared: dict[tuple[frozenset[int], bool], ShardGroup] = {}  # by the stages, and whether it is cut
@@ -319,7 +328,7 @@ def mesh_of(config: ZeroConfig, world: World) -> ParallelMesh | None:
             f"{key}={size} needs process groups beside the others, which "
             "CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow: unset it.",
         )
-    return ParallelMesh(sizes, world)
+    return ParallelMesh(sizes, world, config.sequence_parallel)
 
 
 def _warn_of_traffic(engine: Engine, config: ZeroConfig) -> None:

@@ -343,12 +343,13 @@ class SequenceParallel(Block):
         "ulysses: ranks exchange parts of sequences for heads, whose number they divide; gather: each rank gathers "
         "keys and values of whole sequences, for any number of heads",
     )
-    gather_size: Positive = key(
+    gather: Positive = key(
         1,
-        "with gather: how many ranks keys and values are gathered from; neighbours between them exchange heads; 1: all",
+        "in how many parts keys and values are gathered, while the neighbours of a part exchange heads, for more ranks "
+        "than heads; 1: of all ranks with method: gather, else of none",
     )
     zigzag: bool = key(
-        False, "with gather: each rank has an early and a late part of sequences, which balances causal attention"
+        False, "where keys are gathered: each rank has an early and a late part of sequences, as suits causal attention"
     )
 
 
