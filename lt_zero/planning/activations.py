@@ -33,6 +33,7 @@ from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.engine.find_units import find_repeated
 from lt_zero.engine.fp32_modules import Fp32Modules, install_fp32_modules
 from lt_zero.engine.partition import fp32_modules_of
+from lt_zero.tiles.tokens import TokenTiles
 
 Step = Callable[[Any, Any], Tensor]  # of a model and a batch; the loss
 
@@ -183,6 +184,9 @@ def _copy(model: nn.Module, policy: DtypePolicy, fp32: Fp32Modules, stack: ExitS
     made |= {id(buffer): _empty_like(buffer) for buffer in model.buffers()}
     inside = {name for name, _ in fp32.modules}
     copied = copy.deepcopy(model, made).train()
+    for module in copied.modules():
+        if isinstance(module, TokenTiles):
+            module.checked = True  # the check compares values
     if inside and policy.compute is not None:
         modules = tuple((name, copied.get_submodule(name)) for name in inside)
         handles = install_fp32_modules(

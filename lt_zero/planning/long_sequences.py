@@ -20,6 +20,8 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import resolve_mode
 from lt_zero.planning.activations import ActivationForecast, estimate_activations
 from lt_zero.planning.transformer import Transformer
+from lt_zero.tiles.head import LossHead, loss_head
+from lt_zero.tiles.tokens import tiled
 
 _FEW = (2, 3)  # blocks that are counted; the others are like them
 
@@ -31,12 +33,16 @@ class Remedies(NamedTuple):
         name: how a table calls the last of them.
         fused: attention makes no matrix of scores.
         recompute: blocks keep their input only.
-        aside: these inputs are in host memory, or in files.
+        tiled_loss: logits of a tile of tokens exist at a time.
+        tiled_mlp: and so do the tensors inside of an MLP.
+        aside: inputs of recomputed blocks are in host memory, or in files.
     """
 
     name: str
     fused: bool = True
     recompute: bool = False
+    tiled_loss: bool = False
+    tiled_mlp: bool = False
     aside: bool = False
 
     def of(self, config: ZeroConfig) -> ZeroConfig:
@@ -51,7 +57,9 @@ LADDER = (
     Remedies("attention with a matrix of scores", fused=False),
     Remedies("fused attention"),
     Remedies("+ blocks recomputed", recompute=True),
-    Remedies("+ their inputs {aside}", recompute=True, aside=True),
+    Remedies("+ loss in tiles", recompute=True, tiled_loss=True),
+    Remedies("+ MLP in tiles", recompute=True, tiled_loss=True, tiled_mlp=True),
+    Remedies("+ inputs of blocks {aside}", recompute=True, tiled_loss=True, tiled_mlp=True, aside=True),
 )
 
 
@@ -100,7 +108,7 @@ def activations_of(shape: Transformer, remedies: Remedies, precision: str, part:
     found = []
     for layers in _FEW:
         with torch.device("meta"):
-            model = _Decoder(replace(shape, layers=layers), part)
+            model = _Decoder(replace(shape, layers=layers), part, remedies)
         with nullcontext() if remedies.fused else sdpa_kernel(SDPBackend.MATH):
             found.append(estimate_activations(model, ids, remedies.of(ZeroConfig()), precision=precision, step=_loss))
     less, more = found
@@ -110,8 +118,8 @@ def activations_of(shape: Transformer, remedies: Remedies, precision: str, part:
 
 
 def _loss(model: nn.Module, ids: Tensor) -> Tensor:
-    output: Tensor = model(ids)
-    return F.cross_entropy(output.flatten(0, 1).float(), ids.flatten()) if model.head is not None else output.sum()
+    loss: Tensor = model(ids)
+    return loss
 
 
 class _Attention(nn.Module):
@@ -175,21 +183,33 @@ class _DecoderBlock(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """The blocks of a rank, with the embedding and the head if there is a vocabulary."""
+    """The blocks of a rank, with the embedding, and the loss of the head if there is a vocabulary."""
 
-    def __init__(self, shape: Transformer, part: RankPart) -> None:
+    def __init__(self, shape: Transformer, part: RankPart, remedies: Remedies) -> None:
         super().__init__()
         self.embedding = nn.Embedding(max(1, shape.vocabulary), shape.hidden)
         self.blocks = nn.ModuleList(_DecoderBlock(shape, part) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden, bias=False)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False) if shape.vocabulary else None
+        if remedies.tiled_mlp:
+            for module in self.blocks.modules():
+                if isinstance(module, _MLP):
+                    tiled(module)
+        if remedies.tiled_loss and self.head is not None:
+            loss_head(self.head)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """The loss."""
         x: Tensor = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
-        return self.head(x) if self.head is not None else x
+        if self.head is None:
+            return x.sum()
+        if isinstance(self.head, LossHead):
+            loss: Tensor = self.head(x, ids)
+            return loss
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
@@ -214,7 +234,10 @@ class ActivationCounter:
     @property
     def ladder(self) -> tuple[Remedies, ...]:
         """The remedies that may be switched on; attention of a module is what it is."""
-        return LADDER if isinstance(self.model, Transformer) else (Remedies("as it is"), *LADDER[2:])
+        if isinstance(self.model, Transformer):
+            return LADDER
+        recomputed = Remedies("+ blocks recomputed", recompute=True)
+        return Remedies("as it is"), recomputed, recomputed._replace(name="+ their inputs {aside}", aside=True)
 
     @property
     def mode(self) -> str:
