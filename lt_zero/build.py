@@ -11,6 +11,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -56,6 +57,7 @@ from lt_zero.io.pinned import return_freed_memory
 from lt_zero.offload.host_store import is_apart
 from lt_zero.ops.library import missing
 from lt_zero.planning.check import check_build
+from lt_zero.tiles.huggingface import install as install_tiles
 
 log = logging.getLogger("lt_zero")
 
@@ -154,7 +156,10 @@ def _shard(
     for each in distinct:
         each.configure(config)
     # Parameters that are sharded already have guards, which would intercept each access.
-    with without_torch_function():
+    with ExitStack() as undo, without_torch_function():
+        if config.long_sequences.tiles:
+            # Before the plan, since what is computed in tiles is one unit.
+            undo.callback(install_tiles(module, config.long_sequences, group.world.rank).remove)
         _check_specs(module, specs)
         plan = plan_engine(module, config, policy, group.mesh.shards, specs, groups, sizes, parts.gradient, wide)
         _compare_wide(plan, groups)
@@ -166,9 +171,19 @@ def _shard(
         if group.world.rank == 0:
             warn_of_padding(plan, zero, group.mesh.shards)
         check_build(plan, config, policy, group, training)
+        tiles = undo.pop_all()
     if config.sparse_attention is not None:
         install_sparse_attention(module, config, group.world.rank)
-    return _build(module, device, plan, config, policy, group, groups, training, saved, parts)
+    engine = _build(module, device, plan, config, policy, group, groups, training, saved, parts)
+    engine.handles.append(_Undo(tiles))
+    return engine
+
+
+class _Undo:
+    """A handle of an engine that restores what an ExitStack knows."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.remove = stack.close
 
 
 def _build(

@@ -21,6 +21,7 @@ from lt_zero.config.blocks import (
 from lt_zero.config.document import leaves
 
 ZERO, ACTIVATIONS, SPARSE = "zero_optimization", "activation_checkpointing", "sparse_attention"
+LONG = "long_sequences"
 _CAUSAL = "unidirectional"
 _WHOLE = ("muon", "adafactor")  # configurable optimizers that need whole matrices
 _PLAIN = {"onebitadam": "Adam", "onebitlamb": "Lamb", "zerooneadam": "Adam"}  # 1-bit optimizers, and without 1 bit
@@ -49,6 +50,10 @@ def contradictions(config: Schema) -> Iterator[Problem]:
     yield from _precision(config)
     yield from _offload(config)
     yield from _sparse_attention(config)
+    if config.long_sequences.tiled_mlp and config.activation_checkpointing.mode == "selective":
+        text = f"{LONG}.tiled_mlp=true and {ACTIVATIONS}.mode='selective' contradict each other: that mode keeps the"
+        remedy = "products of all tiles, so no memory would be saved. Write 'full' or 'none', or leave out tiled_mlp."
+        yield Problem(f"{LONG}.tiled_mlp", f"{text} {remedy}")
     unknown = [name for name in config.comms_logger.prof_ops if operation_of(name) is None]
     if unknown:
         text = f"comms_logger.prof_ops has {unknown[0]!r}, which is not a collective of lt_zero. Choose from "
@@ -437,6 +442,10 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
             "",
             "quantize",
             "parameters are sharded at stage 3 only",
+        ),
+        *(
+            (not tiles, LONG, f"{part}_tokens_per_tile", f"{LONG}.tiled_{part} is false")
+            for part, tiles in (("mlp", config.long_sequences.tiled_mlp), ("loss", config.long_sequences.tiled_loss))
         ),
         (config.data_types.buffer_dtype is None, "data_types", "keep_in_fp32_modules", buffers),
         (late, "", "broadcast_buffers", waits),

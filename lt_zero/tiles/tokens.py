@@ -81,7 +81,8 @@ def tiled(module: M, tiles: int | None = None, *, tokens_per_tile: int | None = 
         if isinstance(child, nn.modules.batchnorm._BatchNorm):
             of = f" {name!r}" if name else ""
             raise ValueError(f"{call}: {type(child).__name__}{of} takes means over tokens, which tiles would change.")
-    if not isinstance(module, TokenTiles) and any(owner_of(parameter) is not None for parameter in module.parameters()):
+    owners = [owner_of(parameter) for parameter in module.parameters()]
+    if not isinstance(module, TokenTiles) and any(getattr(owner, "attached", False) for owner in owners):
         raise ValueError(f"{call}: the {type(module).__name__} is sharded already. Call {call} before that.")
     switch(module, TokenTiles, call)
     vars(module).update(tile_sizes=(tiles, tokens_per_tile), checked=vars(module).get("checked", False))
@@ -161,7 +162,7 @@ class _TiledCall:
         # A cast of a weight that is made without a graph must not stay in autocast's cache.
         with torch.no_grad(), self._cast(cached=False):
             for low, high in self._bounds:
-                tile = self._tile(x[..., low:high, :])
+                tile = self._tile(x[..., low:high, :].contiguous())
                 out = tile.new_empty((*x.shape[:-1], tile.shape[-1])) if out is None else out
                 out[..., low:high, :] = tile
         assert out is not None
@@ -180,7 +181,7 @@ class _TiledCall:
         with self._again(), _detached(self._module, self.names) as aliases:
             by = list(aliases.values())
             for low, high in self._bounds:
-                tile = x[..., low:high, :].detach().requires_grad_(needed)
+                tile = x[..., low:high, :].detach().contiguous().requires_grad_(needed)
                 with torch.enable_grad():
                     out = self._tile(tile)
                 if not out.requires_grad:
@@ -256,7 +257,8 @@ def _versions(x: Tensor, module: nn.Module) -> list[int]:
 def _detached(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Parameter]]:
     """Context in which the module has other parameters with the same memory; returns those of ``names``."""
     parameters = dict(module.named_parameters())
-    aliases = {name: Parameter(parameters[name].detach()) for name in names}
+    # Not the method, which sharded DTensors have for state dicts.
+    aliases = {name: Parameter(torch.detach(parameters[name])) for name in names}
     by_parameter = {parameters[name]: alias for name, alias in aliases.items()}
     places = [
         (child, name, parameter)

@@ -26,6 +26,7 @@ from tests.support import reach_loggers as log
 from tests.support import reach_parallel as par
 from tests.support import reach_pipeline as pipe
 from tests.support import reach_profiling as prof
+from tests.support import reach_tiles as tiles
 from tests.support import reach_trainer as t
 from tests.support import reach_whole as w
 from tests.support.lightning_tools import HAS_WEIGHTS_ONLY
@@ -72,6 +73,7 @@ OUTSIDE = sorted(
     ]
 )
 G = "gradient_compression."
+L = "long_sequences."
 T = "tensor_parallel."
 P = T + "partition_config."
 SIGNS, TOPK = {G + "algorithm": "1bit"}, {G + "algorithm": "topk"}
@@ -347,6 +349,10 @@ PROBES: dict[str, Probe] = {
         )
         for key, name in (("group", "group"), ("team", "entity"), ("project", "project"))
     },
+    L + "tiled_mlp": Probe(tiles.seen("mlp"), True, [10], [3, 3, 4]),
+    L + "mlp_tokens_per_tile": Probe(tiles.seen("mlp"), 5, [3, 3, 4], [5, 5], {L + "tiled_mlp": True}),
+    L + "tiled_loss": Probe(tiles.seen("loss"), True, [], [10]),
+    L + "loss_tokens_per_tile": Probe(tiles.seen("loss"), 4, [10], [4, 4, 2], {L + "tiled_loss": True}),
     T + "autotp_size": Probe(par.sizes, 2, (4, 1), (2, 2)),
     "data_parallel_size": Probe(par.sizes, 2, (4, 1), "data_parallel_size"),
     P + "layer_specs": Probe(

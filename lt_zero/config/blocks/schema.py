@@ -25,6 +25,7 @@ from lt_zero.config.blocks.training import (
     Checkpoint,
     DataTypes,
     Fp16,
+    LongSequences,
     OptimizerBlock,
     SchedulerBlock,
     SparseAttention,
@@ -86,6 +87,7 @@ class Schema(Block):
     sparse_attention: Annotated[SparseAttention | None, _none_if_false] = key(
         None, "block-sparse attention; null or false: the model's own"
     )
+    long_sequences: LongSequences = key(LongSequences(), "computation in tiles of tokens, for models of transformers")
     csv_monitor: CsvMonitor = key(CsvMonitor(), "metrics in CSV files")
     tensorboard: TensorBoard = key(TensorBoard(), "metrics for TensorBoard")
     wandb: Wandb = key(Wandb(), "metrics for Weights & Biases")

@@ -129,6 +129,22 @@ class ActivationCheckpointing(Block):
     profile: bool = key(False, "print the time of checkpointed modules in forward and backward")
 
 
+class LongSequences(Block):
+    """The ``long_sequences`` block: what a model of transformers computes a tile of tokens at a time."""
+
+    tiled_mlp: bool = key(False, "compute MLPs in tiles of tokens, in forward and again in backward")
+    mlp_tokens_per_tile: Positive | None = key(None, "tokens of a tile of MLPs; null: as many as the hidden size")
+    tiled_loss: bool = key(False, "compute logits, the loss and its gradients in tiles of tokens")
+    loss_tokens_per_tile: Positive | None = key(
+        None, "tokens of a tile of logits; null: a quarter of the hidden size, and at least 128"
+    )
+
+    @property
+    def tiles(self) -> bool:
+        """True if anything is computed in tiles."""
+        return self.tiled_mlp or self.tiled_loss
+
+
 # The keys that each pattern of ``lt_zero.attention`` has.
 _HEADS = ("block", "different_layout_per_head", "attention")
 SPARSE_MODES: Mapping[str, tuple[str, ...]] = {
