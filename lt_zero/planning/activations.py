@@ -33,6 +33,7 @@ from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.engine.find_units import find_repeated
 from lt_zero.engine.fp32_modules import Fp32Modules, install_fp32_modules
 from lt_zero.engine.partition import fp32_modules_of
+from lt_zero.tiles.huggingface import install as install_tiles
 from lt_zero.tiles.tokens import TokenTiles
 
 Step = Callable[[Any, Any], Tensor]  # of a model and a batch; the loss
@@ -75,7 +76,8 @@ def estimate_activations(
     Args:
         model: a module on any device, also "meta". Its blocks are recomputed as ``config`` says.
         batch: tensors, also of the device "meta", in any containers: what ``step`` gets.
-        config: as for ``ZeroStrategy``; the precision and ``activation_checkpointing`` count.
+        config: as for ``ZeroStrategy``; the precision, ``activation_checkpointing`` and ``long_sequences``
+            count.
         step: called with the model and the batch; returns the loss. Default: ``training_step`` of a LightningModule,
             the loss that a model of transformers returns for token ids, or the cross-entropy of any other model's
             output.
@@ -94,6 +96,11 @@ def estimate_activations(
         if block.mode != "none":
             aside = block.cpu_checkpointing or block.nvme_path is not None
             stack.callback(Checkpointing(copied, block, _Aside() if aside else None, warns=False).remove)
+        if config.long_sequences.tiles:
+            stack.callback(install_tiles(copied, config.long_sequences, rank=-1).remove)
+        for module in copied.modules():
+            if isinstance(module, TokenTiles):
+                module.checked = True  # the check compares values
         ledger.leave_out(chain(copied.parameters(), copied.buffers(), iter_tensors(values)))
         _watch(copied, ledger)
         if policy.autocast and policy.compute is not None:
@@ -184,9 +191,6 @@ def _copy(model: nn.Module, policy: DtypePolicy, fp32: Fp32Modules, stack: ExitS
     made |= {id(buffer): _empty_like(buffer) for buffer in model.buffers()}
     inside = {name for name, _ in fp32.modules}
     copied = copy.deepcopy(model, made).train()
-    for module in copied.modules():
-        if isinstance(module, TokenTiles):
-            module.checked = True  # the check compares values
     if inside and policy.compute is not None:
         modules = tuple((name, copied.get_submodule(name)) for name in inside)
         handles = install_fp32_modules(

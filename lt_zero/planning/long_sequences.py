@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -245,7 +246,7 @@ class ActivationCounter:
         return resolve_mode(self.config, self.precision or "32-true")
 
     def count(self, remedies: Remedies, length: int) -> ActivationForecast:
-        """Those of sequences of ``length`` tokens.
+        """Count those of sequences of ``length`` tokens.
 
         Raises:
             ValueError: ranks do not divide the heads, or the module does not take token ids.
@@ -261,6 +262,28 @@ class ActivationCounter:
                 f"{type(self.model).__name__} with token ids of shape {tuple(ids.shape)}: {error}. "
                 "lt_zero.estimate_activations(model, batch, step=...) counts steps with other batches."
             ) from error
+
+    def lengths(self, remedies: Remedies) -> tuple[int, ...]:
+        """Lengths that tell the activations of longer sequences: two, or three where bytes grow with the square."""
+        step = RankPart.of(self.config).sequence
+        if isinstance(self.model, nn.Module) or not remedies.fused:
+            return 1024 * step, 2048 * step, 4096 * step
+        return 4 * self.model.hidden * step, 8 * self.model.hidden * step  # tiles have as many tokens as features
+
+    def extrapolated(self, remedies: Remedies, lengths: Sequence[int]) -> Callable[[int], ActivationForecast]:
+        """Those of any length, by the polynomial through those of ``lengths``, whose degree is 1 or 2."""
+        found = [self.count(remedies, length) for length in lengths]
+
+        def of(length: int) -> ActivationForecast:
+            weights = [
+                math.prod((length - other) / (own - other) for other in lengths if other != own) for own in lengths
+            ]
+            rows = zip(*(vars(one).values() for one in found), strict=True)
+            return ActivationForecast(
+                *(round(sum(weight * each for weight, each in zip(weights, row, strict=True))) for row in rows)
+            )
+
+        return of
 
 
 def remedies_table(
@@ -289,7 +312,7 @@ def remedies_table(
     for name in ("kept", "logits", "in a block", place, aside, *longest):
         table.add_column(name, justify="right", no_wrap=True)
     for remedies in counter.ladder:
-        found = counter.count(remedies, length)
+        found = _counted(counter, remedies, length)
         cells = [bytes_cell(n, 1) for n in (found.kept, found.loss, found.block, found.most, found.aside)]
         if limit is not None:
             cells.append(f"{longest_sequence(counter, remedies, limit):,}")
@@ -297,21 +320,19 @@ def remedies_table(
     return show(table, console)
 
 
-def longest_sequence(counter: ActivationCounter, remedies: Remedies, limit: float, least: int = 1024) -> int:
-    """Tokens of the longest sequence whose activations take at most ``limit`` bytes, rounded down; 0: not ``least``.
+def _counted(counter: ActivationCounter, remedies: Remedies, length: int) -> ActivationForecast:
+    """Activations of sequences of ``length`` tokens; with many tiles those of a transformer are extrapolated."""
+    lengths = counter.lengths(remedies)
+    if remedies.tiled_loss and length > lengths[-1]:
+        return counter.extrapolated(remedies, lengths)(length)
+    return counter.count(remedies, length)
 
-    Bytes are a polynomial of the second degree in the length, but for rounding; where there is no matrix of scores it
-    has no square. Three lengths give it, and the result is looked at again.
-    """
-    step = least * RankPart.of(counter.config).sequence
-    one, two, four = (counter.count(remedies, step * times).most for times in (1, 2, 4))
-    square = max(0.0, (four - 3 * two + 2 * one) / 6)
-    linear = two - one - 3 * square
-    constant = one - linear - square - limit
-    if constant + linear + square > 0 or linear <= 0:
-        return 0
-    root = math.sqrt(linear**2 - 4 * square * constant)
-    times = int(-2 * constant / (linear + root))
-    while times > 1 and counter.count(remedies, step * times).most > limit:
-        times = times * 15 // 16
+
+def longest_sequence(counter: ActivationCounter, remedies: Remedies, limit: float) -> int:
+    """Tokens of the longest sequence whose activations take at most ``limit`` bytes, rounded down to 1,024 or 0."""
+    step = 1024 * RankPart.of(counter.config).sequence
+    counted = counter.extrapolated(remedies, counter.lengths(remedies))
+    times = 0
+    for power in reversed(range(30)):
+        times += (counted(step * (times + 2**power)).most <= limit) << power
     return step * times
