@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lt_zero.loop.initialize import initialize as initialize
     from lt_zero.planning import NotEnoughMemory as NotEnoughMemory
     from lt_zero.planning import Sizes as Sizes
+    from lt_zero.planning import estimate_activations as estimate_activations
     from lt_zero.planning.estimate import estimate as estimate  # not of the package: there mypy takes it for the module
     from lt_zero.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from lt_zero.tiles.head import loss_head as loss_head
@@ -82,6 +83,7 @@ _MODULES = {
     "add_config_arguments": "utils",
     "empty_weights": "engine.materialize",
     "estimate": "planning",
+    "estimate_activations": "planning",
     "export": "checkpoint.export",
     "full_grad": "loop.access",
     "full_master": "loop.access",

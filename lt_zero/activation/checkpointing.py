@@ -32,7 +32,7 @@ from lt_zero.activation import selective
 from lt_zero.activation.partitioned import PartitionedStore
 from lt_zero.activation.profile import Boundary, open_boundary
 from lt_zero.activation.state import Caches, ForwardState, SavedState
-from lt_zero.activation.stores import ActivationStore
+from lt_zero.activation.stores import ActivationStore, InputStore
 from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common import accelerator
@@ -179,7 +179,7 @@ class Checkpointing:
         self,
         root: nn.Module,
         block: ActivationCheckpointing,
-        store: ActivationStore | None = None,
+        store: InputStore | None = None,
         around: Around | None = None,
         warns: bool = True,
     ) -> None:

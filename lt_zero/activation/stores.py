@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -138,6 +138,13 @@ class SavedBytes(Protocol):
 
     def free(self) -> None:
         """Release the memory. The last call on this object."""
+
+
+class InputStore(Protocol):
+    """Keeps the saved inputs of recomputed modules (``ActivationStore``)."""
+
+    def saving(self, name: str, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Context for a call of module ``name`` that saves ``tensors``."""
 
 
 class SavedElements:

@@ -70,6 +70,13 @@ class DispatchMode(TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
 
+def without_values() -> Any:
+    """Context in which new tensors have a shape, a dtype and a device, but neither memory nor values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def process_groups() -> list[Any]:
     """The process groups of this process that are not destroyed."""
     return list(distributed_c10d._world.pg_map)

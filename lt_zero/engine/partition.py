@@ -185,7 +185,7 @@ def plan_engine(
         TypeError: a lazy parameter has no shape yet.
     """
     zero = config.zero_optimization
-    fp32_modules = _fp32_modules_of(root, policy)
+    fp32_modules = fp32_modules_of(root, policy)
     leaf = zero.leaf_module
     sizes = sizes or {}
     bounds = zero.stage3_param_persistence_threshold, zero.reduce_bucket_size
@@ -331,7 +331,7 @@ def refuse_name(key: str, name: str, why: str, known: list[str]) -> NoReturn:
     raise ConfigError([Problem(key, f"{key}: {name!r}: {why}.{hint}")])
 
 
-def _fp32_modules_of(root: nn.Module, policy: DtypePolicy) -> Fp32Modules:
+def fp32_modules_of(root: nn.Module, policy: DtypePolicy) -> Fp32Modules:
     """The modules that the user keeps in fp32, and those that cannot run with 16-bit weights."""
     if not policy.low:
         return Fp32Modules((), frozenset())

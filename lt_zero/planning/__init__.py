@@ -2,18 +2,21 @@
 
 storage of a rank   setup.py (facts of a run), forecast.py (bytes by phase), estimate.py (of a model that is not built)
 before allocating   check.py, limits.py (what a machine has)
+activations         activations.py (of any module), long_sequences.py (of a transformer by its dimensions; remedies)
 models and meshes   sizes.py, transformer.py, meshes.py, pipelines.py, tensor_sizes.py
 between nodes       traffic.py, comm_options.py
 ``lt-zero tune``    search_space.py, search.py, trial.py (inside a run of the script), tune_cli.py
 ``lt-zero estimate`` is estimate_cli.py.
 """
 
+from lt_zero.planning.activations import ActivationForecast, estimate_activations
 from lt_zero.planning.estimate import Fit, Machine, cheapest, estimate, settings_table
 from lt_zero.planning.forecast import Forecast
 from lt_zero.planning.limits import NotEnoughMemory, check_host_memory
 from lt_zero.planning.sizes import Sizes
 
 __all__ = [
+    "ActivationForecast",
     "Fit",
     "Forecast",
     "Machine",
@@ -22,5 +25,6 @@ __all__ = [
     "cheapest",
     "check_host_memory",
     "estimate",
+    "estimate_activations",
     "settings_table",
 ]

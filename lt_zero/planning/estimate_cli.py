@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,8 +27,9 @@ from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.planning.comm_options import comm_options_table, fitting, recommended
 from lt_zero.planning.estimate import Fit, Machine, cheapest, estimate, kinds_table, settings_table
 from lt_zero.planning.forecast import Forecast
+from lt_zero.planning.long_sequences import ActivationCounter, remedies_table
 from lt_zero.planning.meshes import Rates, TrainingJob, meshes_table, plans, reasons
-from lt_zero.planning.pipelines import activations_line, reductions, schedules_table, stages_table
+from lt_zero.planning.pipelines import reductions, schedules_table, stages_table
 from lt_zero.planning.sizes import Model, Sizes, Stage, fullest, stages_of_module, stages_of_sizes
 from lt_zero.planning.tensor_sizes import fits_by_size, sizes_table
 from lt_zero.planning.transformer import Transformer
@@ -50,6 +52,9 @@ TensorOption = Annotated[
 ]
 SequenceRanksOption = Annotated[
     int | None, Option(min=1, help="Ranks with parts of the same sequences. Default: sequence_parallel_size.")
+]
+SequenceLengthOption = Annotated[
+    int | None, Option(min=1, help="Tokens of a sequence: forecasts activations. Default with --layers: 4096.")
 ]
 PipelineOption = Annotated[
     int | None, Option(min=1, help="Ranks with layers one after the other. Default: pipeline.stages.")
@@ -85,8 +90,8 @@ def estimate_command(
     layers: LayersOption = None,
     hidden: Annotated[int | None, Option(min=1, help="Width of a block.")] = None,
     heads: Annotated[int | None, Option(min=1, help="Of attention; default: one for each 128 of --hidden.")] = None,
-    vocabulary: Annotated[int, Option(min=0, help="With --layers: rows of the embedding, and of the head.")] = 0,
-    sequence: Annotated[int, Option(min=1, help="Tokens of a sequence, for activations.")] = 4096,
+    vocabulary: Annotated[int, Option(min=0, help="Rows of the embedding, and of the head: for logits.")] = 0,
+    sequence_length: SequenceLengthOption = None,
     micro_batch: Annotated[int, Option(min=1, help="Sequences of a micro-batch, for activations.")] = 1,
     batch: BatchOption = None,
     stage: Annotated[int | None, Option(min=0, max=3, help="Show only this stage.")] = None,
@@ -107,7 +112,8 @@ def estimate_command(
     """Estimate the memory of a run per rank and node, by stage and offload. 1 GB is 1e9 bytes."""
     console = Console(highlight=False)
     try:
-        shape = _shape(layers, hidden, heads, sequence, micro_batch, vocabulary)
+        length = sequence_length or 4096
+        shape = _shape(layers, hidden, heads, length, micro_batch, vocabulary)
         parsed = _config(config, stage, (tensor, sequence_ranks, pipeline, micro_batches, schedule), module)
         stages = _stages(params, largest, module, shape, parsed)
         model = stages[0].model if len(stages) == 1 else fullest(stages)
@@ -116,11 +122,11 @@ def estimate_command(
         options = _options(per_node, optimizer, precision, device, accumulate, checkpoints)
         if mbit is not None:
             _print_traffic(model, parsed, world, mbit, stage, step_seconds, options, console)
-        _print_dimensions(stages, parsed, shape, console)
+        _print_pipeline(stages, parsed, shape, console)
         if fit:
             fits = _fit(model, parsed, world, options, (gpu_gb, cpu_gb, nvme_gb), mbit, console)
             if isinstance(model, Sizes) and ParallelSizes.of(parsed, world).is_plain and device == "cuda" and world > 1:
-                known = shape or Transformer.like(model.total, sequence, micro_batch)
+                known = shape or Transformer.like(model.total, length, micro_batch)
                 _suggest(_job(model, known, batch, parsed, world, options, gpu_gb, mbit), shape is None, console)
             raise typer.Exit(0 if fits else 1)
         settings_table(model, parsed, world, stage=stage, console=console, **options)
@@ -128,6 +134,10 @@ def estimate_command(
         _print_parts(cast, parsed, module is None, console)
         if config is not None or stage is not None:
             kinds_table(cast, f"Stage {parsed.zero_optimization.stage} as configured", console)
+        if (shape is not None or sequence_length is not None) and parsed.pipeline.ranks == 1:
+            counted = shape or _counted(model, length, micro_batch, vocabulary)
+            counter = ActivationCounter(counted, micro_batch, parsed, precision)
+            _print_activations(counter, cast, length, gpu_gb, console)
         _note_resident(cast, console)
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
@@ -150,16 +160,36 @@ def _print_traffic(
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _print_dimensions(stages: Sequence[Stage], config: ZeroConfig, shape: Transformer | None, console: Console) -> None:
-    """Print schedules, stages and reductions of a pipeline; without one, the activations of a transformer."""
+def _print_pipeline(stages: Sequence[Stage], config: ZeroConfig, shape: Transformer | None, console: Console) -> None:
+    """Print schedules, stages and reductions of a pipeline, if there is one."""
     if config.pipeline.ranks > 1:
         schedules_table(config, console)
         stages_table(stages, config, shape, console)
         for line in reductions(config):
             console.print(line, markup=False, soft_wrap=True)
-    elif shape is not None:
-        ranks = config.tensor_parallel.autotp_size, config.sequence_parallel_size
-        console.print(activations_line(shape, *ranks), markup=False, soft_wrap=True)
+
+
+def _counted(model: Model, length: int, micro_batch: int, vocabulary: int) -> Transformer | nn.Module:
+    """The model whose activations are counted."""
+    if isinstance(model, Sizes):
+        return replace(Transformer.like(model.total, length, micro_batch), vocabulary=vocabulary)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _print_activations(
+    counter: ActivationCounter, cast: Forecast, length: int, gpu_gb: float | None, console: Console
+) -> None:
+    """Print activations with each remedy, and the longest sequences that fit beside the states of the model."""
+    limit = None if gpu_gb is None else gpu_gb * GB - cast.rank(DEVICE)
+    remedies_table(counter, length, cast.setup.device, limit, console)
+    config = counter.config
+    if limit is not None:
+        states = format_bytes(cast.rank(DEVICE), 1)
+        text = f"longest: tokens of a sequence in {gpu_gb:g} GB, of which the states of stage "
+        console.print(f"{text}{config.zero_optimization.stage} take {states}.", markup=False, soft_wrap=True)
+    if isinstance(counter.model, nn.Module) and config.tensor_parallel.autotp_size > 1:
+        console.print("Activations are those of a rank that has all of each layer: tensor ranks are not counted.")
 
 
 def _options(
@@ -233,8 +263,8 @@ def _shape(
     layers: int | None, hidden: int | None, heads: int | None, sequence: int, micro_batch: int, vocabulary: int
 ) -> Transformer | None:
     """The transformer that the options describe; None: they do not."""
-    if (layers is None) != (hidden is None) or (layers is None and (heads is not None or vocabulary)):
-        raise ValueError("--layers and --hidden describe a transformer: give both; --heads, --vocabulary go with them.")
+    if (layers is None) != (hidden is None) or (layers is None and heads is not None):
+        raise ValueError("--layers and --hidden describe a transformer: give both; --heads goes with them.")
     if layers is None or hidden is None:
         return None
     return Transformer(layers, hidden, heads or max(1, hidden // 128), sequence, micro_batch, vocabulary)
@@ -311,7 +341,7 @@ def _suggest(job: TrainingJob, assumed: bool, console: Console) -> None:
     """Print the meshes that fit, the suggested one, and why."""
     found = plans(job)
     if assumed:
-        text = f"Taken to be a transformer of {job.model}; --layers, --hidden, --sequence describe another."
+        text = f"Taken to be a transformer of {job.model}; --layers, --hidden, --sequence-length describe another."
         console.print(text, markup=False, soft_wrap=True)
     if not found:
         console.print("No mesh of these ranks fits without offload, also with recomputed blocks.", soft_wrap=True)

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from lt_zero.common.tables import bytes_cell, show
-from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.parallel.drawing import shown
@@ -80,13 +79,3 @@ def reductions(config: ZeroConfig) -> Iterator[str]:
     stage, count = config.zero_optimization.stage, config.micro_batches
     if stage >= 2 and count > 1:
         yield f"Stage {stage} reduces gradients for each of the {count} micro-batches; stages 0 and 1 once per step."
-
-
-def activations_line(shape: Transformer, tensor: int, sequence: int = 1) -> str:
-    """A line with the activations of a micro-batch on a rank that has all blocks."""
-    whole, fused, recomputed = (shape.layers * nbytes for nbytes in shape.activations(tensor, sequence))
-    recomputed += shape.activations(tensor, sequence).fused
-    return (
-        f"Activations of a micro-batch: {format_bytes(whole, 1)}, with fused attention {format_bytes(fused, 1)}, of "
-        f"recomputed blocks {format_bytes(recomputed, 1)}."
-    )

@@ -126,7 +126,8 @@ def _taken(
         )
 
     def run(tile: Tensor) -> Any:
-        return whole(tile, *rest[0], **rest[1]) if args else whole(**{place: tile}, **rest[1])
+        # Without ``args``: the node would hold the input, also where a recomputation drops it.
+        return whole(tile, *rest[0], **rest[1]) if place == 0 else whole(**{place: tile}, **rest[1])
 
     return x, run
 
