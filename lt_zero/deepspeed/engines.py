@@ -1,0 +1,131 @@
+"""``deepspeed.initialize``, ``init_distributed`` and ``DeepSpeedConfig``, with what scripts expect around them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from lt_zero.comm import process_groups
+from lt_zero.common.arguments import expect, expect_number
+from lt_zero.config import ZeroConfig
+from lt_zero.config.load import examine
+from lt_zero.deepspeed.leaf_modules import leaf_modules
+from lt_zero.loop.engine import TrainingEngine
+from lt_zero.loop.initialize import config_of
+from lt_zero.loop.initialize import initialize as _initialize
+
+_TENSOR_RANKS = "_tp_size"  # the mark of ``tp_model_init``
+_engines: list[weakref.ref[TrainingEngine]] = []  # in the order in which they were made
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """``lt_zero.initialize``, in a process group of one where there is no launcher.
+
+    Modules that ``set_z3_leaf_modules`` has marked are gathered as one unit, and norms are computed in each step.
+    """
+    given = inspect.signature(_initialize).bind_partial(*args, **kwargs).arguments
+    if overrides := _overrides(given):
+        given["config"] = examine(config_of(given), overrides=overrides).usable()
+    if given.get("dist_init_required") is not False:
+        init_distributed(distributed_port=given.get("distributed_port"))
+    made = _initialize(**given)
+    made[0].tracks_norm = True
+    _engines.append(weakref.ref(made[0]))
+    return made
+
+
+def _overrides(given: Mapping[str, Any]) -> list[str]:
+    """Keys that the marks of a model add to the configuration.
+
+    Raises:
+        ValueError: ``tp_model_init`` had another size than is configured.
+    """
+    model, found = given.get("model"), []
+    marked, size = leaf_modules(model), getattr(model, "__dict__", {}).get(_TENSOR_RANKS)
+    if not isinstance(model, nn.Module) or config_of(given) is None or not (marked or size is not None):
+        return []
+    made = examine(config_of(given)).usable()
+    if marked:
+        names = [name for name, module in model.named_modules() if module in marked]
+        leaves = made.zero_optimization.leaf_module.names
+        found.append(f"zero_optimization.leaf_module.names={[*leaves, *(n for n in names if n not in leaves)]}")
+    key, configured = "tensor_parallel.autotp_size", made.tensor_parallel.autotp_size
+    if size is not None and configured not in (1, size):
+        raise ValueError(f"tp_model_init(tp_size={size}), but {key}={configured} is configured. Make them the same.")
+    return [*found, f"{key}={size}"] if size is not None else found
+
+
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **options: Any
+) -> nn.Module:
+    """Let ``initialize`` cut a model over ``tp_size`` ranks, as ``tensor_parallel.autotp_size`` does. Returns it.
+
+    Args:
+        dtype: of its parameters from now on; None: as they are.
+        config, options: of DeepSpeed's; errors here.
+
+    Raises:
+        ValueError: an argument has to be a key of the configuration.
+    """
+    expect(model, nn.Module, "tp_model_init(model=...)", "pass an nn.Module")
+    expect_number(tp_size, "tp_model_init(tp_size=...)", whole=True)
+    given = {"config": config, **options}
+    if name := next((name for name, value in given.items() if value is not None), None):
+        raise ValueError(
+            f"tp_model_init({name}={given[name]!r}) is not supported. Remove it, and write the block tensor_parallel "
+            "into the configuration of initialize."
+        )
+    model.__dict__[_TENSOR_RANKS] = tp_size
+    return model if dtype is None else model.to(dtype)
+
+
+def current_engine() -> TrainingEngine | None:
+    """The engine that was made last, and is still in use."""
+    while _engines and _engines[-1]() is None:
+        _engines.pop()
+    return _engines[-1]() if _engines else None
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """``lt_zero.init_distributed`` with DeepSpeed's order of arguments; a single process gets a group of its own."""
+    process_groups.init_distributed(
+        dist_backend,
+        timeout,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        auto_mpi_discovery=auto_mpi_discovery,
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+    )
+    if dist_init_required is not False:
+        process_groups.init_alone(dist_backend, timeout)
+
+
+def DeepSpeedConfig(  # noqa: N802 - DeepSpeed's name
+    config: Mapping[str, Any] | str | os.PathLike[str], mpu: Any = None, mesh_device: Any = None
+) -> ZeroConfig:
+    """The configuration as ``lt_zero.ZeroConfig``: its blocks and keys are attributes.
+
+    Raises:
+        ConfigError: the configuration has a problem.
+    """
+    return examine(config, for_run=True).usable()
