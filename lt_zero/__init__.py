@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lt_zero.config import ConfigError as ConfigError
     from lt_zero.config import ZeroConfig as ZeroConfig
     from lt_zero.config.blocks import ActivationCheckpointing as ActivationCheckpointing
+    from lt_zero.deepspeed.install import as_deepspeed as as_deepspeed
     from lt_zero.engine.full_params import gathered as gathered
     from lt_zero.engine.materialize import empty_weights as empty_weights
     from lt_zero.engine.uneven_forwards import synced as synced
@@ -75,6 +76,7 @@ _MODULES = {
     "ZeroPrecision": "lightning.precision",
     "ZeroStrategy": "lightning.strategy",
     "add_config_arguments": "utils",
+    "as_deepspeed": "deepspeed.install",
     "empty_weights": "engine.materialize",
     "estimate": "planning",
     "export": "checkpoint.export",

@@ -1,7 +1,8 @@
 """DeepSpeed's names, where its scripts import them from, for what loop/access.py does, and for their arguments.
 
 ``safe_get_full_...`` and ``safe_set_full_...`` are collective; values of setters are the same on all ranks. With
-``local`` they are this rank's elements (1D).
+``local`` they are this rank's elements (1D). Getters return None for parameters that are not trained
+(``requires_grad=False``), as DeepSpeed's do.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def safe_get_full_fp32_param(param: Parameter) -> Tensor:
+def _is_frozen(param: Parameter) -> bool:
+    return isinstance(param, Tensor) and not param.requires_grad
+
+
+def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
     """``full_master``, in fp32."""
-    return access.full_master(param).float()
+    return None if _is_frozen(param) else access.full_master(param).float()
 
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
@@ -37,7 +42,7 @@ def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
     """``full_grad``, in fp32."""
-    grad = access.full_grad(param)
+    grad = None if _is_frozen(param) else access.full_grad(param)
     return None if grad is None else grad.float()
 
 
@@ -48,6 +53,8 @@ def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
 
 def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
     """``full_state``; None if there is no such state."""
+    if _is_frozen(param):
+        return None
     try:
         found: Tensor = access.full_state(param, optim_state_key)
     except KeyError:  # on all ranks
@@ -62,19 +69,19 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
 
 def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
     """``local_master``, in fp32."""
-    found = access.local_master(param)
+    found = None if _is_frozen(param) else access.local_master(param)
     return None if found is None else found.float()
 
 
 def safe_get_local_grad(param: Parameter) -> Tensor | None:
     """``local_grad``, in fp32."""
-    found = access.local_grad(param)
+    found = None if _is_frozen(param) else access.local_grad(param)
     return None if found is None else found.float()
 
 
 def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
     """``local_state``."""
-    return access.local_state(param, optim_state_key)
+    return None if _is_frozen(param) else access.local_state(param, optim_state_key)
 
 
 @torch.no_grad()

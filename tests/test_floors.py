@@ -25,10 +25,10 @@ FLOORS = (
     {"build", "zero"},
     {"session"},
     {"lightning", "inference", "loop"},
-    {"__init__", "cli", "doctor", "sweep", "utils"},
+    {"__init__", "cli", "deepspeed", "doctor", "sweep", "utils"},
 )
 KNOW_LIGHTNING = {"lightning", "__init__", "cli", "common/compat"}
-COLLECTIVES = ("comm/", "common/compat")
+COLLECTIVES = ("comm/", "common/compat", "deepspeed/")  # the last passes torch.distributed on to scripts
 SAVES = "torch.distributed.checkpoint"  # plans over a process group that comm/ makes
 CUT = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed.pipelining")
 # Imports that stand in a function, or that only a type checker sees, and close a circle. None may be added.

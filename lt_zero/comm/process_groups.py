@@ -356,8 +356,8 @@ def init_distributed(
     """Make the default process group of all tasks that a launcher has started.
 
     The launcher is torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``), Open MPI, MPICH, Intel MPI or MVAPICH
-    (``mpirun``), or ``srun``; their numbers are written to torchrun's variables. No-op if there is a group, and for a
-    single process.
+    (``mpirun``), or ``srun``; their numbers are written to torchrun's variables. A single task of a launcher gets a
+    group of its own. No-op if there is a group, and without a launcher.
 
     Args:
         dist_backend: default: that of the accelerator, such as "nccl"; "gloo" for CPUs.
@@ -388,6 +388,11 @@ def init_distributed(
         if world_size < 0:
             refuse_alone(1)
         return
+    if tasks.world == 1 and init_method is None:
+        if world_size < 0:
+            refuse_alone(1)
+        init_alone(dist_backend, timeout)
+        return
     backend = dist_backend or dist.get_default_backend_for_device(accelerator.default_kind())
     _export(tasks, init_method, distributed_port)
     device = accelerator.default_device(own_gpu(local_rank())) if accelerator.is_available() else None
@@ -401,6 +406,18 @@ def init_distributed(
         refuse_alone(dist.get_world_size())
 
 
+def init_alone(backend: str | None = None, timeout: timedelta | None = None) -> None:
+    """Make the default process group of this process alone, if there is none; it needs no network.
+
+    Args:
+        backend, timeout: as for ``init_distributed``.
+    """
+    if not dist.is_initialized():
+        name = backend or dist.get_default_backend_for_device(accelerator.default_kind())
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout)
+
+
 def _check_existing_group(rank: int, world_size: int) -> None:
     """Check that the process group that there is has the ranks that were launched, or asked for (-1: none were)."""
     refuse_alone(dist.get_world_size())
@@ -412,15 +429,13 @@ def _check_existing_group(rank: int, world_size: int) -> None:
 
 
 def _joining_tasks(rank: int, world_size: int, init_method: str | None, mpi: bool) -> Tasks | None:
-    """This task among those that join a group; None for a single process, which needs none."""
+    """This task among those that join a group; None without a launcher."""
     tasks = launched_tasks(mpi=mpi)
     if world_size >= 0:
         tasks = (tasks or Tasks("", 0, 1))._replace(rank=rank, world=world_size)
-    if init_method is not None:
-        if tasks is None:
-            raise ValueError(f"init_distributed(init_method={init_method!r}) needs rank=... and world_size=..., too.")
-        return tasks
-    return tasks if tasks is not None and tasks.world > 1 else None
+    if init_method is not None and tasks is None:
+        raise ValueError(f"init_distributed(init_method={init_method!r}) needs rank=... and world_size=..., too.")
+    return tasks
 
 
 def _export(tasks: Tasks, init_method: str | None, port: int | None) -> None:

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import ParamSpec
 
 if TYPE_CHECKING:
@@ -189,9 +190,27 @@ def refuse_reentrant_checkpoint(unit: str) -> None:
         if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             raise RuntimeError(
                 f"Module {unit!r} is recomputed by torch.utils.checkpoint with use_reentrant=True, which runs a "
-                "backward inside backward and hides when gradients are complete. Pass use_reentrant=False."
+                "backward inside backward and hides when gradients are complete. Pass use_reentrant=False; to models "
+                "of transformers gradient_checkpointing_kwargs={'use_reentrant': False}, or enable it before lt_zero "
+                "gets the model, which then does so."
             )
         frame = frame.f_back
+
+
+def replace_reentrant_checkpoints(module: torch.nn.Module) -> bool:
+    """Make the activation checkpoints of transformers' models non-re-entrant; returns whether some were re-entrant.
+
+    Their modules keep a partial function of torch's ``checkpoint``. Checked on transformers 5.24.
+    """
+    found = False
+    for child in module.modules():
+        function = child.__dict__.get("_gradient_checkpointing_func")
+        if not isinstance(function, functools.partial) or function.func is not checkpoint:
+            continue
+        if function.keywords.get("use_reentrant", True) is not False:
+            child.__dict__["_gradient_checkpointing_func"] = functools.partial(function, use_reentrant=False)
+            found |= bool(child.__dict__.get("gradient_checkpointing", True))
+    return found
 
 
 def in_transform() -> bool:

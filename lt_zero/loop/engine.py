@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -47,11 +48,12 @@ from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_face
-from lt_zero.config.load import resolved, shown
+from lt_zero.config.load import shown
 from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.partition import with_sizes
 from lt_zero.engine.same_on_ranks import compare_models
+from lt_zero.loop.queries import EngineQueries
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.session.checkpoints import (
     Progress,
@@ -68,10 +70,11 @@ from lt_zero.session.session import Session
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
+ended: WeakSet[Engine] = WeakSet()  # whose ``TrainingEngine`` was destroyed
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-class TrainingEngine(nn.Module):
+class TrainingEngine(EngineQueries):
     """A sharded model, stepped by its owner's loop. Made by ``initialize``.
 
     Attributes:
@@ -80,6 +83,8 @@ class TrainingEngine(nn.Module):
         engine: runs the model.
         data_ranks: how many ranks, or sets of tensor-parallel ranks, see different data.
         micro_steps, global_steps, global_samples: micro-batches, steps and samples so far.
+        tracks_norm: whether steps compute the norm of gradients for ``get_global_grad_norm`` although nothing else
+            needs it; the same on all ranks.
     """
 
     def __init__(self, model: nn.Module, config: ZeroConfig, args: Any = None) -> None:
@@ -117,6 +122,7 @@ class TrainingEngine(nn.Module):
         self._scaled = False  # a loss of this micro-batch was scaled
         self._applied, self._skipped_before = False, 0
         self._norm: Tensor | None = None
+        self.tracks_norm = False
 
     @together
     def set_up(self, optimizer: Any, parameters: Iterable[Any] | None, schedule: Any) -> None:
@@ -125,15 +131,13 @@ class TrainingEngine(nn.Module):
             remedy = "pass parameters or parameter groups, such as model.parameters()"
             raise wrong("lt_zero.initialize(model_parameters=...)", parameters, remedy)
         block, wanted = self._config.optimizer, list(parameters) if parameters is not None else None
-        if optimizer is not None and block is not None:
-            text = f"optimizer.type={block.type!r} is configured, and initialize got an optimizer, too. Remove one."
-            raise ConfigError.about("optimizer.type", text)
         expects = "pass a torch.optim.Optimizer, or a function that makes one of the parameters"
         if optimizer is not None and not callable(optimizer):
             expect(optimizer, Optimizer, "lt_zero.initialize(optimizer=...)", expects)
         if schedule is not None and not hasattr(schedule, "step") and not callable(schedule):
             remedy = "pass a schedule, or a function that makes one"
             raise wrong("lt_zero.initialize(lr_scheduler=...)", schedule, remedy)
+        given_one = optimizer is not None
         if callable(optimizer) and not isinstance(optimizer, Optimizer):
             # Guards would intercept each access.
             with without_torch_function():
@@ -147,16 +151,23 @@ class TrainingEngine(nn.Module):
         if optimizer is None:
             return
         self.optimizer, self._sharded = optimizer, ShardedOptimizer.of(optimizer)
+        self._tell_of_two("optimizer", block is not None and given_one, "the argument is used")
         self.engine.before_backward.append(self._begin_backward)
         self.engine.after_backward.append(self._end_backward)
-        if schedule is not None and not isinstance(schedule, LRScheduler) and not hasattr(schedule, "step"):
-            schedule = schedule(optimizer)
-        elif schedule is None and self._config.scheduler is not None:
+        if self._config.scheduler is not None:
+            self._tell_of_two("scheduler", schedule is not None, "the configured one is used")
             schedule = configured_scheduler(self._config.scheduler, optimizer)
+        elif schedule is not None and not isinstance(schedule, LRScheduler) and not hasattr(schedule, "step"):
+            schedule = schedule(optimizer)
         self.lr_scheduler = schedule
         if schedule is not None:
             self.session.hold(schedule, 0, self._config)
         self.session.start_trial(self.engine, self._config, accumulation=self._gas, micro=self._micro, loop=True)
+
+    def _tell_of_two(self, key: str, both: bool, choice: str) -> None:
+        """Say which of an argument and a block of the configuration is used, as DeepSpeed chooses."""
+        if both and self.global_rank == 0:
+            warn(f"{key}.type is configured, and initialize got one, too: {choice}. Remove the other.")
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the engine, or of the module (``engine.generate``)."""
@@ -199,6 +210,10 @@ class TrainingEngine(nn.Module):
         if self._sharded is None:
             raise RuntimeError("engine.backward needs an optimizer: pass one to lt_zero.initialize, or configure one.")
         expect(loss, Tensor, "The loss of engine.backward", "pass a tensor with one element")
+        if loss.numel() != 1:
+            raise ValueError(
+                f"The loss of engine.backward has the shape {tuple(loss.shape)}: pass one number, such as loss.mean()."
+            )
         scaled = self.scale(loss)
         with self.engine.backward_pass():
             (scaled if scale_wrt_gas else scaled * self._gas).backward(retain_graph=retain_graph)
@@ -239,7 +254,9 @@ class TrainingEngine(nn.Module):
 
     def _step(self, sharded: ShardedOptimizer, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
         limit, self._skipped_before = self.gradient_clipping(), self.skipped_steps
+        norm = self._own_norm(sharded) if self.tracks_norm and limit == 0 else None
         self._applied, self._norm = self.session.step(sharded, limit, optimizer.step)
+        self._norm = norm if self._norm is None else self._norm
         optimizer.zero_grad()
         self.global_steps += 1
         self.global_samples += (self._micro or 1) * self._pending * self.data_ranks
@@ -247,6 +264,13 @@ class TrainingEngine(nn.Module):
         if self.lr_scheduler is not None and (self._applied or self._config.on_skipped_step == "advance"):
             self.lr_scheduler.step(**lr_kwargs)
         self.session.end_step(sharded)
+
+    def _own_norm(self, sharded: ShardedOptimizer) -> Tensor | None:
+        """The norm of the gradients for ``get_global_grad_norm``; None if the step computes it. Collective."""
+        if self.loss_scale_controller.checks:
+            return None
+        self.engine.finish_reductions()
+        return sharded.grads.norm() / sharded.grads.loss_scale
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True if the running micro-batch is the last one of a step."""
@@ -260,71 +284,25 @@ class TrainingEngine(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context that lets each rank add up its gradients, unless they are sharded. ``step`` is an error inside."""
-        before, self._quiet = self._quiet, True
+        """Context that lets each rank add up its gradients, unless they are sharded. ``step`` is an error inside.
+
+        Raises:
+            RuntimeError: it is entered inside of itself.
+        """
+        if self._quiet:
+            raise RuntimeError("engine.no_sync() is entered inside of engine.no_sync(). Remove one of them.")
+        self._quiet = True
         try:
             with self.engine.no_sync():
                 yield
         finally:
-            self._quiet = before
+            self._quiet = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
 
-    # ---- what it knows -----------------------------------------------------------------------------------------
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The configuration as it is used."""
-        return resolved(self._config)
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.loss_scale_controller.skipped
-
-    def loss_scale(self) -> float:
-        """The current loss scale; 1 without fp16."""
-        return self.loss_scale_controller.scale
-
-    def was_step_applied(self) -> bool:
-        """True if the last ``step`` changed the weights."""
-        self.loss_scale_controller.read_skip_flag()
-        return self._applied and self.skipped_steps == self._skipped_before
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None if it was not computed."""
-        return None if self._norm is None else float(self._norm)
-
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self._groups()]
-
-    def get_mom(self) -> list[Any]:
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups if self.optimizer is not None else []
-
-    def train_batch_size(self) -> int | None:
-        return None if self._micro is None else self._micro * self._gas * self.data_ranks
-
-    def train_micro_batch_size_per_gpu(self) -> int | None:
-        return self._micro
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._gas
-
-    def gradient_clipping(self) -> float:
-        return float(self._config.gradient_clipping or 0.0)
-
-    def zero_optimization_stage(self) -> int:
-        return self._config.zero_optimization.stage
-
-    def fp16_enabled(self) -> bool:
-        return self.engine.policy.compute == torch.float16
-
-    def bfloat16_enabled(self) -> bool:
-        return self.engine.policy.compute == torch.bfloat16
+    # ---- data, and the end ------------------------------------------------------------------------------------
 
     def deepspeed_io(
         self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[[Any], Any] | None = None
@@ -347,11 +325,14 @@ class TrainingEngine(nn.Module):
         self.training_dataloader = loader
 
     def destroy(self) -> None:
-        """End the run on this rank: threads and hooks, after the save in the background if there is one.
+        """End the run on this rank, after the save in the background if there is one.
+
+        The module stays sharded until ``initialize`` gets it again, or the engine is gone.
 
         Raises:
             CheckpointError: that save has failed.
         """
+        ended.add(self.engine)
         self.session.end()
 
     def wait_for_save(self) -> None:
@@ -393,6 +374,7 @@ class TrainingEngine(nn.Module):
             CheckpointError: on all ranks; earlier checkpoints are kept.
         """
         expect_path(save_dir, "engine.save_checkpoint(save_dir=...)")
+        save_dir = save_dir or os.curdir
         tag = tag or f"global_step{self.global_steps}"
         self.loss_scale_controller.read_skip_flag()
         engine = self.engine
@@ -429,6 +411,7 @@ class TrainingEngine(nn.Module):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load ``load_dir/tag`` (default: the tag in ``load_dir/latest``). Collective.
 
@@ -438,8 +421,16 @@ class TrainingEngine(nn.Module):
 
         Raises:
             CheckpointError: on all ranks; before anything is loaded if the optimizer does not fit.
+            ValueError: ``custom_load_fn`` is given, an argument of DeepSpeed's.
         """
         expect_path(load_dir, "engine.load_checkpoint(load_dir=...)")
+        load_dir = load_dir or os.curdir
+        if custom_load_fn is not None:
+            raise ValueError(
+                f"engine.load_checkpoint(custom_load_fn={custom_load_fn!r}) is not supported: weights are read part by "
+                "part, and no rank has all of them. Change the weights inside of lt_zero.gathered(module, write=True) "
+                "after loading, or load with load_module_strict=False."
+            )
         world = self.world
         self.session.saver.wait(world)  # it may be the one being written
         if tag is None:

@@ -51,6 +51,18 @@ class Schedule(LRScheduler):
         super().__init__(optimizer, last_epoch=last_batch_iteration)
         self._keeps = False
 
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Set the rates for the next optimizer step.
+
+        ``last_batch_iteration``: as if the steps 0 to this one had been taken (DeepSpeed's counter, see Note
+        [Counting]); default: one more than before.
+        """
+        if last_batch_iteration is None:
+            super().step()
+            return
+        self.last_epoch = last_batch_iteration
+        super().step()
+
     def rates(self, steps: int) -> list[float]:
         """The rate of each group after ``steps`` optimizer steps."""
         raise NotImplementedError
@@ -108,9 +120,9 @@ def positive(name: str, value: Number) -> Number:
     """``value`` if it is positive.
 
     Raises:
-        ValueError: it is 0 or less, or NaN.
+        ValueError: it is 0 or less, NaN, or no number.
     """
-    if not value > 0:
+    if not isinstance(value, (int, float)) or not value > 0:
         raise ValueError(f"{name}={value}: write a number of steps, 1 or more.")
     return value
 
@@ -212,9 +224,9 @@ class OneCycle(Schedule):
             )
         super().__init__(optimizer, last_batch_iteration)
 
-    def step(self, epoch: int | None = None) -> None:
+    def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the rates, and the momentum where it cycles."""
-        super().step(epoch)
+        super().step(last_batch_iteration)
         if self.cycle_momentum and not self._keeps:
             for group, momentum in zip(self.optimizer.param_groups, self.momenta(self.last_epoch), strict=True):
                 group["betas"] = (momentum, 0.99)
@@ -233,6 +245,10 @@ class OneCycle(Schedule):
             height = self._height(steps)
             return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
         return [high * (1 + self.momentum_decay * self._intervals(steps)) for high in self.max_moms]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each group for the next optimizer step; None if momentum does not cycle."""
+        return [(momentum, 0.99) for momentum in self.momenta(self.last_epoch)] if self.cycle_momentum else None
 
     def _in_cycle(self, steps: int) -> bool:
         return steps - 1 < self.up + self.down

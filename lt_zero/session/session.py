@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lt_zero.build import shard
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.common.compat import replace_reentrant_checkpoints
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_same, tell_without_effect
@@ -176,6 +177,8 @@ class Session:
         """
         self._refuse_another()
         join_pipelines(module, config.pipeline)
+        if replace_reentrant_checkpoints(module) and training and self.world.rank == 0:
+            Console().print("Activation checkpoints of transformers are run with use_reentrant=False.")
         move_buffers(module, device)
         how: dict[str, Any] = {"group": self.group}
         if self.mesh is not None:

@@ -498,9 +498,6 @@ def test_notices_point_at_the_line_of_the_user(call: Any) -> None:
 def test_what_is_missing_is_said() -> None:
     with pytest.raises(ValueError, match=r"lt_zero.initialize needs config=\.\.\."):
         lt_zero.initialize(model=Net())
-    model = Net()
-    with pytest.raises(ConfigError, match="initialize got an optimizer, too"):
-        lt_zero.initialize(model=model, config=_config(0), optimizer=torch.optim.SGD(model.parameters(), 0.1))
     config = {key: value for key, value in _config(0).items() if key != "optimizer"}
     engine, optimizer, *_ = lt_zero.initialize(model=Net(), config=config)
     assert optimizer is None

@@ -1,0 +1,93 @@
+"""Functions that ``deepspeed.comm`` has beside those of ``torch.distributed``, which are passed on as they are."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_zero.comm.launchers import local_rank
+
+log = logging.getLogger("lt_zero")
+
+
+def get_local_rank() -> int:
+    """The rank of this process on its host."""
+    return local_rank()
+
+
+def get_world_group() -> Any:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """The rank, among all, of rank ``group_rank`` of a group."""
+    return dist.get_global_rank(group if group is not None else get_world_group(), group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The ranks of a group (default: all)."""
+    return dist.get_process_group_ranks(group if group is not None else get_world_group())
+
+
+def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """``all_gather_into_tensor``."""
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def reduce_scatter_fn(
+    output_tensor: Tensor, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    """``reduce_scatter_tensor``."""
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+def inference_all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
+    """``all_reduce``."""
+    return dist.all_reduce(tensor, op=op, group=group)
+
+
+def all_reduce_coalesced(tensors: Any, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+    """``all_reduce`` of each tensor."""
+    for tensor in tensors:
+        dist.all_reduce(tensor, op=op, group=group)
+
+
+def has_all_gather_into_tensor() -> bool:
+    """True if torch has ``all_gather_into_tensor``."""
+    return hasattr(dist, "all_gather_into_tensor")
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """True if torch has ``reduce_scatter_tensor``."""
+    return hasattr(dist, "reduce_scatter_tensor")
+
+
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
+    """A device mesh of all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lt_zero.common import accelerator
+
+    return init_device_mesh(accelerator.default_kind().type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def configure(*args: Any, **kwargs: Any) -> None:
+    """Say where collectives are logged: DeepSpeed's logger of them is switched on here."""
+    log.warning(
+        "deepspeed.comm.configure has no effect: a Trainer logs collectives with comms_logger.enabled=true, and "
+        "elsewhere torch.profiler shows them."
+    )
+
+
+def set_backend(*args: Any, **kwargs: Any) -> None:
+    """Do nothing: collectives are those of the default process group."""
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Say where collectives are logged; {} with ``return_dict``."""
+    configure()
+    return {} if return_dict else None

@@ -1,0 +1,85 @@
+"""``deepspeed.initialize``, ``init_distributed`` and ``DeepSpeedConfig``, with what scripts expect around them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from lt_zero.comm import process_groups
+from lt_zero.config import ZeroConfig
+from lt_zero.config.load import examine
+from lt_zero.deepspeed.leaf_modules import leaf_modules
+from lt_zero.loop.engine import TrainingEngine
+from lt_zero.loop.initialize import config_of
+from lt_zero.loop.initialize import initialize as _initialize
+
+_engines: list[weakref.ref[TrainingEngine]] = []  # in the order in which they were made
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """``lt_zero.initialize``, in a process group of one where there is no launcher.
+
+    Modules that ``set_z3_leaf_modules`` has marked are gathered as one unit, and norms are computed in each step.
+    """
+    given = inspect.signature(_initialize).bind_partial(*args, **kwargs).arguments
+    model, marked = given.get("model"), leaf_modules(given.get("model"))
+    if marked:
+        names = [name for name, module in model.named_modules() if module in marked]  # type: ignore[union-attr]
+        leaves = examine(config_of(given)).usable().zero_optimization.leaf_module
+        every = [*leaves.names, *(name for name in names if name not in leaves.names)]
+        given["config"] = examine(config_of(given), overrides=[f"zero_optimization.leaf_module.names={every}"]).usable()
+    if given.get("dist_init_required") is not False:
+        init_distributed(distributed_port=given.get("distributed_port"))
+    made = _initialize(**given)
+    made[0].tracks_norm = True
+    _engines.append(weakref.ref(made[0]))
+    return made
+
+
+def current_engine() -> TrainingEngine | None:
+    """The engine that was made last, and is still in use."""
+    while _engines and _engines[-1]() is None:
+        _engines.pop()
+    return _engines[-1]() if _engines else None
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """``lt_zero.init_distributed`` with DeepSpeed's order of arguments; a single process gets a group of its own."""
+    process_groups.init_distributed(
+        dist_backend,
+        timeout,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        auto_mpi_discovery=auto_mpi_discovery,
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+    )
+    if dist_init_required is not False:
+        process_groups.init_alone(dist_backend, timeout)
+
+
+def DeepSpeedConfig(  # noqa: N802 - DeepSpeed's name
+    config: Mapping[str, Any] | str | os.PathLike[str], mpu: Any = None, mesh_device: Any = None
+) -> ZeroConfig:
+    """The configuration as ``lt_zero.ZeroConfig``: its blocks and keys are attributes.
+
+    Raises:
+        ConfigError: the configuration has a problem.
+    """
+    return examine(config, for_run=True).usable()

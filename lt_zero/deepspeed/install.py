@@ -1,0 +1,76 @@
+"""``lt_zero.as_deepspeed``: ``import deepspeed``, and imports from it, are answered by lt_zero."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from lt_zero.deepspeed.names import ROOT, answers_of, table, unknown
+
+
+class DeepSpeedModule(ModuleType):
+    """A module of DeepSpeed, whose names are those of the table (names.py)."""
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__name__
+        answers = answers_of(module) or {}
+        answer = answers.get(name)
+        if answer is None and f"{module}.{name}" in table():
+            return importlib.import_module(f"{module}.{name}")
+        if answer is None and not name.startswith("__"):
+            answer = answers.get("*")
+        if answer is None:
+            raise AttributeError(unknown(f"{module}.{name}"))
+        try:
+            value = answer.value(module, name)
+        except AttributeError:
+            raise AttributeError(unknown(f"{module}.{name}")) from None
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(name for name in answers_of(self.__name__) or {} if name != "*")})
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds and makes the modules of DeepSpeed."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if fullname.split(".")[0] != ROOT:
+            return None
+        if answers_of(fullname) is None:
+            # Also for names: an import tries a module where a package has no such name.
+            raise ImportError(unknown(fullname), name=fullname)
+        return ModuleSpec(fullname, self, origin="lt_zero", is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return DeepSpeedModule(spec.name, f"Stands for {spec.name}; see lt_zero.as_deepspeed.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: names are looked up when a script asks for them."""
+
+
+def as_deepspeed() -> ModuleType:
+    """Let lt_zero answer ``import deepspeed`` and all imports from it, from now on; returns that module.
+
+    Call it before the first import of DeepSpeed: ``import lt_zero; lt_zero.as_deepspeed()``. Names with a counterpart
+    are lt_zero's; others can be imported, and their use is an error that says what to do instead.
+
+    Raises:
+        RuntimeError: DeepSpeed itself is imported already.
+    """
+    loaded = sys.modules.get(ROOT)
+    if loaded is not None and not isinstance(loaded, DeepSpeedModule):
+        raise RuntimeError(
+            f"DeepSpeed itself is imported already, from {getattr(loaded, '__file__', None)}. Call "
+            "lt_zero.as_deepspeed() in the first lines of the script, before the import of deepspeed and of packages "
+            "that import it."
+        )
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    return importlib.import_module(ROOT)

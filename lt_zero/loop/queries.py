@@ -1,0 +1,176 @@
+"""Answers of a ``TrainingEngine`` about its run, by the names of DeepSpeed's engine (0.19)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lt_zero.config import ZeroConfig
+from lt_zero.config.load import resolved
+from lt_zero.engine.engine import Engine
+from lt_zero.session.session import Session
+from lt_zero.step.loss_scale import LossScaleController
+
+
+class EngineQueries(nn.Module):
+    """Base of engines: their configuration, counters, ranks and last step, as they are asked for."""
+
+    engine: Engine
+    session: Session
+    optimizer: Optimizer | None
+    loss_scale_controller: LossScaleController
+    data_ranks: int
+    tracks_norm: bool
+    _config: ZeroConfig
+    _micro: int | None
+    _gas: int
+    _applied: bool
+    _skipped_before: int
+    _norm: Tensor | None
+
+    # ---- the last step ---------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it is used."""
+        return resolved(self._config)
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.loss_scale_controller.skipped
+
+    def loss_scale(self) -> float:
+        """The current loss scale; 1 without fp16."""
+        return self.loss_scale_controller.scale
+
+    def was_step_applied(self) -> bool:
+        """True if the last ``step`` changed the weights."""
+        self.loss_scale_controller.read_skip_flag()
+        return self._applied and self.skipped_steps == self._skipped_before
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping.
+
+        None if it was not computed: without ``gradient_clipping``, checks of steps and ``tracks_norm``.
+        """
+        return None if self._norm is None else float(self._norm)
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else []
+
+    def train_batch_size(self) -> int | None:
+        return None if self._micro is None else self._micro * self._gas * self.data_ranks
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        return self._micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._gas
+
+    def gradient_clipping(self) -> float:
+        return float(self._config.gradient_clipping or 0.0)
+
+    def zero_optimization_stage(self) -> int:
+        return self._config.zero_optimization.stage
+
+    def fp16_enabled(self) -> bool:
+        return self.engine.policy.compute == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        return self.engine.policy.compute == torch.bfloat16
+
+    def dynamic_loss_scale(self) -> bool:
+        """True if overflows change the loss scale."""
+        scaler = self.loss_scale_controller.scaler
+        return scaler is not None and scaler.rules.dynamic
+
+    def zero_optimization(self) -> bool:
+        """True if something is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def optimizer_name(self) -> str | None:
+        """The configured ``optimizer.type``; None if there is none."""
+        return None if self._config.optimizer is None else str(self._config.optimizer.type)
+
+    def scheduler_name(self) -> str | None:
+        """The configured ``scheduler.type``; None if there is none."""
+        return None if self._config.scheduler is None else str(self._config.scheduler.type)
+
+    def steps_per_print(self) -> int | None:
+        """The configured ``steps_per_print``, for prints of the loop: the engine prints nothing."""
+        return self._config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        """The configured ``wall_clock_breakdown``, for the loop: the engine measures nothing."""
+        return bool(self._config.wall_clock_breakdown)
+
+    def get_batch_info(self) -> tuple[int | None, int | None, int]:
+        """Samples of a step and of a micro-batch (None: unknown), and micro-batches of a step."""
+        return self.train_batch_size(), self._micro, self._gas
+
+    # ---- ranks -----------------------------------------------------------------------------------------------------
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the ranks that see different data; None, as torch means it: all ranks."""
+        return self.session.data_group
+
+    @property
+    def dp_world_size(self) -> int:
+        """The number of ranks, or sets of tensor-parallel ranks, that see different data."""
+        return self.data_ranks
+
+    @property
+    def mp_world_size(self) -> int:
+        """The number of ranks that tensors are cut over."""
+        return self._config.tensor_parallel.autotp_size or 1
+
+    def get_data_parallel_rank(self) -> int:
+        return self.session.data_rank
+
+    def get_model_parallel_rank(self) -> int:
+        mesh = self.session.mesh
+        return mesh.tensor_rank if mesh is not None else 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    # ---- by hand ---------------------------------------------------------------------------------------------------
+
+    @property
+    def monitor(self) -> Any:
+        """A monitor that is not ``enabled``: loops have loggers of their own."""
+        return SimpleNamespace(enabled=False, write_events=_no_monitor)
+
+    def empty_partition_cache(self) -> None:
+        """Release all weights that are gathered."""
+        self.engine.gatherer.release_all()
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce the gradients that are not reduced yet, which ``step`` does otherwise. Collective."""
+        self.engine.finish_reductions()
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError: states do not move between steps."""
+        raise NotImplementedError(
+            "engine.offload_states is not in lt_zero. Write zero_optimization.offload_optimizer (and offload_param): "
+            "states are then in host memory, and the device holds the parts that are in use."
+        )
+
+    reload_states = offload_states
+
+
+def _no_monitor(events: Any) -> NoReturn:
+    raise NotImplementedError(
+        "engine.monitor.write_events: a loop of your own has no monitor. Write events by a logger of yours, such as "
+        "torch.utils.tensorboard.SummaryWriter."
+    )

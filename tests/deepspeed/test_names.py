@@ -1,0 +1,127 @@
+"""``lt_zero.as_deepspeed()``: imports of scripts are answered, by objects, or by errors that say the remedy."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import nn
+
+import lt_zero
+from lt_zero.deepspeed.install import DeepSpeedModule
+from lt_zero.deepspeed.missing import is_missing
+from lt_zero.deepspeed.names import Answer, table
+
+ROWS = [(module, name, answer) for module, names in table().items() for name, answer in names.items() if name != "*"]
+
+
+@pytest.fixture(autouse=True)
+def deepspeed() -> Iterator[Any]:
+    """The module for the length of a test."""
+    finders = list(sys.meta_path)
+    yield lt_zero.as_deepspeed()
+    sys.meta_path[:] = finders
+    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+
+
+def test_each_name_of_the_table_is_found() -> None:
+    for module, name, answer in ROWS:
+        found = getattr(importlib.import_module(module), name)
+        assert is_missing(found) == bool(answer.remedy) or not answer.target.startswith("lt_zero"), (module, name)
+
+
+def test_each_name_without_a_counterpart_tells_a_remedy() -> None:
+    every: list[tuple[str, str, Answer]] = [(m, n, a) for m, names in table().items() for n, a in names.items()]
+    absent = [(module, name.replace("*", "Anything"), a) for module, name, a in every if a.remedy]
+    assert len(absent) > 50
+    for module, name, answer in absent:
+        used = getattr(importlib.import_module(module), name)
+        with pytest.raises(NotImplementedError, match=f"^{module}.{name} is not in lt_zero. ") as error:
+            used(1, hidden=2)
+        assert str(error.value).endswith(answer.remedy + ".")
+        assert not isinstance(3, used)
+        with pytest.raises(NotImplementedError, match=name):
+            type("Derived", (used,), {})
+
+
+def test_imports_of_scripts() -> None:
+    import deepspeed
+    import deepspeed.comm as dist
+    from deepspeed import get_accelerator, zero
+    from deepspeed.accelerator import get_accelerator as same
+    from deepspeed.moe.layer import MoE
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.pipe import LayerSpec
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+    from deepspeed.utils import groups, logger, safe_get_full_grad
+
+    assert Version(deepspeed.__version__) >= Version("0.19")
+    assert get_accelerator is same
+    assert deepspeed.zero.Init is zero.Init is lt_zero.Init
+    assert deepspeed.checkpointing.is_configured() is False
+    assert deepspeed.DeepSpeedEngine is lt_zero.TrainingEngine
+    assert dist.all_reduce is torch.distributed.all_reduce
+    assert dist.ReduceOp is torch.distributed.ReduceOp
+    assert (groups.get_data_parallel_world_size(), groups.get_tensor_model_parallel_rank()) == (1, 0)
+    assert safe_get_full_grad is lt_zero.safe_get_full_grad
+    assert ZeroParamStatus.NOT_AVAILABLE.name == "NOT_AVAILABLE"
+    assert is_missing(MoE)
+    assert logger.name == "DeepSpeed"
+    assert LayerSpec.__module__.startswith("lt_zero.parallel")
+    layer = nn.Linear(2, 2)
+    for made in (FusedAdam(layer.parameters(), lr=0.1), DeepSpeedCPUAdam(layer.parameters(), 0.1, adamw_mode=True)):
+        assert type(made) is torch.optim.AdamW
+        assert made.param_groups[0]["lr"] == 0.1
+    assert type(FusedAdam(layer.parameters(), adam_w_mode=False)) is torch.optim.Adam
+
+
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [
+        ("from deepspeed.utils import no_such", "deepspeed.utils.no_such"),
+        ("from deepspeed.comm import no_such", "deepspeed.comm.no_such"),
+        ("import deepspeed.nothing", "deepspeed.nothing"),
+    ],
+)
+def test_unknown_names_and_modules(statement: str, name: str) -> None:
+    with pytest.raises(ImportError, match=f"^{name}: lt_zero stands for deepspeed here, and has no such name"):
+        exec(statement)
+    assert not hasattr(importlib.import_module("deepspeed.utils"), "no_such")
+    assert "initialize" in dir(importlib.import_module("deepspeed"))
+
+
+def test_deepspeed_itself_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(lt_zero.as_deepspeed(), DeepSpeedModule)  # twice is fine
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    with pytest.raises(RuntimeError, match="imported already, .* Call lt_zero.as_deepspeed"):
+        lt_zero.as_deepspeed()
+
+
+def test_leaf_modules_are_gathered_as_one_unit(deepspeed: Any) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2))
+    from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules, set_z3_leaf_modules_by_name
+
+    with pytest.raises(ValueError, match="No module of Sequential is one of .*LSTM"):
+        set_z3_leaf_modules(model, [nn.LSTM])
+    assert set_z3_leaf_modules_by_name(model, ["1"]) == [model[1]] == get_z3_leaf_modules(model)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"zero_optimization": zero, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    try:
+        assert any(unit.module is model[1] for unit in engine.engine.units)
+        assert torch.distributed.is_initialized()
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        assert engine.get_global_grad_norm() > 0  # without clipping
+        assert (engine.monitor.enabled, engine.optimizer_name(), engine.dp_world_size) == (False, "SGD", 1)
+        assert deepspeed.comm.get_world_size(engine.data_parallel_group) == 1
+    finally:
+        engine.destroy()
+        torch.distributed.destroy_process_group()
