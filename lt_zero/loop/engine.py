@@ -120,7 +120,7 @@ class TrainingEngine(EngineQueries):
         self._boundary: bool | None = None  # set_gradient_accumulation_boundary
         self._quiet = False  # inside no_sync
         self._scaled = False  # a loss of this micro-batch was scaled
-        self._applied = False
+        self._applied, self._skipped_before = False, 0
         self._norm: Tensor | None = None
         self.tracks_norm = False
 
@@ -257,7 +257,7 @@ class TrainingEngine(EngineQueries):
             self._step(self._sharded, self.optimizer, lr_kwargs or {})
 
     def _step(self, sharded: ShardedOptimizer, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
-        limit = self.gradient_clipping()
+        limit, self._skipped_before = self.gradient_clipping(), self.skipped_steps
         norm = self._own_norm(sharded) if self.tracks_norm and limit == 0 else None
         self._applied, self._norm = self.session.step(sharded, limit, optimizer.step)
         self._norm = norm if self._norm is None else self._norm
@@ -283,6 +283,8 @@ class TrainingEngine(EngineQueries):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide ``is_gradient_accumulation_boundary`` from now on."""
         self._boundary = is_boundary
+        # Accelerate calls it between the forward and the backward.
+        self.engine.reducer.sync = is_boundary and not self._quiet
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -508,6 +510,24 @@ class TrainingEngine(EngineQueries):
         return True
 
     save_fp16_model = save_16bit_model
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """True if ``Trainer.save_model`` of transformers writes whole weights at stage 3, as the configuration says."""
+        return self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The state dict that transformers and Accelerate save: in the dtypes of the module, {} on other ranks than 0.
+
+        Collective.
+        """
+        left_out = frozen_names(self.engine, exclude_frozen_parameters)
+        state = whole_weights(self.engine, "engine._zero3_consolidated_16bit_state_dict", left_out)
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name in state:
+                state[name] = state[name].to(parameter.dtype)
+        return state
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # Accelerate's call with tensor parallelism
 
 
 def _batch_sizes(config: ZeroConfig, world: int) -> tuple[int | None, int]:

@@ -29,6 +29,7 @@ class EngineQueries(nn.Module):
     _micro: int | None
     _gas: int
     _applied: bool
+    _skipped_before: int
     _norm: Tensor | None
 
     # ---- the last step ---------------------------------------------------------------------------------------------
@@ -48,7 +49,8 @@ class EngineQueries(nn.Module):
 
     def was_step_applied(self) -> bool:
         """True if the last ``step`` changed the weights."""
-        return self._applied and not self.loss_scale_controller.read_skip_flag()
+        self.loss_scale_controller.read_skip_flag()
+        return self._applied and self.skipped_steps == self._skipped_before
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping.
