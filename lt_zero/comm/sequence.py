@@ -43,7 +43,7 @@ class SequenceGroup(Ranks):
     """Ranks that have equal parts of a sequence, in the order of the parts; of a run, or of a user's process group.
 
     Attributes:
-        exchanges: the number of collectives that this rank has launched in it.
+        exchanges: how many exchanges of parts this rank has begun.
     """
 
     exchanges = 0
@@ -143,13 +143,13 @@ class SequenceGroup(Ranks):
 
     def exchanged(self, rows: Sequence[Tensor], members: Sequence[int] | None, same: bool) -> Tensor:
         """Exchange without derivatives: see ``_joined``."""
+        self.exchanges += 1
         name, operation = "parts of sequences", "all-gather" if same else "all-to-all"
         self._require_device(rows[0], name)
         among, row = range(self.size) if members is None else members, _shape_of(rows)[1:]
         received = rows[0].new_empty(len(among), *row)
         opened = self.log.open(operation.replace("-", "_"), name, received.nbytes)
         # With its shape: ranks whose lengths differ are told both.
-        self.exchanges += 1
         launch = self.order.launch(operation, f"{name}, {list(received.shape)}", received.numel())
         if self._windows is not None:
             sent = self._windows.write(rows)

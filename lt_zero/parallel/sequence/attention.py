@@ -72,23 +72,35 @@ def sequence_attention(
     """
     if group is not None:
         check_method(method, gather, place_in(group)[1])
+    return SequenceAttention(function, group, method, gather, zigzag)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        ranks = current()
-        if group is not None and (ranks is None or group is not ranks.group.process_group):
-            cut = _CutSequence(
-                SequenceGroup.of(group, query.device), parts_of(method, gather, place_in(group)[1]), zigzag
-            )
+
+@dataclass(frozen=True)
+class SequenceAttention:
+    """What ``sequence_attention`` returns."""
+
+    function: Attention
+    group: ProcessGroup | None
+    method: str
+    gather: int
+    zigzag: bool
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Attention of this rank's part: see ``sequence_attention``."""
+        ranks, group = current(), self.group
+        if group is not None:
+            known = ranks is not None and group is ranks.group.process_group
+            within = ranks.group if known and ranks is not None else SequenceGroup.of(group, query.device)
+            cut = _CutSequence(within, parts_of(self.method, self.gather, within.size), self.zigzag)
         elif ranks is not None:
             cut = _CutSequence(ranks.group, ranks.parts, ranks.zigzag)
-        else:
-            return function(query, key, value, **options)
-        if cut.group.size == 1:
-            return function(query, key, value, **options)
-        return cut.attend(function, query, key, value, options)
+        if (group is None and ranks is None) or cut.group.size == 1:
+            return self.function(query, key, value, **options)
+        return cut.attend(self.function, query, key, value, options)
 
-    disabled: Attention = torch.compiler.disable(attend)
-    return disabled
+    def __deepcopy__(self, memo: Any) -> SequenceAttention:
+        return self  # copies of a module share its group, which cannot be copied
 
 
 @dataclass(frozen=True)
@@ -129,9 +141,11 @@ class _CutSequence:
         """Attention of the queries of this rank to the keys of the whole sequence."""
         if self.parts == 1:
             return function(query, key, value, **options)
-        mask, causal = options.pop("attn_mask", None), options.pop("is_causal", False)
+        causal = options.pop("is_causal", False)
+        mask: Any = options.get("attn_mask")
         if not causal and (mask is None or mask.shape[-2] == 1):
-            return function(query, key, value, attn_mask=mask, **options)
+            return function(query, key, value, **options)
+        options.pop("attn_mask", None)
         count, number = query.shape[2], self.group.rank // (self.group.size // self.parts)
         firsts = [number * count]
         if self.zigzag:
