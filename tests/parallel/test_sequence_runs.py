@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import lt_zero
 from lt_zero.common.errors import ConfigError
+from lt_zero.parallel.mesh import ParallelSizes
 from tests.support.lightning_tools import quick, sharded_trainer, single_trainer, trust
 from tests.support.matrix import only, only_rows
 from tests.support.pool import Pool
@@ -199,6 +200,16 @@ def test_means_are_of_all_tokens_and_sums_count_data_ranks(pool: Pool) -> None:
         close(loss, float(want))
         assert count == 2 * ROWS, "samples of two data ranks"
         assert 0 < val < loss + 1
+
+
+def test_sequence_ranks_are_neighbours_that_see_the_same_data() -> None:
+    config = lt_zero.ZeroConfig.of({"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}})
+    sizes = ParallelSizes.of(config, 8)
+    assert [sizes.data_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [sizes.sequence_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert list(sizes.firsts()) == [0, 4]
+    with pytest.raises(ConfigError, match="sequence_parallel_size=2: 4 does not divide the 6 ranks"):
+        ParallelSizes.of(config, 6)
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
