@@ -185,14 +185,14 @@ class DeferringHead(LossHead):
     labels: _Labels | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        out = super().__call__(*args, **kwargs)
         # Here, since hooks of tensor parallelism may replace what forward returns.
         return out if self.labels is None else _deferred(out)
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(self, hidden: Tensor, *, labels: Tensor | None = None) -> Any:
         told = self.labels
         if told is None:
-            return super().forward(hidden, labels)
+            return super().forward(hidden, labels=labels)
         reduction = "mean" if told.items is None else "sum"
         options = {**self.loss_options, "ignore_index": told.ignored, "reduction": reduction}
         loss = head_loss(self, hidden, told.shifted.to(hidden.device), options)
