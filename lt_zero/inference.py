@@ -64,6 +64,9 @@ def inference(
     if (stages := chosen.pipeline.ranks) > 1:
         key, remedy = "pipeline.stages", "Remove the key, or call trainer.predict"
         raise ConfigError.about(key, f"{key}={stages}: lt_zero.inference runs whole modules. {remedy}.")
+    if (size := chosen.sequence_parallel_size) > 1:
+        key, remedy = "sequence_parallel_size", "Remove the key, or call trainer.predict"
+        raise ConfigError.about(key, f"{key}={size}: lt_zero.inference takes whole sequences. {remedy}.")
     placed = (t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta")
     device = device or next(placed, torch.device("cpu"))
     group = group or ShardGroup.of_all(World.join(device, chosen))

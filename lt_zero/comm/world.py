@@ -213,10 +213,11 @@ class World(Ranks):
             mine += [group] if inside else []
         return mine[0]
 
-    def expect_in_layers(self, group: dist.ProcessGroup) -> None:
-        """Let hang detection know that this rank waits for those of ``group`` inside of layers."""
-        if self.detector is not None:
-            self.detector.expect_in_layers(dist.get_process_group_ranks(group))
+    def expect_in_layers(self, ranks: Sequence[int]) -> None:
+        """Let hang detection know that this rank waits for ``ranks`` inside of layers."""
+        if self.detector is not None and self.process_group is not None:
+            known = dist.get_process_group_ranks(self.process_group)
+            self.detector.expect_in_layers([known[rank] for rank in ranks])
 
     def point_to_point(self, group: dist.ProcessGroup) -> PointToPoint | None:
         """Transfers over a ``group`` of this world that hang detection examines; None: torch's own are as good.

@@ -190,7 +190,9 @@ def _parallel(config: Schema) -> Iterator[Problem]:
     sizes = {
         "tensor_parallel.autotp_size": config.tensor_parallel.autotp_size,
         "pipeline.stages": config.pipeline.ranks,
+        "sequence_parallel_size": config.sequence_parallel_size,
     }
+    yield from _sequence_parallel(config)
     pieces, steps = config.pipeline.num_microbatches, config.gradient_accumulation_steps
     if config.pipeline.ranks > 1 and None not in (pieces, steps) and pieces != steps:
         text = f"pipeline.num_microbatches={pieces}, but gradient_accumulation_steps={steps} means the micro-batches"
@@ -203,9 +205,26 @@ def _parallel(config: Schema) -> Iterator[Problem]:
         "communication.slow_node_tolerance": config.communication.slow_node_tolerance > 0,
         "optimizer.type": bool(one_bit(config)),
     }
+    parts = key == "sequence_parallel_size"
+    needs = "gradients of whole sequences on each rank" if parts else "the same parameters on all ranks"
     for other in (other for other, wanted in asked.items() if wanted):
-        text = f"{key}={size}: {other} needs the same parameters on all ranks. Remove one of them."
+        text = f"{key}={size}: {other} needs {needs}. Remove one of them."
         yield Problem(other, text)
+
+
+def _sequence_parallel(config: Schema) -> Iterator[Problem]:
+    key, size, block = "sequence_parallel_size", config.sequence_parallel_size, config.sequence_parallel
+    if size == 1:
+        return
+    if config.pipeline.ranks > 1:
+        text = f"{key}={size} with pipeline.stages={config.pipeline.ranks}: stages send each other whole sequences"
+        yield Problem(key, f"{text}. Remove one of them; tensor_parallel.autotp_size can be combined with both.")
+    if config.sparse_attention is not None:
+        text = f"{key}={size}: {SPARSE} needs whole sequences on each rank. Remove one of them, or call "
+        yield Problem(SPARSE, f"{text}lt_zero.attention.sparse_attention(group=...) in the model.")
+    if size % block.gather:
+        text = f"sequence_parallel.gather={block.gather} does not divide {key}={size}. Use a divisor."
+        yield Problem("sequence_parallel.gather", text)
 
 
 def _precision(config: Schema) -> Iterator[Problem]:
@@ -399,7 +418,10 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
     late = bool(config.communication.slow_node_tolerance) and config.broadcast_buffers
     waits = "with communication.slow_node_tolerance ranks do not wait for rank 0's buffers"
     buffers = "buffers keep their dtype without data_types.buffer_dtype"
+    exchanges = config.sequence_parallel.method != "gather" and config.sequence_parallel.gather == 1
     return (
+        (config.sequence_parallel_size == 1, "sequence_parallel", "", "sequence_parallel_size is 1"),
+        (exchanges, "sequence_parallel", "zigzag", "no keys are gathered"),
         (not config.bf16.immediate_grad_update, "bf16", "immediate_grad_update", adds),
         *((not getattr(config, block).enabled, block, "", f"{block}.enabled is false") for block in blocks),
         (shrinks == "none", compression, keys, "gradient_compression.algorithm is none"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
 from typing import Any, ParamSpec
@@ -70,7 +70,7 @@ _ELSEWHERE = {
     "activation_checkpointing_policy": 'Write activation_checkpointing="full"',
     "sharding_strategy": "Write stage=3 for FULL_SHARD, 2 for SHARD_GRAD_OP, 0 for NO_SHARD; for HYBRID_SHARD also "
     "zero_optimization.mics_shard_size",
-    "data_parallel_size": "It is the number of ranks divided by tensor_parallel_size",
+    "data_parallel_size": "It is the number of ranks divided by tensor_, sequence_ and pipeline_parallel_size",
     "save_distributed_checkpoint": "Remove it: checkpoints are sharded; ZeroStrategy.export writes one file",
     "state_dict_type": "Remove it: checkpoints are sharded; ZeroStrategy.export writes one file",
     "device_mesh": "The strategy makes it: pass tensor_parallel_size",
@@ -85,6 +85,18 @@ _ELSEWHERE = {
 }
 
 _START_METHODS = "popen", "spawn", "fork", "forkserver"  # of Lightning
+
+
+def with_sizes_of_mesh(
+    overrides: Sequence[str], tensor: int | None, pipeline: int | None, sequence: int | None
+) -> Sequence[str]:
+    """The overrides of a strategy with its numbers of ranks along the axes of parallelism."""
+    keys = {
+        "tensor_parallel.autotp_size": tensor,
+        "pipeline.stages": pipeline,
+        "sequence_parallel_size": sequence,
+    }
+    return [*overrides, *(f"{key}={size}" for key, size in keys.items() if size is not None)]
 
 
 def check_launch(strategy: str, start_method: object, timeout: timedelta | None, process_group_backend: object) -> None:

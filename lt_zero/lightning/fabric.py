@@ -34,12 +34,14 @@ from lt_zero.config.load import examine, shown
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
-from lt_zero.lightning.arguments import check_launch, explained
+from lt_zero.lightning.arguments import check_launch, explained, with_sizes_of_mesh
 from lt_zero.lightning.checkpoint_plugin import writes_directories
+from lt_zero.lightning.data_position.position import tracked
 from lt_zero.lightning.fabric_items import FabricItems, ShardedModule, optimizer_state, whole
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.setup import shorten_errors
 from lt_zero.parallel.mesh import DeviceMesh
+from lt_zero.parallel.sequence.batches import HOOK
 from lt_zero.session.checkpoints import (
     Saving,
     export_weights,
@@ -57,8 +59,9 @@ class FabricZeroStrategy(DDPStrategy):
     Args:
         stage, config, overrides, activation_checkpointing, broadcast_buffers: as for ``ZeroStrategy``. Optimizers and
             schedules are made by the script.
-        tensor_parallel_size, pipeline_parallel_size: as for ``ZeroStrategy``. The script parallelizes the module, over
-            ``fabric.strategy.device_mesh["tensor_parallel"]``.
+        tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size: as for ``ZeroStrategy``. The script
+            parallelizes the module, over ``fabric.strategy.device_mesh["tensor_parallel"]``; loaders that are set up
+            return the rank's part of sequences.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy.
         process_group_backend: ``gloo`` on CPU and ``nccl`` on CUDA by default.
         timeout: of collectives.
@@ -86,11 +89,10 @@ class FabricZeroStrategy(DDPStrategy):
         broadcast_buffers: bool | None = None,
         tensor_parallel_size: int | None = None,
         pipeline_parallel_size: int | None = None,
+        sequence_parallel_size: int | None = None,
     ) -> None:
-        if tensor_parallel_size is not None:
-            overrides = [*overrides, f"tensor_parallel.autotp_size={tensor_parallel_size}"]
-        if pipeline_parallel_size is not None:
-            overrides = [*overrides, f"pipeline.stages={pipeline_parallel_size}"]
+        sizes = tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size
+        overrides = with_sizes_of_mesh(overrides, *sizes)
         check_launch("FabricZeroStrategy", start_method, timeout, process_group_backend)
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
@@ -178,7 +180,7 @@ class FabricZeroStrategy(DDPStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The ranks along Lightning's axes, ``data_parallel`` and ``tensor_parallel``; None: all are data ranks."""
+        """The ranks along the axes of parallelism, with Lightning's names; None: all are data ranks."""
         return self.session.device_mesh
 
     @property
@@ -189,6 +191,24 @@ class FabricZeroStrategy(DDPStrategy):
         return {"num_replicas": self.session.data_ranks, "rank": self.session.data_rank}
 
     @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A loader; of the sequences of its batches the part of this rank, if they are cut."""
+        loader = super().process_dataloader(dataloader)
+        session = self.session
+        if session.sequences is None:
+            return loader
+
+        def open(make: Callable[[], Any]) -> Any:
+            module = next((engine.root for engine in session.engines if hasattr(engine.root, HOOK)), None)
+            return (session.cut_batch(batch, module) for batch in make())
+
+        made = tracked(loader, open)
+        if made is None:
+            name = type(loader).__name__
+            raise TypeError(f"Batches of {name} cannot be cut. Pass a DataLoader, or call lt_zero.parallel.cut_batch.")
+        return made
+
+    @override
     def setup_module(self, module: nn.Module) -> ShardedModule:  # type: ignore[override]
         """Shard a module in place. One in evaluation mode gets no master weights, until it gets an optimizer."""
         return self._set_up(module, module.training)
@@ -197,7 +217,7 @@ class FabricZeroStrategy(DDPStrategy):
         device, policy = self.world.device, self.precision.policy  # raises before fabric.launch()
         engine = self.session.build(module, self.config, device, policy, training)
         self.precision.engine = engine
-        return ShardedModule(module, engine)
+        return ShardedModule(module, engine, self.session.own_numbers)
 
     @override
     def setup_module_and_optimizers(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from torch import nn
 from torch.optim import Optimizer
@@ -46,12 +48,15 @@ BESIDE = "lt_zero_fabric"  # key, in a single file, of what is in no item
 class ShardedModule(nn.Module):
     """Module that Fabric calls in place of the user's. Methods marked as forward methods pass through it, too."""
 
-    def __init__(self, module: nn.Module, engine: Engine) -> None:
+    def __init__(
+        self, module: nn.Module, engine: Engine, numbers: Callable[[bool], AbstractContextManager[None]]
+    ) -> None:
         super().__init__()
-        self.module, self.engine = module, engine
+        self.module, self.engine, self._numbers = module, engine, numbers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        with self._numbers(self.module.training and torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics with tensor ranks: those of one model see the same data, which counts once."""
+"""Metrics of torchmetrics with tensor ranks, which see the same tokens: these count once."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -130,6 +131,14 @@ def check_callbacks(trainer: pl.Trainer, stage: int, in_parts: bool) -> None:
             if isinstance(callback, kind):
                 own, parent = type(callback).__name__, kind.__name__
                 raise TypeError(f"{own}{f' (a {parent})' if own != parent else ''} {what}, {why} the callback.")
+
+
+def refuse_own_reads(module: pl.LightningModule, sequences: int) -> None:
+    """Raise ConfigError if a module reads the loader in its training step, where batches are not cut."""
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        key, name = "sequence_parallel_size", type(module).__name__
+        text = f"{key}={sequences}: {name}.training_step takes dataloader_iter, whose batches are not cut"
+        raise ConfigError.about(key, f"{text}. Take batch and batch_idx.")
 
 
 def find_engine(

@@ -38,7 +38,7 @@ from lt_zero.engine.full_params import restore_whole, sync_buffers
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.lightning import setup as set_up
-from lt_zero.lightning.arguments import check_launch, explained
+from lt_zero.lightning.arguments import check_launch, explained, with_sizes_of_mesh
 from lt_zero.lightning.checkpoint_service import CheckpointService
 from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.metrics import count_all_ranks, count_data_ranks
@@ -76,6 +76,8 @@ class ZeroStrategy(RunQueries):
             ``self.device_mesh["tensor_parallel"]``.
         pipeline_parallel_size: ranks that have some of the layers each; ``pipeline.stages`` of the configuration. The
             module makes a ``lt_zero.parallel.Pipeline`` in ``configure_model``.
+        sequence_parallel_size: ranks that have parts of the same sequences; the key of that name. Batches are cut for
+            them, see ``lt_zero.parallel.cut_batch``.
 
     Raises:
         ConfigError: names every problem: unknown keys, wrong values, keys that contradict each other.
@@ -109,11 +111,10 @@ class ZeroStrategy(RunQueries):
         broadcast_buffers: bool | None = None,
         tensor_parallel_size: int | None = None,
         pipeline_parallel_size: int | None = None,
+        sequence_parallel_size: int | None = None,
     ) -> None:
-        if tensor_parallel_size is not None:
-            overrides = [*overrides, f"tensor_parallel.autotp_size={tensor_parallel_size}"]
-        if pipeline_parallel_size is not None:
-            overrides = [*overrides, f"pipeline.stages={pipeline_parallel_size}"]
+        sizes = tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size
+        overrides = with_sizes_of_mesh(overrides, *sizes)
         check_launch("ZeroStrategy", start_method, timeout, process_group_backend)
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
@@ -250,7 +251,7 @@ class ZeroStrategy(RunQueries):
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The ranks along Lightning's axes, ``data_parallel`` and ``tensor_parallel``; None: all are data ranks."""
+        """The ranks along the axes of parallelism, with Lightning's names; None: all are data ranks."""
         return self.session.device_mesh
 
     @property
@@ -262,9 +263,13 @@ class ZeroStrategy(RunQueries):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks that see different data, unless ``group`` says over which."""
+        """Reduce over the ranks that see different tokens, unless ``group`` says over which; sums over data ranks.
+
+        Sequence ranks have losses of whole sequences, and as many samples: each of these counts once in a sum.
+        """
         if group is None and self.session.mesh is not None:
-            group = self.session.data_group
+            sums = str(reduce_op).lower().endswith("sum")
+            group = self.session.data_group if sums else self.session.token_group
         return super().reduce(tensor, group, reduce_op)
 
     @override
@@ -300,6 +305,8 @@ class ZeroStrategy(RunQueries):
         if fitting:
             self._reconciler.agree(trainer, self._module, world, self.session.data_ranks, self.is_global_zero)
         self.checkpoints.set_up(self.run)
+        if self.session.sequences is not None:
+            set_up.refuse_own_reads(self._module, self.session.sequences.ranks.size)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
             self._layer_sync = TorchSyncBatchNorm()
         if fitting and self._layer_sync:
@@ -354,8 +361,8 @@ class ZeroStrategy(RunQueries):
         for child in self._module.modules():
             if isinstance(child, Metric):
                 child.to(self.root_device)
-        if self.session.data_group is not None:
-            count_data_ranks(self._module, self.session.data_group)  # until ``teardown``
+        if self.session.token_group is not None:
+            count_data_ranks(self._module, self.session.token_group)  # until ``teardown``
         move_buffers(self._module, self.root_device)
 
     @override
@@ -391,6 +398,14 @@ class ZeroStrategy(RunQueries):
         return self.data.process(super().process_dataloader(dataloader), self._module.trainer, ranks)
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; of its sequences the part of this rank, if they are cut."""
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self.session.sequences is None:
+            return moved
+        return self.session.cut_batch(moved, self._module, str(self._module.trainer.state.stage))
+
+    @override
     def on_train_start(self) -> None:
         self._epoch = self._module.current_epoch
         self.data.start()
@@ -419,9 +434,9 @@ class ZeroStrategy(RunQueries):
             session.before_step()
         if not self._reconciler.seen:
             self._reconciler.see(batch, module.trainer, engine.world, session.data_ranks, self.is_global_zero)
-        if session.mesh is not None:
+        if session.mesh is not None and session.sequences is None:  # else it is compared before it is cut
             session.compare_batch(batch)
-        with phase("forward"), engine.forward_scope():
+        with phase("forward"), engine.forward_scope(), session.own_numbers(module.training):
             if not self.monitor.watches:
                 return super().training_step(*args, **kwargs)
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))

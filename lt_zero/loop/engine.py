@@ -179,8 +179,12 @@ class TrainingEngine(nn.Module):
             self.engine.reducer.sync = self.is_gradient_accumulation_boundary() and not self._quiet
         if self.session.trial is not None:
             self.session.trial.see_batch([args, kwargs])
+        sequences = self.session.sequences
+        if sequences is not None and sequences.cuts_inputs:
+            self.session.compare_batch([args, kwargs], "train" if trains else "other")
+            args, kwargs = (), sequences.cut_inputs(self.module, args, kwargs)
         autocast = torch.autocast(self.device.type, policy.compute) if policy.autocast else nullcontext()
-        with autocast, self.engine.forward_scope(trains):
+        with autocast, self.engine.forward_scope(trains), self.session.own_numbers(trains):
             return self.module(*args, **kwargs)
 
     def _cast(self, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The data that each rank sees: ranks that have parts of one model see the same."""
+"""The data that each rank sees: ranks that have parts of one model, or of the same sequences, see the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def check_same_batch(mesh: ParallelMesh, world: World, batch: Any) -> None:
-    """Compare a batch between the ranks that have parts of one model. Collective.
+    """Compare a batch between the ranks that have parts of one model, or of its sequences. Collective.
 
     Raises:
         RuntimeError: on all ranks, if two of them have different batches; names them and the first difference.
@@ -35,8 +35,12 @@ def check_same_batch(mesh: ParallelMesh, world: World, batch: Any) -> None:
         first = mesh.sizes.firsts()[mesh.sizes.data_rank(rank)]
         if mine != found[first]:
             sizes = f"tensor_parallel.autotp_size={mesh.sizes.tensor}, pipeline.stages={mesh.sizes.pipeline}"
+            parts = f"one model ({sizes})"
+            if mesh.sizes.sequence > 1:
+                sizes = f"tensor_parallel.autotp_size={mesh.sizes.tensor}"
+                parts = f"the same sequences (sequence_parallel_size={mesh.sizes.sequence}, {sizes})"
             raise RuntimeError(
-                f"Ranks {first} and {rank} have parts of one model ({sizes}), and need the same batches, but "
+                f"Ranks {first} and {rank} have parts of {parts}, and need the same batches, but "
                 f"{_difference(found[first], mine)}. Draw samples by the data rank (Lightning's own sampler does, or "
                 "num_replicas and rank of strategy.distributed_sampler_kwargs), and shuffle with the same seed on all "
                 "ranks."

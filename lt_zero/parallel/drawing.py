@@ -65,6 +65,15 @@ def shares(sizes: ParallelSizes, per_node: int) -> Iterator[str]:
             "same batch."
         )
     same = " of a stage" if stages > 1 else ""
+    if sizes.sequence > 1:
+        alike = f"Neighbours, {sizes.of_data_rank} at a time, see one batch" if tensor > 1 else "A row sees one batch"
+        yield f"{alike}, of which each sequence rank has 1/{sizes.sequence} of the tokens; they exchange attention."
+        if tensor == 1:
+            yield f"All have the same layers: ZeRO shards them over these {sizes.with_part:,}."
+        else:
+            yield f"A tensor rank has 1/{tensor} of each layer that is cut, which ZeRO shards over {sizes.with_part:,}."
+            yield f"Layers that are not cut are sharded over all {sizes.of_stage:,}."
+        return
     if tensor == 1:
         yield f"The ranks{same} have the same layers, and see other batches: ZeRO shards them over these {data:,}."
         return

@@ -2,7 +2,8 @@
 
 Note [Families]
     A family is the ranks over which a parameter is the same, and ZeRO shards it over them. A parameter that is cut over
-    tensor ranks is the same on the data ranks that have its part; one that is replicated is the same on all ranks. So
+    tensor ranks is the same on the data and sequence ranks that have its part; one that is replicated is the same on
+    all ranks. So
     each element of the model has one owner in the world: norms are one sum over the world, replicas cannot drift apart,
     and checkpoints need no deduplication. A replicated parameter's gradient is the mean over all ranks. Tensor ranks
     have equal gradients of it, or partial sums (local.py).
@@ -28,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
 from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.process_groups import one_queue
+from lt_zero.comm.sequence import SequenceGroup
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
@@ -36,6 +38,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.units import format_bytes
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks import SequenceParallel
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.same_on_ranks import Snapshot, compare, described
 from lt_zero.parallel.buffers import make_plain
@@ -47,6 +50,7 @@ from lt_zero.parallel.pipeline.runner import Runner
 from lt_zero.parallel.plan import check_shared, parallelize, placements, table
 from lt_zero.parallel.random import default_generators
 from lt_zero.parallel.replaced import Replaced
+from lt_zero.parallel.sequence.ranks import SequenceRanks
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
 AXES = (PIPELINE, DATA, SEQUENCE, TENSOR)  # outermost first: tensor ranks are neighbours, on one node
@@ -59,6 +63,7 @@ class ParallelSizes:
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
+    sequence: int = 1
 
     @classmethod
     def of(cls, config: ZeroConfig, ranks: int) -> ParallelSizes:
@@ -68,7 +73,12 @@ class ParallelSizes:
             ConfigError: they are not those of so many ranks.
         """
         tensor, stages = config.tensor_parallel.autotp_size, config.pipeline.ranks
-        asked = {"tensor_parallel.autotp_size": tensor, "pipeline.stages": stages}
+        sequence = config.sequence_parallel_size
+        asked = {
+            "tensor_parallel.autotp_size": tensor,
+            "pipeline.stages": stages,
+            "sequence_parallel_size": sequence,
+        }
         together = prod(asked.values())
         text = " and ".join(f"{key}={size}" for key, size in asked.items() if size > 1)
         if ranks % together:
@@ -85,25 +95,39 @@ class ParallelSizes:
                 f"data_parallel_size={data}, but {ranks} ranks with {text or 'no other axis'} are {ranks // together} "
                 "data ranks. Remove the key, or change one of them.",
             )
-        return cls(ranks // together, tensor, stages)
+        return cls(ranks // together, tensor, stages, sequence)
 
     @property
     def is_plain(self) -> bool:
         """True if all ranks are data ranks."""
-        return self.tensor == self.pipeline == 1
+        return self.tensor == self.pipeline == self.sequence == 1
 
     @property
     def of_stage(self) -> int:
         """The ranks that have the same stage of a pipeline."""
-        return self.data * self.tensor
+        return self.data * self.of_data_rank
+
+    @property
+    def of_data_rank(self) -> int:
+        """The ranks of a stage that see the same data, which are neighbours."""
+        return self.sequence * self.tensor
+
+    @property
+    def with_part(self) -> int:
+        """The ranks of a stage that have the same part of cut parameters."""
+        return self.data * self.sequence
 
     def firsts(self) -> range:
         """One rank of each data rank, in their order."""
-        return range(0, self.of_stage, self.tensor)
+        return range(0, self.of_stage, self.of_data_rank)
 
     def data_rank(self, rank: int) -> int:
         """Index of the data rank to which ``rank`` belongs."""
-        return rank % self.of_stage // self.tensor
+        return rank % self.of_stage // self.of_data_rank
+
+    def sequence_rank(self, rank: int) -> int:
+        """Index of the part of sequences that ``rank`` sees."""
+        return rank // self.tensor % self.sequence
 
 
 class ParallelMesh:
@@ -112,32 +136,46 @@ class ParallelMesh:
     Args:
         sizes: along each axis.
         world: all ranks. Collective.
+        method: how sequence ranks compute attention.
 
     Attributes:
         device_mesh: with an axis for each of ``AXES``, also for those of size 1.
-        data_rank: which data this rank sees, of ``sizes.data``. Its tensor ranks, and other stages, see the same.
+        data_rank: which data this rank sees, of ``sizes.data``. Its sequence and tensor ranks, and other stages, see
+            the same.
+        sequence_rank: which part of sequences this rank sees, of ``sizes.sequence``.
         tensor_rank: which part of tensors this rank has, of ``sizes.tensor``.
         pipeline_rank: which stage of pipelines this rank has, of ``sizes.pipeline``.
         peers: the ranks that have the same stage; None: all ranks do.
         replaced: parameters that were replaced by parts of them.
+        token_group: the ranks that see other tokens, of other data or of another part of sequences.
+        sequence: the ranks with parts of the same sequences; None: sequences are not cut.
     """
 
-    def __init__(self, sizes: ParallelSizes, world: World) -> None:
+    def __init__(self, sizes: ParallelSizes, world: World, method: SequenceParallel | None = None) -> None:
         self.sizes, self._world, self.replaced = sizes, world, Replaced()
         self.data_rank, self.tensor_rank = sizes.data_rank(world.rank), world.rank % sizes.tensor
-        self.pipeline_rank = world.rank // sizes.of_stage
-        mesh = torch.arange(world.size).view(sizes.pipeline, sizes.data, 1, sizes.tensor)
+        self.pipeline_rank, self.sequence_rank = world.rank // sizes.of_stage, sizes.sequence_rank(world.rank)
+        mesh = torch.arange(world.size).view(sizes.pipeline, sizes.data, sizes.sequence, sizes.tensor)
         rows = [mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist() for axis in range(mesh.dim())]
         # Of this world, whose hang detection closes them: a rank that is gone would be waited for in a layer.
         groups = [world.new_group(None, parts, closes=True) for parts in rows]
-        world.expect_in_layers(groups[AXES.index(TENSOR)])
+        first = world.rank // sizes.of_data_rank * sizes.of_data_rank
+        world.expect_in_layers(range(first, first + sizes.of_data_rank))
         forget_meshes()
         self.device_mesh = DeviceMesh.from_group(groups, world.device.type, mesh, mesh_dim_names=AXES)
         self._stages = mesh.view(sizes.pipeline, -1).tolist()
         self.peers = ShardGroup(world, self._stages, divisor=sizes.of_stage) if sizes.pipeline > 1 else None
         tensor = AXES.index(TENSOR)
         self._part_ranks = PartRanks(world, rows[tensor], groups[tensor]) if sizes.tensor > 1 else None
-        self._cut = ShardGroup(world, rows[AXES.index(DATA)], divisor=sizes.data, holders=self.peers)
+        with_part = mesh.movedim(tensor, 1).reshape(-1, sizes.with_part).tolist()
+        self._cut = ShardGroup(world, with_part, divisor=sizes.with_part, holders=self.peers)
+        self.token_group = groups[AXES.index(DATA)]
+        self.sequence: SequenceRanks | None = None
+        if sizes.sequence > 1:
+            along, method = AXES.index(SEQUENCE), method or SequenceParallel()
+            self.token_group = world.new_group(None, with_part, closes=True)
+            made, how = SequenceGroup.joined(world, rows[along], groups[along]), (method.method, method.gather)
+            self.sequence = SequenceRanks(made, self._cut, *how, method.zigzag)
         across = rows[AXES.index(PIPELINE)]
         self._row = ShardGroup(world, across, divisor=1) if sizes.pipeline > 1 else None
         self._shared: dict[tuple[frozenset[int], bool], ShardGroup] = {}  # by the stages, and whether it is cut
@@ -218,7 +256,7 @@ class ParallelMesh:
             made = self._shared[stages, False] = ShardGroup(self._world, whole, divisor=self.sizes.of_stage)
             if self.sizes.tensor > 1:
                 parts = [[r for r in ranks if r % self.sizes.tensor == n] for ranks in whole for n in self._tensors]
-                self._shared[stages, True] = ShardGroup(self._world, parts, divisor=self.sizes.data, holders=made)
+                self._shared[stages, True] = ShardGroup(self._world, parts, divisor=self.sizes.with_part, holders=made)
 
     @property
     def _tensors(self) -> range:
@@ -282,13 +320,15 @@ def mesh_of(config: ZeroConfig, world: World) -> ParallelMesh | None:
     if sizes.is_plain:
         return None
     if accelerator.has_streams(world.device) and one_queue(world.device):
-        key = "tensor_parallel.autotp_size" if sizes.tensor > 1 else "pipeline.stages"
+        named = {"tensor_parallel.autotp_size": sizes.tensor, "pipeline.stages": sizes.pipeline}
+        named["sequence_parallel_size"] = sizes.sequence
+        key, size = next((key, size) for key, size in named.items() if size > 1)
         raise ConfigError.about(
             key,
-            f"{key}={max(sizes.tensor, sizes.pipeline)} needs process groups beside the others, which "
+            f"{key}={size} needs process groups beside the others, which "
             "CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow: unset it.",
         )
-    return ParallelMesh(sizes, world)
+    return ParallelMesh(sizes, world, config.sequence_parallel)
 
 
 def _warn_of_traffic(engine: Engine, config: ZeroConfig) -> None:

@@ -198,7 +198,7 @@ class _Groups:
     ) -> tuple[dict[Parameter, GroupFacts], set[Parameter]]:
         """The groups of parameters with another one, and those that other stages have, too."""
         tensor, pipeline = self.ranks.tensor, self.ranks.pipeline
-        found: dict[Parameter, GroupFacts] = dict.fromkeys(cut, self._sized(self.ranks.data))
+        found: dict[Parameter, GroupFacts] = dict.fromkeys(cut, self._sized(self.ranks.with_part))
         made = pipeline_of(module, pipeline) if of_user else None  # of a model by its size nothing is shared
         if made is None:
             return found, set()
@@ -418,6 +418,7 @@ def settings_table(
     tensor, stages = parsed.tensor_parallel.autotp_size, parsed.pipeline.ranks
     ranks = f"{world} rank(s), {per_node} per node" + (f", {tensor} tensor ranks" if tensor > 1 else "")
     ranks += f", {stages} pipeline ranks (the fullest)" if stages > 1 else ""
+    ranks += f", {parsed.sequence_parallel_size} sequence ranks" if parsed.sequence_parallel_size > 1 else ""
     table = Table(
         title=f"{casts[0][1].parameters:,} parameters, {ranks}",
         caption="Without activations. optim., param: device of offload_optimizer, offload_param.\n"

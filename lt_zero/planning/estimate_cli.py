@@ -35,6 +35,7 @@ from lt_zero.planning.transformer import Transformer
 Option = typer.Option
 _DIMENSIONS = (
     "tensor_parallel.autotp_size",
+    "sequence_parallel_size",
     "pipeline.stages",
     "pipeline.num_microbatches",
     "pipeline.schedule",
@@ -46,6 +47,9 @@ ModuleOption = Annotated[
 TensorOption = Annotated[
     int | None,
     Option(min=1, help="Ranks that share the tensors of each layer. Default: tensor_parallel.autotp_size."),
+]
+SequenceRanksOption = Annotated[
+    int | None, Option(min=1, help="Ranks with parts of the same sequences. Default: sequence_parallel_size.")
 ]
 PipelineOption = Annotated[
     int | None, Option(min=1, help="Ranks with layers one after the other. Default: pipeline.stages.")
@@ -74,6 +78,7 @@ def estimate_command(
     world: Annotated[int, Option(help="Number of ranks.")] = 1,
     per_node: Annotated[int | None, Option(help="Ranks per node; default: at most 8.")] = None,
     tensor: TensorOption = None,
+    sequence_ranks: SequenceRanksOption = None,
     pipeline: PipelineOption = None,
     micro_batches: MicroBatchesOption = None,
     schedule: Annotated[str | None, Option(help="1F1B, GPipe, Interleaved1F1B or LoopedBFS.")] = None,
@@ -103,7 +108,7 @@ def estimate_command(
     console = Console(highlight=False)
     try:
         shape = _shape(layers, hidden, heads, sequence, micro_batch, vocabulary)
-        parsed = _config(config, stage, (tensor, pipeline, micro_batches, schedule), module)
+        parsed = _config(config, stage, (tensor, sequence_ranks, pipeline, micro_batches, schedule), module)
         stages = _stages(params, largest, module, shape, parsed)
         model = stages[0].model if len(stages) == 1 else fullest(stages)
         world, per_node = _ranks(world, nodes, per_node)
@@ -153,7 +158,8 @@ def _print_dimensions(stages: Sequence[Stage], config: ZeroConfig, shape: Transf
         for line in reductions(config):
             console.print(line, markup=False, soft_wrap=True)
     elif shape is not None:
-        console.print(activations_line(shape, config.tensor_parallel.autotp_size), markup=False, soft_wrap=True)
+        ranks = config.tensor_parallel.autotp_size, config.sequence_parallel_size
+        console.print(activations_line(shape, *ranks), markup=False, soft_wrap=True)
 
 
 def _options(
@@ -178,7 +184,7 @@ def _draw(config: ZeroConfig, world: int, per_node: int | None, device: str, con
 
 
 def _draw_mesh(sizes: ParallelSizes, per_node: int, console: Console) -> None:
-    axes = {"pipeline": sizes.pipeline, "data": sizes.data, "tensor": sizes.tensor}
+    axes = {"pipeline": sizes.pipeline, "data": sizes.data, "sequence": sizes.sequence, "tensor": sizes.tensor}
     show(rank_table({axis: size for axis, size in axes.items() if size > 1 or axis == "data"}, per_node), console)
     for line in shares(sizes, per_node):
         console.print(line, markup=False, soft_wrap=True)
@@ -344,7 +350,7 @@ def _fit(
         console.print("Nothing fits. Use more ranks or nodes, or larger ones.")
         by_size = by_size or fits_by_size(model, machine, config, world, **options)
         if any(isinstance(fit, Fit) and fit.setting is not None for fit in by_size.values()):
-            sizes_table(by_size, world, console)
+            sizes_table(by_size, world // config.sequence_parallel_size, console)
         return False
     cast = found.forecast
     needs = (("GPU", cast.rank(DEVICE)), ("host of a node", cast.node(HOST)), ("NVMe of a node", cast.node(NVME)))
@@ -356,7 +362,7 @@ def _fit(
         console.print("    The host memory was not limited; --cpu-gb does.", markup=False)
     kinds_table(cast, str(found.setting), console)
     if by_size:
-        sizes_table(by_size, world, console)
+        sizes_table(by_size, world // config.sequence_parallel_size, console)
     _note_resident(cast, console)
     if mbit is not None and world > ranks:
         fast = fitting(model, machine, config, world, found.setting.places, **options)

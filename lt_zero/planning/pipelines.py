@@ -82,10 +82,10 @@ def reductions(config: ZeroConfig) -> Iterator[str]:
         yield f"Stage {stage} reduces gradients for each of the {count} micro-batches; stages 0 and 1 once per step."
 
 
-def activations_line(shape: Transformer, tensor: int) -> str:
+def activations_line(shape: Transformer, tensor: int, sequence: int = 1) -> str:
     """A line with the activations of a micro-batch on a rank that has all blocks."""
-    whole, fused, recomputed = (shape.layers * nbytes for nbytes in shape.activations(tensor))
-    recomputed += shape.activations(tensor).fused
+    whole, fused, recomputed = (shape.layers * nbytes for nbytes in shape.activations(tensor, sequence))
+    recomputed += shape.activations(tensor, sequence).fused
     return (
         f"Activations of a micro-batch: {format_bytes(whole, 1)}, with fused attention {format_bytes(fused, 1)}, of "
         f"recomputed blocks {format_bytes(recomputed, 1)}."

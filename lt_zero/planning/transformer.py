@@ -80,12 +80,15 @@ class Transformer:
         """Bytes between two blocks, of one micro-batch."""
         return _BITS16 * self.sequence * self.micro_batch * self.hidden
 
-    def activations(self, tensor: int = 1) -> Activations:
-        """Activations of a block on one of ``tensor`` ranks; each keeps those of norms and residual connections."""
-        elements = self.sequence * self.micro_batch * self.hidden
+    def activations(self, tensor: int = 1, sequence: int = 1) -> Activations:
+        """Activations of a block on one of ``tensor * sequence`` ranks.
+
+        Each of the tensor ranks keeps those of norms and residual connections, of its part of sequences.
+        """
+        elements = self.sequence * self.micro_batch * self.hidden / sequence
         fused = elements * (10 + 24 / tensor)
         whole = fused + elements * 5 * self.heads * self.sequence / self.hidden / tensor
-        return Activations(whole, fused, float(self.boundary))
+        return Activations(whole, fused, self.boundary / sequence)
 
     def __str__(self) -> str:
         return f"{self.layers} blocks, {self.hidden:,} wide, {self.heads} heads, sequences of {self.sequence:,}"

@@ -28,6 +28,8 @@ from lt_zero.parallel.batches import check_same_batch
 from lt_zero.parallel.mesh import DATA, DeviceMesh, ParallelMesh, mesh_of
 from lt_zero.parallel.pipeline import position
 from lt_zero.parallel.pipeline.layers import join_pipelines
+from lt_zero.parallel.sequence.ranks import use
+from lt_zero.parallel.sequence.run import SequenceRun
 from lt_zero.planning.check import check_optimizers
 from lt_zero.planning.trial import FOLDER, Trial
 from lt_zero.session.checkpoints import Saver, Saving
@@ -49,6 +51,7 @@ class Session:
         loss_scale: that of the run's precision; a face sets it before anything is built.
         known: ``group``; None before ``join``.
         mesh: the ranks along the axes of parallelism; None: all are data ranks, or before ``join``.
+        sequences: batches and models of a run whose sequences are cut over ranks; None: they are not.
         saver: the checkpoints that are being written.
         trial: of ``lt-zero tune``, if the process was started for one.
     """
@@ -59,7 +62,8 @@ class Session:
         self.face = face
         self.known: ShardGroup | None = None
         self.mesh: ParallelMesh | None = None
-        self._compared = False  # the first batch
+        self.sequences: SequenceRun | None = None
+        self._compared: set[str] = set()  # kinds of batches of which the first was compared
         self.saver = Saver()
         folder = os.environ.get(FOLDER)
         self.trial = Trial(Path(folder)) if folder else None
@@ -109,6 +113,11 @@ class Session:
         return self.mesh.device_mesh[DATA].get_group() if self.mesh is not None else None
 
     @property
+    def token_group(self) -> Any:
+        """The ranks that see other tokens, of other data or of another part of sequences; None: all ranks."""
+        return self.mesh.token_group if self.mesh is not None else None
+
+    @property
     def engines(self) -> list[Engine]:
         """One for each module, in the order of their set-up."""
         return [engine for ref in self._engines if (engine := ref()) is not None and engine.attached]
@@ -155,7 +164,10 @@ class Session:
                 self.mesh.share_generators()
             place = (self.mesh.pipeline_rank, self.mesh.sizes.pipeline) if self.mesh is not None else (0, 1)
             position.enter(position.Position(*place, config.pipeline), world)
-        self._compared = False
+            if self.mesh is not None and self.mesh.sequence is not None:
+                self.sequences = SequenceRun(self.mesh.sequence, self.mesh.sizes.tensor)
+        use(self.sequences.ranks if self.sequences is not None else None)
+        self._compared.clear()
         self.world.begin_run()
         return new
 
@@ -178,6 +190,8 @@ class Session:
         join_pipelines(module, config.pipeline)
         move_buffers(module, device)
         how: dict[str, Any] = {"group": self.group}
+        if self.sequences is not None:
+            self.sequences.switch(module)
         if self.mesh is not None:
             how["saved"] = self.mesh.cut(module, config)
             how |= self.mesh.arguments(module, self.group, config)
@@ -185,6 +199,8 @@ class Session:
         if self.mesh is not None:
             self.mesh.watch(engine)
             self.mesh.connect(engine, config, self._begin_passes, weight)
+        if self.sequences is not None:
+            self.sequences.watch(engine)
         load(engine)
         sync_buffers(engine)
         if self.mesh is not None:
@@ -258,15 +274,35 @@ class Session:
         if self.loss_scale.checks and config.on_skipped_step != "advance":
             hold_schedule(schedule, self.loss_scale.counter(number))
 
-    def compare_batch(self, batch: Any) -> None:
-        """Compare the first batch of a run between ranks that have parts of one model. Collective for that batch.
+    def compare_batch(self, batch: Any, kind: str = "train") -> None:
+        """Compare the first batch of a ``kind`` between ranks that see the same data. Collective for that batch.
 
         Raises:
             RuntimeError: on all ranks, if they have different batches.
         """
-        if self.mesh is not None and not self._compared:
-            self._compared = True
+        if self.mesh is not None and kind not in self._compared:
+            self._compared.add(kind)
             check_same_batch(self.mesh, self.world, batch)
+
+    def cut_batch(self, batch: Any, module: nn.Module | None, kind: str = "train") -> Any:
+        """This rank's part of a batch whose sequences are cut, else all of it. Collective for the first of a ``kind``.
+
+        ``module``: may have the hook ``sequence_batch``.
+
+        Raises:
+            RuntimeError: on all ranks, if those of a sequence have different batches.
+            ConfigError: it is unknown how to cut it.
+        """
+        if self.sequences is None:
+            return batch
+        self.compare_batch(batch, kind)
+        return self.sequences.cut(batch, module)
+
+    def own_numbers(self, trains: bool) -> AbstractContextManager[None]:
+        """Context of a forward in which sequence ranks draw other random numbers, if it ``trains``."""
+        if self.sequences is None or not trains:
+            return nullcontext()
+        return self.sequences.own_numbers(self.world.device.type)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -337,6 +373,7 @@ class Session:
         finally:
             self.saver.abandon(self.world)
             position.leave()
+            use(None)
             self.world.end_run()
 
 

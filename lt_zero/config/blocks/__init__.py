@@ -14,6 +14,7 @@ from lt_zero.config.blocks.distribution import (
     OffloadParam,
     PartitionConfig,
     PipelineParallel,
+    SequenceParallel,
     TensorParallel,
     ZeroOptimization,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "OptimizerBlock",
     "PartitionConfig",
     "PipelineParallel",
+    "SequenceParallel",
     "SPARSE_MODES",
     "SchedulerBlock",
     "Schema",

@@ -1,4 +1,4 @@
-"""Blocks of what is divided between ranks, sent and offloaded: ZeRO, compression, tensor and pipeline parallelism."""
+"""Blocks of what is divided between ranks, sent and offloaded: ZeRO, compression, and parallelism beside data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _regex(value: str) -> str:
     return value
 
 
-_one_if_zero = BeforeValidator(lambda value: 1 if type(value) is int and value == 0 else value)
+one_if_zero = BeforeValidator(lambda value: 1 if type(value) is int and value == 0 else value)
 
 
 # ---- ZeRO and offload ------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class Communication(Block):
     )
 
 
-# ---- tensor and pipeline parallelism ---------------------------------------------------------------------------------
+# ---- tensor, sequence and pipeline parallelism -----------------------------------------------------------------------
 
 _Axis = Annotated[Literal[0, 1], BeforeValidator(_no_switch)]
 _PositiveList = Annotated[tuple[Positive, ...], Field(min_length=1)]
@@ -324,7 +324,7 @@ class PartitionConfig(Block):
 class TensorParallel(Block):
     """The ``tensor_parallel`` block: ranks that have parts of each layer."""
 
-    autotp_size: Annotated[int, BeforeValidator(to_whole_number), Field(gt=0, strict=True), _one_if_zero] = key(
+    autotp_size: Annotated[int, BeforeValidator(to_whole_number), Field(gt=0, strict=True), one_if_zero] = key(
         1, "ranks that share the tensors of each layer, and see the same data; they divide all ranks (DeepSpeed: 0)"
     )
     partition_config: PartitionConfig | None = key(
@@ -332,6 +332,24 @@ class TensorParallel(Block):
     )
     preset_model: str | None = key(
         None, "a model type of transformers whose plan is used, such as llama or qwen2", min_length=1
+    )
+
+
+class SequenceParallel(Block):
+    """The ``sequence_parallel`` block: how ranks with parts of the same sequences compute attention."""
+
+    method: Annotated[Literal["ulysses", "gather"], lower] = key(
+        "ulysses",
+        "ulysses: ranks exchange parts of sequences for heads, whose number they divide; gather: each rank gathers "
+        "keys and values of whole sequences, for any number of heads",
+    )
+    gather: Positive = key(
+        1,
+        "in how many parts keys and values are gathered, while the neighbours of a part exchange heads, for more ranks "
+        "than heads; 1: of all ranks with method: gather, else of none",
+    )
+    zigzag: bool = key(
+        False, "where keys are gathered: each rank has an early and a late part of sequences, as suits causal attention"
     )
 
 
@@ -349,7 +367,7 @@ def _partition_method(value: Any) -> Any:
 class PipelineParallel(Block):
     """The ``pipeline`` block: ranks that have some of a model's layers each, one after the other."""
 
-    stages: Literal["auto"] | Annotated[Positive, _one_if_zero] = key(
+    stages: Literal["auto"] | Annotated[Positive, one_if_zero] = key(
         "auto", "ranks that have layers after each other, and see the same data; auto: as the model says, or 1"
     )
     partition_method: Annotated[str, BeforeValidator(_partition_method)] = key(

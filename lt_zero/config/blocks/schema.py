@@ -13,8 +13,10 @@ from lt_zero.config.blocks.distribution import (
     Communication,
     GradientCompressionBlock,
     PipelineParallel,
+    SequenceParallel,
     TensorParallel,
     ZeroOptimization,
+    one_if_zero,
 )
 from lt_zero.config.blocks.monitoring import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Wandb
 from lt_zero.config.blocks.training import (
@@ -94,6 +96,12 @@ class Schema(Block):
     data_parallel_size: Positive | None = key(None, "ranks that see different data; checked against the others")
     tensor_parallel: Annotated[TensorParallel, _off_if_number] = key(
         TensorParallel(), "ranks that have parts of each layer"
+    )
+    sequence_parallel_size: Annotated[Positive, one_if_zero] = key(
+        1, "ranks that have parts of the same sequences, and see the same data; they divide all ranks (DeepSpeed: null)"
+    )
+    sequence_parallel: SequenceParallel = key(
+        SequenceParallel(), "how ranks with parts of the same sequences compute attention"
     )
     pipeline: PipelineParallel = key(PipelineParallel(), "ranks that have some of the model's layers each")
     gradient_compression: Annotated[GradientCompressionBlock, _off_if_false] = key(

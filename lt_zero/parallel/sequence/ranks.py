@@ -1,0 +1,150 @@
+"""The ranks that have parts of the same sequences, in the run of this process, and which tokens each of them has.
+
+Note [Order of tokens]
+    In plain order the first rank has the first tokens. Under a causal mask later tokens have more keys, so that the
+    last rank of ``method: gather`` would compute almost twice the mean. In zigzag order the sequence is cut into 2n
+    chunks for n ranks, and rank r has chunks r and 2n - 1 - r: all ranks compute the same number of scores.
+    Ulysses has whole sequences, so its ranks share parts that are cut from a rank's of ``gather``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from lt_zero.comm.process_groups import exists
+from lt_zero.comm.ranks import Ranks
+from lt_zero.comm.sequence import ProcessGroup, SequenceGroup
+from lt_zero.common.errors import ConfigError
+
+METHODS = ("ulysses", "gather")
+
+
+@dataclass(frozen=True)
+class SequenceRanks:
+    """The sequence ranks that this rank belongs to.
+
+    Attributes:
+        group: these ranks, in the order of their parts.
+        data: the sequence ranks of all data ranks, over which the engine means gradients.
+        method: "ulysses" (heads are exchanged for tokens) or "gather" (keys and values are gathered).
+        gather: how many parts of the sequence the keys are gathered from; 1 with ulysses, all ranks with gather, and in
+            between ``size / gather`` neighbours exchange heads first.
+        zigzag: tokens are in zigzag order, see Note [Order of tokens].
+    """
+
+    group: SequenceGroup
+    data: Ranks
+    method: str = "ulysses"
+    gather: int = 1
+    zigzag: bool = False
+
+    def __post_init__(self) -> None:
+        check_method(self.method, self.gather, self.group.size)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the sequence ranks."""
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        """The number of sequence ranks."""
+        return self.group.size
+
+    @property
+    def parts(self) -> int:
+        """The number of parts of the sequence that keys are gathered from."""
+        return parts_of(self.method, self.gather, self.size)
+
+    @property
+    def multiple(self) -> int:
+        """Lengths of whole sequences have to be multiples of this."""
+        return lcm(self.size, 2 * self.parts) if self.zigzag else self.size
+
+    def positions(self, length: int) -> Tensor:
+        """The positions of this rank's tokens in a sequence of ``length``: int64, [length / ranks].
+
+        Raises:
+            ValueError: ``length`` is no multiple of ``multiple``.
+        """
+        if length % self.multiple:
+            raise ValueError(f"A sequence of {length} tokens is no multiple of {self.multiple}. Pad it.")
+        order = torch.arange(length)
+        if self.zigzag:
+            order = to_zigzag(order, 0, self.parts)
+        return order.chunk(self.size)[self.rank]
+
+
+def parts_of(method: str, gather: int, ranks: int) -> int:
+    """The number of parts of the sequence that keys are gathered from."""
+    return ranks if method == "gather" and gather == 1 else gather
+
+
+def check_method(method: str, gather: int, ranks: int) -> None:
+    """Check a method of attention for so many sequence ranks.
+
+    Raises:
+        ConfigError: it is unknown, or does not fit the ranks.
+    """
+    if method not in METHODS:
+        known = " or ".join(f'"{name}"' for name in METHODS)
+        raise ConfigError.about("sequence_parallel.method", f"method={method!r} is unknown. Write {known}.")
+    if gather < 1 or ranks % gather:
+        text = f"gather={gather} does not divide the {ranks} sequence ranks. Use a divisor."
+        raise ConfigError.about("sequence_parallel.gather", text)
+
+
+def to_zigzag(x: Tensor, dim: int, parts: int) -> Tensor:
+    """Bring whole sequences into zigzag order: part r of ``parts`` equal ones then has chunks r and 2 parts - 1 - r.
+
+    The length along ``dim`` is a multiple of ``2 * parts``.
+    """
+    chunks = x.chunk(2 * parts, dim)
+    return torch.cat([chunks[n] for r in range(parts) for n in (r, 2 * parts - 1 - r)], dim)
+
+
+def from_zigzag(x: Tensor, dim: int, parts: int) -> Tensor:
+    """Bring sequences in zigzag order back into the order of their positions."""
+    chunks = x.chunk(2 * parts, dim)
+    return torch.cat([*chunks[::2], *reversed(chunks[1::2])], dim)
+
+
+# Of the run that this process has joined last, whose mesh owns it.
+_current: list[weakref.ref[SequenceRanks]] = []
+
+
+def current() -> SequenceRanks | None:
+    """The sequence ranks of the run that this process has joined last; None if sequences are not cut, or it is over."""
+    ranks = _current[0]() if _current else None
+    group = ranks.group.process_group if ranks is not None else None
+    return ranks if group is None or exists(group) else None
+
+
+def group_of(group: ProcessGroup | None, device: torch.device) -> SequenceGroup | None:
+    """The ranks that have parts of whole sequences of tensors on ``device``; None if this one has all of them.
+
+    ``group``: what a user has asked for; None: the ranks of the run.
+
+    Raises:
+        ConfigError: ranks of the run gather keys, so that none has whole sequences.
+    """
+    ranks = current()
+    if group is not None and (ranks is None or group is not ranks.group.process_group):
+        return SequenceGroup.of(group, device)
+    if ranks is not None and ranks.parts > 1:
+        raise ConfigError.about(
+            "sequence_parallel.method",
+            f'method="{ranks.method}" with gather={ranks.parts} does not give sparse attention whole sequences. Use '
+            'method="ulysses" with gather=1.',
+        )
+    return ranks.group if ranks is not None else None
+
+
+def use(ranks: SequenceRanks | None) -> None:
+    """Begin a run in which sequences are cut over ``ranks``, until they are gone; None: end it."""
+    _current[:] = [] if ranks is None else [weakref.ref(ranks)]

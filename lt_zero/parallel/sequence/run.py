@@ -1,0 +1,129 @@
+"""A run whose sequences are cut over ranks: its models are switched, its batches are cut, its ranks draw other numbers.
+
+Note [Random numbers of sequence ranks]
+    Data, and choices that all ranks of a sequence have to make alike, come from one stream: these ranks have the same
+    generators. In forwards of training they draw from streams of their own, or dropout would give the parts of a
+    sequence equal masks. As those of ``LocalRandom`` (random.py), such a stream begins with a number of the common one
+    and that of the rank, and has no state: a resumed run, and recomputation in backward, repeat it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lt_zero.common.errors import ConfigError
+from lt_zero.engine.engine import Engine
+from lt_zero.parallel.random import draw_seed, seed_of, seeded
+from lt_zero.parallel.sequence.batches import HOOK, SIZE, cut_for, cuts_itself, had_labels, model_takes
+from lt_zero.parallel.sequence.huggingface import models_of, switch
+from lt_zero.parallel.sequence.loss import means_taken
+from lt_zero.parallel.sequence.ranks import SequenceRanks
+
+
+class SequenceRun:
+    """Batches and models of a run whose sequences are cut.
+
+    Args:
+        ranks: with parts of the same sequences.
+        tensor: ranks that share the heads of a model.
+    """
+
+    def __init__(self, ranks: SequenceRanks, tensor: int) -> None:
+        self.ranks, self._tensor = ranks, tensor
+
+    def switch(self, module: nn.Module) -> None:
+        """Let models of transformers know of the parts.
+
+        Raises:
+            ConfigError: one would mix tokens in another way than by attention that is switched.
+        """
+        takes = switch(module, self.ranks, self._tensor)
+        if models_of(module):
+            model_takes(self.ranks, takes)
+
+    def cut(self, batch: Any, module: nn.Module | None) -> Any:
+        """This rank's part of a batch. Errors: ``cut_for``."""
+        return cut_for(batch, self.ranks, module)
+
+    def cut_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of the inputs of ``module``, by the names of its ``forward``.
+
+        Raises:
+            ConfigError: it is unknown how to cut them, or the module takes no positions.
+        """
+        signature = inspect.signature(module.forward)
+        bound = signature.bind(*args, **kwargs).arguments
+        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+        more = [name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD]
+        given = {name: value for name, value in bound.items() if name not in more}
+        for name in more:
+            given |= bound.get(name, {})
+        if any(
+            kinds.get(name) in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY) for name in given
+        ):
+            text = f"{SIZE}: {type(module).__name__}.forward has inputs without names, which cannot be cut"
+            raise ConfigError.about(SIZE, f"{text}. Cut them before, with lt_zero.parallel.cut_sequence.")
+        cut = self.cut(given, module)
+        if unknown := [name for name in cut if name not in kinds and not more]:
+            raise ConfigError.about(
+                SIZE,
+                f"{SIZE}: {type(module).__name__}.forward takes no {unknown[0]!r}, which a part of a sequence needs. "
+                f"Add the argument, or define {type(module).__name__}.{HOOK}(inputs), which returns what is passed.",
+            )
+        return dict(cut)
+
+    @property
+    def cuts_inputs(self) -> bool:
+        """True if inputs of a model have to be cut: the user has not cut a batch by himself."""
+        return not cuts_itself(self.ranks)
+
+    def own_numbers(self, device_type: str) -> AbstractContextManager[None]:
+        """Context in which this rank draws other numbers. See Note [Random numbers of sequence ranks]."""
+        return seeded(seed_of(draw_seed(), self.ranks.rank), device_type)
+
+    def watch(self, engine: Engine) -> None:
+        """Check before the first backward that parts of sequences have seen each other."""
+        before = self.ranks.group.exchanges, means_taken()
+        engine.before_backward.append(_Once(partial(_check_first, self.ranks, weakref.ref(engine), *before)))
+
+
+class _Once:
+    """A call that is made once."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        call, self._call = self._call, lambda: None
+        call()
+
+
+def _check_first(ranks: SequenceRanks, engine: weakref.ref[Engine], exchanges: int, means: int) -> None:
+    """Check the first loss, before which there were so many exchanges, and means over tokens.
+
+    Raises:
+        ConfigError: no attention has exchanged anything; or tokens have labels, and their mean is that of each rank.
+    """
+    known = engine()
+    if known is None:
+        return
+    text = f"{SIZE}={ranks.size}: {type(known.root).__name__} has computed a loss, but"
+    if ranks.group.exchanges == exchanges:
+        raise ConfigError.about(
+            SIZE,
+            f"{text} its tokens have not seen those of other ranks. Compute attention with "
+            "lt_zero.parallel.sequence_attention(), or remove the key.",
+        )
+    if had_labels(ranks) and means_taken() == means:
+        raise ConfigError.about(
+            SIZE,
+            f"{text} as a mean over the tokens of each rank, which have labels in different numbers. Compute it with "
+            "lt_zero.parallel.token_mean(losses, labels != -100), with shift_labels for next tokens.",
+        )
