@@ -80,6 +80,7 @@ def counted(number: int) -> dict[str, Any]:
 Case = tuple[str, dict[str, Any], Callable[[int], dict[str, Any]], dict[str, Any]]
 GATHER: dict[str, Any] = {"sequence_parallel": {"method": "gather"}}
 ZIGZAG: dict[str, Any] = {"sequence_parallel": {"method": "gather", "zigzag": True}}
+TILES: dict[str, Any] = {"long_sequences": {"tiled_mlp": True, "mlp_tokens_per_tile": 3, "tiled_loss": True}}
 STILL = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 STILL |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CASES: list[Case] = [
@@ -101,6 +102,8 @@ CASES: list[Case] = [
     ("phi3", {}, plain, {}),
     ("gpt2", STILL, padded, {}),
     ("gpt_neox", STILL, padded, {}),
+    ("llama", {"tie_word_embeddings": True}, padded, TILES),
+    ("qwen3", {}, counted, {**TILES, **ZIGZAG}),
 ]
 BERT = {"kind": "AutoModelForMaskedLM", **STILL}
 MASKED: dict[str, Any] = {**BERT, "embedding_dropout": 0.0, "mlp_dropout": 0.0, "classifier_dropout": 0.0}
