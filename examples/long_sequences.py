@@ -10,6 +10,7 @@ longest that `lt_zero.estimate_activations` expects to fit; the table has what w
 
 import argparse
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lt_zero
+from lt_zero.parallel import sequence_attention
 from train_gpt import silence_warnings
 
-STEP = 64  # tokens; lengths are multiples
+STEP = 64  # tokens of a rank; lengths are multiples
 
 
 class Attention(nn.Module):
@@ -43,11 +45,11 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.size = width // heads
+        self.size, self.attend = width // heads, sequence_attention()  # over the sequence ranks, if there are any
 
     def forward(self, x: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(rotated(q, *positions), rotated(k, *positions), v, is_causal=True)
+        mixed = self.attend(rotated(q, *positions), rotated(k, *positions), v, is_causal=True)
         result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return result
 
@@ -83,22 +85,29 @@ class Block(nn.Module):
 
 
 class Llama(L.LightningModule):
-    def __init__(self, width: int, depth: int, vocabulary: int, heads: int) -> None:
+    def __init__(self, width: int, depth: int, vocabulary: int, heads: int, tiled_loss: bool, tiled_mlp: bool) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
-        self.size = width // heads
+        self.size, self.loss_in_tiles = width // heads, tiled_loss
+        if tiled_loss:
+            lt_zero.loss_head(self.head)
+        if tiled_mlp:
+            for block in self.blocks:
+                lt_zero.tiled(block.mlp)
 
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        ids, labels = batch[:, :-1], batch[:, 1:]
-        angles = torch.arange(ids.shape[1], device=ids.device)[:, None] * torch.logspace(
-            0, -4, self.size // 2, device=ids.device
-        )
-        x = self.tokens(ids)
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        speeds = torch.logspace(0, -4, self.size // 2, device=self.device)
+        angles = batch["position_ids"][0, :, None] * speeds
+        x = self.tokens(batch["input_ids"])
         for block in self.blocks:
             x = block(x, (angles.cos(), angles.sin()))
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+        x, labels = self.norm(x), batch["shift_labels"]
+        if self.loss_in_tiles:
+            loss: Tensor = self.head(x, labels)
+            return loss
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -109,54 +118,72 @@ class Row:
     """What a run switches on."""
 
     name: str
-    config: dict[str, Any] = field(default_factory=dict)
+    recompute: bool = False
+    tiled_loss: bool = False
+    tiled_mlp: bool = False
+    files: bool = False
+    ranks: int = 1
 
 
-FULL = {"activation_checkpointing": {"mode": "full"}}
 ROWS = (
     Row("nothing"),
-    Row("blocks recomputed", FULL),
-    Row("their inputs in files", {"activation_checkpointing": {"mode": "full", "nvme_path": "FOLDER"}}),
+    Row("blocks recomputed", True),
+    Row("+ loss in tiles", True, True),
+    Row("+ MLP in tiles", True, True, True),
+    Row("+ inputs of blocks in files", True, True, True, True),
+    Row("+ 2 sequence ranks", True, True, True, True, 2),
 )
 
 
 def build(row: Row, args: argparse.Namespace) -> Llama:
     torch.manual_seed(0)
-    return Llama(args.width, args.depth, args.vocabulary, args.width // 64)
+    return Llama(args.width, args.depth, args.vocabulary, args.width // 64, row.tiled_loss, row.tiled_mlp)
+
+
+def batch_of(length: int, vocabulary: int) -> dict[str, Tensor]:
+    ids = torch.randint(vocabulary, (1, length + 1))
+    return {"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:], "position_ids": torch.arange(length)[None]}
 
 
 def config(row: Row, folder: Path) -> dict[str, Any]:
     """The configuration of a run, with its files in ``folder``."""
-    block = row.config.get("activation_checkpointing", {})
-    files = {"nvme_path": str(folder)} if block.get("nvme_path") else {}
-    return {"zero_optimization": {"stage": 2}, **row.config, "activation_checkpointing": {**block, **files}}
+    recomputes = {"mode": "full", "nvme_path": str(folder) if row.files else None}
+    return {
+        "zero_optimization": {"stage": 2},
+        "activation_checkpointing": recomputes if row.recompute else {},
+        "sequence_parallel_size": row.ranks,
+    }
 
 
 # ---- the forecast ------------------------------------------------------------------------------------------------
 
 
 def states(row: Row, args: argparse.Namespace) -> int:
-    """Bytes of weights, gradients and moments, and the buffers of the engine."""
+    """Bytes of weights, gradients and moments, and of the engine's buffers."""
     with torch.device("meta"):
         model = build(row, args)
-    return lt_zero.estimate(model, config(row, Path()), device="cpu", saves=False).rank("host")
+    return lt_zero.estimate(model, config(row, Path()), row.ranks, device="cpu", saves=False).rank("host")
 
 
 def activations(row: Row, args: argparse.Namespace, length: int) -> int:
+    """Bytes of activations; a sequence rank has its part of the tokens."""
     with torch.device("meta"):
-        model, batch = build(row, args), torch.empty(1, length + 1, dtype=torch.long)
+        model, batch = build(row, args), batch_of(length // row.ranks, args.vocabulary)
     return lt_zero.estimate_activations(model, batch, config(row, Path())).most
 
 
 def longest(row: Row, args: argparse.Namespace, limit: float) -> int:
-    """The most tokens whose activations take at most ``limit`` bytes: doubled, then halved between what fits and not."""
-    fits = 0
-    step = 1
-    while activations(row, args, (fits + step) * STEP) <= limit:
-        fits, step = fits + step, 2 * step
-    while step := step // 2:
-        fits += step if activations(row, args, (fits + step) * STEP) <= limit else 0
-    return fits * STEP
+    """The most tokens, about, whose activations take at most ``limit`` bytes."""
+    step = STEP * row.ranks
+    low, length = 16 * step, 32 * step
+    less = activations(row, args, low)
+    for _ in range(2):  # bytes grow in proportion to the length, beside what is constant
+        more = activations(row, args, length)
+        found = low + (length - low) * (limit - less) / (more - less)
+        low, less, length = length, more, max(0, int(found) // step * step)
+        if length in (0, low):
+            break
+    return length
 
 
 # ---- the measurement ---------------------------------------------------------------------------------------------
@@ -180,13 +207,15 @@ def most_memory() -> int:
 
 def train(row: Row, args: argparse.Namespace) -> None:
     """A short step and one with the whole length; prints memory and seconds."""
+    L.seed_everything(0, verbose=False)
     silence_warnings()
+    logging.getLogger("lightning").setLevel(logging.WARNING)
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             strategy=lt_zero.ZeroStrategy(config=config(row, Path(folder))),
             accelerator="cpu",
-            devices=1,
+            devices=row.ranks,
             max_epochs=1,
             logger=False,
             enable_checkpointing=False,
@@ -194,10 +223,10 @@ def train(row: Row, args: argparse.Namespace) -> None:
             enable_model_summary=False,
             callbacks=[watch],
         )
-        lengths = (STEP, args.length)
-        batches = [torch.randint(args.vocabulary, (1, length + 1)) for length in lengths]
+        batches = [batch_of(length, args.vocabulary) for length in (2 * STEP, args.length)]
         trainer.fit(build(row, args), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    print(json.dumps([most_memory(), watch.seconds]))
+    if trainer.is_global_zero:
+        print(json.dumps([most_memory(), watch.seconds]))
 
 
 def measure(row: Row, args: argparse.Namespace, length: int, limit: float) -> tuple[int, float] | None:
@@ -210,8 +239,10 @@ def measure(row: Row, args: argparse.Namespace, length: int, limit: float) -> tu
     )
     while process.poll() is None:
         with suppress(psutil.NoSuchProcess):
-            if process.memory_info().rss > limit:
-                process.kill()
+            ranks = [process, *process.children(recursive=True)]
+            if max(rank.memory_info().rss for rank in ranks) > limit:
+                for rank in reversed(ranks):
+                    rank.kill()
         time.sleep(0.02)
     text = process.stdout.read()
     if process.returncode == -signal.SIGKILL:
@@ -227,10 +258,10 @@ def rows(args: argparse.Namespace, limit: float) -> Iterator[tuple[Row, int, flo
     bare = psutil.Process().memory_info().rss  # Python and libraries, which the runs import as well
     for row in ROWS:
         beside = bare + states(row, args)
-        length = longest(row, args, limit - beside)
-        while length and (found := measure(row, args, length, limit)) is None:
-            length = length * 15 // 16 // STEP * STEP
-        if length:
+        length = longest(row, args, 0.96 * limit - beside)
+        while length > 2 * STEP and (found := measure(row, args, length, limit)) is None:
+            length = length * 15 // 16 // (2 * STEP) * 2 * STEP
+        if length > 2 * STEP:
             yield row, length, beside + activations(row, args, length), found
 
 
@@ -241,8 +272,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--quick", action="store_true", help="a small model, and 0.2 GB beside its states")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--row", choices=[row.name for row in ROWS], help="only this row, with --length tokens")
+    parser.add_argument("--length", type=int, default=1024)
     args = parser.parse_args(arguments)
     if args.row is not None:
         train(next(row for row in ROWS if row.name == args.row), args)
@@ -256,7 +287,7 @@ def main(arguments: list[str] | None = None) -> None:
         table.add_column(name, justify="left" if name == "switched on" else "right")
     for row, length, forecast, (nbytes, seconds) in rows(args, limit):
         table.add_row(row.name, f"{length:,}", f"{seconds:.1f}", f"{nbytes / 1e9:.2f}", f"{forecast / 1e9:.2f}")
-        print(f"{row.name}: {length:,} tokens", flush=True)
+        print(f"{row.name}: {length:,} tokens, {seconds:.1f} s, {nbytes:,} bytes, forecast {forecast:,}", flush=True)
     Console().print(table)
 
 

@@ -453,6 +453,13 @@ def profiling() -> bool:
 # ---- Checked on lightning 2.5 to 2.6 ---------------------------------------------------------------------------------
 
 
+def announce_device(root: torch.nn.Module, device: torch.device) -> None:
+    """Let the modules of Lightning in ``root`` report ``device`` as theirs, without moving anything."""
+    for module in root.modules():
+        if isinstance(getattr(module, "_device", None), torch.device):
+            module._device = device
+
+
 def announce_compute_dtype(plugin: HalfPrecision, dtype: torch.dtype) -> None:
     """Tell Lightning's ThroughputMonitor in which dtype ``plugin`` computes.
 

@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from lt_zero.activation.checkpointing import Checkpointing
-from lt_zero.common.compat import DispatchMode, in_running_backward, without_values
+from lt_zero.common.compat import DispatchMode, announce_device, in_running_backward, without_values
 from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
@@ -191,6 +191,7 @@ def _copy(model: nn.Module, policy: DtypePolicy, fp32: Fp32Modules, stack: ExitS
     made |= {id(buffer): _empty_like(buffer) for buffer in model.buffers()}
     inside = {name for name, _ in fp32.modules}
     copied = copy.deepcopy(model, made).train()
+    announce_device(copied, torch.device("cpu"))
     if inside and policy.compute is not None:
         modules = tuple((name, copied.get_submodule(name)) for name in inside)
         handles = install_fp32_modules(
