@@ -65,7 +65,10 @@ class Accelerator:
         return str(self._device(None))
 
     def device_count(self) -> int:
-        return max(1, accelerator.count())
+        """The devices that this process sees; on the CPU the ranks of this host, which share it."""
+        if self._is_host:
+            return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        return accelerator.count()
 
     def synchronize(self, device_index: int | None = None) -> None:
         accelerator.synchronize(self._device(device_index))
@@ -235,3 +238,8 @@ class Accelerator:
 def get_accelerator() -> Accelerator:
     """The accelerator of this process."""
     return Accelerator()
+
+
+def is_current_accelerator_supported() -> bool:
+    """True: whatever torch supports can be used."""
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ from packaging.version import Version
 from torch import nn
 
 import lt_zero
+from lt_zero.deepspeed.__main__ import main
 from lt_zero.deepspeed.install import DeepSpeedModule
 from lt_zero.deepspeed.missing import is_missing
 from lt_zero.deepspeed.names import Answer, table
@@ -126,6 +128,19 @@ def test_leaf_modules_are_gathered_as_one_unit(deepspeed: Any) -> None:
     finally:
         engine.destroy()
         torch.distributed.destroy_process_group()
+
+
+def test_a_script_is_run_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WORD = 'beside'")
+    text = "import sys, deepspeed, beside\nopen(sys.argv[1], 'w').write(beside.WORD + deepspeed.__name__ + __name__)"
+    (tmp_path / "train.py").write_text(text)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(sys, "argv", ["-m", str(tmp_path / "train.py"), str(tmp_path / "out")])
+    main()
+    assert (tmp_path / "out").read_text() == "besidedeepspeed__main__"
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    with pytest.raises(SystemExit, match="Name the script"):
+        main()
 
 
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
