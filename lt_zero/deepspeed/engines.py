@@ -12,6 +12,7 @@ from typing import Any
 from lt_zero.comm import process_groups
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine
+from lt_zero.deepspeed.huggingface import tell_skipped_steps
 from lt_zero.deepspeed.leaf_modules import leaf_modules
 from lt_zero.loop.engine import TrainingEngine
 from lt_zero.loop.initialize import config_of
@@ -36,6 +37,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         init_distributed(distributed_port=given.get("distributed_port"))
     made = _initialize(**given)
     made[0].tracks_norm = True
+    tell_skipped_steps(made[0])
     _engines.append(weakref.ref(made[0]))
     return made
 
