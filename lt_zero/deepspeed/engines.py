@@ -9,7 +9,11 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
+from torch import nn
+
 from lt_zero.comm import process_groups
+from lt_zero.common.arguments import expect, expect_number
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine
 from lt_zero.deepspeed.huggingface import tell_skipped_steps
@@ -18,6 +22,7 @@ from lt_zero.loop.engine import TrainingEngine
 from lt_zero.loop.initialize import config_of
 from lt_zero.loop.initialize import initialize as _initialize
 
+_TENSOR_RANKS = "_tp_size"  # the mark of ``tp_model_init``
 _engines: list[weakref.ref[TrainingEngine]] = []  # in the order in which they were made
 
 
@@ -27,12 +32,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     Modules that ``set_z3_leaf_modules`` has marked are gathered as one unit, and norms are computed in each step.
     """
     given = inspect.signature(_initialize).bind_partial(*args, **kwargs).arguments
-    model, marked = given.get("model"), leaf_modules(given.get("model"))
-    if marked:
-        names = [name for name, module in model.named_modules() if module in marked]  # type: ignore[union-attr]
-        leaves = examine(config_of(given)).usable().zero_optimization.leaf_module
-        every = [*leaves.names, *(name for name in names if name not in leaves.names)]
-        given["config"] = examine(config_of(given), overrides=[f"zero_optimization.leaf_module.names={every}"]).usable()
+    if overrides := _overrides(given):
+        given["config"] = examine(config_of(given), overrides=overrides).usable()
     if given.get("dist_init_required") is not False:
         init_distributed(distributed_port=given.get("distributed_port"))
     made = _initialize(**given)
@@ -40,6 +41,51 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     tell_skipped_steps(made[0])
     _engines.append(weakref.ref(made[0]))
     return made
+
+
+def _overrides(given: Mapping[str, Any]) -> list[str]:
+    """Keys that the marks of a model add to the configuration.
+
+    Raises:
+        ValueError: ``tp_model_init`` had another size than is configured.
+    """
+    model, found = given.get("model"), []
+    marked, size = leaf_modules(model), getattr(model, "__dict__", {}).get(_TENSOR_RANKS)
+    if not isinstance(model, nn.Module) or config_of(given) is None or not (marked or size is not None):
+        return []
+    made = examine(config_of(given)).usable()
+    if marked:
+        names = [name for name, module in model.named_modules() if module in marked]
+        leaves = made.zero_optimization.leaf_module.names
+        found.append(f"zero_optimization.leaf_module.names={[*leaves, *(n for n in names if n not in leaves)]}")
+    key, configured = "tensor_parallel.autotp_size", made.tensor_parallel.autotp_size
+    if size is not None and configured not in (1, size):
+        raise ValueError(f"tp_model_init(tp_size={size}), but {key}={configured} is configured. Make them the same.")
+    return [*found, f"{key}={size}"] if size is not None else found
+
+
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **options: Any
+) -> nn.Module:
+    """Let ``initialize`` cut a model over ``tp_size`` ranks, as ``tensor_parallel.autotp_size`` does. Returns it.
+
+    Args:
+        dtype: of its parameters from now on; None: as they are.
+        config, options: of DeepSpeed's; errors here.
+
+    Raises:
+        ValueError: an argument has to be a key of the configuration.
+    """
+    expect(model, nn.Module, "tp_model_init(model=...)", "pass an nn.Module")
+    expect_number(tp_size, "tp_model_init(tp_size=...)", whole=True)
+    given = {"config": config, **options}
+    if name := next((name for name, value in given.items() if value is not None), None):
+        raise ValueError(
+            f"tp_model_init({name}={given[name]!r}) is not supported. Remove it, and write the block tensor_parallel "
+            "into the configuration of initialize."
+        )
+    model.__dict__[_TENSOR_RANKS] = tp_size
+    return model if dtype is None else model.to(dtype)
 
 
 def current_engine() -> TrainingEngine | None:

@@ -17,6 +17,7 @@ import lt_zero
 from lt_zero.deepspeed.install import DeepSpeedModule
 from lt_zero.deepspeed.missing import is_missing
 from lt_zero.deepspeed.names import Answer, table
+from tests.support.docs_tools import BLOCKS, execute
 
 ROWS = [(module, name, answer) for module, names in table().items() for name, answer in names.items() if name != "*"]
 
@@ -125,3 +126,23 @@ def test_leaf_modules_are_gathered_as_one_unit(deepspeed: Any) -> None:
     finally:
         engine.destroy()
         torch.distributed.destroy_process_group()
+
+
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = [b for b in BLOCKS if b.page == "docs/from-deepspeed.md" and "run by" in b.marks]
+    try:
+        execute(block)
+    finally:
+        torch.distributed.destroy_process_group()
+    loss, norm = map(float, capsys.readouterr().out.split()[-2:])
+    assert loss > 0 < norm
+
+
+def test_marks_of_tensor_parallelism(deepspeed: Any) -> None:
+    model = deepspeed.tp_model_init(nn.Linear(4, 4), tp_size=2, dtype=torch.bfloat16)
+    assert model.weight.dtype == torch.bfloat16
+    config = {"tensor_parallel": {"autotp_size": 4}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with pytest.raises(ValueError, match=r"tp_model_init\(tp_size=2\), but .*autotp_size=4 is configured"):
+        deepspeed.initialize(model=model, config=config)
+    with pytest.raises(ValueError, match=r"tp_model_init\(tp_group='x'\) is not supported. .* block tensor_parallel"):
+        deepspeed.tp_model_init(model, 2, tp_group="x")
