@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero.deepspeed.huggingface import clone_tensors_for_torch_save, tell_skipped_steps
 from tests.support import huggingface_script
+from tests.support.pool import Pool
 
 
 @pytest.fixture
@@ -60,6 +61,40 @@ def test_a_skipped_step_is_told_to_the_optimizer(installed: Any) -> None:
         skipped.append(bool(vars(optimizer)["overflow"]))
         assert engine.was_step_applied() is engine.was_step_applied() is not skipped[-1]
     assert skipped == [False, True, False]
+
+
+def _status() -> None:
+    from lt_zero.deepspeed.engines import initialize
+    from lt_zero.deepspeed.sharded_parameters import ZeroParamStatus
+
+    seen = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(self.head.weight.ds_status == ZeroParamStatus.AVAILABLE)
+            return x @ self.head.weight.t()  # outside of its module
+
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    model = Net()
+    engine, *_ = initialize(model=model, config=config)
+    weight: Any = model.head.weight
+    assert (weight.ds_numel, weight.ds_shape, weight.ds_id) == (15, (3, 5), 0)
+    assert weight.ds_status != ZeroParamStatus.AVAILABLE
+    assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    assert weight.ds_status.name == "NOT_AVAILABLE"
+    engine(torch.ones(2, 5))
+    assert seen == [True]
+    with lt_zero.GatheredParameters(weight):
+        assert weight.ds_status == ZeroParamStatus.AVAILABLE
+    engine.destroy()
+
+
+def test_status_of_parameters(pool: Pool) -> None:
+    pool.run(2, _status)
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
