@@ -16,7 +16,9 @@ from lt_zero.comm import process_groups
 from lt_zero.common.arguments import expect, expect_number
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine
+from lt_zero.deepspeed.huggingface import tell_skipped_steps
 from lt_zero.deepspeed.leaf_modules import leaf_modules
+from lt_zero.deepspeed.sharded_parameters import mark_parameters
 from lt_zero.loop.engine import TrainingEngine
 from lt_zero.loop.initialize import config_of
 from lt_zero.loop.initialize import initialize as _initialize
@@ -37,6 +39,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         init_distributed(distributed_port=given.get("distributed_port"))
     made = _initialize(**given)
     made[0].tracks_norm = True
+    tell_skipped_steps(made[0])
+    if made[0].zero_optimization_stage() == 3:
+        mark_parameters(made[0].module)
     _engines.append(weakref.ref(made[0]))
     return made
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution
 from types import ModuleType
 from typing import Any
 
@@ -47,6 +48,13 @@ class _Finder(MetaPathFinder, Loader):
             # Also for names: an import tries a module where a package has no such name.
             raise ImportError(unknown(fullname), name=fullname)
         return ModuleSpec(fullname, self, origin="lt_zero", is_package=True)
+
+    def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
+        """The package's metadata, as ``importlib.metadata`` asks finders for it."""
+        if getattr(context, "name", None) == ROOT:
+            from lt_zero.deepspeed.huggingface import DeepSpeedDistribution  # loads the engine
+
+            yield DeepSpeedDistribution(importlib.import_module(ROOT).__version__)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return DeepSpeedModule(spec.name, f"Stands for {spec.name}; see lt_zero.as_deepspeed.")

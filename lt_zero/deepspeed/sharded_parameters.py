@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
+import weakref
 from enum import Enum
 from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
 
-from lt_zero.engine.guard import owner_of
+from lt_zero.engine.guard import is_guarded, owner_of
 
 
 class ZeroParamStatus(Enum):
-    """The states that DeepSpeed gives to a parameter. lt_zero's parameters have no ``ds_status``."""
+    """The states that DeepSpeed gives to a parameter, in ``ds_status``."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
+
+
+class _Status:
+    """``ds_status``: equals the member of ``ZeroParamStatus`` that holds for a parameter now.
+
+    While the model runs, a parameter that is used is gathered: it is available without ``GatheredParameters``.
+    """
+
+    def __init__(self, parameter: Parameter) -> None:
+        self._parameter = weakref.ref(parameter)
+
+    def now(self) -> ZeroParamStatus:
+        """The member that holds now."""
+        parameter = self._parameter()
+        if parameter is None or not is_guarded(parameter) or getattr(owner_of(parameter), "running", False):
+            return ZeroParamStatus.AVAILABLE
+        return ZeroParamStatus.NOT_AVAILABLE
+
+    def __eq__(self, other: object) -> bool:
+        return self.now() is (other.now() if isinstance(other, _Status) else other)
+
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.now(), name)
+
+
+def mark_parameters(model: nn.Module) -> None:
+    """Give the parameters of a sharded model what scripts and libraries ask: ``ds_id``, ``ds_status``, their sizes."""
+    for number, parameter in enumerate(model.parameters()):
+        sizes = {"ds_id": number, "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
+        for name, value in {**sizes, "ds_status": _Status(parameter)}.items():
+            setattr(parameter, name, value)
 
 
 class ZeroParamType(Enum):

@@ -16,6 +16,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -31,11 +32,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.common.boxes import ParamSpec
-from lt_zero.common.compat import is_wrapper, versions_of
+from lt_zero.common.boxes import Box, ParamSpec
+from lt_zero.common.compat import is_wrapper, versions_of, without_torch_function
 from lt_zero.common.flat_storage import FlatStorage
 from lt_zero.engine.guard import guard, guarded_parameters, is_guarded, own, owner_of, sentinel, unguard
 from lt_zero.engine.layout import plan_bucket, split_by_size
+from lt_zero.engine.lazy_tensor import LazyTensor
 from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.same_on_ranks import Snapshot, compare, described
 from lt_zero.io.pinned import return_freed_memory
@@ -110,6 +112,7 @@ class ConstructionSharder:
     def __exit__(self, *exc: object) -> None:
         for handle in self._handles:
             handle.remove()
+        self._handles = []
         named, self._named = self._named, []
         if exc[0] is None:
             if any(self._is_free(parameter) for _, parameter in _registered_now(named)):
@@ -230,11 +233,29 @@ class ConstructionSharder:
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Gather parameters that initialisation code uses, and call it."""
+        if func is Tensor.detach and not self._handles:  # built: ``state_dict()``, of which often only names are used
+            return BuiltTensor.of(parameters[0], self)
         # Shard what is open first, arguments included: the operation then gathers all that it needs at the same time.
         self._shard_open(_LARGE)
         for parameter in self._unguarded(guarded_parameters((args, kwargs))):
             self._keep_open(parameter)
         return func(*args, **kwargs)
+
+    @torch.no_grad()
+    def read(self, parameter: Parameter) -> Tensor:
+        """A parameter's values, which stay sharded. Collective."""
+        if parameter not in self._slices:
+            return parameter.detach()
+        mine = self._slices[parameter]
+        [value] = self.whole([parameter])
+        self._slices[parameter] = mine
+        return value
+
+    def open(self, parameter: Parameter) -> Tensor:
+        """A parameter's memory, to be written to: gathered, and sharded again when others are used. Collective."""
+        for sharded in self._unguarded([parameter]):
+            self._keep_open(sharded)
+        return parameter.detach()
 
     @contextmanager
     def gathered(self, parameters: Iterable[Parameter], write: bool) -> Iterator[None]:
@@ -294,6 +315,39 @@ class ConstructionSharder:
             unguard(parameter)
             parameter.data = value
         return sharded
+
+
+class BuiltTensor(LazyTensor):
+    """What ``detach`` returns of a parameter that was built sharded: gathered when its values are needed.
+
+    So ``state_dict()`` holds no whole model. Operations that write reach the parameter.
+    """
+
+    @classmethod
+    def of(cls, parameter: Any, sharder: ConstructionSharder) -> BuiltTensor:
+        """One for a ``parameter`` that is sharded by ``sharder``."""
+        read = _Reader(parameter, sharder)
+        with without_torch_function():
+            made = cls(tuple(parameter.shape), parameter.dtype, read, parameter.device)
+        assert isinstance(made, BuiltTensor)
+        return made
+
+    def keep(self) -> Tensor:
+        read = self._held.read
+        if self._held.kept is None and isinstance(read, _Reader):
+            self._held.kept = read.sharder.open(read.parameter)
+        return super().keep()
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads elements of a parameter."""
+
+    parameter: Any
+    sharder: ConstructionSharder
+
+    def __call__(self, lo: int, hi: int, box: Box) -> Tensor:
+        return box.of(self.sharder.read(self.parameter)).reshape(-1)[lo:hi].clone()
 
 
 def _is_owned(parameter: Parameter) -> bool:

@@ -537,6 +537,30 @@ def test_changes_without_a_modifier_are_errors_on_all_ranks(pool: Pool) -> None:
     pool.run(2, _only_read)
 
 
+def _state_dict_of_built_modules() -> None:
+    with lt_zero.Init(config=config_of(3)):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    with lt_zero.gathered(model):
+        wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state = model.state_dict()
+    assert {name: (v.shape, v.dtype) for name, v in state.items()} == {n: (v.shape, v.dtype) for n, v in wanted.items()}
+    assert all(is_guarded(p) for p in model.parameters())  # nothing was gathered
+    for name, value in wanted.items():
+        assert torch.equal(state[name], value), name
+    assert all(is_guarded(p) for p in model.parameters())  # nor is what was read
+    state["1.weight"].mul_(state["0.weight"].sum())
+    torch.nn.init.zeros_(state["0.bias"])
+    wanted["1.weight"] *= wanted["0.weight"].sum()
+    wanted["0.bias"].zero_()
+    values = full_values(lt_zero.shard(model, config_of(3)))
+    for name, value in wanted.items():
+        assert torch.equal(values[name], value), name
+
+
+def test_state_dict_of_built_modules_gathers_what_is_read_and_takes_writes(pool: Pool) -> None:
+    pool.run(2, _state_dict_of_built_modules)
+
+
 class _Mpu:
     def get_model_parallel_world_size(self) -> int:
         return 2

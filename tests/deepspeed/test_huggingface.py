@@ -1,0 +1,181 @@
+"""transformers' Trainer and Accelerate over ``lt_zero.as_deepspeed()``: what they ask, and whole runs on two ranks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lt_zero
+from lt_zero.deepspeed.huggingface import clone_tensors_for_torch_save, tell_skipped_steps
+from tests.support import huggingface_script
+from tests.support.pool import Pool
+
+
+@pytest.fixture
+def installed() -> Iterator[Any]:
+    """DeepSpeed's names for the length of a test."""
+    finders = list(sys.meta_path)
+    yield lt_zero.as_deepspeed()
+    sys.meta_path[:] = finders
+    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+
+
+def test_the_package_is_found_with_its_version(installed: Any) -> None:
+    metadata = importlib.metadata.metadata("deepspeed")
+    assert (metadata["Name"], metadata["Version"]) == ("deepspeed", installed.__version__)
+    assert importlib.metadata.version("torch").startswith("2.")
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("deepspeed-no-such")
+
+
+def test_copies_of_state_dicts_share_no_memory() -> None:
+    layer = nn.Linear(2, 3)
+    copies = clone_tensors_for_torch_save(layer.state_dict())
+    assert torch.equal(copies["weight"], layer.weight)
+    assert copies["weight"].data_ptr() != layer.weight.data_ptr()
+
+
+def test_a_skipped_step_is_told_to_the_optimizer(installed: Any) -> None:
+    config = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}, "zero_optimization": {"stage": 1}}
+    model = nn.Linear(3, 1)
+    engine, optimizer, _, _ = lt_zero.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config
+    )
+    tell_skipped_steps(engine)
+    skipped = []
+    for factor in (1.0, float("inf"), 1.0):
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        engine.backward((engine(torch.ones(2, 3)) * factor).sum())
+        engine.step()
+        skipped.append(bool(vars(optimizer)["overflow"]))
+        assert engine.was_step_applied() is engine.was_step_applied() is not skipped[-1]
+    assert skipped == [False, True, False]
+
+
+def _status() -> None:
+    from lt_zero.deepspeed.engines import initialize
+    from lt_zero.deepspeed.sharded_parameters import ZeroParamStatus
+
+    seen = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(self.head.weight.ds_status == ZeroParamStatus.AVAILABLE)
+            return x @ self.head.weight.t()  # outside of its module
+
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    model = Net()
+    engine, *_ = initialize(model=model, config=config)
+    weight: Any = model.head.weight
+    assert (weight.ds_numel, weight.ds_shape, weight.ds_id) == (15, (3, 5), 0)
+    assert weight.ds_status != ZeroParamStatus.AVAILABLE
+    assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    assert weight.ds_status.name == "NOT_AVAILABLE"
+    engine(torch.ones(2, 5))
+    assert seen == [True]
+    with lt_zero.GatheredParameters(weight):
+        assert weight.ds_status == ZeroParamStatus.AVAILABLE
+    engine.destroy()
+
+
+def test_status_of_parameters(pool: Pool) -> None:
+    pool.run(2, _status)
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, face: str, stage: int | None, **options: Any) -> list[dict[str, float]]:
+    """The rows of a run on two ranks; without a ``stage`` that of DistributedDataParallel."""
+    for name in ("transformers", "accelerate", "peft"):
+        pytest.importorskip(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    told = json.dumps({"folder": str(folder), "face": face, "stage": stage, **options})
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    env = {**os.environ, "PYTHONPATH": str(Path(lt_zero.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [*command, huggingface_script.__file__, told], env=env, capture_output=True, text=True, timeout=900
+    )
+    assert (folder / "rows").exists(), done.stdout + done.stderr
+    found: list[dict[str, float]] = json.loads((folder / "rows").read_text(encoding="utf-8"))
+    return found
+
+
+def assert_close(rows: list[dict[str, float]], wanted: list[dict[str, float]], tolerance: float = 1e-5) -> None:
+    assert len(rows) == len(wanted) > 1
+    for row, other in zip(rows, wanted, strict=True):
+        for key in ("loss", "grad_norm", "learning_rate"):
+            assert row[key] == pytest.approx(other[key], rel=tolerance), (key, rows, wanted)
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    [file] = folder.glob("*model.safetensors")
+    return load_file(file)
+
+
+TRAINER_RUNS = {
+    "full": {"accumulation": 2},
+    "lora": {"lora": True},
+    "configured optimizer": {"configured_optimizer": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINER_RUNS)
+def test_trainer_trains_as_with_ddp_and_resumes(tmp_path: Path, name: str) -> None:
+    options = TRAINER_RUNS[name]
+    wanted = run(tmp_path / "ddp", "trainer", None, **options)
+    final = weights_in(tmp_path / "ddp" / "final")
+    for stage, other in ((2, 3), (3, 2)):
+        here = tmp_path / str(stage)
+        assert_close(run(here, "trainer", stage, **options), wanted)
+        saved = weights_in(here / "final")
+        assert saved.keys() == final.keys()
+        for key, value in final.items():
+            torch.testing.assert_close(saved[key], value, rtol=1e-4, atol=1e-5)
+        again = tmp_path / f"{stage} to {other}"  # at another stage
+        assert_close(run(again, "trainer", other, **options, resume=str(here / "checkpoint-2"))[-2:], wanted[-2:])
+
+
+@pytest.mark.slow
+def test_trainer_in_bf16(tmp_path: Path) -> None:
+    two, three = (run(tmp_path / str(stage), "trainer", stage, bf16=True) for stage in (2, 3))
+    assert_close(two, three, 1e-6)
+    assert_close(two, run(tmp_path / "ddp", "trainer", None, bf16=True), 3e-2)
+    assert {value.dtype for value in weights_in(tmp_path / "3" / "final").values()} == {torch.bfloat16}
+
+
+@pytest.mark.slow
+def test_models_of_folders_are_read_onto_shards(tmp_path: Path) -> None:
+    wanted = run(tmp_path / "first", "trainer", None)
+    source = str(tmp_path / "first" / "final")
+    wanted = run(tmp_path / "ddp", "trainer", None, pretrained=source)
+    assert_close(run(tmp_path / "3", "trainer", 3, pretrained=source), wanted)
+
+
+@pytest.mark.slow
+def test_loop_of_accelerate_trains_as_with_ddp(tmp_path: Path) -> None:
+    wanted = run(tmp_path / "ddp", "accelerate", None, accumulation=3)
+    for stage in (1, 2, 3):
+        assert_close(run(tmp_path / str(stage), "accelerate", stage, accumulation=3), wanted)
+        saved = torch.load(tmp_path / str(stage) / "weights.pt")
+        for key, value in torch.load(tmp_path / "ddp" / "weights.pt").items():
+            torch.testing.assert_close(saved[key], value, rtol=1e-4, atol=1e-5)
