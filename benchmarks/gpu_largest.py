@@ -4,8 +4,8 @@
 
 The GPU is made small, so that host memory does not limit both: torch may allocate ``--limit-mib`` of it. A model is a
 GPT of some depth, and trains if two steps on 16 tokens end with a finite loss; each trial is a process of its own. The
-deepest one whose forecast fits is tried first, then a deeper one if it trains, and shallower ones if not. With offload
-nothing above 11 times the size without is tried. On a CPU states rest in files, and the limit is one of resident memory.
+deepest one whose forecast fits is tried first, then a deeper one if it trains, and shallower ones if not. Nothing above
+11 times the size without offload is tried. On a CPU states rest in files, and the limit is one of resident memory.
 """
 
 from __future__ import annotations
