@@ -113,7 +113,7 @@ ON_CPU = Sizes(
     length=2048,
     attention_mib=64,
     traces=3,
-    largest=gpu_largest.Search("cpu", limit_mib=192, width=256, seconds=150),
+    largest=gpu_largest.Search("cpu", limit_mib=144, width=256, seconds=150, most=3.0, trials=2),
 )
 Rows = Iterator[Row]
 
