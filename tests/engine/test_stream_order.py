@@ -88,6 +88,9 @@ TWO = {
     "host, stage 3": Run(3, {**_offloaded("cpu", True, "cpu"), **_FAR}),
     "saves, stage 3": Run(3, _FAR, saves=True),
     "two nodes, compression between them": Run(1, keys=_BETWEEN_NODES, nodes=2),
+    "ZeRO++, host, MiCS": Run(
+        3, {"mics_shard_size": 1, "zero_quantized_weights": True, **_offloaded("cpu", "auto", "cpu"), **_FAR}
+    ),
     "two nodes, ZeRO++": Run(3, {**_QUANTIZED, **_FAR}, nodes=2),
     **{f"two groups, stage {stage}": Run(stage, _FAR if stage == 3 else {}, groups=True) for stage in range(4)},
     "two groups, MiCS": Run(3, {"mics_shard_size": 1, **_FAR}, groups=True),

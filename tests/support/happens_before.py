@@ -226,14 +226,14 @@ class Order:
             memory = self._memory.pop(address, None)
             if memory is None:
                 return
-            known = self.clocks[self.host]
             self._host.pop(address, None)
-            after = self.clocks[memory.owner]
+            # torch's allocator waits for all that recorded streams have been given, and so for all that comes before.
+            after = [self.clocks[stream] for stream in (self.host, memory.owner, *memory.recorded)]
             for old in memory.accesses:
                 # A thread of the host has ended its access before it drops its reference.
-                if old.stream in self.hosts or old.stream == memory.owner or old.stream in memory.recorded:
+                if old.stream in self.hosts or old.stream == memory.owner:
                     continue
-                if max(after.get(old.stream, 0), known.get(old.stream, 0)) < old.number:
+                if max(clock.get(old.stream, 0) for clock in after) < old.number:
                     self._report("freed in use", Access(0, 0, True, memory.owner, 0, f"free {_where()}"), old)
 
     def _report(self, kind: str, new: Access, old: Access) -> None:
