@@ -77,7 +77,7 @@ def sequence_attention(
 
 @dataclass(frozen=True)
 class SequenceAttention:
-    """What ``sequence_attention`` returns."""
+    """Attention function of parts of sequences; see ``sequence_attention``."""
 
     function: Attention
     group: ProcessGroup | None
