@@ -438,7 +438,7 @@ def announce_device(root: torch.nn.Module, device: torch.device) -> None:
     """Let the modules of Lightning in ``root`` report ``device`` as theirs, without moving anything."""
     for module in root.modules():
         if isinstance(getattr(module, "_device", None), torch.device):
-            module._device = device
+            module._device = device  # type: ignore[assignment]
 
 
 def announce_compute_dtype(plugin: HalfPrecision, dtype: torch.dtype) -> None:
