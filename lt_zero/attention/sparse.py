@@ -22,10 +22,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lt_zero.attention.flex import flex
 from lt_zero.attention.patterns import Pattern, distinct_layouts, pattern_from_text
-from lt_zero.comm.sequence import ProcessGroup, SequenceGroup, place_in, whole_heads
+from lt_zero.comm.sequence import ProcessGroup, whole_heads
 from lt_zero.common.arguments import expect, expect_number
 from lt_zero.common.compat import asks_for_tangents
 from lt_zero.ops import attention as ops
+from lt_zero.parallel.sequence.ranks import current, group_of
 
 log = logging.getLogger("lt_zero")
 
@@ -53,8 +54,8 @@ def sparse_attention(
             ``MultiheadAttention``; or floating-point, added to the scores.
         dropout: probability with which attention weights are dropped.
         scale: of the scores; default: 1 / sqrt(dim).
-        group: each rank of it has a part of the sequence, in order and of one length, and all heads. Heads are a
-            multiple of its ranks.
+        group: each rank of it has a part of the sequence, in order and of one length, and all heads. Heads of the query
+            are a multiple of its ranks. Default: the sequence ranks of the run, if it has any.
 
     Returns:
         Of the shape, dtype and memory layout of ``query``.
@@ -64,17 +65,17 @@ def sparse_attention(
     """
     _check_types(query, key, value, pattern, key_padding_mask, dropout)
     query, key, value = _for_autocast(query, key, value)
-    rank, ranks = place_in(group)
+    within = group_of(group, query.device)
+    rank, ranks = (within.rank, within.size) if within is not None else (0, 1)
     heads = query.shape[1] if query.dim() == 4 else 0
     _check(query, key, value, key_padding_mask, dropout, ranks)
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise ValueError(
             "scale requires a gradient, which is not computed. Multiply the queries with it, and pass 1.0."
         )
-    if group is None or ranks == 1:
+    if within is None or ranks == 1:
         return _attend(query, key, value, pattern, _bias(key_padding_mask, query), dropout, scale, heads, 0)
     _check_constant(key_padding_mask)
-    within = SequenceGroup.of(group, query.device)
     query, key, value = within.to_heads((query, whole_heads(key, ranks), whole_heads(value, ranks)))
     mask = within.gather_tokens(key_padding_mask) if key_padding_mask is not None else None
     out = _attend(query, key, value, pattern, _bias(mask, query), dropout, scale, heads, rank * query.shape[1])
@@ -327,8 +328,8 @@ class SparseSelfAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, rpe: Tensor | None, padding: Tensor | None,
         attn_mask: Tensor | None, dropout: float,
     ) -> Tensor:  # fmt: skip
-        if self.group is not None:
-            raise ValueError("rpe and attn_mask are of full sequences, which no rank of group= has. Leave them out.")
+        if self.group is not None or current() is not None:
+            raise ValueError("rpe and attn_mask are of full sequences, which no sequence rank has. Leave them out.")
         if not self._told:
             self._told = True
             log.warning(
@@ -417,6 +418,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropo
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be in [0, 1).")
     if ranks > 1 and query.shape[2] != key.shape[2]:
-        raise ValueError(f"{shapes}: with group= each rank has as many queries as keys.")
+        raise ValueError(f"{shapes}: on sequence ranks each has as many queries as keys.")
     if query.shape[1] % ranks:
-        raise ValueError(f"{shapes}: heads of the query must be a multiple of the {ranks} ranks of group=.")
+        raise ValueError(f"{shapes}: heads of the query must be a multiple of the {ranks} sequence ranks.")

@@ -74,7 +74,7 @@ def bus_factor(operation: str, world: int) -> float:
     (1.5, 0.75, 1.0)
     """
     part = (world - 1) / world
-    return {"all_reduce": 2 * part, "all_gather": part, "reduce_scatter": part}.get(operation, 1.0)
+    return {"all_reduce": 2 * part, "all_gather": part, "reduce_scatter": part, "all_to_all": part}.get(operation, 1.0)
 
 
 class _Sum(NamedTuple):

@@ -2,14 +2,19 @@
 
 One collective serves all methods, an all-to-all of equal rows: row k goes to the k-th of some of the ranks, and the
 row that comes from there takes its place. It is its own transpose, so that its backward is the same exchange of the
-gradients, which can be differentiated again. Rows that are expanded (stride 0) are one tensor for everybody: that is
-an all-gather, and autograd's sum of the rows that come back in backward makes it a reduce-scatter.
+gradients, which can be differentiated again. If a rank sends everybody the same row, that is an all-gather; its
+backward, the exchange of the gradients and the sum of the rows that arrive, is a reduce-scatter.
+
+Note [Windows for parts]
+    Ranks of one host write what they send into shared memory, and read from each other's (shared_memory.py, Note
+    [Shared windows]). Two windows take turns, with one barrier per exchange: a rank that has passed the barrier of an
+    exchange knows that all others have entered it, and so have read what was sent in the one before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -18,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
 
 from lt_zero.comm.ranks import LaunchOrder, Ranks, Unlogged
+from lt_zero.comm.shared_memory import REDUCTIONS, Barrier, SharedArena
 from lt_zero.comm.work import CollectiveMonitor
 from lt_zero.comm.world import World
 
@@ -37,10 +43,13 @@ class SequenceGroup(Ranks):
     """Ranks that have equal parts of a sequence, in the order of the parts; of a run, or of a user's process group.
 
     Attributes:
-        exchanges: how many collectives this rank has launched in it.
+        exchanges: how many exchanges of parts this rank has begun.
     """
 
     exchanges = 0
+    _windows: _Windows | None = None
+    # torch renamed it in 2.13, and warns on the old name.
+    _all_gather: Any = staticmethod(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
 
     @classmethod
     def joined(cls, world: World, parts: Sequence[Sequence[int]], group: ProcessGroup) -> SequenceGroup:
@@ -57,6 +66,9 @@ class SequenceGroup(Ranks):
         order.compares_all, order.detector = world.check, world.detector
         made = cls(group, ranks, ranks.index(world.rank), world.device, world.watch, order, world.log)
         order.host = group if made.backend in ("gloo", "fake") else world.new_group("gloo", parts)
+        # Ranks of another backend send from a device.
+        order.arena = world.share_memory(ranks) if made.backend == "gloo" and world.device.type == "cpu" else None
+        made._windows = _Windows(order.arena) if order.arena is not None else None
         return made
 
     @classmethod
@@ -69,17 +81,17 @@ class SequenceGroup(Ranks):
         """Send row k to the k-th of ``members``; the row that came from there takes its place. Differentiable.
 
         Args:
-            rows: of shape [members, ...], of one shape and dtype on all of them.
-            members: ranks of this group in ascending order, this one among them, which all call this; default: all.
+            rows: of shape [members, ...], of one shape and dtype on all ranks.
+            members: ranks of this group in ascending order, this one among them; default: all. Sets of members do not
+                overlap, and all ranks of the group call this at the same time.
 
         Returns:
-            A contiguous tensor of the shape of ``rows``. Collective over ``members``.
+            A contiguous tensor of the shape of ``rows``. Collective.
         """
-        out: Tensor = _RowExchange.apply(rows, self, members)  # type: ignore[no-untyped-call]
-        return out
+        return self._joined([rows], members)
 
     def to_heads(self, tensors: Sequence[Tensor], members: Sequence[int] | None = None) -> list[Tensor]:
-        """Exchange tokens of all heads for all tokens of some heads. Differentiable. Collective over ``members``.
+        """Exchange tokens of all heads for all tokens of some heads. Differentiable. Collective.
 
         Args:
             tensors: of shape [batch, heads, length, dim]; heads are a multiple of the members. Those of one dtype and
@@ -90,15 +102,12 @@ class SequenceGroup(Ranks):
             Tensors of shape [batch, heads / members, length * members, dim].
         """
         ranks = self.size if members is None else len(members)
-        rows = [
-            x.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4) for x in tensors
-        ]  # [ranks, length, batch, heads, dim]
-        return self._together(rows, members)
+        return self._together([x.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4) for x in tensors], members)
 
     def to_tokens(self, x: Tensor, members: Sequence[int] | None = None) -> Tensor:
         """Exchange the other way round: [batch, heads / members, length * members, dim] -> the part of all heads.
 
-        The result is [batch, length, heads, dim] in memory. Differentiable. Collective over ``members``.
+        The result is [batch, length, heads, dim] in memory. Differentiable. Collective.
         """
         ranks = self.size if members is None else len(members)
         rows = x.transpose(1, 2).unflatten(1, (ranks, -1)).movedim(1, 0)  # [ranks, batch, length, heads, dim]
@@ -107,52 +116,116 @@ class SequenceGroup(Ranks):
     def gather_parts(self, tensors: Sequence[Tensor], members: Sequence[int] | None = None) -> list[Tensor]:
         """Join the parts of all members, in their order: [batch, heads, length, dim] -> [..., length * members, dim].
 
-        In backward the gradients of all members are summed, and each gets those of its part. Differentiable. Collective
-        over ``members``.
+        In backward the gradients of all members are summed, and each gets the sum of its part. Differentiable.
+        Collective.
         """
-        ranks = self.size if members is None else len(members)
-        rows = [x.permute(2, 0, 1, 3).expand(ranks, -1, -1, -1, -1) for x in tensors]
-        return self._together(rows, members)
+        return self._together([x.permute(2, 0, 1, 3)[None] for x in tensors], members, same=True)
 
     def gather_tokens(self, mask: Tensor) -> Tensor:
         """[batch, length / ranks] of each rank -> [batch, length]. Not differentiable. Collective."""
-        return self.exchange(mask.detach().expand(self.size, *mask.shape)).movedim(0, -2).flatten(-2)
+        return self._joined([mask.detach()[None]], None, same=True).movedim(0, -2).flatten(-2)
 
-    def _together(self, rows: list[Tensor], members: Sequence[int] | None) -> list[Tensor]:
+    def _together(self, rows: list[Tensor], members: Sequence[int] | None, same: bool = False) -> list[Tensor]:
         """Exchange tensors [ranks, length, batch, heads, dim]: -> [batch, heads, ranks * length, dim] of each."""
-        alike = {(x.dtype, x.shape[-1]) for x in rows}
-        if len(alike) > 1:
-            return [part for x in rows for part in self._together([x], members)]
-        expanded = all(x.stride(0) == 0 for x in rows)
-        joined = torch.cat([x[0] for x in rows], 2).expand(len(rows[0]), *4 * [-1]) if expanded else torch.cat(rows, 3)
-        whole = self.exchange(joined, members).flatten(0, 1)
+        if len({(x.dtype, x.shape[-1]) for x in rows}) > 1:
+            return [part for x in rows for part in self._together([x], members, same)]
+        whole = self._joined(rows, members, same).flatten(0, 1)
         return [part.permute(1, 2, 0, 3) for part in whole.split([x.shape[3] for x in rows], 2)]
 
-    def _exchanged(self, rows: Tensor, members: Sequence[int] | None) -> Tensor:
-        name = "parts of sequences"
-        self._require_device(rows, name)
-        sent, received = rows.contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
-        splits = None
-        if members is not None and len(members) < self.size:
-            splits = [int(rank in members) for rank in range(self.size)]
-        opened = self.log.open("all_to_all", name, sent.nbytes)
-        launch = self.order.launch("all-to-all", name, sent.numel())
+    def _joined(self, rows: list[Tensor], members: Sequence[int] | None, same: bool = False) -> Tensor:
+        """Exchange tensors as one that is joined along dimension 3. Differentiable.
+
+        ``same``: they have one row, which all members get.
+        """
+        out: Tensor = _RowExchange.apply(self, members, same, *rows)  # type: ignore[no-untyped-call]
+        return out
+
+    def exchanged(self, rows: Sequence[Tensor], members: Sequence[int] | None, same: bool) -> Tensor:
+        """Exchange without derivatives: see ``_joined``."""
         self.exchanges += 1
-        work = dist.all_to_all_single(received, sent, splits, splits, group=self.process_group, async_op=self._gloo)
-        self._wait(work, launch)
+        name, operation = "parts of sequences", "all-gather" if same else "all-to-all"
+        self._require_device(rows[0], name)
+        among, row = range(self.size) if members is None else members, _shape_of(rows)[1:]
+        received = rows[0].new_empty(len(among), *row)
+        opened = self.log.open(operation.replace("-", "_"), name, received.nbytes)
+        # With its shape: ranks whose lengths differ are told both.
+        launch = self.order.launch(operation, f"{name}, {list(received.shape)}", received.numel())
+        if self._windows is not None:
+            sent = self._windows.write(rows)
+            self.watch.wait(self._windows.barrier(), launch)
+            self._windows.read(received, sent, [self.ranks[rank] for rank in among])
+        elif same and len(among) == self.size:
+            self._wait(self._all_gather(received, _join(rows), **self._options), launch)
+        else:
+            splits = [int(rank in among) for rank in range(self.size)]
+            sent = _join(rows).expand(len(among), *row).contiguous()
+            self._wait(dist.all_to_all_single(received, sent, splits, splits, **self._options), launch)
         self.log.ended(opened)
         return received
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"group": self.process_group, "async_op": self._gloo}
+
+
+class _Windows:
+    """Two windows of an arena, which take turns. See Note [Windows for parts]."""
+
+    def __init__(self, arena: SharedArena) -> None:
+        self._arena = arena
+        self._pair: list[Tensor] = []  # of bytes
+        self._turn = 0
+
+    def write(self, rows: Sequence[Tensor]) -> Tensor:
+        """Write what is sent into the next window, and return it there."""
+        shape = _shape_of(rows)
+        nbytes = prod(shape) * rows[0].element_size()
+        if not self._pair or nbytes > self._pair[0].numel():
+            # Windows are never freed: sizes that double keep the old ones smaller than the new.
+            self._pair = [self._arena.allocate(1 << (nbytes - 1).bit_length(), torch.uint8) for _ in range(2)]
+        self._turn += 1
+        sent = self._pair[self._turn % 2][:nbytes].view(rows[0].dtype).view(shape)
+        return torch.cat(list(rows), 3, out=sent) if len(rows) > 1 else sent.copy_(rows[0])
+
+    def barrier(self) -> Barrier:
+        """Enter the barrier between ``write`` and ``read``."""
+        return Barrier(self._arena, REDUCTIONS)
+
+    def read(self, received: Tensor, sent: Tensor, peers: Sequence[int]) -> None:
+        """Fill the rows of ``received`` from peers, this rank among them, who wrote what this rank did to ``sent``."""
+        own = peers.index(self._arena.rank)
+        number = own if len(sent) > 1 else 0
+        received[own].copy_(sent[number])
+        for peer, row in zip(peers, received, strict=True):
+            if peer != self._arena.rank and row.numel():
+                self._arena.read(peer, sent, number * row.numel(), row.view(-1))
+
+
+def _shape_of(rows: Sequence[Tensor]) -> list[int]:
+    """Shape of the tensors, joined along dimension 3."""
+    shape = list(rows[0].shape)
+    if len(rows) > 1:
+        shape[3] = sum(x.shape[3] for x in rows)
+    return shape
+
+
+def _join(rows: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(rows), 3) if len(rows) > 1 else rows[0].contiguous()
 
 
 class _RowExchange(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, rows: Tensor, group: SequenceGroup, members: Sequence[int] | None) -> Tensor:
-        context.group, context.members = group, members
-        return group._exchanged(rows, members)
+    def forward(context: Any, group: SequenceGroup, members: Sequence[int] | None, same: bool, *rows: Tensor) -> Tensor:
+        context.group, context.members, context.same = group, members, same
+        context.sizes = [x.shape[3] for x in rows] if len(rows) > 1 else None
+        return group.exchanged(rows, members, same)
 
     @staticmethod
-    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return context.group.exchange(grad, context.members), None, None
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad = context.group.exchange(grad, context.members)
+        if context.same:
+            grad = grad.sum(0, keepdim=True)
+        return None, None, None, *(grad.split(context.sizes, 3) if context.sizes else [grad])
 
 
 def world_of(device: torch.device) -> SequenceGroup | None:

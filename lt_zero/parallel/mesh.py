@@ -126,7 +126,7 @@ class ParallelSizes:
         return rank % self.of_stage // self.of_data_rank
 
     def sequence_rank(self, rank: int) -> int:
-        """Which part of sequences ``rank`` sees."""
+        """Index of the part of sequences that ``rank`` sees."""
         return rank // self.tensor % self.sequence
 
 

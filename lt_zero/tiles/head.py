@@ -27,7 +27,12 @@ class LossHead(Switched):
     bias: Tensor | None
     loss_options: dict[str, Any]
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > 1:  # hooks of tensor parallelism drop all positional arguments but the first
+            raise TypeError("A loss head takes labels by name: head(hidden, labels=labels).")
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def forward(self, hidden: Tensor, *, labels: Tensor | None = None) -> Any:
         if labels is None:
             return super().forward(hidden)  # type: ignore[misc]
         return head_loss(self, hidden, labels, self.loss_options)
@@ -46,7 +51,7 @@ def head_loss(head: Any, hidden: Tensor, labels: Tensor, options: dict[str, Any]
 def loss_head(linear: nn.Linear, **options: Any) -> nn.Linear:
     """Let a linear layer return the loss of its output where it gets labels, as ``lt_zero.tiled_cross_entropy`` does.
 
-    ``head(hidden, labels)`` is the loss, and ``head(hidden)`` are logits as before. Weights are gathered for the call,
+    ``head(hidden, labels=labels)`` is the loss, and ``head(hidden)`` are logits as before. Weights are gathered for it,
     at every stage, also those that an embedding shares. The layer is changed in place, and keeps its names.
 
     Args:

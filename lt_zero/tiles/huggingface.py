@@ -112,7 +112,7 @@ def _tile_loss(model: Any, block: LongSequences, installed: Installed) -> None:
     whole: Any = getattr(model, "loss_function", None)
     if head is None:
         raise ConfigError.about(key, f"{key}=true: {name} has no output layer (get_output_embeddings()). {remedy}")
-    if getattr(whole, "__name__", "") != _CAUSAL_LOSS:
+    if getattr(whole, "__name__", "") != _CAUSAL_LOSS and _of_sum(whole) is None:
         shown = getattr(whole, "__name__", type(whole).__name__)
         text = f"{key}=true: the loss function of {name} is {shown}, and not transformers' {_CAUSAL_LOSS}"
         raise ConfigError.about(key, f"{text}. {remedy}")
@@ -120,7 +120,7 @@ def _tile_loss(model: Any, block: LongSequences, installed: Installed) -> None:
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     _changing(key, functools.partial(switch, head, DeferringHead, "lt_zero.loss_head"))
     installed.also(functools.partial(restore, head))
-    head.loss_options = {"tokens_per_tile": block.loss_tokens_per_tile, "softcap": softcap}
+    head.loss_options = {"tokens_per_tile": block.loss_tokens_per_tile, "softcap": softcap, "reduction": "sum"}
     _changing(key, functools.partial(switch, model, LabelledModel, key))
     installed.also(functools.partial(restore, model))
     model.loss_function = DeferredLoss(whole, softcap)
@@ -141,23 +141,39 @@ def _changing(key: str, change: Callable[[], object]) -> None:
 class _Labels:
     """The labels of the model's running call, one for each token, and how their losses are reduced."""
 
-    shifted: Tensor
+    targets: Tensor
     ignored: int
     items: Tensor | int | None  # the sum of the losses is divided by it; None: by the number that count
+    given: bool  # the caller has shifted them
+    of_sum: Callable[..., Tensor] | None  # makes the loss of a sum where the loss function is of several ranks
 
     @classmethod
-    def of(cls, signature: inspect.Signature, args: Any, kwargs: Any) -> _Labels | None:
+    def of(cls, model: Any, signature: inspect.Signature, args: Any, kwargs: Any) -> _Labels | None:
         """The labels among the arguments of a model; None: there are none."""
-        given = dict(signature.bind_partial(None, *args, **kwargs).arguments)
+        given = dict(signature.bind_partial(model, *args, **kwargs).arguments)
         for parameter in signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 given |= given.get(parameter.name, {})
         labels, shifted, ignored = given.get("labels"), given.get("shift_labels"), given.get("ignore_index", -100)
         if labels is None:
             return None
-        if shifted is None:
-            shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:]
-        return cls(shifted, ignored, given.get("num_items_in_batch"))
+        targets = F.pad(labels, (0, 1), value=ignored)[..., 1:] if shifted is None else shifted
+        items, of_sum = given.get("num_items_in_batch"), _of_sum(model.loss_function)
+        return cls(targets, ignored, items, shifted is not None, of_sum)
+
+    def loss(self, total: Tensor) -> Tensor:
+        """The loss, of the sum over the tokens."""
+        counted = (self.targets != self.ignored).sum().to(total.device)
+        items = self.items.to(total.device) if isinstance(self.items, Tensor) else self.items
+        if self.of_sum is not None:
+            return self.of_sum(total, counted, items, self.given)
+        return total / (counted if items is None else items)
+
+
+def _of_sum(function: Any) -> Callable[..., Tensor] | None:
+    """The method of a causal loss function by which the ranks that have parts of a sequence share a loss, or None."""
+    found: Callable[..., Tensor] | None = getattr(function, "of_sum", None)
+    return found if getattr(function, "shifts", True) else None
 
 
 class LabelledModel(Switched):
@@ -170,7 +186,7 @@ class LabelledModel(Switched):
         @functools.wraps(own.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             head = self.get_output_embeddings()
-            vars(head)["labels"] = _Labels.of(signature, args, kwargs)
+            vars(head)["labels"] = _Labels.of(self, signature, args, kwargs)
             try:
                 return own.forward(self, *args, **kwargs)
             finally:
@@ -185,19 +201,16 @@ class DeferringHead(LossHead):
     labels: _Labels | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        out = super().__call__(*args, **kwargs)
         # Here, since hooks of tensor parallelism may replace what forward returns.
         return out if self.labels is None else _deferred(out)
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(self, hidden: Tensor, *, labels: Tensor | None = None) -> Any:
         told = self.labels
         if told is None:
-            return super().forward(hidden, labels)
-        reduction = "mean" if told.items is None else "sum"
-        options = {**self.loss_options, "ignore_index": told.ignored, "reduction": reduction}
-        loss = head_loss(self, hidden, told.shifted.to(hidden.device), options)
-        items = told.items.to(loss.device) if isinstance(told.items, Tensor) else told.items
-        return loss if items is None else loss / items
+            return super().forward(hidden, labels=labels)
+        options = {**self.loss_options, "ignore_index": told.ignored}
+        return told.loss(head_loss(self, hidden, told.targets.to(hidden.device), options))
 
 
 class DeferredLogits(Tensor):
@@ -251,8 +264,8 @@ class DeferredLoss:
     """Loss function of a model: takes the loss that the output layer has computed, or computes that of logits."""
 
     def __init__(self, whole: Callable[..., Tensor], softcap: float | None) -> None:
-        self._whole, self._softcap = whole, softcap
-        functools.update_wrapper(self, whole)
+        self._whole, self._softcap, self.of_sum = whole, softcap, _of_sum(whole)
+        self.__name__ = getattr(whole, "__name__", type(whole).__name__)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:

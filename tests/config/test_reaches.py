@@ -81,6 +81,7 @@ MATRICES = sorted(
     ["head.weight", *(f"blocks.{i}.{n}.weight" for i in range(3) for n in ("down", "up"))]
     + [f"pair.{n}.weight" for n in ("first", "second")]
 )
+Q, SEQUENCE = "sequence_parallel.", {"sequence_parallel_size": 2}
 CUT = {T + "autotp_size": 2, P + "layer_specs": [{"patterns": "up", "gather_output": True}]}
 REST = {"(all others)": "whole"}
 BUFFERS = {"table": "bfloat16", "rotary.angles": "float32"}
@@ -354,6 +355,12 @@ PROBES: dict[str, Probe] = {
     L + "tiled_loss": Probe(tiles.seen("loss"), True, [], [10]),
     L + "loss_tokens_per_tile": Probe(tiles.seen("loss"), 4, [10], [4, 4, 2], {L + "tiled_loss": True}),
     T + "autotp_size": Probe(par.sizes, 2, (4, 1), (2, 2)),
+    "sequence_parallel_size": Probe(par.sizes, 2, (4, 1), (2, 1)),
+    Q + "method": Probe(par.sequence, "gather", ("ulysses", 1, [0, 1]), ("gather", 2, [0, 1]), SEQUENCE),
+    Q + "gather": Probe(par.sequence, 2, ("ulysses", 1, [0, 1]), ("ulysses", 2, [0, 1]), SEQUENCE),
+    Q + "zigzag": Probe(
+        par.sequence, True, ("gather", 2, [0, 1]), ("gather", 2, [0, 3]), {**SEQUENCE, Q + "method": "gather"}
+    ),
     "data_parallel_size": Probe(par.sizes, 2, (4, 1), "data_parallel_size"),
     P + "layer_specs": Probe(
         par.plan,

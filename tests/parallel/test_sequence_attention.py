@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
-from lt_zero.parallel import sequence_attention, to_zigzag
+from lt_zero.comm.sequence import SequenceGroup
+from lt_zero.comm.world import World
+from lt_zero.common import accelerator
+from lt_zero.common.errors import ConfigError
+from lt_zero.parallel import SequenceRanks, from_zigzag, sequence_attention, to_zigzag
+from lt_zero.parallel.sequence import attention
+from lt_zero.parallel.sequence.ranks import check_method, use
 from tests.support.pool import Pool
 
 LENGTH, DIM, BATCH = 16, 3, 2
@@ -47,10 +56,10 @@ def inputs_of(case: Case) -> list[Tensor]:
     return [torch.randn(BATCH, heads, LENGTH, dim, dtype=torch.float64, requires_grad=True) for heads, dim in shapes]
 
 
-def check(case: Case) -> None:
-    """Compare outputs and gradients with those of one process."""
+def check(case: Case, group: SequenceGroup | None) -> None:
+    """Compare outputs and gradients with those of one process; ``group``: that of a run, None: a user's."""
     torch.manual_seed(1)
-    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     inputs, options = inputs_of(case), {**options_of(case), "enable_gqa": case.heads != case.kv, "scale": 0.7}
     for tensor in options.values():
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -62,7 +71,12 @@ def check(case: Case) -> None:
 
     parts = ranks if case.method == "gather" and case.gather == 1 else case.gather
     order = (lambda x: to_zigzag(x, 2, parts)) if case.zigzag else (lambda x: x)
-    attend = sequence_attention(group=group, method=case.method, gather=case.gather, zigzag=case.zigzag)
+    how = case.method, case.gather, case.zigzag
+    used = SequenceRanks(group, group, *how) if group is not None else None
+    use(used)
+    attend = sequence_attention()
+    if used is None:
+        attend = sequence_attention(group=dist.group.WORLD, method=case.method, gather=case.gather, zigzag=case.zigzag)
     out = attend(*(order(x).chunk(ranks, 2)[rank] for x in inputs), **options)
     torch.testing.assert_close(out, order(wanted).chunk(ranks, 2)[rank], rtol=0, atol=1e-12)
     found = torch.autograd.grad((out * order(factors).chunk(ranks, 2)[rank]).sum(), leaves)
@@ -71,10 +85,18 @@ def check(case: Case) -> None:
         torch.testing.assert_close(mine, whole, rtol=0, atol=1e-12)
 
 
-def check_all(cases: list[Case]) -> None:
+def joined() -> SequenceGroup:
+    """All ranks of a run."""
+    world = World.join(torch.device("cpu"))
+    assert world.process_group is not None
+    return SequenceGroup.joined(world, [range(world.size)], world.process_group)
+
+
+def check_all(cases: list[Case], of_a_run: bool) -> None:
+    group = joined() if of_a_run else None
     for case in cases:
         try:
-            check(case)
+            check(case, group)
         except BaseException as error:
             raise AssertionError(f"{case}: {error}") from error
 
@@ -85,8 +107,9 @@ METHODS = ("ulysses", 1, False), ("gather", 1, False), ("gather", 1, True), ("ul
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("of_a_run", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_all_masks_heads_and_methods(pool: Pool, ranks: int) -> None:
+def test_all_masks_heads_and_methods(pool: Pool, ranks: int, of_a_run: bool) -> None:
     cases = [
         Case(*heads, *method, mask)
         for heads in HEADS
@@ -94,7 +117,7 @@ def test_all_masks_heads_and_methods(pool: Pool, ranks: int) -> None:
         for mask in MASKS
         if (heads != (6, 3) or ranks == 2) and (ranks > 2 or method[1] == 1)
     ]
-    pool.run(ranks, check_all, cases)
+    pool.run(ranks, check_all, cases, of_a_run)
 
 
 def test_outputs_and_gradients_are_those_of_one_process(pool: Pool) -> None:
@@ -110,5 +133,108 @@ def test_outputs_and_gradients_are_those_of_one_process(pool: Pool) -> None:
         Case(8, 2, "gather", zigzag=True, mask="heads"),
         Case(4, 2, "gather", zigzag=True),
     ]
-    pool.run(2, check_all, cases)
-    pool.run(4, check_all, [Case(4, 1, "ulysses", 2, True, "causal"), Case(2, 2, "ulysses", 2, True, "bias")])
+    pool.run(2, check_all, cases, True)
+    pool.run(4, check_all, [Case(4, 1, "ulysses", 2, True, "causal"), Case(2, 2, "ulysses", 2, True, "bias")], False)
+
+
+def second_derivatives(method: str) -> None:
+    torch.manual_seed(2)
+    rank, inputs = dist.get_rank(), [torch.randn(1, 2, 8, 3, dtype=torch.float64) for _ in range(3)]
+
+    def second(attend: Any, part: slice) -> Tensor:
+        mine = [x[:, :, part].clone().requires_grad_() for x in inputs]
+        with sdpa_kernel(SDPBackend.MATH):
+            (grad,) = torch.autograd.grad(attend(*mine).square().sum(), mine[:1], create_graph=True)
+        found: Tensor = torch.autograd.grad(grad.square().sum(), mine[1])[0]
+        return found
+
+    part = slice(4 * rank, 4 * rank + 4)
+    found = second(sequence_attention(group=dist.group.WORLD, method=method), part)
+    wanted = second(F.scaled_dot_product_attention, slice(None))[:, :, part]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def small_masks() -> None:
+    """Masks of few queries at a time, and torch's masks for accelerators."""
+    case = Case(2, 1, "gather", zigzag=True, mask="causal")
+    with mock.patch.object(attention, "_MASK", 3 * LENGTH):
+        check(case, None)
+    with mock.patch.object(accelerator, "is_accelerator", return_value=True):
+        check(case, None)
+
+
+def dropped(method: str) -> list[list[float]]:
+    """Two parts that were dropped of ones, from one state of the generator; all ranks have the same."""
+    x = torch.ones(1, 4, 8, 8)
+    attend = sequence_attention(group=dist.group.WORLD, method=method)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        found.append((attend(0 * x, 0 * x, x, dropout_p=0.5) == attend(0 * x, 0 * x, x)).tolist())
+    after = float(torch.rand(()))
+    return [*found, after]
+
+
+def several() -> list[Any]:
+    for method in ("ulysses", "gather"):
+        second_derivatives(method)
+    small_masks()
+    return [dropped("ulysses"), dropped("gather")]
+
+
+def test_second_derivatives_small_masks_and_dropout(pool: Pool) -> None:
+    """Ranks with one state of the generator drop other elements, and the same again from that state."""
+    ranks = pool.run(2, several)
+    for (first, again, after), (other, _, after_other) in zip(*ranks, strict=True):
+        assert first == again != other
+        assert after == after_other
+
+
+def refused(name: str, value: Any, method: str = "ulysses", heads: tuple[int, int] = (2, 2), length: int = 4) -> str:
+    query, *rest = (torch.zeros(1, count, length, 3) for count in (heads[0], heads[1], heads[1]))
+    attend = sequence_attention(group=dist.group.WORLD, method=method, zigzag=method == "gather")
+    with pytest.raises(ValueError, match=".") as caught:
+        attend(query, *rest, **({name: value} if name else {}))
+    return str(caught.value)
+
+
+def all_refused() -> list[str]:
+    mask = torch.zeros(4, 4)
+    return [
+        refused("attn_mask", mask),
+        refused("attn_mask", torch.zeros(4, 8, 8)),
+        refused("attn_mask", causal_lower_right(8, 8)),
+        refused("key_padding_mask", mask),
+        refused("score_mod", lambda score, *_: score),
+        refused("", None, heads=(3, 3)),
+        refused("", None, heads=(4, 3)),
+        refused("", None, "gather", length=3),
+    ]
+
+
+def test_what_would_be_wrong_for_parts_is_refused_by_name(pool: Pool) -> None:
+    told = pool.run(2, all_refused)[0]
+    parts = "attn_mask [4, 4]", "attn_mask [4, 8, 8]", "is_causal=True", "key_padding_mask", "score_mod"
+    for text, part in zip(told, (*parts, 'method="gather"', "multiple", "zigzag"), strict=True):
+        assert part in text
+
+
+def test_methods_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="method='ring'"):
+        check_method("ring", 1, 2)
+    with pytest.raises(ConfigError, match="gather=2 does not divide the 3"):
+        check_method("ulysses", 2, 3)
+
+
+def test_without_sequence_ranks_it_is_the_function() -> None:
+    use(None)
+    inputs = [torch.randn(1, 2, 4, 3) for _ in range(3)]
+    wanted = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    assert torch.equal(sequence_attention()(*inputs, is_causal=True), wanted)
+
+
+def test_zigzag_order_balances_and_is_undone() -> None:
+    x = torch.arange(12)
+    order = to_zigzag(x, 0, 3)
+    assert order.tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
+    assert torch.equal(from_zigzag(order, 0, 3), x)

@@ -18,8 +18,10 @@ from lt_zero.activation import stores
 from lt_zero.activation.checkpointing import installed
 from lt_zero.activation.partitioned import PartitionedStore
 from lt_zero.common.errors import ConfigError
+from lt_zero.config.applicability import Face
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.plan import parallelize as cut
+from lt_zero.session.session import Session
 from tests.support.parallel_nets import Net, batch, parallelize
 from tests.support.reach_engine import Config, Lab, nested
 
@@ -55,6 +57,22 @@ def sizes(lab: Lab, config: Config) -> Any:
     except ConfigError as error:
         return error.problems[0].key
     return found.data, found.tensor
+
+
+def _sequence(config: dict[str, Any]) -> tuple[str, int, list[int]]:
+    session = Session(Face.LOOP)
+    session.join(ZeroConfig.of(config), torch.device("cpu"))
+    assert session.sequences is not None
+    ranks = session.sequences.ranks
+    found = ranks.method, ranks.parts, ranks.positions(4).tolist()
+    session.loss_scale = mock.Mock()
+    session.end()
+    return found
+
+
+def sequence(lab: Lab, config: Config) -> Any:
+    """The method of attention, from how many parts keys are gathered, and the first rank's places of 4."""
+    return lab.pool.run(2, _sequence, nested(config, lab.folder))[0]
 
 
 @mock.patch.object(stores, "_MIN_BYTES", 1)

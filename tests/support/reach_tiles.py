@@ -1,4 +1,4 @@
-"""Where the values of ``long_sequences`` are looked for: in the layers of a model that stands for one of transformers."""
+"""Where the values of ``long_sequences`` are looked for: in layers of a model that stands for one of transformers."""
 
 from __future__ import annotations
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from lt_zero import tiled_cross_entropy
+from lt_zero import loss_head, tiled_cross_entropy
 from tests.support.pool import Pool
 
 FEATURES, VOCABULARY = 5, 11
@@ -182,5 +184,40 @@ def _parts_of_a_vocabulary() -> None:
         tiled_cross_entropy(hidden, part, torch.full_like(labels, 11), group=dist.group.WORLD)
 
 
+def _head_that_is_cut() -> None:
+    hidden, weight, bias, labels = inputs(rows=12)
+    head = nn.Linear(5, 12).double()
+    head.load_state_dict({"weight": weight.detach(), "bias": bias.detach()})
+    wanted = derived(whole(hidden, weight, labels, bias), hidden, weight, bias)
+    mesh = init_device_mesh("cpu", (2,))
+    loss_head(parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate())), tokens_per_tile=4)
+    found = derived(head(hidden, labels=labels), hidden, head.weight, head.bias)
+    found = [t.full_tensor() if isinstance(t, DTensor) else t for t in found]
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(head(hidden), F.linear(hidden, weight, bias))
+
+
+def test_a_loss_head() -> None:
+    hidden, weight, bias, labels = inputs()
+    head = nn.Linear(5, 11).double()
+    head.weight, head.bias = nn.Parameter(weight.detach()), nn.Parameter(bias.detach())
+    assert loss_head(head, softcap=2.0, reduction="sum") is head
+    for each in (head, copy.deepcopy(head)):
+        found = derived(each(hidden, labels=labels), hidden, each.weight, each.bias)
+        wanted = derived(whole(hidden, weight, labels, bias, softcap=2.0, reduction="sum"), hidden, weight, bias)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        assert torch.equal(each(hidden), F.linear(hidden, weight, bias))
+    assert list(head.state_dict()) == ["weight", "bias"]
+    with pytest.raises(TypeError, match="takes labels by name"):
+        head(hidden, labels)
+    with pytest.raises(TypeError, match=r"loss_head\(softcaps=...\): there are tokens_per_tile, softcap"):
+        loss_head(head, softcaps=1.0)
+    with pytest.raises(TypeError, match="pass the nn.Linear that makes logits"):
+        loss_head(nn.Embedding(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Own has a forward of its own"):
+        loss_head(type("Own", (nn.Linear,), {"forward": lambda self, x: x})(2, 2))
+
+
 def test_parts_of_a_vocabulary(pool: Pool) -> None:
+    pool.run(2, _head_that_is_cut)
     pool.run(2, _parts_of_a_vocabulary)

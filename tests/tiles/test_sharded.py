@@ -53,7 +53,7 @@ class LongNet(nn.Module):
         x = self.first(self.embedding(batch))
         for block in self.blocks:
             x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
-        loss: Tensor = self.head(x, batch.roll(-1, 1))
+        loss: Tensor = self.head(x, labels=batch.roll(-1, 1))
         return loss
 
 

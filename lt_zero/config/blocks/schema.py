@@ -98,7 +98,7 @@ class Schema(Block):
         TensorParallel(), "ranks that have parts of each layer"
     )
     sequence_parallel_size: Annotated[Positive, one_if_zero] = key(
-        1, "ranks that have parts of the same sequences; they divide all ranks (Ulysses)"
+        1, "ranks that have parts of the same sequences, and see the same data; they divide all ranks (DeepSpeed: null)"
     )
     sequence_parallel: SequenceParallel = key(
         SequenceParallel(), "how ranks with parts of the same sequences compute attention"

@@ -39,7 +39,7 @@ _OF_WHOLE_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_
 
 @dataclass(frozen=True)
 class Takes:
-    """What the model of a run makes of a batch.
+    """Ways in which the model of a run takes a batch.
 
     Attributes:
         shifts: it computes the loss of next tokens from ``labels`` and ``shift_labels`` (transformers); False: it has a
@@ -74,7 +74,7 @@ class RowLayout:
 
 
 class _Cuts:
-    """What was cut for some ranks.
+    """State of the cuts for some ranks.
 
     Attributes:
         layout: of the last batch; None: there was none.
@@ -191,7 +191,7 @@ def cut_for(batch: Any, ranks: SequenceRanks, module: nn.Module | None) -> Any:
 
 
 def _hooked(batch: Any, ranks: SequenceRanks, module: nn.Module | None, hook: Callable[[Any], Any]) -> Any:
-    """What ``hook`` returns, or the batch with the entries cut that it names."""
+    """Result of ``hook``, or the batch with the entries cut that it names."""
     found = hook(batch)
     if not (isinstance(found, Mapping) and found and all(type(dim) is int for dim in found.values())):
         return found

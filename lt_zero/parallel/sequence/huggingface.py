@@ -107,7 +107,7 @@ def _refusal(module: nn.Module, what: str) -> ConfigError:
 
 
 def _problems(model: Any, ranks: SequenceRanks, tensor: int) -> Iterator[str]:
-    """What of a model is wrong for parts of sequences."""
+    """Properties of a model that are wrong for parts of sequences."""
     config = model.config
     if any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention")):
         yield "has cross-attention, whose two sequences would have to be cut in different ways"
@@ -339,13 +339,37 @@ class SequenceLoss:
         targets = shift_labels if self.shifts else labels
         if targets is None or targets.shape != logits.shape[:-1]:
             got = f"labels {list(targets.shape)} for logits {list(logits.shape)}" if targets is not None else ""
-            raise ValueError(
-                f"{SIZE}={ranks.size}: the loss of the model got {got or 'no shift_labels'}. Pass all entries of the "
-                "cut batch, of which labels were shifted before sequences were cut (lt_zero.parallel.cut_batch)."
-            )
+            raise _not_shifted(ranks, got or "no shift_labels")
         flat = logits.float().flatten(0, -2), targets.to(logits.device).flatten()
         losses = F.cross_entropy(*flat, ignore_index=ignore_index, reduction="none")
         if num_items_in_batch is None:
             return token_mean(losses, flat[1] != ignore_index)
         total: Tensor = token_mean(losses) * (losses.numel() * ranks.size / num_items_in_batch)
         return total
+
+    def of_sum(self, total: Tensor, counted: Tensor, items: Any, shifted: bool) -> Tensor:
+        """The loss of whole sequences, of the sum of the losses of this rank's tokens. Collective, as ``__call__``.
+
+        Args:
+            total: the sum (0D).
+            counted: how many tokens it is of (0D).
+            items: as ``num_items_in_batch``.
+            shifted: labels were shifted before sequences were cut.
+        """
+        ranks = current()
+        if ranks is None:
+            return total / (counted if items is None else items)
+        if self.shifts and not shifted:
+            raise _not_shifted(ranks, "no shift_labels")
+        if items is None:
+            # One token of that weight: each of them has the factor that it would have by itself.
+            return token_mean((total / counted.clamp(min=1))[None], counted[None])
+        scaled: Tensor = token_mean(total[None]) * (ranks.size / items)
+        return scaled
+
+
+def _not_shifted(ranks: SequenceRanks, got: str) -> ValueError:
+    return ValueError(
+        f"{SIZE}={ranks.size}: the loss of the model got {got}. Pass all entries of the cut batch, whose labels were "
+        "shifted before sequences were cut (lt_zero.parallel.cut_batch)."
+    )

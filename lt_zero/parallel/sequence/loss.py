@@ -54,7 +54,7 @@ def token_mean(losses: Tensor, mask: Tensor | None = None, over: str = "sequence
 
 
 def means_taken() -> int:
-    """How many means over tokens this process has computed."""
+    """The number of means over tokens that this process has computed."""
     return _TokenMean.calls
 
 

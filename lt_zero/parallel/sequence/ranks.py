@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lt_zero.comm.process_groups import exists
 from lt_zero.comm.ranks import Ranks
-from lt_zero.comm.sequence import SequenceGroup
+from lt_zero.comm.sequence import ProcessGroup, SequenceGroup
 from lt_zero.common.errors import ConfigError
 
 METHODS = ("ulysses", "gather")
@@ -123,6 +123,26 @@ def current() -> SequenceRanks | None:
     ranks = _current[0]() if _current else None
     group = ranks.group.process_group if ranks is not None else None
     return ranks if group is None or exists(group) else None
+
+
+def group_of(group: ProcessGroup | None, device: torch.device) -> SequenceGroup | None:
+    """The ranks that have parts of whole sequences of tensors on ``device``; None if this one has all of them.
+
+    ``group``: what a user has asked for; None: the ranks of the run.
+
+    Raises:
+        ConfigError: ranks of the run gather keys, so that none has whole sequences.
+    """
+    ranks = current()
+    if group is not None and (ranks is None or group is not ranks.group.process_group):
+        return SequenceGroup.of(group, device)
+    if ranks is not None and ranks.parts > 1:
+        raise ConfigError.about(
+            "sequence_parallel.method",
+            f'method="{ranks.method}" with gather={ranks.parts} does not give sparse attention whole sequences. Use '
+            'method="ulysses" with gather=1.',
+        )
+    return ranks.group if ranks is not None else None
 
 
 def use(ranks: SequenceRanks | None) -> None:

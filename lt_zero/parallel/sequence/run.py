@@ -125,5 +125,5 @@ def _check_first(ranks: SequenceRanks, engine: weakref.ref[Engine], exchanges: i
         raise ConfigError.about(
             SIZE,
             f"{text} as a mean over the tokens of each rank, which have labels in different numbers. Compute it with "
-            "lt_zero.parallel.token_mean(losses, shift_labels != -100).",
+            "lt_zero.parallel.token_mean(losses, labels != -100), with shift_labels for next tokens.",
         )

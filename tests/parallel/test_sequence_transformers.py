@@ -1,0 +1,249 @@
+"""Models of transformers whose sequences are cut over ranks, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lt_zero
+from lt_zero.common.errors import ConfigError
+from lt_zero.parallel.sequence.huggingface import switch
+from tests.support.matrix import only_rows
+from tests.support.parity import OPTIMIZERS
+from tests.support.pool import Pool
+from tests.support.sequences import as_rank
+
+pytest.importorskip("transformers", minversion="5.0")
+
+VOCABULARY, LENGTH = 18, 12
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def build(model_type: str, kind: str = "AutoModelForCausalLM", **keys: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    made = transformers.AutoConfig.for_model(model_type, **{**SIZES, **keys})
+    model = getattr(transformers, kind).from_config(made)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.train()
+
+
+def plain(number: int, length: int = LENGTH) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(3, VOCABULARY, (2, length), generator=generator)
+    labels = tokens.clone()
+    labels[1, :3] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def odd(number: int) -> dict[str, Any]:
+    return plain(number, 13)
+
+
+def padded(number: int, left: bool = False) -> dict[str, Any]:
+    batch = plain(number)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, LENGTH - 5 :] = 0
+    mask = mask.flip(1) if left else mask
+    batch["labels"][mask == 0] = -100
+    return {**batch, "attention_mask": mask}
+
+
+def padded_left(number: int) -> dict[str, Any]:
+    return padded(number, left=True)
+
+
+def packed(number: int) -> dict[str, Any]:
+    places = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(2, -1)
+    return {**plain(number), "position_ids": places, "use_cache": False}
+
+
+def counted(number: int) -> dict[str, Any]:
+    """With the number of tokens of several micro-batches, by which sums are divided."""
+    return {**plain(number), "num_items_in_batch": torch.tensor(29)}
+
+
+Case = tuple[str, dict[str, Any], Callable[[int], dict[str, Any]], dict[str, Any]]
+GATHER: dict[str, Any] = {"sequence_parallel": {"method": "gather"}}
+ZIGZAG: dict[str, Any] = {"sequence_parallel": {"method": "gather", "zigzag": True}}
+TILES: dict[str, Any] = {"long_sequences": {"tiled_mlp": True, "mlp_tokens_per_tile": 3, "tiled_loss": True}}
+STILL = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+STILL |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+CASES: list[Case] = [
+    ("llama", {}, plain, {}),
+    ("llama", {}, padded, {}),
+    ("llama", {}, padded_left, {}),
+    ("llama", {}, packed, {}),
+    ("llama", {}, counted, {}),
+    ("llama", {"attn_implementation": "eager"}, odd, {}),
+    ("llama", {}, plain, GATHER),
+    ("llama", {}, padded, ZIGZAG),
+    ("llama", {}, packed, ZIGZAG),
+    ("qwen3", {}, odd, {}),
+    ("qwen3", {"tie_word_embeddings": True}, padded, {}),
+    ("mistral", {"sliding_window": 4}, plain, {}),
+    ("mistral", {"sliding_window": 4}, packed, GATHER),
+    ("gemma3_text", {"sliding_window": 4}, padded, {}),
+    ("qwen3_moe", {}, padded, {}),
+    ("phi3", {}, plain, {}),
+    ("gpt2", STILL, padded, {}),
+    ("gpt_neox", STILL, padded, {}),
+    ("llama", {"tie_word_embeddings": True}, padded, TILES),
+    ("qwen3", {}, counted, {**TILES, **ZIGZAG}),
+]
+BERT = {"kind": "AutoModelForMaskedLM", **STILL}
+MASKED: dict[str, Any] = {**BERT, "embedding_dropout": 0.0, "mlp_dropout": 0.0, "classifier_dropout": 0.0}
+MASKED |= {"local_attention": 4, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
+CASES += [("modernbert", MASKED, batch, {}) for batch in (plain, padded_left, odd)]
+
+
+def run(case: Case, stage: int, sequence: int, optimizer: str = "sgd", tensor: int = 1) -> list[tuple[float, float]]:
+    """Of two steps how far the loss, and the gradients, are from those of one process."""
+    model_type, keys, batch, config = case
+    data, mine = dist.get_world_size() // (sequence * tensor), dist.get_rank() // (sequence * tensor)
+    reference, model = build(model_type, **keys), build(model_type, **keys)
+    expected, made = (OPTIMIZERS[optimizer](each.parameters()) for each in (reference, model))
+    given = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **config}
+    given |= {"sequence_parallel_size": sequence, "train_micro_batch_size_per_gpu": 2}
+    given |= {"tensor_parallel": {"autotp_size": tensor}}
+    engine, *_ = lt_zero.initialize(model=model, optimizer=made, config=given)
+    found = []
+    for step in range(2):
+        expected.zero_grad()
+        losses = [reference(**batch(step * data + rank)).loss for rank in range(data)]
+        torch.stack(losses).mean().backward()
+        loss = engine(**batch(step * data + mine)).loss
+        engine.backward(loss)
+        far = 0.0
+        for parameter, same in zip(model.parameters(), reference.parameters(), strict=True):
+            grad = lt_zero.full_grad(parameter)
+            assert grad is not None
+            assert same.grad is not None
+            far = max(far, float((grad - same.grad).abs().max()))
+        found.append((abs(loss.item() - losses[mine].item()), far))
+        engine.step()
+        expected.step()
+    engine.destroy()
+    return found
+
+
+def _all(cases: list[Case], *how: Any) -> None:
+    for case in cases:
+        for loss, gradient in run(case, *how):
+            assert loss < 2e-6, case
+            assert gradient < 1e-6, case
+
+
+@pytest.mark.parametrize("stage", [1])
+def test_losses_and_gradients_are_those_of_one_process(pool: Pool, stage: int) -> None:
+    pool.run(2, _all, CASES, stage, 2)
+
+
+MESHES = [(stage, sequence, tensor) for stage in range(4) for sequence, tensor in [(2, 1), (4, 1), (2, 2)]]
+
+
+@pytest.mark.parametrize(("stage", "sequence", "tensor"), only_rows([(3, 2, 1), (2, 2, 2)], MESHES))
+def test_meshes(pool: Pool, stage: int, sequence: int, tensor: int) -> None:
+    cases = [("llama", {}, padded, {}), ("qwen3", {}, odd, {})]
+    pool.run(4, _all, cases, stage, sequence, "adamw" if stage % 2 else "sgd", tensor)
+
+
+def _unused_after(case: Case) -> None:
+    """A model that was trained computes what it did before, in the same process."""
+    model_type, keys, batch, _ = case
+    model = build(model_type, **keys).eval()
+    given = {**batch(0), "use_cache": False}
+    before = model(**given)
+    config = {"sequence_parallel_size": 2, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0}}
+    made = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, *_ = lt_zero.initialize(model=model, optimizer=made, config=config)
+    part = engine(**batch(0))
+    assert part.logits.shape[1] == LENGTH // 2
+    engine.destroy()
+    after = model(**given)
+    torch.testing.assert_close(after.logits, before.logits)
+    torch.testing.assert_close(after.loss, before.loss)
+
+
+def test_after_the_run_a_model_is_as_before(pool: Pool) -> None:
+    pool.run(2, _unused_after, ("llama", {}, packed, {}))
+
+
+def _flex() -> None:
+    """Without a backward, which torch has not on CPUs."""
+    model = build("llama", attn_implementation="flex_attention").eval()
+    with torch.no_grad():
+        want = model(**padded(0)).logits
+        config = {"sequence_parallel_size": 2, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0}}
+        engine, *_ = lt_zero.initialize(model=model, config=config)
+        found = engine(**padded(0)).logits
+    part = found.shape[1]
+    first = dist.get_rank() * part
+    torch.testing.assert_close(found, want[:, first : first + part], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_flex_attention(pool: Pool) -> None:
+    pool.run(2, _flex)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("t5", {"kind": "AutoModelForSeq2SeqLM"}, "cross-attention"),
+    ("bloom", {}, "takes no position_ids"),
+    ("mamba", {}, r"mixes tokens in other ways than by attention \(linear_attention\)"),
+    ("gemma2", {}, "caps scores of attention"),
+    ("llama", {"kind": "AutoModelForSequenceClassification"}, r"a loss of whole sequences \(ForSequenceClassification"),
+    ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
+    ("opt", {"layerdrop": 0.1}, r"skips layers at random \(layerdrop=0\.1\)"),
+    (
+        "llama",
+        {"num_attention_heads": 3, "num_key_value_heads": 3},
+        "3 heads that cannot be shared by 2 seq",
+    ),
+    ("llama", {"attn_implementation": "lt_zero_sparse"}, "attn_implementation='lt_zero_sparse'"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "keys", "text"), REFUSED, ids=[text[:20] for *_, text in REFUSED])
+def test_models_that_mix_tokens_otherwise_are_refused(model_type: str, keys: dict[str, Any], text: str) -> None:
+    from lt_zero.attention.huggingface import register
+
+    register()
+    with as_rank(0, 2) as ranks, pytest.raises(ConfigError, match=f"(?s){text}.*Choose another model"):
+        switch(build(model_type, **keys), ranks)
+
+
+def _mistakes() -> list[str]:
+    found = []
+    config = {"sequence_parallel_size": 2, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+
+    def error(call: Callable[[Any], object], model_type: str = "llama", **keys: Any) -> None:
+        model = build(model_type, **keys)
+        engine, *_ = lt_zero.initialize(model=model, optimizer=OPTIMIZERS["sgd"](model.parameters()), config=config)
+        with pytest.raises((ConfigError, ValueError)) as caught:
+            call(engine)
+        found.append(str(caught.value))
+        engine.destroy()
+
+    batch = plain(0)
+    error(lambda engine: engine.module(**batch))
+    error(lambda engine: engine.backward(engine(**batch).loss), "bert", **BERT)
+    error(lambda engine: engine(**batch, past_scores=torch.zeros(2, LENGTH)))
+    return found
+
+
+def test_whole_batches_are_an_error(pool: Pool) -> None:
+    whole, own, unknown = pool.run(2, _mistakes)[0]
+    assert "the model got 12 tokens, but no batch was cut" in whole
+    assert "BertForMaskedLM has computed a loss, but as a mean over the tokens of each rank" in own
+    assert "'past_scores' of shape [2, 12] may have a value for each token" in unknown
