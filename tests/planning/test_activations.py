@@ -76,7 +76,7 @@ def tiled_step(model: Any, ids: Tensor) -> Tensor:
     x = model.embed(ids)
     for block in model.blocks:
         x = block(x)
-    return model.head(x, ids)
+    return model.head(x, labels=ids)
 
 
 def saved_bytes(model: Decoder, step: Callable[[Any, Tensor], Tensor], config: ZeroConfig) -> int:
