@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lt_zero
-from lt_zero.parallel import sequence_attention
+from lt_zero.parallel import sequence_attention, token_mean
 from train_gpt import silence_warnings
 
 STEP = 64  # tokens of a rank; lengths are multiples
@@ -105,9 +105,9 @@ class Llama(L.LightningModule):
             x = block(x, (angles.cos(), angles.sin()))
         x, labels = self.norm(x), batch["shift_labels"]
         if self.loss_in_tiles:
-            loss: Tensor = self.head(x, labels)
-            return loss
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+            # The mean of this rank's tokens, which all count, and how many they are.
+            return token_mean(self.head(x, labels=labels), torch.tensor(labels.numel(), device=self.device))
+        return token_mean(F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="none"))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)

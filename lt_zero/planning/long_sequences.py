@@ -208,7 +208,7 @@ class _Decoder(nn.Module):
         if self.head is None:
             return x.sum()
         if isinstance(self.head, LossHead):
-            loss: Tensor = self.head(x, ids)
+            loss: Tensor = self.head(x, labels=ids)
             return loss
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
 
