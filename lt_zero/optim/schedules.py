@@ -239,16 +239,21 @@ class OneCycle(Schedule):
 
     def momenta(self, steps: int) -> list[float]:
         """The momentum of each group after ``steps`` optimizer steps; the first one is low, as in DeepSpeed."""
-        if steps == 0:
-            return list(self.min_moms)
+        return list(self.min_moms) if steps == 0 else self._momenta(steps)
+
+    def _momenta(self, steps: int) -> list[float]:
         if self._in_cycle(steps):
             height = self._height(steps)
             return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
         return [high * (1 + self.momentum_decay * self._intervals(steps)) for high in self.max_moms]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group for the next optimizer step; None if momentum does not cycle."""
-        return [(momentum, 0.99) for momentum in self.momenta(self.last_epoch)] if self.cycle_momentum else None
+        """The betas that each group should have now; None if momentum does not cycle.
+
+        Before the first step the optimizer has the lowest momentum, though the cycle begins with the highest: both are
+        as in DeepSpeed.
+        """
+        return [(momentum, 0.99) for momentum in self._momenta(self.last_epoch)] if self.cycle_momentum else None
 
     def _in_cycle(self, steps: int) -> bool:
         return steps - 1 < self.up + self.down
@@ -396,10 +401,16 @@ class WarmupCosineLR(_Warmup):
         _compare(self.total_num_steps, self.warmup_num_steps)
 
     def rates(self, steps: int) -> list[float]:
-        ratio = 0.0 if steps == 0 else self._ratio(steps - 1)
+        ratio = self._ratio(steps - 1)
         return [base * ratio for base in self._bases]
 
+    def get_lr_ratio(self) -> float:
+        """The ratio for the next optimizer step."""
+        return self._ratio(self.last_epoch - 1)
+
     def _ratio(self, iteration: int) -> float:
+        if iteration < 0:
+            return 0.0
         warmed = self.warmed(iteration)
         if warmed is not None:
             return self.warmup_min_ratio + warmed * (1.0 - self.warmup_min_ratio)

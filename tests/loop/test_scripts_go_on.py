@@ -182,6 +182,7 @@ def test_schedules_count_as_deepspeed_does() -> None:
     assert first.get_last_lr() == other.get_last_lr() == [0.4]
     assert (first.last_epoch, other.last_epoch) == (5, 5)
     cycle = OneCycle(optimizer, 0.1, 1.0, cycle_first_step_size=4)
+    assert cycle.get_mom() == [(0.9, 0.99)]
     cycle.step(1)
     assert cycle.get_mom() == [optimizer.param_groups[0]["betas"]]
     with pytest.raises(ValueError, match="warmup_num_steps=None: write a number"):
