@@ -40,6 +40,7 @@ def _lazy(name: str, module: str, summary: str) -> None:
 
 
 _CHECKPOINTS, _PLANNING = "lt_zero.checkpoint.cli", "lt_zero.planning"
+_lazy("compare", "lt_zero.session.compare", "Find the first output, gradient or update in which two runs differ.")
 _lazy("config", "lt_zero.config.cli", "Check, show, convert and explain configurations.")
 _lazy("doctor", "lt_zero.doctor", "Check whether this machine is ready for training, with a remedy for each problem.")
 _lazy("estimate", f"{_PLANNING}.estimate_cli", "Estimate the memory of a run per rank and node, by stage and offload.")

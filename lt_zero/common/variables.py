@@ -54,6 +54,7 @@ KNOWN: dict[str, Callable[[str], str]] = {
     "LT_ZERO_NODE_RANK": _number,
     "LT_ZERO_NVME": _folder,
     "LT_ZERO_OVERRIDES": _words,
+    "LT_ZERO_RECORD": _folder,
     "LT_ZERO_SHARED_MEMORY": _switch,
     "LT_ZERO_JOB_RESULT": _any,  # this one and the next are set by lt_zero itself, for its processes
     "LT_ZERO_TRIAL": _folder,

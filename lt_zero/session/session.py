@@ -34,6 +34,7 @@ from lt_zero.parallel.sequence.run import SequenceRun
 from lt_zero.planning.check import check_optimizers
 from lt_zero.planning.trial import FOLDER, Trial
 from lt_zero.session.checkpoints import Saver, Saving
+from lt_zero.session.recorder import record
 from lt_zero.session.wire import advice_on_wire
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.param_groups import compare_optimizers, compare_options
@@ -210,6 +211,8 @@ class Session:
             self.mesh.share_buffers(module)
         if training and self.world.rank == 0 and (line := advice_on_wire(engine, config)):
             Console().print(line)
+        if training:
+            record(engine, len(self._engines), config, self.mesh is None or self.mesh.tensor_rank == 0)
         self._engines.append(weakref.ref(engine))
         return engine
 

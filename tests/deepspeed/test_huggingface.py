@@ -144,7 +144,7 @@ def test_trainer_trains_as_with_ddp_and_resumes(tmp_path: Path, name: str) -> No
     options = TRAINER_RUNS[name]
     wanted = run(tmp_path / "ddp", "trainer", None, **options)
     final = weights_in(tmp_path / "ddp" / "final")
-    for stage, other in ((2, 3), (3, 2)):
+    for stage, other in ((2, 3), (3, 2))[0 if name == "full" else 1 :]:
         here = tmp_path / str(stage)
         assert_close(run(here, "trainer", stage, **options), wanted)
         saved = weights_in(here / "final")

@@ -1,0 +1,319 @@
+"""The command ``lt-zero compare``: the first output, gradient or update in which two recorded runs differ."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from lt_zero.common.tables import show
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_KINDS = ("output", "gradient", "update")  # in the order of a step
+# Relative differences that rounding explains: the epsilon times the root of 65,536 added numbers. Sums of 16-bit
+# numbers are fp32's, and the results of a few layers are rounded.
+_ROUNDING = {"float64": 256 * 2.0**-52, "float32": 256 * 2.0**-23, "float16": 8 * 2.0**-10, "bfloat16": 8 * 2.0**-7}
+_SHOWN = 10  # differences in the table, and in a panel of the picture: the names with the largest
+_NAMES = 24
+
+
+class RecordError(ValueError):
+    """A record cannot be read or compared. Names the file and the remedy."""
+
+
+class Tensors(NamedTuple):
+    """A recorded tensor: fields are those of ``Fingerprint``."""
+
+    dtype: str
+    rows: int
+    numel: int
+    squares: float
+    largest: float
+    products: Sequence[float]
+
+    @property
+    def norm(self) -> float:
+        """The root of the mean of samples' squared norms."""
+        return math.sqrt(self.squares / max(1, self.rows))
+
+    @property
+    def means(self) -> list[float]:
+        """The products, of the mean of the samples."""
+        return [value / max(1, self.rows) for value in self.products]
+
+
+class Record(NamedTuple):
+    """The record of a run.
+
+    Attributes:
+        name: as the user wrote the folder.
+        about: what is known of the run.
+        steps: by number, for each kind and name the tensor: 0 has the first weights only.
+    """
+
+    name: str
+    about: Mapping[str, Any]
+    steps: Mapping[int, Mapping[tuple[str, str], Tensors]]
+
+
+class Difference(NamedTuple):
+    """How much one tensor of a step differs.
+
+    Attributes:
+        size: the norm of the difference, relative to that of the tensor.
+        allowed: what rounding explains.
+        norms: of both runs.
+    """
+
+    step: int
+    kind: str
+    name: str
+    size: float
+    allowed: float
+    norms: tuple[float, float]
+
+    @property
+    def excess(self) -> float:
+        """The size in units of what is allowed; infinite if one of the two is not finite."""
+        return self.size / self.allowed if math.isfinite(self.size) else math.inf
+
+
+def read_record(folder: Path, number: int = 0) -> Record:
+    """The record of the ``number``-th module of a run.
+
+    Raises:
+        RecordError: there is none, or it is damaged.
+    """
+    path, steps = folder / f"engine{number}.jsonl", dict[int, Mapping[tuple[str, str], Tensors]]()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        remedy = f"Record a run: LT_ZERO_RECORD={folder} python train.py"
+        raise RecordError(f"{path} cannot be read ({error.strerror or error}). {remedy}") from None
+    for count, line in enumerate(lines):
+        try:
+            found = json.loads(line)
+            if count == 0:
+                about = dict(found)
+            else:
+                rows = {(row.pop("kind"), row.pop("name")): Tensors(**row) for row in found["tensors"]}
+                steps[int(found["step"])] = rows
+        except (ValueError, KeyError, TypeError) as error:
+            if count == len(lines) - 1 and count > 0:
+                break  # the run was ended while it wrote
+            raise RecordError(f"{path}, line {count + 1}: {error}. Record the run again.") from None
+    if not any(step > 0 for step in steps):
+        raise RecordError(f"{path} has no step: the run ended before its first. Record the run again.")
+    return Record(str(folder), about, steps)
+
+
+def compare(one: Record, two: Record, factor: float = 1.0) -> list[Difference]:
+    """All differences of the steps that both have, in the order of execution, small ones too.
+
+    ``factor``: multiplies what rounding explains.
+    """
+    found: list[Difference] = []
+    for step in sorted(set(one.steps) & set(two.steps)):
+        first, second = one.steps[step], two.steps[step]
+        outputs = [name for kind, name in first if kind == "output"]
+        rank = {name: number for number, name in enumerate(outputs)}
+        names: dict[str, list[str]] = {"output": outputs}
+        # Backward computes gradients from the last module to the first.
+        grads = [name for kind, name in first if kind == "gradient"]
+        names["gradient"] = sorted(grads, key=lambda n: -rank.get(n.rpartition(".")[0], -1))
+        names["update"] = [name for kind, name in first if kind == "weight"]
+        for kind in _KINDS:
+            for name in names[kind]:
+                key = "weight" if kind == "update" else kind, name
+                pair = first[key], second.get(key)
+                if pair[1] is None or not _alike(pair[0], pair[1]):
+                    continue
+                if kind == "update":
+                    made = _of_update(step, name, one, two, factor)
+                else:
+                    made = _of_tensors(step, kind, name, pair[0], pair[1], factor)
+                if made is not None:
+                    found.append(made)
+    return found
+
+
+def _alike(one: Tensors, two: Tensors) -> bool:
+    """True if two tensors have as many samples of the same size; of losses, means of samples, there may be fewer."""
+    return one.numel == two.numel and (one.rows == two.rows or one.numel == 1)
+
+
+def rounding(one: Tensors, two: Tensors, step: int) -> float:
+    """The relative difference that rounding explains; those of earlier steps add up like a random walk."""
+    found = max(_ROUNDING.get(each.dtype, 0.0) for each in (one, two)) or _ROUNDING["float32"]
+    return found * math.sqrt(max(1, step))
+
+
+def _of_tensors(step: int, kind: str, name: str, one: Tensors, two: Tensors, factor: float) -> Difference:
+    scale = max(one.norm, two.norm)
+    size = max(_root_mean(one.means, two.means), abs(one.norm - two.norm))
+    allowed = rounding(one, two, step) * factor
+    return Difference(step, kind, name, size / scale if scale else 0.0, allowed, (one.norm, two.norm))
+
+
+def _of_update(step: int, name: str, one: Record, two: Record, factor: float) -> Difference | None:
+    """The difference of the updates; for step 0 that of the first weights."""
+    key = "weight", name
+    after = one.steps[step][key], two.steps[step][key]
+    if step == 0:
+        return _of_tensors(0, "update", name, *after, factor)
+    before = [record.steps.get(step - 1, {}).get(key) for record in (one, two)]
+    if before[0] is None or before[1] is None:
+        return None
+    changes = [
+        [new - old for new, old in zip(now.means, then.means, strict=True)]
+        for now, then in zip(after, before, strict=True)
+        if then is not None
+    ]
+    zeros = [0.0] * len(changes[0])
+    norms = _root_mean(changes[0], zeros), _root_mean(changes[1], zeros)
+    scale = max(norms)
+    if scale == 0.0 or not math.isfinite(scale):
+        return Difference(step, "update", name, 0.0 if scale == 0.0 else math.inf, 1.0, norms)
+    # Adam's update of an element whose gradient is near zero changes its sign with the rounding of the gradient. So a
+    # share of the elements differs in full, and the norm of their difference is the root of that share.
+    allowed = 2 * math.sqrt(rounding(*after, step))
+    allowed += 2.0**-23 * max(each.norm for each in after) / scale  # weights are rounded to fp32
+    return Difference(step, "update", name, _root_mean(*changes) / scale, allowed * factor, norms)
+
+
+def _root_mean(one: Sequence[float], two: Sequence[float]) -> float:
+    """The root of the mean of the squared differences: an estimate of the norm of the difference."""
+    return math.sqrt(sum((a - b) ** 2 for a, b in zip(one, two, strict=True)) / len(one))
+
+
+def first_of(differences: Sequence[Difference]) -> Difference | None:
+    """The first one that rounding does not explain."""
+    return next((each for each in differences if each.excess > 1), None)
+
+
+def not_compared(one: Record, two: Record) -> list[str]:
+    """What only one run has, or what has other sizes: names with their kind."""
+    step = min((s for s in one.steps if s > 0 and s in two.steps), default=None)
+    if step is None:
+        return []
+    first, second = one.steps[step], two.steps[step]
+    pairs = {key: (first.get(key), second.get(key)) for key in {**first, **second}}
+    same = {
+        k for k, (a, b) in pairs.items() if a is not None and b is not None and (a.rows, a.numel) == (b.rows, b.numel)
+    }
+    return [f"{kind} of {name}" for kind, name in pairs if (kind, name) not in same]
+
+
+# ---- what is shown -------------------------------------------------------------------------------------------------
+
+
+def _table(differences: Sequence[Difference], first: Difference) -> Table:
+    begun = [each for each in differences if each.excess > 1 and each.step == first.step]
+    table = Table(box=SIMPLE_HEAD, title=f"Differences beyond rounding in step {first.step}, in order of execution")
+    for column in ("what", "module or parameter"):
+        table.add_column(column, overflow="fold")
+    for column in ("difference", "rounding", "norm of A", "norm of B"):
+        table.add_column(column, justify="right")
+    for each in begun[:_SHOWN]:
+        numbers = each.size, each.allowed, *each.norms
+        table.add_row(_kind(each), each.name, *(f"{number:.3g}" for number in numbers))
+    if len(begun) > _SHOWN:
+        table.caption = f"and {len(begun) - _SHOWN} more"
+    return table
+
+
+def _kind(each: Difference) -> str:
+    return "first weights" if each.step == 0 else each.kind
+
+
+def draw(differences: Sequence[Difference], names: tuple[str, str]) -> Figure:
+    """Differences over steps, in units of what rounding explains, by name: a panel for each kind.
+
+    Raises:
+        RecordError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RecordError(f"The picture needs matplotlib ({error}). Run: pip install 'lt-zero[plot]'") from error
+    kinds = [kind for kind in _KINDS if any(each.kind == kind for each in differences)]
+    figure = Figure(figsize=(9, 1 + 3.2 * len(kinds)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(kinds), 1, sharex=True, squeeze=False)
+    for kind, axes in zip(kinds, grid[:, 0], strict=True):
+        lines: dict[str, dict[int, float]] = {}
+        for each in differences:
+            if each.kind == kind and math.isfinite(each.excess):
+                lines.setdefault(each.name, {})[each.step] = max(each.excess, 1e-6)
+        largest = sorted(lines, key=lambda name: -max(lines[name].values()))
+        for number, name in enumerate(largest[:_NAMES]):
+            label, steps = (name if number < _SHOWN else None), lines[name]
+            axes.plot(list(steps), list(steps.values()), marker=".", linewidth=1, label=label)
+        axes.axhline(1.0, color="black", linestyle="--", linewidth=1)
+        axes.set_yscale("log")
+        axes.set_ylabel(f"{kind} / rounding")
+        for text in axes.legend(fontsize="xx-small", loc="best").get_texts():
+            text.set_parse_math(False)
+    grid[-1, 0].set_xlabel("step")
+    figure.suptitle(f"{names[0]} and {names[1]}", fontsize="medium", parse_math=False)
+    return figure
+
+
+def _facts(record: Record) -> str:
+    about = {key: value for key, value in record.about.items() if key != "version"}
+    return f"{record.name} ({', '.join(f'{key} {value}' for key, value in about.items())}, {max(record.steps)} steps)"
+
+
+def _both(a: Path, b: Path) -> Iterator[tuple[Record, Record]]:
+    yield read_record(a), read_record(b)
+    for number in range(1, 1 + len(list(a.glob("engine*.jsonl")))):
+        if all((folder / f"engine{number}.jsonl").exists() for folder in (a, b)):
+            yield read_record(a, number), read_record(b, number)
+
+
+def compare_command(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a run with LT_ZERO_RECORD=A.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="That of another, whose differences are looked for.")],
+    output: Annotated[Path | None, typer.Option(help="A PNG file for the differences over steps.")] = None,
+    tolerance: Annotated[float, typer.Option(min=0, help="Multiplies what rounding explains.")] = 1.0,
+) -> None:
+    """Print the first output, gradient or update in which two runs differ beyond rounding. Ends with 1 if there is one.
+
+    Record each run by LT_ZERO_RECORD=FOLDER in its environment. Stage, ranks, precision and offload may differ.
+    """
+    console, parted = Console(highlight=False, soft_wrap=True), False
+    try:
+        for number, (one, two) in enumerate(_both(a, b)):
+            console.print(f"A: {_facts(one)}\nB: {_facts(two)}", markup=False)
+            differences = compare(one, two, tolerance)
+            if left := not_compared(one, two):
+                shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+                console.print(f"Not compared, as only one run has it, or sizes differ: {shown}.", markup=False)
+            first = first_of(differences)
+            if output is not None:
+                path = output if number == 0 else output.with_stem(f"{output.stem}_{number}")
+                draw(differences, (one.name, two.name)).savefig(path, format="png", dpi=130)
+                console.print(f"wrote {path}", markup=False)
+            steps = len({each.step for each in differences if each.step > 0})
+            if first is None:
+                console.print(f"No difference beyond rounding in {steps} steps, {len(differences):,} tensors.")
+                continue
+            parted = True
+            what = f"{_kind(first)} of {first.name}"
+            times = f"{first.excess:.3g} times what rounding explains"
+            console.print(f"First difference: step {first.step}, {what}: {first.size:.3g}, {times}.", markup=False)
+            show(_table(differences, first), console)
+    except (RecordError, OSError) as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(1 if parted else 0)
