@@ -60,7 +60,11 @@ def parts_of(device: str) -> dict[str, list[Step]]:
     attention: tuple[str, ...] = ("--heads", "16", "--lengths", "4096", "16384", "--rounds", "3", "--full", "0")
     activation: tuple[str, ...] = ("--rounds", "3")
     if not gpu:
-        ops, host, attention = ("--numel", "1e6", "--rounds", "3"), ("--rounds", "5"), ("--lengths", "1024")
+        ops, host, attention = (
+            ("--numel", "1e6", "--rounds", "3", "--threads", "1"),
+            ("--rounds", "5"),
+            ("--lengths", "1024"),
+        )
         activation = ("--depth", "4", "--rounds", "1")
     paths = {
         "kernels": ("tests/ops", "tests/gpu/test_attention.py"),
