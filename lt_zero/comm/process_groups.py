@@ -49,11 +49,13 @@ def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> 
     return backends.get(device.type) or str(dist.get_backend(group))
 
 
-def check_device(device: torch.device, ranks: int) -> None:
-    """Check that the ranks of the default group can compute on ``device`` and exchange its tensors.
+def check_device(device: torch.device, ranks: int, backend: str | None = None) -> None:
+    """Check that ranks can compute on ``device`` and exchange its tensors.
+
+    ``backend``: of the default group that will be made; None: there is one, or there is one rank.
 
     Raises:
-        RuntimeError: torch.accelerator has no such device; or no backend of the group moves its tensors.
+        RuntimeError: torch.accelerator has no such device; or the backend does not move its tensors.
     """
     if not accelerator.is_accelerator(device):
         return
@@ -66,7 +68,7 @@ def check_device(device: torch.device, ranks: int) -> None:
         )
     if ranks == 1:
         return
-    backend = backend_of(device)
+    backend = backend_of(device) if backend is None or dist.is_initialized() else backend
     moves = dist.Backend.backend_capability.get(backend)  # None: torch does not know
     if moves is not None and device.type not in moves:
         raise RuntimeError(

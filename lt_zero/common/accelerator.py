@@ -48,8 +48,11 @@ def default_device(index: int | None = None) -> torch.device:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """``device`` with an index: "cuda" becomes the calling thread's current device, which is per thread."""
-    if is_accelerator(device) and device.index is None:
+    """``device`` with an index: "cuda" becomes the calling thread's current device, which is per thread.
+
+    A kind that torch.accelerator does not have stays as it is.
+    """
+    if is_accelerator(device) and device.index is None and device.type == default_kind().type:
         return torch.device(device.type, torch.accelerator.current_device_index())
     return device
 

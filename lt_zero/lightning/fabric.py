@@ -23,9 +23,10 @@ from lt_zero.checkpoint.native.load import engine_of, restore_weights
 from lt_zero.checkpoint.native.save import FABRIC
 from lt_zero.checkpoint.open import load_same
 from lt_zero.comm.launchers import refuse_own_launcher
-from lt_zero.comm.process_groups import begin_restarted, joining
+from lt_zero.comm.process_groups import begin_restarted, check_device, joining
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World, together
+from lt_zero.common import accelerator
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_face
@@ -63,7 +64,7 @@ class FabricZeroStrategy(DDPStrategy):
             parallelizes the module, over ``fabric.strategy.device_mesh["tensor_parallel"]``; loaders that are set up
             return the rank's part of sequences.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy.
-        process_group_backend: ``gloo`` on CPU and ``nccl`` on CUDA by default.
+        process_group_backend: torch's for the device by default: ``gloo`` on CPU, ``nccl`` on CUDA.
         timeout: of collectives.
         start_method: ``popen``, or ``spawn``, ``fork``, ``forkserver`` for multiprocessing and notebooks.
 
@@ -163,8 +164,15 @@ class FabricZeroStrategy(DDPStrategy):
         if self._start_method != "popen":
             shorten_errors(self._launcher)
 
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        # Accelerators of vendors may leave out the index, which torch needs to bind the process group.
+        return accelerator.with_index(super().root_device)
+
     @override
     def _setup_distributed(self) -> None:
+        check_device(self.root_device, self.num_nodes * self.num_processes, self._get_process_group_backend())
         device = self.root_device if self.root_device.type != "cpu" else None
         with joining(self.config.communication.link_timeout):
             begin_restarted(self._get_process_group_backend(), self._timeout, device)

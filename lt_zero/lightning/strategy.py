@@ -25,8 +25,9 @@ from typing_extensions import override
 
 from lt_zero.activation.checkpointing import install, installed, uninstall
 from lt_zero.comm.launchers import refuse_own_launcher
-from lt_zero.comm.process_groups import begin_restarted, joining
+from lt_zero.comm.process_groups import begin_restarted, check_device, joining
 from lt_zero.comm.world import World
+from lt_zero.common import accelerator
 from lt_zero.common.compat import set_device_mesh
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
@@ -64,7 +65,7 @@ class ZeroStrategy(RunQueries):
         config: keys of a DeepSpeed configuration: the path of a JSON or YAML file, a mapping, or a ``ZeroConfig``.
         overrides: ``key=value`` and ``group=option`` in Hydra's grammar, applied to ``config``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy.
-        process_group_backend: ``gloo`` on CPU and ``nccl`` on CUDA by default.
+        process_group_backend: torch's for the device by default: ``gloo`` on CPU, ``nccl`` on CUDA.
         timeout: of collectives.
         start_method: ``popen``, or ``spawn``, ``fork``, ``forkserver`` for multiprocessing and notebooks.
         activation_checkpointing: what backward recomputes: "full" or True for everything inside the model's repeated
@@ -229,8 +230,15 @@ class ZeroStrategy(RunQueries):
         if self._start_method != "popen":
             set_up.shorten_errors(self._launcher)
 
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        # Accelerators of vendors may leave out the index, which torch needs to bind the process group.
+        return accelerator.with_index(super().root_device)
+
     @override
     def setup_distributed(self) -> None:
+        check_device(self.root_device, self.num_nodes * self.num_processes, self._get_process_group_backend())
         device = self.root_device if self.root_device.type != "cpu" else None
         with joining(self.config.communication.link_timeout):  # Lightning waits on this group, too
             begin_restarted(self._get_process_group_backend(), self._timeout, device)

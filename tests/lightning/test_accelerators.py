@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from torch import nn
 
-from lt_zero import FabricZeroStrategy
+from lt_zero import FabricZeroStrategy, ZeroStrategy
 from lt_zero.common import accelerator
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, weights
 from tests.support.pool import Pool
@@ -74,6 +76,26 @@ def test_a_trainer_on_it(pool: Pool) -> None:
     for (values, kind), (wanted, _) in zip(found, expected, strict=True):
         assert kind == "cpu"
         assert_same(values, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", [ZeroStrategy, FabricZeroStrategy])
+def test_devices_without_collectives_are_refused_before_ranks_connect(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "default_kind", lambda: torch.device("mps"))
+    made = strategy(1, parallel_devices=[torch.device("mps", 0)] * 2, cluster_environment=LightningEnvironment())
+    with pytest.raises(RuntimeError, match="'mps:0' with 2 ranks.*'gloo'"):
+        (made.setup_distributed if strategy is ZeroStrategy else made._setup_distributed)()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("strategy", [ZeroStrategy, FabricZeroStrategy])
+def test_a_device_without_an_index_gets_the_current_one(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "default_kind", lambda: torch.device("hpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    for given, known in (("hpu", "hpu:3"), ("cpu", "cpu"), ("xla", "xla")):
+        made = strategy(1, parallel_devices=[torch.device(given)], cluster_environment=LightningEnvironment())
+        assert made.root_device == torch.device(known)
 
 
 def test_fabric_on_it() -> None:
