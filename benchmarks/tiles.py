@@ -131,7 +131,8 @@ def main() -> None:
     sizes = (
         f"loss: {args.features} features, {args.vocabulary:,} rows; gated MLP: {args.mlp_features} features, 4 times"
     )
-    machine = f"{args.dtype}, {cpu_name()}, {args.threads} threads, {args.clock} time; torch {torch.__version__}; load {os.getloadavg()[0]:.1f}"
+    used = f"{args.dtype}, {cpu_name()}, {args.threads} threads, {args.clock} time"
+    machine = f"{used}; torch {torch.__version__}; load {os.getloadavg()[0]:.1f}"
     head = ["", "tokens", "whole, MB", "tiles, MB", "ratio", "whole, s", "tiles, s", "ratio", "spread"]
     finish([sizes, machine, "", *markdown(head, rows)], args.out)
 
