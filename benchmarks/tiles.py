@@ -1,6 +1,6 @@
 """A loss and an MLP in tiles of tokens beside torch's whole ones on a CPU: time of a step, and peak memory.
 
-    python benchmarks/tiles.py [--dtype float32] [--rounds 5] [--threads 2] [--out results.md]
+    python benchmarks/tiles.py [--dtype float32] [--rounds 5] [--threads 2] [--clock cpu] [--out results.md]
 
 Cases take turns, a call each, in rounds; the ratio is taken within a round, and its median is shown. Memory is the peak
 above that of weights and inputs, in processes of their own: results and gradients, and what else a case needs.
@@ -12,6 +12,7 @@ import argparse
 import gc
 import os
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -72,11 +73,23 @@ def peak(args: argparse.Namespace, case: str, tiles: bool, tokens: int) -> int:
     return round((memory("VmHWM") - resident) * 2**20)
 
 
+def cpu_timed(step: Step) -> Callable[[], float]:
+    """As ``timed``, in seconds of processors, which other processes on a busy machine do not add to."""
+
+    def run() -> float:
+        start = time.process_time()
+        step()
+        return time.process_time() - start
+
+    return run
+
+
 def row(args: argparse.Namespace, case: str, tokens: int) -> list[str]:
     options = ("dtype", "features", "vocabulary", "mlp_features", "threads")
     words = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in options]
     most = [int(child("tiles.py", *words, "--peak-of", case, str(tiles), str(tokens))) for tiles in (0, 1)]
-    found = interleaved({str(tiles): timed(CASES[case](args, bool(tiles), tokens)) for tiles in (0, 1)}, args.rounds)
+    clock = timed if args.clock == "wall" else cpu_timed
+    found = interleaved({str(tiles): clock(CASES[case](args, bool(tiles), tokens)) for tiles in (0, 1)}, args.rounds)
     seconds = [statistics.median(found[name]) for name in "01"]
     slower = ratio(found["1"], found["0"])
     shown = [f"{nbytes / 1e6:,.0f}" for nbytes in most] + [f"{most[1] / most[0]:.3f}"]
@@ -95,11 +108,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--vocabulary", type=int, default=128 * 1024)
     parser.add_argument("--features", type=int, default=256, help="of the loss")
-    parser.add_argument("--loss-tokens", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--loss-tokens", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--mlp-features", type=int, default=512)
-    parser.add_argument("--mlp-tokens", type=int, nargs="+", default=[4096, 32768])
+    parser.add_argument("--mlp-tokens", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--peak-of", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -109,14 +123,16 @@ def main() -> None:
         case, tiles, tokens = args.peak_of
         give(peak(args, case, tiles == "1", int(tokens)))
         return
-    rows = [row(args, "loss", tokens) for tokens in args.loss_tokens]
-    rows += [row(args, "mlp", tokens) for tokens in args.mlp_tokens]
+    cases = [("loss", tokens) for tokens in args.loss_tokens] + [("mlp", tokens) for tokens in args.mlp_tokens]
+    rows = []
+    for case in cases:
+        rows.append(row(args, *case))
+        print(*rows[-1], flush=True)
     sizes = (
         f"loss: {args.features} features, {args.vocabulary:,} rows; gated MLP: {args.mlp_features} features, 4 times"
     )
-    machine = (
-        f"{args.dtype}, {cpu_name()}, {args.threads} threads; torch {torch.__version__}; load {os.getloadavg()[0]:.1f}"
-    )
+    used = f"{args.dtype}, {cpu_name()}, {args.threads} threads, {args.clock} time"
+    machine = f"{used}; torch {torch.__version__}; load {os.getloadavg()[0]:.1f}"
     head = ["", "tokens", "whole, MB", "tiles, MB", "ratio", "whole, s", "tiles, s", "ratio", "spread"]
     finish([sizes, machine, "", *markdown(head, rows)], args.out)
 

@@ -39,7 +39,7 @@ _ASKED = ("is_view", "untyped_storage", "is_conj", "is_neg")
 
 
 class Installed:
-    """What ``install`` has changed; ``remove`` restores it. Idempotent."""
+    """Changes of ``install``; ``remove`` takes them back. Idempotent."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -95,6 +96,14 @@ def test_errors_of_16_bits_are_at_most_twice_those_of_torch(dtype: torch.dtype, 
     theirs, ours = _errors(of(whole, dtype), exact), _errors(of(tiled_cross_entropy, dtype, tokens_per_tile=32), exact)
     for mine, their in zip(ours, theirs, strict=True):
         assert mine <= 2 * their + torch.finfo(torch.float32).eps, (ours, theirs)
+
+
+def test_small_probabilities_of_fp16_are_not_lost() -> None:
+    hidden = torch.ones(4, 1, dtype=torch.float16, requires_grad=True)
+    weight = torch.tensor([[0.0], [-18.0]], dtype=torch.float16, requires_grad=True)
+    loss = tiled_cross_entropy(hidden, weight, torch.zeros(4, dtype=torch.long), reduction="sum")
+    (grad,) = torch.autograd.grad(loss * 65536, weight)
+    assert float(grad[1]) == pytest.approx(4 * 65536 * math.exp(-18), rel=2e-2)
 
 
 def test_autocast_multiplies_in_its_dtype() -> None:
