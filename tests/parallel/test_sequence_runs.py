@@ -65,7 +65,7 @@ def _losses(rows: list[tuple[int, dict[str, Any], dict[str, Any], str, float]]) 
     return found
 
 
-@pytest.mark.parametrize("options", only([OPTIONS[:2]], [OPTIONS[:2], OPTIONS[2:]]))
+@pytest.mark.parametrize("options", only([OPTIONS[:1]], [OPTIONS[:1], OPTIONS[1:]]))
 def test_options_train_as_one_process(pool: Pool, options: list[Any]) -> None:
     want = single_run(3, 3, optimizer="sgd").losses
     clipped = Module(3, "sgd")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
 from lt_zero.common.errors import ConfigError
@@ -361,6 +362,9 @@ class SequenceLoss:
             return total / (counted if items is None else items)
         if self.shifts and not given:
             raise _other_labels(ranks, "no shift_labels")
+        if isinstance(total, DTensor):  # where tensor ranks have parts of the vocabulary
+            whole = self.of_sum(total.full_tensor(), counted, items, given)
+            return DTensor.from_local(whole, total.device_mesh, [Replicate()] * total.device_mesh.ndim, run_check=False)
         if items is None:
             return token_mean(total / counted.clamp(min=1), counted)
         mean: Tensor = token_mean(total) * (ranks.size / items)
