@@ -131,11 +131,8 @@ def main() -> None:
 
         lt_zero.as_deepspeed()
     rows = {"trainer": train, "accelerate": loop}[options["face"]](folder, stage, options)
-    import torch
-
-    if torch.distributed.get_rank() == 0:
+    if os.environ["RANK"] == "0":
         (folder / "rows").write_text(json.dumps(rows), encoding="utf-8")
-    torch.distributed.barrier()
     os._exit(0)  # Accelerate leaves threads of gloo behind, which may abort at the exit
 
 
