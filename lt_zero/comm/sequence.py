@@ -158,7 +158,8 @@ class SequenceGroup(Ranks):
         elif same and len(among) == self.size:
             self._wait(self._all_gather(received, _join(rows), **self._options), launch)
         else:
-            splits = [int(rank in among) for rank in range(self.size)]
+            some = len(among) < self.size
+            splits = [int(rank in among) for rank in range(self.size)] if some else None
             sent = _join(rows).expand(len(among), *row).contiguous()
             self._wait(dist.all_to_all_single(received, sent, splits, splits, **self._options), launch)
         self.log.ended(opened)

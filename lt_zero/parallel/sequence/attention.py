@@ -77,7 +77,7 @@ def sequence_attention(
 
 @dataclass(frozen=True)
 class SequenceAttention:
-    """The function that ``sequence_attention`` returns."""
+    """Attention function of parts of sequences; see ``sequence_attention``."""
 
     function: Attention
     group: ProcessGroup | None
