@@ -132,7 +132,7 @@ def _taken(
 
 
 def _bounds(sizes: tuple[int | None, int | None], x: Tensor) -> list[tuple[int, int]]:
-    """Where each tile of ``x`` begins and ends along dimension -2."""
+    """Begin and end of each tile of ``x`` along dimension -2."""
     tokens, (tiles, each) = x.shape[-2], sizes
     tiles = tiles if tiles is not None else math.ceil(tokens / (each or x.shape[-1]))
     tiles = max(1, min(tiles, tokens))
