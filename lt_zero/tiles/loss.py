@@ -159,7 +159,7 @@ def _tokens_per_tile(given: int | None, features: int) -> int:
 
 @dataclass(frozen=True)
 class _Shape:
-    """How logits become losses."""
+    """Options of how logits become losses."""
 
     softcap: float | None
     smoothing: float
