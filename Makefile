@@ -7,7 +7,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-3d test test-slow golden conformance faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
-	bench-parallel bench-nodes bench-scale gpu gpu-kernels \
+	bench-parallel bench-sequence bench-nodes bench-scale gpu gpu-kernels \
 	gpu-engine gpu-offload gpu-trainer gpu-bench compat docs clean
 
 help: ## Show the targets
@@ -68,6 +68,9 @@ bench-activation: $(STAMP) ## Measure recomputing activations, and where saved i
 
 bench-attention: $(STAMP) ## Measure block-sparse attention against dense attention (10 minutes)
 	$(BIN)/python benchmarks/attention.py
+
+bench-sequence: $(STAMP) ## Measure attention of sequences that are cut over ranks, beside DeepSpeed's (10 minutes)
+	$(or $(DEEPSPEED_PYTHON),$(BIN)/python) benchmarks/sequence.py
 
 PARALLEL := $(BIN)/python benchmarks/step_time.py --peers ddp,fsdp2,lt_zero-1,lt_zero-2,lt_zero-3
 bench-parallel: $(STAMP) ## Measure tensor ranks, pipelines and both, against torch's with DDP and FSDP2 (15 minutes, idle machine)

@@ -72,6 +72,7 @@ class SequenceGroup(Ranks):
         return made
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def of(cls, group: ProcessGroup, device: torch.device) -> SequenceGroup:
         """Use a user's process group, for tensors on ``device``. No hang detection watches it."""
         watch, ranks = CollectiveMonitor(), range(dist.get_world_size(group))
@@ -137,7 +138,7 @@ class SequenceGroup(Ranks):
 
         ``same``: they have one row, which all members get.
         """
-        out: Tensor = _RowExchange.apply(self, members, same, *rows)  # type: ignore[no-untyped-call]
+        out: Tensor = _differentiably(self, members, same, *rows)
         return out
 
     def exchanged(self, rows: Sequence[Tensor], members: Sequence[int] | None, same: bool) -> Tensor:
@@ -157,7 +158,8 @@ class SequenceGroup(Ranks):
         elif same and len(among) == self.size:
             self._wait(self._all_gather(received, _join(rows), **self._options), launch)
         else:
-            splits = [int(rank in among) for rank in range(self.size)]
+            some = len(among) < self.size
+            splits = [int(rank in among) for rank in range(self.size)] if some else None
             sent = _join(rows).expand(len(among), *row).contiguous()
             self._wait(dist.all_to_all_single(received, sent, splits, splits, **self._options), launch)
         self.log.ended(opened)
@@ -228,10 +230,17 @@ class _RowExchange(torch.autograd.Function):
         return None, None, None, *(grad.split(context.sizes, 3) if context.sizes else [grad])
 
 
+# A compiler that looked into it would lose the derivative: what a collective writes depends on nothing it knows.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _differentiably(*arguments: Any) -> Any:
+    return _RowExchange.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
 def world_of(device: torch.device) -> SequenceGroup | None:
     """The default process group; None if this is a single process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     group = dist.group.WORLD
     assert group is not None
-    return SequenceGroup.of(group, device)
+    made: SequenceGroup = SequenceGroup.of(group, device)
+    return made

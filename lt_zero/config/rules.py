@@ -221,7 +221,7 @@ def _sequence_parallel(config: Schema) -> Iterator[Problem]:
         yield Problem(key, f"{text}. Remove one of them; tensor_parallel.autotp_size can be combined with both.")
     if config.sparse_attention is not None:
         text = f"{key}={size}: {SPARSE} needs whole sequences on each rank. Remove one of them, or call "
-        yield Problem(SPARSE, f"{text}lt_zero.attention.sparse_attention(group=...) in the model.")
+        yield Problem(SPARSE, f"{text}lt_zero.attention.sparse_attention in the model.")
     if size % block.gather:
         text = f"sequence_parallel.gather={block.gather} does not divide {key}={size}. Use a divisor."
         yield Problem("sequence_parallel.gather", text)

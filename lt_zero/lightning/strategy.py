@@ -319,6 +319,7 @@ class ZeroStrategy(RunQueries):
             how = self.root_device, plugin.policy, fitting
             self.session.build(module, self.config, *how, load=self._load_into, weight=self._loss_weight)
         else:
+            self.session.adopt(module)
             self._load_into(known)
         assert self._engine is not None
         if known is None:

@@ -28,7 +28,7 @@ from lt_zero.parallel.batches import check_same_batch
 from lt_zero.parallel.mesh import DATA, DeviceMesh, ParallelMesh, mesh_of
 from lt_zero.parallel.pipeline import position
 from lt_zero.parallel.pipeline.layers import join_pipelines
-from lt_zero.parallel.sequence.ranks import use
+from lt_zero.parallel.sequence.ranks import current, use
 from lt_zero.parallel.sequence.run import SequenceRun
 from lt_zero.planning.check import check_optimizers
 from lt_zero.planning.trial import FOLDER, Trial
@@ -210,6 +210,11 @@ class Session:
         self._engines.append(weakref.ref(engine))
         return engine
 
+    def adopt(self, module: nn.Module) -> None:
+        """Go on with a module that was built in an earlier run."""
+        if self.sequences is not None:
+            self.sequences.switch(module)
+
     def _refuse_another(self) -> None:
         """Raise ConfigError if a module is trained already and unsent gradients can be kept for one module only."""
         known = self.engines if self.face is not Face.TRAINER else []  # a Trainer trains one at a time
@@ -373,7 +378,8 @@ class Session:
         finally:
             self.saver.abandon(self.world)
             position.leave()
-            use(None)
+            if self.sequences is not None and current() is self.sequences.ranks:
+                use(None)
             self.world.end_run()
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -157,8 +160,10 @@ def second_derivatives(method: str) -> None:
 def small_masks() -> None:
     """Masks of few queries at a time, and torch's masks for accelerators."""
     case = Case(2, 1, "gather", zigzag=True, mask="causal")
-    with mock.patch.object(attention, "_MASK", 3 * LENGTH):
+    attention._lower_right.cache_clear()
+    with mock.patch.object(attention, "_ROWS", 3):
         check(case, None)
+    attention._lower_right.cache_clear()
     with mock.patch.object(accelerator, "is_accelerator", return_value=True):
         check(case, None)
 
@@ -230,7 +235,8 @@ def test_without_sequence_ranks_it_is_the_function() -> None:
     use(None)
     inputs = [torch.randn(1, 2, 4, 3) for _ in range(3)]
     wanted = F.scaled_dot_product_attention(*inputs, is_causal=True)
-    assert torch.equal(sequence_attention()(*inputs, is_causal=True), wanted)
+    attend = pickle.loads(pickle.dumps(copy.deepcopy(sequence_attention())))
+    assert torch.equal(attend(*inputs, is_causal=True), wanted)
 
 
 def test_zigzag_order_balances_and_is_undone() -> None:
@@ -238,3 +244,21 @@ def test_zigzag_order_balances_and_is_undone() -> None:
     order = to_zigzag(x, 0, 3)
     assert order.tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
     assert torch.equal(from_zigzag(order, 0, 3), x)
+
+
+def test_positions_of_each_rank() -> None:
+    def ranks(rank: int, *how: Any) -> SequenceRanks:
+        group: Any = SimpleNamespace(rank=rank, size=4)
+        return SequenceRanks(group, group, *how)
+
+    assert ranks(1).positions(8).tolist() == [2, 3]
+    assert ranks(1, "gather", 1, True).positions(8).tolist() == [1, 6]
+    found = [ranks(rank, "ulysses", 2, True).positions(8).tolist() for rank in range(4)]
+    assert found == [[0, 1], [6, 7], [2, 3], [4, 5]]
+    assert [each.multiple for each in (ranks(0), ranks(0, "gather", 1, True), ranks(0, "ulysses", 2, True))] == [
+        4,
+        8,
+        4,
+    ]
+    with pytest.raises(ValueError, match="6 tokens is no multiple of 4"):
+        ranks(0).positions(6)

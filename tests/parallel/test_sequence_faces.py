@@ -24,7 +24,7 @@ def _trained(rows: list[tuple[str, int, str, dict[str, Any]]], sequence: int) ->
     return found
 
 
-COVER = [("trainer", 3, "adamw", {}), ("fabric", 2, "sgd", {}), ("loop", 1, "adamw", GATHER), ("trainer", 0, "sgd", {})]
+COVER = [("trainer", 3, "adamw", {}), ("fabric", 2, "sgd", {}), ("loop", 1, "adamw", GATHER)]
 EVERY = [(face, stage, opt, {}) for face, stage, opt in itertools.product(FACES, range(4), ["adamw", "sgd"])]
 
 

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 
 import lt_zero
 from lt_zero.common.errors import ConfigError
+from lt_zero.parallel.mesh import ParallelSizes
 from tests.support.lightning_tools import quick, sharded_trainer, single_trainer, trust
-from tests.support.matrix import only_rows
+from tests.support.matrix import only, only_rows
 from tests.support.pool import Pool
 from tests.support.sequences import (
     LENGTH,
@@ -55,22 +56,23 @@ OPTIONS: list[tuple[int, dict[str, Any], dict[str, Any], str, float]] = [
 def _losses(rows: list[tuple[int, dict[str, Any], dict[str, Any], str, float]]) -> list[list[float]]:
     found = []
     for stage, zero, keys, precision, _ in rows:
-        module = Module(4, "sgd")
+        module = Module(3, "sgd")
         config = keys_of(2, **keys)
-        trainer = sharded_trainer(stage, zero, config, max_steps=4, precision=precision)
+        trainer = sharded_trainer(stage, zero, config, max_steps=3, precision=precision)
         trainer.fit(module)
-        assert module.lengths == [LENGTH // 2] * 4
+        assert module.lengths == [LENGTH // 2] * 3
         found.append(module.losses)
     return found
 
 
-def test_options_train_as_one_process(pool: Pool) -> None:
-    want = single_run(4, 4, optimizer="sgd").losses
-    clipped = Module(4, "sgd")
-    single_trainer(max_steps=4, gradient_clip_val=0.1).fit(clipped)
-    one, other = pool.run(2, _losses, OPTIONS)
+@pytest.mark.parametrize("options", only([OPTIONS[:1]], [OPTIONS[:1], OPTIONS[1:]]))
+def test_options_train_as_one_process(pool: Pool, options: list[Any]) -> None:
+    want = single_run(3, 3, optimizer="sgd").losses
+    clipped = Module(3, "sgd")
+    single_trainer(max_steps=3, gradient_clip_val=0.1).fit(clipped)
+    one, other = pool.run(2, _losses, options)
     assert one == other, "the loss of whole sequences is known on each rank"
-    for (_, _, keys, _, bound), found in zip(OPTIONS, one, strict=True):
+    for (_, _, keys, _, bound), found in zip(options, one, strict=True):
         close(found, clipped.losses if "gradient_clipping" in keys else want, rtol=bound, atol=bound / 10)
 
 
@@ -89,8 +91,8 @@ class Cut(Module):
 
 
 def _cut(stage: int, optimizer: str) -> list[float]:
-    module = Cut(6, optimizer)
-    sharded_trainer(stage, config=keys_of(2, 2), max_steps=6).fit(module)
+    module = Cut(3, optimizer)
+    sharded_trainer(stage, config=keys_of(2, 2), max_steps=3).fit(module)
     return module.losses
 
 
@@ -99,7 +101,7 @@ CUTS = [(stage, optimizer) for stage in range(4) for optimizer in ("sgd", "adamw
 
 @pytest.mark.parametrize(("stage", "optimizer"), only_rows([(2, "adamw")], CUTS))
 def test_layers_may_be_cut_over_tensor_ranks(pool: Pool, stage: int, optimizer: str) -> None:
-    want = single_run(6, 6, optimizer=optimizer).losses
+    want = single_run(3, 3, optimizer=optimizer).losses
     assert pool.run(4, _cut, stage, optimizer)[3] == pytest.approx(want, rel=1e-5)
 
 
@@ -198,6 +200,16 @@ def test_means_are_of_all_tokens_and_sums_count_data_ranks(pool: Pool) -> None:
         close(loss, float(want))
         assert count == 2 * ROWS, "samples of two data ranks"
         assert 0 < val < loss + 1
+
+
+def test_sequence_ranks_are_neighbours_that_see_the_same_data() -> None:
+    config = lt_zero.ZeroConfig.of({"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}})
+    sizes = ParallelSizes.of(config, 8)
+    assert [sizes.data_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [sizes.sequence_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert list(sizes.firsts()) == [0, 4]
+    with pytest.raises(ConfigError, match="sequence_parallel_size=2: 4 does not divide the 6 ranks"):
+        ParallelSizes.of(config, 6)
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

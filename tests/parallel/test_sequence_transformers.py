@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
 
 import lt_zero
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel.sequence.huggingface import switch
+from tests.support.lightning_tools import sharded_trainer, single_trainer
 from tests.support.matrix import only_rows
 from tests.support.parity import OPTIMIZERS
 from tests.support.pool import Pool
-from tests.support.sequences import as_rank
+from tests.support.sequences import as_rank, keys_of
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -177,6 +181,65 @@ def _unused_after(case: Case) -> None:
 
 def test_after_the_run_a_model_is_as_before(pool: Pool) -> None:
     pool.run(2, _unused_after, ("llama", {}, packed, {}))
+
+
+class Around(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build("llama")
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS["adamw"](self.parameters())
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader([padded(0), padded_left(1)], batch_size=None)  # type: ignore[arg-type]
+
+
+def _module() -> list[float]:
+    """Trained by two Trainers, one after the other."""
+    module = Around()
+    for _ in range(2):
+        sharded_trainer(3, config=keys_of(2), max_steps=2, use_distributed_sampler=False).fit(module)
+    return module.losses
+
+
+def test_a_module_around_a_model(pool: Pool) -> None:
+    alone = Around()
+    for _ in range(2):
+        single_trainer(max_steps=2).fit(alone)
+    for losses in pool.run(2, _module):
+        assert losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+def _sums() -> None:
+    """Of losses that exist as a sum only, the loss is the same, and so are gradients."""
+    engine, *_ = lt_zero.initialize(
+        model=build("llama"), config={"sequence_parallel_size": 2, "train_micro_batch_size_per_gpu": 2}
+    )
+    logits = torch.randn(2, 6, VOCABULARY, requires_grad=True)
+    labels = torch.full((2, 6), -100) if dist.get_rank() else torch.arange(12).view(2, 6)
+    loss = engine.module.loss_function
+    for items in (None, torch.tensor(9)):
+        (want,) = torch.autograd.grad(
+            value := loss(logits, labels, VOCABULARY, shift_labels=labels, num_items_in_batch=items), logits
+        )
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        other = loss.of_sum(total, (labels != -100).sum(), items, True)
+        torch.testing.assert_close(other, value)
+        torch.testing.assert_close(torch.autograd.grad(other, logits)[0], want)
+    with pytest.raises(ValueError, match="the loss of the model got no shift_labels"):
+        loss.of_sum(total, total, None, False)
+    engine.destroy()
+
+
+def test_losses_that_exist_as_sums(pool: Pool) -> None:
+    pool.run(2, _sums)
 
 
 def _flex() -> None:

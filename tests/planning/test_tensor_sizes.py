@@ -32,6 +32,18 @@ def test_the_command_draws_the_ranks_in_few_lines() -> None:
     assert "a tensor rank has 1,750,000,000: all are taken to be cut" in text
 
 
+def test_the_command_draws_sequence_ranks_and_shards_states_over_them() -> None:
+    size = ("--params", "7B", "--world", "16", "--per-node", "8", "--stage", "1")
+    code, text = run(*size, "--sequence-ranks", "4", "--tensor", "2")
+    assert code == 0, text
+    assert "16 ranks: 2 data x 4 sequence x 2 tensor" in text
+    assert ["1", "3", "14", "15"] in [row[:4] for row in rows(text, "1")]
+    assert "Neighbours, 8 at a time, see one batch, of which each sequence rank has 1/4" in text
+    code, text = run(*size, "--sequence-ranks", "4")
+    _, alone = run(*size)
+    assert text[text.index("as configured") :] == alone[alone.index("as configured") :], "as over as many data ranks"
+
+
 def test_the_command_counts_a_models_rules(tmp_path: Path) -> None:
     path = tmp_path / "zero.json"
     path.write_text(json.dumps({"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": RULES}}}))

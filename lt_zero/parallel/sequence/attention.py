@@ -12,12 +12,13 @@ Note [Gathered keys]
     scattered. Any number of heads will do. A rank's queries are one run of positions, or two in zigzag order
     (ranks.py, Note [Order of tokens]), and each run is computed with the keys up to its end. Torch's ``is_causal``
     aligns its triangle with the first key, which is right for as many queries as keys only. So the mask is given: on an
-    accelerator as ``causal_lower_right``, for which torch has kernels; elsewhere for so few queries at a time that it
-    stays small.
+    accelerator as ``causal_lower_right``, for which torch has kernels; elsewhere for ``_ROWS`` queries at a time, whose
+    masks are parts of one, as backward needs all of them. So memory stays linear in the length.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from lt_zero.parallel.random import draw_seed, seed_of, seeded
 from lt_zero.parallel.sequence.ranks import check_method, current, from_zigzag, parts_of
 
 Attention = Callable[..., Tensor]
-_MASK = 1 << 24  # most elements of a mask that is made for causal attention
+_ROWS = 256
 
 
 def sequence_attention(
@@ -71,23 +72,35 @@ def sequence_attention(
     """
     if group is not None:
         check_method(method, gather, place_in(group)[1])
+    return SequenceAttention(function, group, method, gather, zigzag)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        ranks = current()
-        if group is not None and (ranks is None or group is not ranks.group.process_group):
-            cut = _CutSequence(
-                SequenceGroup.of(group, query.device), parts_of(method, gather, place_in(group)[1]), zigzag
-            )
+
+@dataclass(frozen=True)
+class SequenceAttention:
+    """Attention function of parts of sequences; see ``sequence_attention``."""
+
+    function: Attention
+    group: ProcessGroup | None
+    method: str
+    gather: int
+    zigzag: bool
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Attention of this rank's part: see ``sequence_attention``."""
+        ranks, group = current(), self.group
+        if group is not None:
+            known = ranks is not None and group is ranks.group.process_group
+            within = ranks.group if known and ranks is not None else SequenceGroup.of(group, query.device)
+            cut = _CutSequence(within, parts_of(self.method, self.gather, within.size), self.zigzag)
         elif ranks is not None:
             cut = _CutSequence(ranks.group, ranks.parts, ranks.zigzag)
-        else:
-            return function(query, key, value, **options)
-        if cut.group.size == 1:
-            return function(query, key, value, **options)
-        return cut.attend(function, query, key, value, options)
+        if (group is None and ranks is None) or cut.group.size == 1:
+            return self.function(query, key, value, **options)
+        return cut.attend(self.function, query, key, value, options)
 
-    disabled: Attention = torch.compiler.disable(attend)
-    return disabled
+    def __deepcopy__(self, memo: Any) -> SequenceAttention:
+        return self  # copies of a module share its group, which cannot be copied
 
 
 @dataclass(frozen=True)
@@ -128,9 +141,11 @@ class _CutSequence:
         """Attention of the queries of this rank to the keys of the whole sequence."""
         if self.parts == 1:
             return function(query, key, value, **options)
-        mask, causal = options.pop("attn_mask", None), options.pop("is_causal", False)
+        causal = options.pop("is_causal", False)
+        mask: Any = options.get("attn_mask")
         if not causal and (mask is None or mask.shape[-2] == 1):
-            return function(query, key, value, attn_mask=mask, **options)
+            return function(query, key, value, **options)
+        options.pop("attn_mask", None)
         count, number = query.shape[2], self.group.rank // (self.group.size // self.parts)
         firsts = [number * count]
         if self.zigzag:
@@ -156,12 +171,25 @@ def _causal(
     if accelerator.is_accelerator(query.device) and function is F.scaled_dot_product_attention:
         mask: Any = causal_lower_right(count, end)
         return [function(query, key[:, :, :end], value[:, :, :end], attn_mask=mask, **options)]
-    outs = []
-    for part in query.split(max(1, _MASK // end), 2):
+    outs, length = [], key.shape[2]
+    kind = query.device.type
+    cast = torch.is_autocast_enabled(kind) and query.dtype != torch.float64
+    bias = _lower_right(length, torch.get_autocast_dtype(kind) if cast else query.dtype, query.device)
+    for part in query.split(_ROWS, 2):
         first += part.shape[2]
-        allowed = torch.ones(part.shape[2], first, dtype=torch.bool, device=query.device).tril(first - part.shape[2])
-        outs.append(function(part, key[:, :, :first], value[:, :, :first], attn_mask=allowed, **options))
+        # A row of ``bias`` is that of the query at its place from the end.
+        mask = bias[_ROWS - part.shape[2] :, length - first :]
+        outs.append(function(part, key[:, :, :first], value[:, :, :first], attn_mask=mask, **options))
     return outs
+
+
+@functools.lru_cache(1)
+def _lower_right(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Bias of the last ``_ROWS`` queries of ``length`` keys: -inf for later keys."""
+    # Made in inference mode, it could not be saved for backward later.
+    with torch.inference_mode(False):
+        bias = torch.full((_ROWS, length), float("-inf"), dtype=dtype, device=device)
+        return bias.triu_(length - _ROWS + 1)
 
 
 def _of_heads(options: dict[str, Any], heads: int, number: int, ranks: int) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def _hooked(batch: Any, ranks: SequenceRanks, module: nn.Module | None, hook: Ca
         lacks = f"a batch of {type(batch).__name__}" if not isinstance(batch, Mapping) else f"no tensor {missing[0]!r}"
         text = f"{SIZE}={ranks.size}: {type(module).__name__}.{HOOK} returned dimensions, but got {lacks}"
         raise ConfigError.about(SIZE, f"{text}. Return the cut batch, or dimensions of entries that there are.")
-    return CutBatch(batch) | {key: cut_sequence(batch[key], dim) for key, dim in found.items()}
+    return {**batch, **{key: cut_sequence(batch[key], dim) for key, dim in found.items()}}
 
 
 def cut_entries(

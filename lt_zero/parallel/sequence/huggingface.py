@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
 from lt_zero.common.errors import ConfigError
@@ -338,8 +339,8 @@ class SequenceLoss:
             return self.function(logits, labels, *args, **given)
         targets = shift_labels if self.shifts else labels
         if targets is None or targets.shape != logits.shape[:-1]:
-            got = f"labels {list(targets.shape)} for logits {list(logits.shape)}" if targets is not None else ""
-            raise _not_shifted(ranks, got or "no shift_labels")
+            what = f"labels {list(targets.shape)} for logits {list(logits.shape)}" if targets is not None else ""
+            raise _other_labels(ranks, what or "no shift_labels")
         flat = logits.float().flatten(0, -2), targets.to(logits.device).flatten()
         losses = F.cross_entropy(*flat, ignore_index=ignore_index, reduction="none")
         if num_items_in_batch is None:
@@ -347,29 +348,31 @@ class SequenceLoss:
         total: Tensor = token_mean(losses) * (losses.numel() * ranks.size / num_items_in_batch)
         return total
 
-    def of_sum(self, total: Tensor, counted: Tensor, items: Any, shifted: bool) -> Tensor:
-        """The loss of whole sequences, of the sum of the losses of this rank's tokens. Collective, as ``__call__``.
+    def of_sum(self, total: Tensor, counted: Tensor, items: Any, given: bool) -> Tensor:
+        """The loss of whole sequences, of the sum over this rank's tokens: where no losses of single tokens exist.
 
         Args:
-            total: the sum (0D).
-            counted: how many tokens it is of (0D).
-            items: as ``num_items_in_batch``.
-            shifted: labels were shifted before sequences were cut.
+            total: the sum.
+            counted: how many tokens are in it.
+            items: what sums of whole sequences are divided by; None: by the tokens that count.
+            given: labels came shifted.
         """
         ranks = current()
         if ranks is None:
             return total / (counted if items is None else items)
-        if self.shifts and not shifted:
-            raise _not_shifted(ranks, "no shift_labels")
+        if self.shifts and not given:
+            raise _other_labels(ranks, "no shift_labels")
+        if isinstance(total, DTensor):  # where tensor ranks have parts of the vocabulary
+            whole = self.of_sum(total.full_tensor(), counted, items, given)
+            return DTensor.from_local(whole, total.device_mesh, [Replicate()] * total.device_mesh.ndim, run_check=False)
         if items is None:
-            # One token of that weight: each of them has the factor that it would have by itself.
-            return token_mean((total / counted.clamp(min=1))[None], counted[None])
-        scaled: Tensor = token_mean(total[None]) * (ranks.size / items)
-        return scaled
+            return token_mean(total / counted.clamp(min=1), counted)
+        mean: Tensor = token_mean(total) * (ranks.size / items)
+        return mean
 
 
-def _not_shifted(ranks: SequenceRanks, got: str) -> ValueError:
+def _other_labels(ranks: SequenceRanks, what: str) -> ValueError:
     return ValueError(
-        f"{SIZE}={ranks.size}: the loss of the model got {got}. Pass all entries of the cut batch, whose labels were "
-        "shifted before sequences were cut (lt_zero.parallel.cut_batch)."
+        f"{SIZE}={ranks.size}: the loss of the model got {what}. Pass all entries of the cut batch, of which labels "
+        "were shifted before sequences were cut (lt_zero.parallel.cut_batch)."
     )

@@ -135,7 +135,8 @@ def group_of(group: ProcessGroup | None, device: torch.device) -> SequenceGroup 
     """
     ranks = current()
     if group is not None and (ranks is None or group is not ranks.group.process_group):
-        return SequenceGroup.of(group, device)
+        made: SequenceGroup = SequenceGroup.of(group, device)
+        return made
     if ranks is not None and ranks.parts > 1:
         raise ConfigError.about(
             "sequence_parallel.method",
