@@ -66,7 +66,7 @@ class RecordedRun(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How much one tensor of a step differs.
+    """Difference of one tensor in a step.
 
     Attributes:
         size: the norm of the difference, relative to that of the tensor.
@@ -203,7 +203,7 @@ def first_of(differences: Sequence[Difference]) -> Difference | None:
 
 
 def not_compared(one: RecordedRun, two: RecordedRun) -> list[str]:
-    """What only one run has, or what has other sizes: names with their kind."""
+    """Names, with their kind, of what only one run has, or what has other sizes."""
     step = min((s for s in one.steps if s > 0 and s in two.steps), default=None)
     if step is None:
         return []
