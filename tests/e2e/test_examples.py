@@ -81,6 +81,7 @@ def test_long_context(pool: Pool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", [0, 4])
 def test_long_sequences(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A longer sequence takes as much more memory as is forecast; a run with more than the limit is ended."""
