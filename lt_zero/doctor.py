@@ -18,6 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -124,6 +125,7 @@ def _versions(path: Path) -> Iterator[Row]:
     yield _version("python", SpecifierSet(python), None)
     parsed = [requirement for requirement in map(Requirement, needs) if requirement.marker is None]  # no extras
     allowed = dict.fromkeys(_NAMED, SpecifierSet()) | {each.name: each.specifier for each in parsed}
+    allowed |= {name: SpecifierSet() for name in checked if name not in allowed and find_spec(name) is not None}
     rows = {name: _version(name, allowed[name], checked.get(name)) for name in allowed}
     yield from (rows.pop(name) for name in _NAMED)
     if not (wrong := [row for row in rows.values() if row.verdict != "ok"]):

@@ -1,0 +1,151 @@
+"""Private APIs of Lightning. Checked on lightning 2.5 to 2.6."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins import HalfPrecision  # only the strategy imports lightning at run time
+
+
+def announce_device(root: torch.nn.Module, device: torch.device) -> None:
+    """Let the modules of Lightning in ``root`` report ``device`` as theirs, without moving anything."""
+    for module in root.modules():
+        if isinstance(getattr(module, "_device", None), torch.device):
+            vars(module)["_device"] = device
+
+
+def announce_compute_dtype(plugin: HalfPrecision, dtype: torch.dtype) -> None:
+    """Tell Lightning's ThroughputMonitor in which dtype ``plugin`` computes.
+
+    The monitor knows Lightning's own plugins only and reads this attribute of HalfPrecision, which also casts inputs
+    to it.
+    """
+    plugin._desired_input_dtype = dtype
+
+
+def asked_precision() -> str | None:
+    """The ``precision`` with which a Trainer or Fabric is being made now; None if it has none, or none is being made.
+
+    On a CPU Lightning replaces "16-mixed" by "bf16-mixed", and afterwards nothing tells what was asked for. So this
+    reads the argument in the frame of Lightning's connector.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        own = frame.f_locals if frame.f_code.co_name == "__init__" else {}
+        if type(own.get("self")).__name__ in ("_AcceleratorConnector", "_Connector"):
+            asked = own.get("precision")
+            return None if asked is None else {"16": "16-mixed"}.get(str(asked), str(asked))
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def override_dtype(module: torch.nn.Module, dtype: torch.dtype) -> list[tuple[torch.nn.Module, torch.dtype]]:
+    """Set ``dtype`` of ``module`` and its submodules where they are LightningModules; returns the previous dtypes.
+
+    ``module.to(dtype)`` would cast sharded parameters.
+    """
+    from lightning.pytorch import LightningModule
+
+    found = [child for child in module.modules() if isinstance(child, LightningModule)]
+    before = [(child, child.dtype) for child in found]
+    for child in found:
+        child._dtype = dtype
+    return before  # type: ignore[return-value]
+
+
+def is_plain_closure(closure: Any) -> bool:
+    """True if ``closure`` is that of Lightning's automatic optimization: one training step, one backward, nothing
+    after it.
+    """
+    cls = type(closure)
+    return cls.__name__ == "Closure" and cls.__module__ == "lightning.pytorch.loops.optimization.automatic"
+
+
+def set_device_mesh(module: Any, mesh: Any) -> None:
+    """Let ``LightningModule.device_mesh`` be ``mesh``, as Lightning's ModelParallelStrategy does."""
+    module._device_mesh = mesh
+
+
+class SignalOverride:
+    """Replaces Lightning's reactions to SIGTERM and SLURM's requeue signal.
+
+    Handlers of Lightning and of users stay registered; only Lightning's own reaction changes.
+
+    Args:
+        trainer: must not have registered handlers yet.
+        on_stop, on_requeue: called in signal handlers in place of Lightning's reaction.
+    """
+
+    def __init__(self, trainer: Any, on_stop: Callable[[], object], on_requeue: Callable[[], object]) -> None:
+        self._connector = connector = trainer._signal_connector
+        self._cls = cls = type(connector)
+        self._signum = signal.SIGUSR1
+        held = self
+
+        class Connector(cls):  # type: ignore[misc, valid-type]
+            def _sigterm_notifier_fn(self, signum: Any, frame: Any) -> None:
+                launcher = self.trainer.strategy.launcher
+                if launcher is not None and not self.received_sigterm:
+                    launcher.kill(signum)  # the child processes
+                on_stop()
+
+            def _slurm_sigusr_handler_fn(self, signum: Any, frame: Any) -> None:
+                held._signum = signum
+                on_requeue()
+
+            def __reduce__(self) -> Any:  # copies are plain connectors of Lightning
+                return _bare_object, (cls,), self.__getstate__()
+
+        connector.__class__ = Connector
+
+    def give_back(self) -> None:
+        """Restore Lightning's reactions."""
+        self._connector.__class__ = self._cls
+
+    def stop(self) -> None:
+        """Make Lightning's loops stop at their next check for SIGTERM."""
+        self._connector.received_sigterm = True
+
+    def requeue(self) -> None:
+        """Run Lightning's reaction to the requeue signal: finish loggers, save, requeue the job. Collective."""
+        self._cls._slurm_sigusr_handler_fn(self._connector, self._signum, None)
+
+
+def _bare_object(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def logged_step(trainer: Any) -> int:
+    """The step under which Lightning logs: the number of batches that ended with an optimizer step."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, kwargs: dict[str, Any]) -> Any:
+    """``cls.load_from_checkpoint`` of a loaded checkpoint."""
+    from lightning.pytorch.core.saving import _load_state
+
+    return _load_state(cls, checkpoint, strict=strict, **kwargs)
+
+
+def is_default_logger(logger: Any, root: str) -> bool:
+    """True if ``Trainer(logger=None)`` or ``logger=True`` made this logger, or user code an equal one.
+
+    Trainer does not record it, but a default logger that was not used yet equals a new one in all attributes.
+
+    Args:
+        root: the Trainer's ``default_root_dir``.
+    """
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+    if type(logger) is CSVLogger:
+        return vars(logger) == vars(CSVLogger(save_dir=root))
+    if type(logger) is TensorBoardLogger:
+        return vars(logger) == vars(TensorBoardLogger(save_dir=root, version=SLURMEnvironment.job_id()))
+    return False
