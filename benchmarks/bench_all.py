@@ -10,7 +10,7 @@ twice, after all others and as long as the budget lasts. All attempts are in the
 
 Results are those of the kernels' best instruction set; as on a CPU without AVX-512 they are with
 ``LT_ZERO_ISA=avx2 ATEN_CPU_CAPABILITY=avx2``. ``--docs`` measures nothing: it puts the ratios of all results files
-into README.md and docs/performance.md.
+into README.md and docs/performance.md, and draws the pictures of docs/.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import bench_pictures
 import bench_report
 import psutil
 import step_memory
@@ -227,7 +228,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=20, help="minutes; nothing is repeated after it")
     parser.add_argument("--path", type=Path, default=Path("/tmp"), help="a folder on the disk to measure")
     parser.add_argument("--out", type=Path, help="folder; default benchmarks/results, or build/bench-all for a part")
-    parser.add_argument("--docs", action="store_true", help="only put the stored ratios into the pages")
+    parser.add_argument("--docs", action="store_true", help="only put the stored ratios into the pages, and draw them")
     args = parser.parse_args()
     args.only = args.only.split(",") if args.only else names
     if unknown := [name for name in args.only if name not in names]:
@@ -246,6 +247,7 @@ def main() -> None:
         if not stored:
             raise SystemExit("there are no results in benchmarks/results: run make bench-all first")
         print("\n".join(map(str, bench_report.rewrite(stored))))
+        bench_pictures.main()
         return
     warnings.simplefilter("ignore")  # of DCP, which says in each call that there is one process
     options = Options(args.quick, args.deepspeed_python, args.path)

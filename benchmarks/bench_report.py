@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -213,21 +213,59 @@ BEGIN, END = "<!-- bench-all: begin -->", "<!-- bench-all: end -->"
 _PLACE = re.compile(f"{re.escape(BEGIN)}\n(.*?){re.escape(END)}", re.DOTALL)
 
 
+THEMES = {  # of the groups of measurements, by the beginnings of their names; what matches none is in the last
+    "Training steps": ("step", "offload", "nvme"),
+    "AdamW": ("adam",),
+    "Files": ("load", "save", "export"),
+    "Processes": ("",),
+}
+
+
+def themes_of(results: Mapping[str, Found]) -> Iterator[tuple[str, list[dict[str, Compared]]]]:
+    """The rows of each theme, each by path of the results file; the same row of several machines is one."""
+    same: dict[str, dict[tuple[str, str], dict[str, Compared]]] = {theme: {} for theme in THEMES}
+    for path, found in results.items():
+        for group in found["groups"]:
+            theme = next(theme for theme, names in THEMES.items() if group["name"].startswith(names))
+            for row in rows_of({"groups": [group]}):
+                key = (row.what, row.cases[0].name if row.cases else "")
+                same[theme].setdefault(key, {})[path] = row
+    return ((theme, list(rows.values())) for theme, rows in same.items() if rows)
+
+
+def by_case(rows: list[dict[str, Compared]], paths: Iterable[str]) -> Iterator[list[str]]:
+    """A line per case and a column per machine, so that no cell has to be broken."""
+    for row in rows:
+        first = next(iter(row.values()))
+        heads = {
+            path: f"{amount(each.cases[0].median, each.unit)}{' (disturbed)' if each.disturbed else ''}"
+            if each.cases
+            else f"not measured: {each.missing}"
+            for path, each in row.items()
+        }
+        reference = f", relative to {first.cases[0].name}" if first.cases else ""
+        yield [f"**{first.what}**{reference}", *(heads.get(path, "") for path in paths)]
+        cells: dict[str, dict[str, str]] = {}
+        for path, each in row.items():
+            for case in (*each.cases[1:], *([each.limit] if each.limit else [])):
+                name = f"*{case.name}*" if case is each.limit else case.name
+                cells.setdefault(name, {})[path] = f"{case.ratio.median:.2f}"
+        yield from ([name, *(values.get(path, "") for path in paths)] for name, values in cells.items())
+
+
 def of_performance(results: Mapping[str, Found]) -> str:
     """The part of docs/performance.md; by path of the results file."""
     lines = ["", "## Against peers", ""]
     lines += [
-        "`make bench-all` lets all cases of a row take turns. Ratios are medians over the rounds; lower is better."
+        "`make bench-all` lets all cases of a row take turns. Ratios are medians over the rounds; lower is better. A",
+        "line in bold has the reference and what it takes; one in italics is what the machine can do.",
     ]
+    columns = [f"{found['cpu'].partition(',')[0]}, {found['isa']}" for found in results.values()]
+    for theme, rows in themes_of(results):
+        lines += ["", f"### {theme}", "", *markdown(["", *columns], list(by_case(rows, results)))]
+    lines += ["", "### Machines", ""]
     for path, found in results.items():
-        lines += [
-            "",
-            setting(found),
-            "",
-            *table(found),
-            "",
-            f"Quartiles and raw figures: `{path}` and the `.json` beside it.",
-        ]
+        lines += [f"- {setting(found)} Quartiles and raw figures: `{path}` and the `.json` beside it."]
     return "\n".join(lines) + "\n\n"
 
 

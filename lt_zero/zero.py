@@ -40,8 +40,9 @@ class Init:
         enabled: whether anything is done.
         dtype: of the parameters; default: torch's.
         mpu: its model-parallel size is ``tensor_parallel.autotp_size``, if given.
-        zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights, param_swapper,
-            tensor_overrides: the configuration says this; errors here unless it says the same.
+        zero_param_parallel_group, param_swapper, tensor_overrides: the configuration says this; errors here unless it
+            says the same.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: likewise.
 
     Raises:
         ValueError: an argument asks for what its key of the configuration does not, or for what there is not.

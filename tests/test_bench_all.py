@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_all
+import bench_pictures
 import bench_report
 import pytest
 import scale
@@ -148,6 +149,11 @@ def test_the_pages_show_the_stored_figures(name: str) -> None:
     place, results = bench_report.place_in((ROOT / name).read_text()), bench_report.stored()
     if results:
         assert place == bench_report.PLACES[name](results), "run python benchmarks/bench_all.py --docs"
+
+
+def test_the_pictures_show_the_stored_figures() -> None:
+    for name, content in bench_pictures.pictures(next(iter(bench_report.stored().values()))).items():
+        assert (bench_pictures.FOLDER / name).read_text() == content, "run python benchmarks/bench_pictures.py"
 
 
 def test_peers_take_turns_with_the_reference_as_far_as_memory_goes() -> None:

@@ -208,7 +208,7 @@ _HEAD = """\
 # Configuration keys
 
 Keys are those of DeepSpeed 0.19.8, so its files work unchanged; some are lt_zero's own. Each key of
-DeepSpeed has one of five statuses, and a key that is not on this page is an error. `a.b` is the key `b` in the block
+DeepSpeed is in one of the sections, and a key that is not on this page is an error. `a.b` is the key `b` in the block
 `a`. `*` stands for any name, `a.**` for the block `a` and everything in it, `<name>` for names of your choice. null is
 the same as leaving a key out. `lt-zero config explain KEY` shows a part of this page.
 """
@@ -220,6 +220,10 @@ model or one of its modules, or in its `text_config`; without one, the most freq
 (the smaller in a tie).
 """
 _OFF = "an error, unless they are switched off: by a value in the middle column, or by `enabled: false` in a block.\n"
+_ERRORS = (
+    ("later", "Not available yet", "They are planned. Until then they are\n"),
+    ("unsupported", "Not supported", "They are "),
+)
 
 
 def working() -> list[KeyEntry]:
@@ -247,13 +251,9 @@ def generate() -> str:
     text = "They are accepted and ignored: training, memory and files are the same without them.\n"
     lines = [(keys, why) for keys, _, why in _rows("no_effect")]
     parts += ["## No effect\n", text, _table(("key", "why"), lines)]
-    head = ("key", "accepted with", "")
-    parts += [
-        "## Not available yet\n",
-        f"They are planned. Until then they are\n{_OFF}",
-        _table(head, _rows("later")),
-    ]
-    parts += ["## Not supported\n", f"They are {_OFF}", _table(head, _rows("unsupported"))]
+    for status, title, text in _ERRORS:
+        if lines := list(_rows(status)):
+            parts += [f"## {title}\n", text + _OFF, _table(("key", "accepted with", ""), lines)]
     return "\n".join(parts)
 
 
