@@ -80,7 +80,7 @@ def test_the_default_group_has_the_limit_too(face: str, monkeypatch: pytest.Monk
     """Lightning itself waits on it after each batch: a cut link would be noticed after 15 minutes."""
     keys, opened = {"communication": {"link_timeout": 33}}, list[socket.socket]()
 
-    def connect(*args: Any) -> None:
+    def connect(*args: Any, **options: Any) -> None:
         opened.append(socket.create_server(("127.0.0.1", 0)))
         opened.append(socket.create_connection(opened[0].getsockname()))
 

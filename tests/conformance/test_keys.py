@@ -55,6 +55,9 @@ def _works(path: str, face: Face) -> None:
     face.load(path)
     for parameter in face.net.parameters():
         lt_zero.full_master(parameter)
+    # What transformers' Trainer asks the engine of a loop before it saves.
+    if (asked := getattr(getattr(face, "engine", None), "zero_gather_16bit_weights_on_model_save", None)) is not None:
+        asked()
 
 
 def _reads(face: str, settings: Settings, folder: str) -> Read:
