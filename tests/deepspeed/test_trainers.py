@@ -65,9 +65,8 @@ def test_a_skipped_step_is_told_to_the_optimizer(installed: Any) -> None:
 
 
 def _status() -> None:
-    from lt_zero.deepspeed.sharding import ZeroParamStatus
-
     from lt_zero.deepspeed.engines import initialize
+    from lt_zero.deepspeed.sharding import ZeroParamStatus
 
     seen = []
 
