@@ -439,15 +439,15 @@ class TrainingEngine(EngineQueries):
                 "after loading, or load with load_module_strict=False."
             )
         world = self.world
-        tag = _same_tag(world, tag, "engine.load_checkpoint")
+        named = _same_tag(world, tag, "engine.load_checkpoint")
         self.session.saver.wait(world)  # it may be the one being written
-        if tag is None:
+        if named is None:
             with world.agree("reading the latest checkpoint's name", CheckpointError):
                 found = read_latest(load_dir) if world.rank == 0 else None
-            tag = world.host_broadcast(found, "the latest checkpoint")
-        if tag is None:
+            named = world.host_broadcast(found, "the latest checkpoint")
+        if named is None:
             return None, {}
-        path = inside(load_dir, tag)
+        path = inside(load_dir, named)
         saved = load_same(world, path, partial(opened_source, path, as_lightning, world.rank == 0))
         own, how = entries_of(saved, LOOP), self._config.checkpoint
         only_weights = load_module_only or how.load_module_only

@@ -63,7 +63,7 @@ def initialize(
         dist_init_required: False: the process group exists already.
         collate_fn: of the data loader.
         config: as for ``shard``; ``config_params`` is its old name.
-        mesh_param: the data ranks, and 1: sequences are not cut.
+        mesh_param: the data ranks, and ``sequence_parallel_size``.
 
     Raises:
         ConfigError: the configuration has a problem, or contradicts the arguments.
@@ -121,12 +121,12 @@ def _check_ranks(mpu: Any, mesh: Sequence[int] | None, config: ZeroConfig) -> No
             f"{tensor} is configured. Make them the same, or remove mpu. Layers that a script cuts itself are not "
             "supported: lt_zero cuts whole ones."
         )
-    ranks = rank_and_size()[1] // (tensor * config.pipeline.ranks)
-    if mesh is not None and tuple(mesh) != (ranks, 1):
+    sequence = config.sequence_parallel_size
+    made = rank_and_size()[1] // (tensor * config.pipeline.ranks * sequence), sequence
+    if mesh is not None and tuple(mesh) != made:
         raise ValueError(
-            f"lt_zero.initialize(mesh_param={mesh!r}): sequences are not cut, so this run has the mesh ({ranks}, 1). "
-            "Remove the argument, and for long sequences write activation_checkpointing.mode or "
-            "tensor_parallel.autotp_size."
+            f"lt_zero.initialize(mesh_param={mesh!r}), but this run has the mesh {made} of data and sequence ranks. "
+            "Remove the argument, and write sequence_parallel_size into the configuration."
         )
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lt_zero
 from lt_zero.common.errors import CheckpointError
+from lt_zero.deepspeed import ranks as groups
 from lt_zero.optim import OneCycle, WarmupLR
 from tests.support.pool import Pool
 
@@ -181,6 +182,13 @@ def test_tags_are_the_same_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
         )
         assert "rank 0 has tag='0', and rank 1 tag='1'" in texts[1]
     assert sorted(os.listdir(tmp_path)) == ["0", "latest"]
+
+
+def test_sequence_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = SimpleNamespace(sizes=SimpleNamespace(sequence=2), sequence_rank=1)
+    engine = SimpleNamespace(session=SimpleNamespace(mesh=mesh))
+    monkeypatch.setattr(groups, "current_engine", lambda: engine)
+    assert (groups._get_sequence_parallel_world_size(), groups._get_sequence_parallel_rank()) == (2, 1)
 
 
 @pytest.mark.parametrize("name", ["config_params", "args"])
