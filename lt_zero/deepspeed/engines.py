@@ -6,6 +6,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Mapping
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +35,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     given = inspect.signature(_initialize).bind_partial(*args, **kwargs).arguments
     if overrides := _overrides(given):
         given["config"] = examine(config_of(given), overrides=overrides).usable()
+        given.pop("config_params", None)
+        if getattr(given.get("args"), "deepspeed_config", None) is not None:
+            given["args"] = copy(given["args"])
+            given["args"].deepspeed_config = None
     if given.get("dist_init_required") is not False:
         init_distributed(distributed_port=given.get("distributed_port"))
     made = _initialize(**given)

@@ -19,6 +19,8 @@ class DeepSpeedModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         module = self.__name__
+        if name == "__all__":
+            return self._public()
         answers = answers_of(module) or {}
         answer = answers.get(name)
         if answer is None and f"{module}.{name}" in table():
@@ -34,6 +36,16 @@ class DeepSpeedModule(ModuleType):
         setattr(self, name, value)
         return value
 
+    def _public(self) -> list[str]:
+        """The names that ``import *`` means: those of the table, of the module that answers for all others, modules."""
+        module, answers = self.__name__, answers_of(self.__name__) or {}
+        found = {name for name in answers if name != "*"}
+        found |= {name.removeprefix(f"{module}.") for name in table() if name.rpartition(".")[0] == module}
+        if (every := answers.get("*")) is not None and every.target:
+            other = importlib.import_module(every.target.partition(":")[0])
+            found |= set(getattr(other, "__all__", None) or dir(other))
+        return sorted(name for name in found if not name.startswith("_"))
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *(name for name in answers_of(self.__name__) or {} if name != "*")})
 
@@ -45,13 +57,14 @@ class _Finder(MetaPathFinder, Loader):
         if fullname.split(".")[0] != ROOT:
             return None
         if answers_of(fullname) is None:
-            # Also for names: an import tries a module where a package has no such name.
-            raise ImportError(unknown(fullname), name=fullname)
+            # Also for names: an import tries a module where a package has no such name. With the full name Python would
+            # drop this error then, and its text.
+            raise ModuleNotFoundError(unknown(fullname), name=ROOT)
         return ModuleSpec(fullname, self, origin="lt_zero", is_package=True)
 
     def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
         """The package's metadata, as ``importlib.metadata`` asks finders for it."""
-        if getattr(context, "name", None) == ROOT:
+        if str(getattr(context, "name", None)).lower() == ROOT:
             from lt_zero.deepspeed.huggingface import DeepSpeedDistribution  # loads the engine
 
             yield DeepSpeedDistribution(importlib.import_module(ROOT).__version__)

@@ -147,11 +147,13 @@ def get_tensor_model_parallel_group() -> Any:
 
 
 def _get_sequence_parallel_world_size() -> int:
-    return 1  # sequences are not cut
+    mesh = _mesh()
+    return mesh.sizes.sequence if mesh is not None else 1
 
 
 def _get_sequence_parallel_rank() -> int:
-    return 0
+    mesh = _mesh()
+    return mesh.sequence_rank if mesh is not None else 0
 
 
 get_model_parallel_world_size = _get_model_parallel_world_size = get_tensor_model_parallel_world_size

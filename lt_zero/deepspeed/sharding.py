@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
+from itertools import count
 from typing import Any
 
 from torch import nn
@@ -45,16 +46,23 @@ class _Status:
 
     __hash__ = object.__hash__
 
+    def __reduce__(self) -> Any:
+        """Pickle the member that holds now: a parameter in a file has no engine."""
+        return ZeroParamStatus, (self.now().value,)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.now(), name)
 
 
+_numbers = count()  # of the parameters of all models
+
+
 def mark_parameters(model: nn.Module) -> None:
     """Give the parameters of a sharded model what scripts and libraries ask: ``ds_id``, ``ds_status``, their sizes."""
-    for number, parameter in enumerate(model.parameters()):
-        sizes = {"ds_id": number, "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
+    for parameter in model.parameters():
+        sizes = {"ds_id": next(_numbers), "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
         for name, value in {**sizes, "ds_status": _Status(parameter)}.items():
             setattr(parameter, name, value)
 

@@ -38,7 +38,7 @@ from lt_zero.checkpoint.native.save import LOOP
 from lt_zero.checkpoint.open import LATEST, load_same, opened_source, read_latest
 from lt_zero.comm.launchers import local_rank
 from lt_zero.comm.process_groups import own_gpu
-from lt_zero.comm.world import together
+from lt_zero.comm.world import World, together
 from lt_zero.common import accelerator
 from lt_zero.common.arguments import expect, expect_path, wrong
 from lt_zero.common.compat import without_torch_function
@@ -358,7 +358,7 @@ class TrainingEngine(EngineQueries):
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
-        tag: str | None = None,
+        tag: str | int | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
@@ -375,11 +375,14 @@ class TrainingEngine(EngineQueries):
             exclude_frozen_parameters: leave out weights that are not trained.
 
         Raises:
-            CheckpointError: on all ranks; earlier checkpoints are kept.
+            CheckpointError: on all ranks, also if their tags differ; earlier checkpoints are kept.
         """
         expect_path(save_dir, "engine.save_checkpoint(save_dir=...)")
         save_dir = save_dir or os.curdir
-        tag = tag or f"global_step{self.global_steps}"
+        tag = _same_tag(self.world, tag, "engine.save_checkpoint") or f"global_step{self.global_steps}"
+        if tag == LATEST:
+            text = f"tag={tag!r} is the name of the file that names the last checkpoint. Choose another"
+            raise CheckpointError(f"engine.save_checkpoint({text}.")
         self.loss_scale_controller.read_skip_flag()
         engine = self.engine
         left_out = frozen_names(engine, exclude_frozen_parameters or not self._config.checkpoint.save_frozen)
@@ -410,7 +413,7 @@ class TrainingEngine(EngineQueries):
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
-        tag: str | None = None,
+        tag: str | int | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
@@ -424,7 +427,7 @@ class TrainingEngine(EngineQueries):
         Returns its path and its client state; (None, {}) if there is no ``latest``.
 
         Raises:
-            CheckpointError: on all ranks; before anything is loaded if the optimizer does not fit.
+            CheckpointError: on all ranks; before anything is loaded if tags differ, or the optimizer does not fit.
             ValueError: ``custom_load_fn`` is given, an argument of DeepSpeed's.
         """
         expect_path(load_dir, "engine.load_checkpoint(load_dir=...)")
@@ -436,14 +439,15 @@ class TrainingEngine(EngineQueries):
                 "after loading, or load with load_module_strict=False."
             )
         world = self.world
+        named = _same_tag(world, tag, "engine.load_checkpoint")
         self.session.saver.wait(world)  # it may be the one being written
-        if tag is None:
+        if named is None:
             with world.agree("reading the latest checkpoint's name", CheckpointError):
                 found = read_latest(load_dir) if world.rank == 0 else None
-            tag = world.host_broadcast(found, "the latest checkpoint")
-        if tag is None:
+            named = world.host_broadcast(found, "the latest checkpoint")
+        if named is None:
             return None, {}
-        path = inside(load_dir, tag)
+        path = inside(load_dir, named)
         saved = load_same(world, path, partial(opened_source, path, as_lightning, world.rank == 0))
         own, how = entries_of(saved, LOOP), self._config.checkpoint
         only_weights = load_module_only or how.load_module_only
@@ -548,6 +552,21 @@ def _batch_sizes(config: ZeroConfig, world: int) -> tuple[int | None, int]:
         gas = gas or (rest if micro is not None else 1)
         micro = micro or total // (gas * world)
     return micro, gas or 1
+
+
+def _same_tag(world: World, tag: str | int | None, call: str) -> str | None:
+    """The tag as text; None for the default. Collective.
+
+    Raises:
+        CheckpointError: on all ranks: their tags differ.
+    """
+    own = None if tag is None or tag == "" else str(tag)
+    every = world.host_gather(own, f"the tag of {call}")
+    other = next((rank for rank, one in enumerate(every) if one != every[0]), None)
+    if other is not None:
+        text = f"rank 0 has tag={every[0]!r}, and rank {other} tag={every[other]!r}. Pass the same tag on all ranks"
+        raise CheckpointError(f"{call}: {text}.")
+    return own
 
 
 def _name_latest(folder: str | os.PathLike[str], tag: str, path: str) -> None:

@@ -50,7 +50,7 @@ def initialize(
     Arguments are DeepSpeed's (0.19), in its order.
 
     Args:
-        args: a namespace of which ``deepspeed_config`` is used if there is no ``config``, and ``local_rank``.
+        args: a namespace of which ``deepspeed_config`` is used in place of ``config``, and ``local_rank``.
         model: it is sharded in place. A ``PipelineModule`` gets a ``PipelineEngine``.
         optimizer: of its parameters, or a function of ``model_parameters`` that makes one, in place of the configured
             one.
@@ -63,7 +63,7 @@ def initialize(
         dist_init_required: False: the process group exists already.
         collate_fn: of the data loader.
         config: as for ``shard``; ``config_params`` is its old name.
-        mesh_param: the data ranks, and 1: sequences are not cut.
+        mesh_param: the data ranks, and ``sequence_parallel_size``.
 
     Raises:
         ConfigError: the configuration has a problem, or contradicts the arguments.
@@ -93,9 +93,19 @@ def initialize(
 
 
 def config_of(arguments: Mapping[str, Any]) -> Any:
-    """The configuration among the arguments of ``initialize``; None if there is none."""
+    """The configuration among the arguments of ``initialize``; None if there is none.
+
+    Raises:
+        ConfigError: there are two that differ.
+    """
     of_args = getattr(arguments.get("args"), "deepspeed_config", None)
-    return next((c for c in (arguments.get("config"), arguments.get("config_params"), of_args) if c is not None), None)
+    every = {name: arguments.get(name) for name in ("config", "config_params")} | {"args.deepspeed_config": of_args}
+    given = [(name, value) for name, value in every.items() if value is not None]
+    for name, value in given[1:]:
+        if value is not given[0][1] and value != given[0][1]:
+            text = f"lt_zero.initialize got {name}, and {given[0][0]}, which differs. Pass one of them."
+            raise ConfigError(text)
+    return given[0][1] if given else None
 
 
 def _check_ranks(mpu: Any, mesh: Sequence[int] | None, config: ZeroConfig) -> None:
@@ -111,12 +121,12 @@ def _check_ranks(mpu: Any, mesh: Sequence[int] | None, config: ZeroConfig) -> No
             f"{tensor} is configured. Make them the same, or remove mpu. Layers that a script cuts itself are not "
             "supported: lt_zero cuts whole ones."
         )
-    ranks = rank_and_size()[1] // (tensor * config.pipeline.ranks)
-    if mesh is not None and tuple(mesh) != (ranks, 1):
+    sequence = config.sequence_parallel_size
+    made = rank_and_size()[1] // (tensor * config.pipeline.ranks * sequence), sequence
+    if mesh is not None and tuple(mesh) != made:
         raise ValueError(
-            f"lt_zero.initialize(mesh_param={mesh!r}): sequences are not cut, so this run has the mesh ({ranks}, 1). "
-            "Remove the argument, and for long sequences write activation_checkpointing.mode or "
-            "tensor_parallel.autotp_size."
+            f"lt_zero.initialize(mesh_param={mesh!r}), but this run has the mesh {made} of data and sequence ranks. "
+            "Remove the argument, and write sequence_parallel_size into the configuration."
         )
 
 

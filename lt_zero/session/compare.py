@@ -95,7 +95,7 @@ def read_record(folder: Path, number: int = 0) -> RecordedRun:
     """
     path, steps = folder / f"engine{number}.jsonl", dict[int, Mapping[tuple[str, str], Tensors]]()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         remedy = f"Record a run: LT_ZERO_RECORD={folder} python train.py"
         raise RecordError(f"{path} cannot be read ({error.strerror or error}). {remedy}") from None
@@ -107,7 +107,7 @@ def read_record(folder: Path, number: int = 0) -> RecordedRun:
             else:
                 rows = {(row.pop("kind"), row.pop("name")): Tensors(**row) for row in found["tensors"]}
                 steps[int(found["step"])] = rows
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if count == len(lines) - 1 and count > 0:
                 break  # the run was ended while it wrote
             raise RecordError(f"{path}, line {count + 1}: {error}. Record the run again.") from None
@@ -158,12 +158,12 @@ def rounding(one: Tensors, two: Tensors, step: int) -> float:
 
 
 def _of_tensors(step: int, kind: str, name: str, one: Tensors, two: Tensors, factor: float) -> Difference:
-    scale = max(one.norm, two.norm)
+    norms = one.norm, two.norm
     size = _root_mean(one.means, two.means)
     if one.rows == two.rows:  # otherwise losses, of which more or fewer were averaged
         size = max(size, abs(one.norm - two.norm))
     allowed = rounding(one, two, step) * factor
-    return Difference(step, kind, name, size / scale if scale else 0.0, allowed, (one.norm, two.norm))
+    return Difference(step, kind, name, _relative(size, norms), allowed, norms)
 
 
 def _of_update(step: int, name: str, one: RecordedRun, two: RecordedRun, factor: float) -> Difference | None:
@@ -183,13 +183,21 @@ def _of_update(step: int, name: str, one: RecordedRun, two: RecordedRun, factor:
     zeros = [0.0] * len(changes[0])
     norms = _root_mean(changes[0], zeros), _root_mean(changes[1], zeros)
     scale = max(norms)
-    if scale == 0.0 or not math.isfinite(scale):
-        return Difference(step, "update", name, 0.0 if scale == 0.0 else math.inf, 1.0, norms)
+    if scale == 0.0 or not all(map(math.isfinite, norms)):
+        return Difference(step, "update", name, _relative(0.0, norms), 1.0, norms)
     # Adam's update of an element whose gradient is near zero changes its sign with the rounding of the gradient. So a
     # share of the elements differs in full, and the norm of their difference is the root of that share.
     allowed = 2 * math.sqrt(rounding(*after, step))
     allowed += 2.0**-23 * max(each.norm for each in after) / scale  # weights are rounded to fp32
     return Difference(step, "update", name, _root_mean(*changes) / scale, allowed * factor, norms)
+
+
+def _relative(size: float, norms: tuple[float, float]) -> float:
+    """``size`` relative to the larger norm. If only one norm is finite, infinite; if none is, 0: the runs agree."""
+    finite = [math.isfinite(norm) for norm in norms]
+    if not all(finite):
+        return math.inf if any(finite) else 0.0
+    return size / max(norms) if max(norms) else 0.0
 
 
 def _root_mean(one: Sequence[float], two: Sequence[float]) -> float:
@@ -295,6 +303,8 @@ def compare_command(
         for number, (one, two) in enumerate(_both(a, b)):
             console.print(f"A: {_facts(one)}\nB: {_facts(two)}", markup=False)
             differences = compare(one, two, tolerance)
+            if not differences:
+                raise RecordError(f"{one.name} and {two.name} have no tensor in common. Record two runs of one model.")
             if left := not_compared(one, two):
                 shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
                 console.print(f"Not compared, as only one run has it, or sizes differ: {shown}.", markup=False)

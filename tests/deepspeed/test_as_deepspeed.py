@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from lt_zero.deepspeed.__main__ import main
 from lt_zero.deepspeed.install import DeepSpeedModule
 from lt_zero.deepspeed.missing import is_missing
 from lt_zero.deepspeed.names import Answer, table
+from lt_zero.deepspeed.sharding import ZeroParamStatus, mark_parameters
 from tests.support.docs_tools import BLOCKS, execute
 
 ROWS = [(module, name, answer) for module, names in table().items() for name, answer in names.items() if name != "*"]
@@ -100,6 +103,26 @@ def test_unknown_names_and_modules(statement: str, name: str) -> None:
     assert "initialize" in dir(importlib.import_module("deepspeed"))
 
 
+def test_imports_as_optional_packages_make_them() -> None:
+    names: dict[str, Any] = {}
+    exec("from deepspeed import *", names)
+    assert names["initialize"] is importlib.import_module("deepspeed").initialize
+    assert names["zero"].Init is lt_zero.Init
+    exec("from deepspeed.comm import *", names)
+    assert names["all_reduce"] is torch.distributed.all_reduce
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("deepspeed.nothing")
+    assert metadata.version("DeepSpeed") == metadata.version("deepspeed")
+
+
+def test_marked_parameters_are_pickled() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    mark_parameters(one)
+    mark_parameters(other)
+    assert len({p.ds_id for model in (one, other) for p in model.parameters()}) == 4
+    assert pickle.loads(pickle.dumps(one.weight)).ds_status is ZeroParamStatus.AVAILABLE
+
+
 def test_deepspeed_itself_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(lt_zero.as_deepspeed(), DeepSpeedModule)  # twice is fine
     monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
@@ -116,7 +139,7 @@ def test_leaf_modules_are_gathered_as_one_unit(deepspeed: Any) -> None:
     assert set_z3_leaf_modules_by_name(model, ["1"]) == [model[1]] == get_z3_leaf_modules(model)
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     config = {"zero_optimization": zero, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine, *_ = deepspeed.initialize(SimpleNamespace(deepspeed_config=config), model)
     try:
         assert any(unit.module is model[1] for unit in engine.engine.units)
         assert torch.distributed.is_initialized()

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lt_zero
+from lt_zero.common.errors import CheckpointError
+from lt_zero.deepspeed import ranks as groups
 from lt_zero.optim import OneCycle, WarmupLR
 from tests.support.pool import Pool
 
@@ -155,6 +157,46 @@ def test_what_an_engine_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert sorted(os.listdir(tmp_path)) == ["global_step1", "latest"]
     assert engine.load_checkpoint("")[0] is not None
     engine.destroy()
+
+
+def _tags(folder: str) -> list[str]:
+    engine, *_ = lt_zero.initialize(model=nn.Linear(2, 2), config=CONFIG)
+    texts, rank = [], dist.get_rank()
+    for call, tag in ((engine.save_checkpoint, f"of_{rank}"), (engine.load_checkpoint, rank)):
+        with pytest.raises(CheckpointError) as error:
+            call(folder, tag=tag)
+        texts.append(str(error.value))
+    engine.save_checkpoint(folder, tag=0)
+    with pytest.raises(CheckpointError, match="tag='latest' is the name of the file"):
+        engine.save_checkpoint(folder, tag="latest")
+    for tag in (None, "", 0):
+        assert engine.load_checkpoint(folder, tag=tag)[0] == f"{folder}/0"
+    engine.destroy()
+    return texts
+
+
+def test_tags_are_the_same_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    for texts in pool.run(2, _tags, str(tmp_path)):
+        assert texts[0] == (
+            "engine.save_checkpoint: rank 0 has tag='of_0', and rank 1 tag='of_1'. Pass the same tag on all ranks."
+        )
+        assert "rank 0 has tag='0', and rank 1 tag='1'" in texts[1]
+    assert sorted(os.listdir(tmp_path)) == ["0", "latest"]
+
+
+def test_sequence_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = SimpleNamespace(sizes=SimpleNamespace(sequence=2), sequence_rank=1)
+    engine = SimpleNamespace(session=SimpleNamespace(mesh=mesh))
+    monkeypatch.setattr(groups, "current_engine", lambda: engine)
+    assert (groups._get_sequence_parallel_world_size(), groups._get_sequence_parallel_rank()) == (2, 1)
+
+
+@pytest.mark.parametrize("name", ["config_params", "args"])
+def test_two_configurations(name: str) -> None:
+    other: Any = {"zero_optimization": {"stage": 1}}
+    given = SimpleNamespace(deepspeed_config=other) if name == "args" else other
+    with pytest.raises(lt_zero.ConfigError, match=f"got {name}.*, and config, which differs. Pass one of them"):
+        lt_zero.initialize(model=nn.Linear(2, 2), config=CONFIG, **{name: given})
 
 
 def test_ranks_that_scripts_describe() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,28 @@ def test_the_first_in_order_of_execution_is_found() -> None:
     assert not_compared(base, _record({"a.weight": 0.1}, {"a": 1.0, "b": 1.0}, 5))[-1] == "weight of b.weight"
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_values_that_are_not_finite(swapped: bool) -> None:
+    """Zeros, such as those of a fresh adapter, are no scale for NaN."""
+    zero, broken = _record({"a": 0.0}, {"a": 0.0}), _record({"a": float("nan")}, {"a": float("nan")})
+    found = compare(*((broken, zero) if swapped else (zero, broken)))
+    assert [each.excess for each in found if each.step == 1] == [math.inf, math.inf]
+    assert first_of(compare(broken, broken)) is None  # a mask of -inf, too
+
+
+def test_runs_of_different_models(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        row = {"kind": "output", "name": name, "dtype": "float32", "rows": 1, "numel": 1}
+        row |= {"squares": 1.0, "largest": 1.0, "products": [1.0] * 8}
+        text = json.dumps({"version": 1}) + "\n" + json.dumps({"step": 1, "tensors": [row]}) + "\n"
+        (tmp_path / name / "engine0.jsonl").write_text(text, encoding="utf-8")
+    app = Typer()
+    app.command()(compare_command)
+    found = CliRunner().invoke(app, [str(tmp_path / "one"), str(tmp_path / "two")])
+    assert (found.exit_code, "have no tensor in common" in found.output) == (2, True)
+
+
 def test_damaged_records_are_named(tmp_path: Path) -> None:
     file = tmp_path / "engine0.jsonl"
     file.write_text('{"version": 1}\n', encoding="utf-8")
@@ -163,4 +186,7 @@ def test_damaged_records_are_named(tmp_path: Path) -> None:
     assert list(read_record(tmp_path).steps) == [1]  # the run was ended while it wrote
     file.write_text(f'{{"version": 1}}\n{{"step"\n{line}', encoding="utf-8")
     with pytest.raises(RecordError, match="line 2"):
+        read_record(tmp_path)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(RecordError, match="line 1"):
         read_record(tmp_path)
