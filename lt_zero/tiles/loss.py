@@ -82,7 +82,7 @@ def tiled_cross_entropy(
         raise ValueError(f"tiled_cross_entropy(label_smoothing={label_smoothing}): pass a number from 0 to 1.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"tiled_cross_entropy(softcap={softcap}): pass a positive number, or None.")
-    flat = labels.reshape(-1)
+    flat = labels.reshape(-1).long()
     first, vocabulary = rows_before(weight.shape[0], group, hidden.device)
     counted = flat != ignore_index
     _check_labels(flat, counted, vocabulary, hidden.device.type == "cpu" or group is not None)
