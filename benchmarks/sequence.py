@@ -1,12 +1,13 @@
 """An attention block whose sequence is cut over ranks: time, memory and traffic of each method, beside DeepSpeed's.
 
+    python benchmarks/sequence.py --exchange
     python benchmarks/sequence.py [--ranks 1 2 4] [--length 4096] [--kv 8] [--rounds 8] [--out results.md]
 
 The block has two linear layers around causal attention. All cases of a number of ranks live in the same processes on
-gloo, of a thread each, and take turns; ratios to one process's time are taken from medians, those to "ulysses" within
-rounds. "saved" is what forward keeps for backward, "peak" the most that is alive in forward and backward, both of one
-rank, without parameters (live_bytes.py). "sent" is what a rank sends to others in forward and backward together, in
-"collectives". Outputs and gradients of every case are compared with one process's first.
+gloo, of a thread each, and take turns; ratios are medians of those within rounds. "saved" is what forward keeps for
+backward, "peak" the most that is alive in forward and backward, both of one rank, without parameters (live_bytes.py).
+"sent" is what a rank sends to others in forward and backward together, in "collectives". Outputs and gradients of every
+case are compared with one process's first. ``--exchange`` times exchanges alone, through shared memory and gloo.
 
 DeepSpeed's rows need its package (and transformers, for ``UlyssesSPAttentionHF``).
 """
@@ -231,7 +232,45 @@ def work(rank: int, ranks: int, store: str, args: argparse.Namespace, results: A
     os._exit(0)
 
 
-def measure(args: argparse.Namespace, ranks: int) -> Any:
+def exchange(rank: int, ranks: int, store: str, args: argparse.Namespace, results: Any) -> None:
+    """Time an exchange of rows through shared memory and through gloo: rounds of each, by MB that a rank has."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
+    world = World.join(CPU)
+    assert world.process_group is not None
+    shared = SequenceGroup.joined(world, [range(ranks)], world.process_group)
+    groups = {"shared": shared, "gloo": SequenceGroup.of(world.process_group, CPU)}
+    found = {}
+    for megabytes in (0.25, 1, 4, 16, 64):
+        rows = torch.randn(ranks, round(megabytes * 2**18) // ranks)
+
+        def seconds(group: SequenceGroup, rows: Tensor = rows) -> float:
+            dist.barrier()
+            start = time.perf_counter()
+            group.exchange(rows)
+            return time.perf_counter() - start
+
+        found[megabytes] = interleaved(
+            {name: partial(seconds, group) for name, group in groups.items()}, 5 * args.rounds
+        )
+    if rank == 0:
+        results.send(found)
+    dist.barrier()
+    os._exit(0)
+
+
+def exchange_rows(args: argparse.Namespace, ranks: int) -> list[list[str]]:
+    rows = []
+    for megabytes, seconds in measure(args, ranks, exchange).items():
+        best = {name: min(each) * 1e3 for name, each in seconds.items()}
+        relative = ratio(seconds["gloo"], seconds["shared"]).median
+        times = [f"{best[name]:.2f}" for name in ("shared", "gloo")]
+        rows.append([str(ranks), str(megabytes), *times, f"{best['gloo'] / best['shared']:.1f}", f"{relative:.1f}"])
+    return rows
+
+
+def measure(args: argparse.Namespace, ranks: int, work: Callable[..., None] = work) -> Any:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -256,13 +295,19 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--exchange", action="store_true", help="time exchanges alone, with and without shared memory")
     args = parser.parse_args()
-    rows, alone = [], 0.0
+    machine = f"{cpu_name()}, a thread for each rank; {versions()}; load {os.getloadavg()[0]:.1f}"
+    if args.exchange:
+        head = ["ranks", "MB", "shared memory, ms", "gloo, ms", "ratio of the best", "median ratio"]
+        found = [row for ranks in args.ranks if ranks > 1 for row in exchange_rows(args, ranks)]
+        finish([machine, "", *markdown(head, found)], args.out)
+        return
+    rows = []
     for ranks in args.ranks:
         times, memory = measure(args, ranks)
         for name, seconds in times.items():
             median = statistics.median(seconds)
-            alone = median if ranks == 1 else alone
             saved, peak, sent, count = memory[name]
             relative = ratio(seconds, times["ulysses"]) if ranks > 1 else None
             rows.append(
@@ -270,16 +315,14 @@ def main() -> None:
                     str(ranks),
                     name,
                     f"{median * 1e3:.0f}",
-                    f"{alone / median:.2f}" if alone else "",
                     f"{relative.median:.2f}" if relative else "",
                     *(f"{nbytes / 1e6:.1f}" for nbytes in (saved, peak, sent)),
                     str(count),
                 ]
             )
-    head = ["ranks", "", "ms", "one process / it", "it / ulysses", "saved, MB", "peak, MB", "sent, MB", "collectives"]
+    head = ["ranks", "", "ms", "it / ulysses", "saved, MB", "peak, MB", "sent, MB", "collectives"]
     shape = f"{args.length} tokens, {args.heads} heads of {args.dim}, {args.kv} of keys and values, float32"
-    load = f"load {os.getloadavg()[0]:.1f}"
-    lines = [f"{shape}; {cpu_name()}, a thread for each rank; {versions()}; {load}", "", *markdown(head, rows)]
+    lines = [f"{shape}; {machine}", "", *markdown(head, rows)]
     finish(lines, args.out)
 
 

@@ -61,12 +61,7 @@ def inference(
     """
     expect(module, nn.Module, "The module of lt_zero.inference", "pass an nn.Module")
     chosen, ignored = without_training(config)
-    if (stages := chosen.pipeline.ranks) > 1:
-        key, remedy = "pipeline.stages", "Remove the key, or call trainer.predict"
-        raise ConfigError.about(key, f"{key}={stages}: lt_zero.inference runs whole modules. {remedy}.")
-    if (size := chosen.sequence_parallel_size) > 1:
-        key, remedy = "sequence_parallel_size", "Remove the key, or call trainer.predict"
-        raise ConfigError.about(key, f"{key}={size}: lt_zero.inference takes whole sequences. {remedy}.")
+    _refuse_parts(chosen)
     placed = (t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta")
     device = device or next(placed, torch.device("cpu"))
     group = group or ShardGroup.of_all(World.join(device, chosen))
@@ -94,6 +89,18 @@ def inference(
     engine = shard(module, chosen, device, how, group, training=False, saved=saved, **parts)
     sync_buffers(engine)
     return module
+
+
+def _refuse_parts(config: ZeroConfig) -> None:
+    """Raise ConfigError if no rank would run the whole module on whole sequences."""
+    takes = {
+        "pipeline.stages": (config.pipeline.ranks, "runs whole modules"),
+        "sequence_parallel_size": (config.sequence_parallel_size, "takes whole sequences"),
+    }
+    for key, (size, what) in takes.items():
+        if size > 1:
+            text = f"{key}={size}: lt_zero.inference {what}. Remove the key, or call trainer.predict."
+            raise ConfigError.about(key, text)
 
 
 @torch.no_grad()

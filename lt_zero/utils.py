@@ -69,8 +69,7 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
 
 def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
     """``local_master``, in fp32."""
-    found = None if _is_frozen(param) else access.local_master(param)
-    return None if found is None else found.float()
+    return None if _is_frozen(param) else access.local_master(param).float()
 
 
 def safe_get_local_grad(param: Parameter) -> Tensor | None:

@@ -423,8 +423,15 @@ def init_distributed(
             refuse_alone(1)
         init_alone(dist_backend, timeout)
         return
-    backend = dist_backend or dist.get_default_backend_for_device(accelerator.default_kind())
     _export(tasks, init_method, distributed_port)
+    _join_tasks(tasks, dist_backend, init_method, timeout)
+    if world_size < 0:
+        refuse_alone(dist.get_world_size())
+
+
+def _join_tasks(tasks: Tasks, backend: str | None, init_method: str | None, timeout: timedelta | None) -> None:
+    """Make the default process group of several tasks. Collective."""
+    backend = backend or dist.get_default_backend_for_device(accelerator.default_kind())
     device = accelerator.default_device(own_gpu(local_rank())) if accelerator.is_available() else None
     accelerator.make_current(device)
     bound = device if "nccl" in backend else None  # groups are then split off the default one
@@ -432,8 +439,6 @@ def init_distributed(
         begin_restarted(backend, timeout, bound)
         if not dist.is_initialized():
             dist.init_process_group(backend, init_method, timeout, tasks.world, tasks.rank, device_id=bound)
-    if world_size < 0:
-        refuse_alone(dist.get_world_size())
 
 
 def init_alone(backend: str | None = None, timeout: timedelta | None = None) -> None:

@@ -17,8 +17,7 @@ from lt_zero.common.arguments import expect, expect_number
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine
 from lt_zero.deepspeed.huggingface import tell_skipped_steps
-from lt_zero.deepspeed.leaf_modules import leaf_modules
-from lt_zero.deepspeed.sharded_parameters import mark_parameters
+from lt_zero.deepspeed.sharding import leaf_modules, mark_parameters
 from lt_zero.loop.engine import TrainingEngine
 from lt_zero.loop.initialize import config_of
 from lt_zero.loop.initialize import initialize as _initialize

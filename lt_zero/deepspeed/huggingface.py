@@ -1,4 +1,4 @@
-"""What transformers and Accelerate ask about DeepSpeed beside its modules: the package's metadata, skipped steps."""
+"""Answers to transformers and Accelerate about DeepSpeed beside its modules: the package's metadata, skipped steps."""
 
 from __future__ import annotations
 

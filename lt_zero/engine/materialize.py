@@ -318,7 +318,7 @@ class ConstructionSharder:
 
 
 class BuiltTensor(LazyTensor):
-    """What ``detach`` returns of a parameter that was built sharded: gathered when its values are needed.
+    """Result of ``detach`` of a parameter that was built sharded: gathered when its values are needed.
 
     So ``state_dict()`` holds no whole model. Operations that write reach the parameter.
     """

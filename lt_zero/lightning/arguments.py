@@ -96,7 +96,8 @@ def with_sizes_of_mesh(
         "pipeline.stages": pipeline,
         "sequence_parallel_size": sequence,
     }
-    return [*overrides, *(f"{key}={size}" for key, size in keys.items() if size is not None)]
+    given = [f"{key}={size}" for key, size in keys.items() if size is not None]
+    return [*overrides, *given] if given else overrides
 
 
 def check_launch(strategy: str, start_method: object, timeout: timedelta | None, process_group_backend: object) -> None:

@@ -2,7 +2,7 @@
 
 All ranks that have the parameter, or parts of it, call them: with pipelines those of its stages. Called on some of
 these only, each raises on all of them. A ``local`` function is not collective: it returns this rank's
-elements (1D), or None if it has none.
+elements (1D), of which there may be none.
 """
 
 from __future__ import annotations
@@ -157,16 +157,17 @@ def set_full_state(parameter: Parameter, value: Tensor, key: str) -> None:
 # ---- this rank's elements --------------------------------------------------------------------------------------------
 
 
-def local_master(parameter: Parameter) -> Tensor | None:
-    """This rank's master weights of a parameter: a copy (1D); None if it has none."""
+def local_master(parameter: Parameter) -> Tensor:
+    """This rank's master weights of a parameter: a copy (1D)."""
     _, bucket, piece = _piece(parameter)
-    rows = None if piece is None else _rows(bucket.weights.values(), piece).clone()
+    values = bucket.weights.values()
+    rows = values.new_empty(0) if piece is None else _rows(values, piece).clone()
     bucket.put_away()
     return rows
 
 
 def local_grad(parameter: Parameter) -> Tensor | None:
-    """This rank's part of the gradient, otherwise as ``full_grad``: a copy (1D); None if it has none.
+    """This rank's part of the gradient, otherwise as ``full_grad``: a copy (1D); None without a gradient.
 
     Raises:
         RuntimeError: it is not reduced yet.
@@ -174,19 +175,24 @@ def local_grad(parameter: Parameter) -> Tensor | None:
     engine, bucket, piece = _piece(parameter)
     index = engine.owner[id(parameter)][1]
     _check_reduced(engine, bucket, index)
-    if piece is None or index not in bucket.grads.valid:
+    if index not in bucket.grads.valid:
         return None
+    if piece is None:
+        return torch.empty(0, device=bucket.group.device)
     rows = _unscaled(bucket.grads.of(piece, write=False), _scale_of(engine, parameter))
     bucket.grads.put_away()
     return rows
 
 
 def local_state(parameter: Parameter, key: str) -> Tensor | None:
-    """This rank's part of an optimizer state: a copy (1D); None if it has none."""
+    """This rank's part of an optimizer state: a copy (1D); None if no parameter has it here."""
     engine, bucket, piece = _piece(parameter)
-    state = _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
+    states = _optimizer_of(engine, parameter).optimizer.state
+    if piece is None:
+        return torch.empty(0, device=bucket.group.device) if any(key in each for each in states.values()) else None
+    state = states.get(parameter, {})
     own = states_of(bucket, engine.owner[id(parameter)][1], state).get(key)
-    row = own.local().clone() if piece is not None and isinstance(own, Fragment) else None
+    row = own.local().clone() if isinstance(own, Fragment) else None
     bucket.put_away()
     return row
 

@@ -51,7 +51,7 @@ class Tensors(NamedTuple):
         return [value / max(1, self.rows) for value in self.products]
 
 
-class Record(NamedTuple):
+class RecordedRun(NamedTuple):
     """The record of a run.
 
     Attributes:
@@ -66,7 +66,7 @@ class Record(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How much one tensor of a step differs.
+    """Difference of one tensor in a step.
 
     Attributes:
         size: the norm of the difference, relative to that of the tensor.
@@ -87,7 +87,7 @@ class Difference(NamedTuple):
         return self.size / self.allowed if math.isfinite(self.size) else math.inf
 
 
-def read_record(folder: Path, number: int = 0) -> Record:
+def read_record(folder: Path, number: int = 0) -> RecordedRun:
     """The record of the ``number``-th module of a run.
 
     Raises:
@@ -113,10 +113,10 @@ def read_record(folder: Path, number: int = 0) -> Record:
             raise RecordError(f"{path}, line {count + 1}: {error}. Record the run again.") from None
     if not any(step > 0 for step in steps):
         raise RecordError(f"{path} has no step: the run ended before its first. Record the run again.")
-    return Record(str(folder), about, steps)
+    return RecordedRun(str(folder), about, steps)
 
 
-def compare(one: Record, two: Record, factor: float = 1.0) -> list[Difference]:
+def compare(one: RecordedRun, two: RecordedRun, factor: float = 1.0) -> list[Difference]:
     """All differences of the steps that both have, in the order of execution, small ones too.
 
     ``factor``: multiplies what rounding explains.
@@ -159,12 +159,14 @@ def rounding(one: Tensors, two: Tensors, step: int) -> float:
 
 def _of_tensors(step: int, kind: str, name: str, one: Tensors, two: Tensors, factor: float) -> Difference:
     scale = max(one.norm, two.norm)
-    size = max(_root_mean(one.means, two.means), abs(one.norm - two.norm))
+    size = _root_mean(one.means, two.means)
+    if one.rows == two.rows:  # otherwise losses, of which more or fewer were averaged
+        size = max(size, abs(one.norm - two.norm))
     allowed = rounding(one, two, step) * factor
     return Difference(step, kind, name, size / scale if scale else 0.0, allowed, (one.norm, two.norm))
 
 
-def _of_update(step: int, name: str, one: Record, two: Record, factor: float) -> Difference | None:
+def _of_update(step: int, name: str, one: RecordedRun, two: RecordedRun, factor: float) -> Difference | None:
     """The difference of the updates; for step 0 that of the first weights."""
     key = "weight", name
     after = one.steps[step][key], two.steps[step][key]
@@ -200,17 +202,14 @@ def first_of(differences: Sequence[Difference]) -> Difference | None:
     return next((each for each in differences if each.excess > 1), None)
 
 
-def not_compared(one: Record, two: Record) -> list[str]:
-    """What only one run has, or what has other sizes: names with their kind."""
+def not_compared(one: RecordedRun, two: RecordedRun) -> list[str]:
+    """Names, with their kind, of what only one run has, or what has other sizes."""
     step = min((s for s in one.steps if s > 0 and s in two.steps), default=None)
     if step is None:
         return []
     first, second = one.steps[step], two.steps[step]
     pairs = {key: (first.get(key), second.get(key)) for key in {**first, **second}}
-    same = {
-        k for k, (a, b) in pairs.items() if a is not None and b is not None and (a.rows, a.numel) == (b.rows, b.numel)
-    }
-    return [f"{kind} of {name}" for kind, name in pairs if (kind, name) not in same]
+    return [f"{kind} of {name}" for (kind, name), (a, b) in pairs.items() if a is None or b is None or not _alike(a, b)]
 
 
 # ---- what is shown -------------------------------------------------------------------------------------------------
@@ -269,12 +268,12 @@ def draw(differences: Sequence[Difference], names: tuple[str, str]) -> Figure:
     return figure
 
 
-def _facts(record: Record) -> str:
+def _facts(record: RecordedRun) -> str:
     about = {key: value for key, value in record.about.items() if key != "version"}
     return f"{record.name} ({', '.join(f'{key} {value}' for key, value in about.items())}, {max(record.steps)} steps)"
 
 
-def _both(a: Path, b: Path) -> Iterator[tuple[Record, Record]]:
+def _both(a: Path, b: Path) -> Iterator[tuple[RecordedRun, RecordedRun]]:
     yield read_record(a), read_record(b)
     for number in range(1, 1 + len(list(a.glob("engine*.jsonl")))):
         if all((folder / f"engine{number}.jsonl").exists() for folder in (a, b)):

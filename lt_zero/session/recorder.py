@@ -41,7 +41,7 @@ _CHUNK = 1 << 20  # elements whose signs are drawn at once
 
 @dataclass
 class Fingerprint:
-    """What is kept of a tensor. See Note [Fingerprints].
+    """Facts that are kept of a tensor. See Note [Fingerprints].
 
     Attributes:
         dtype: of its computation.

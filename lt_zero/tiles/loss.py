@@ -74,14 +74,9 @@ def tiled_cross_entropy(
         if group is not None:
             raise ValueError("tiled_cross_entropy: the weight is a DTensor, which has its ranks: leave out `group`.")
         weight, bias, group = _local(weight, bias)
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"tiled_cross_entropy(reduction={reduction!r}): pass 'mean', 'sum' or 'none'.")
+    _check_options(reduction, label_smoothing, softcap)
     dtype = _check(hidden, weight, labels, bias)
     tokens = _tokens_per_tile(tokens_per_tile, hidden.shape[-1])
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"tiled_cross_entropy(label_smoothing={label_smoothing}): pass a number from 0 to 1.")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"tiled_cross_entropy(softcap={softcap}): pass a positive number, or None.")
     flat = labels.reshape(-1).long()
     first, vocabulary = rows_before(weight.shape[0], group, hidden.device)
     counted = flat != ignore_index
@@ -118,6 +113,15 @@ def _local(weight: DTensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None,
     local = weight.to_local(grad_placements=[Shard(0) if cut else Replicate()])
     part = bias.to_local(grad_placements=[Shard(0) if cut else Replicate()]) if isinstance(bias, DTensor) else None
     return local, part, mesh.get_group() if cut else None
+
+
+def _check_options(reduction: str, label_smoothing: float, softcap: float | None) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"tiled_cross_entropy(reduction={reduction!r}): pass 'mean', 'sum' or 'none'.")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"tiled_cross_entropy(label_smoothing={label_smoothing}): pass a number from 0 to 1.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"tiled_cross_entropy(softcap={softcap}): pass a positive number, or None.")
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> torch.dtype:
@@ -164,7 +168,7 @@ def _tokens_per_tile(given: int | None, features: int) -> int:
 
 @dataclass(frozen=True)
 class _Shape:
-    """How logits become losses."""
+    """Options of how logits become losses."""
 
     softcap: float | None
     smoothing: float

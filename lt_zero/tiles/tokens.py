@@ -133,7 +133,7 @@ def _taken(
 
 
 def _bounds(sizes: tuple[int | None, int | None], x: Tensor) -> list[tuple[int, int]]:
-    """Where each tile of ``x`` begins and ends along dimension -2."""
+    """Begin and end of each tile of ``x`` along dimension -2."""
     tokens, (tiles, each) = x.shape[-2], sizes
     tiles = tiles if tiles is not None else math.ceil(tokens / (each or x.shape[-1]))
     tiles = max(1, min(tiles, tokens))
@@ -159,21 +159,24 @@ class _TiledCall:
     def forward(self, x: Tensor) -> Tensor:
         """The output of all tiles, without a graph."""
         out: Tensor | None = None
-        before = _versions(x, self._module)
         # A cast of a weight that is made without a graph must not stay in autocast's cache.
         with torch.no_grad(), self._cast(cached=False):
             for low, high in self._bounds:
-                tile = self._tile(x[..., low:high, :].contiguous())
+                part = x[..., low:high, :].contiguous()
+                before = _versions(part, self._module)
+                tile = self._tile(part)
+                if before != (after := _versions(part, self._module)):
+                    self._refuse_writes("its input" if before[0] != after[0] else "buffers")
                 out = tile.new_empty((*x.shape[:-1], tile.shape[-1])) if out is None else out
                 out[..., low:high, :] = tile
         assert out is not None
-        if before != (after := _versions(x, self._module)):
-            what = "its input" if before[0] != after[0] else "buffers"
-            raise RuntimeError(
-                f"lt_zero.tiled: the forward of {self._name} writes to {what}, and would do so again for each tile and "
-                "in backward. Tile a module inside of it that does not."
-            )
         return out
+
+    def _refuse_writes(self, what: str) -> None:
+        raise RuntimeError(
+            f"lt_zero.tiled: the forward of {self._name} writes to {what}, and would do so again for each tile and in "
+            "backward. Tile a module inside of it that does not."
+        )
 
     def gradients(self, x: Tensor, grad: Tensor, needed: bool) -> list[Tensor | None]:
         """The gradients of ``x`` (None unless ``needed``) and of the parameters."""

@@ -229,6 +229,7 @@ def test_a_block_that_raises_anything_ends_its_transfer() -> None:
 def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread has a current device of its own."""
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(accelerator, "default_kind", lambda: torch.device("cuda"))
     monkeypatch.setattr(accelerator, "default_device", lambda: torch.device("cuda", 3))
     assert World.join(torch.device("cuda")).device == torch.device("cuda", 3)
     assert World.join(torch.device("cpu")).device == torch.device("cpu")

@@ -28,7 +28,7 @@ def _read(p: nn.Parameter) -> Tensor:
     assert torch.equal(full, lt_zero.full_grad(p).float())  # type: ignore[union-attr]
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, lt_zero.safe_get_local_grad(p))
-    rows = [part for part in parts if part is not None]
+    rows = [part for part in parts if part is not None and part.numel()]  # some have no elements of it
     for row in rows if len(rows[0]) == p.numel() else [torch.cat(rows)]:
         assert torch.equal(row.view(p.shape), full)
     return full

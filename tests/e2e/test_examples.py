@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import warnings
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,19 @@ def test_long_context(pool: Pool) -> None:
     (dense, _), (sparse, _) = pool.run(2, _long_context)[0]
     assert dense == pytest.approx(sparse, rel=1e-4)
     assert dense < 256
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("number", [0, 4])
+def test_long_sequences(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A longer sequence takes as much more memory as is forecast; a run with more than the limit is ended."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    example = importlib.import_module("long_sequences")
+    row, args = example.ROWS[number], Namespace(width=128, depth=4, vocabulary=8000)
+    short, long = (1024, 4096) if number == 0 else (4096, 16384)
+    (less, _), (more, _) = (example.measure(row, args, length, 4e9) for length in (short, long))
+    grows = example.activations(row, args, long) - example.activations(row, args, short)
+    assert 0.85 * grows < more - less < 1.15 * grows
+    assert example.measure(row, args, short, 1e8) is None

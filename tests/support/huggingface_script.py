@@ -68,10 +68,11 @@ def train(folder: Path, stage: int | None, options: dict[str, Any]) -> list[dict
         PartialState(backend="gloo")  # without a GPU Accelerate has no default
         known = {"deepspeed": config(stage, bool(options.get("configured_optimizer")))}
         known["accelerator_config"] = {"use_configured_state": True}
+    decay = 0.0 if options.get("configured_optimizer") else 0.01  # only the Trainer's own leaves out norms
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, save_steps=2,
         per_device_train_batch_size=2, gradient_accumulation_steps=options.get("accumulation", 1), max_steps=4,
-        learning_rate=1e-2, weight_decay=0.01, warmup_steps=1, max_grad_norm=0.5, seed=1,
+        learning_rate=1e-2, weight_decay=decay, warmup_steps=1, max_grad_norm=0.5, seed=1,
         bf16=bool(options.get("bf16")), **known,
     )  # fmt: skip
     trainer = transformers.Trainer(model=model(options), args=arguments, train_dataset=data(26))
@@ -113,6 +114,7 @@ def loop(folder: Path, stage: int | None, options: dict[str, Any]) -> list[dict[
             optimizer.zero_grad()
         if len(rows) == 2 and accelerator.sync_gradients:
             accelerator.save_state(str(folder / "state"))
+            accelerator.wait_for_everyone()
             accelerator.load_state(str(folder / "state"))
     weights = accelerator.get_state_dict(net)
     if accelerator.is_main_process:
@@ -131,11 +133,8 @@ def main() -> None:
 
         lt_zero.as_deepspeed()
     rows = {"trainer": train, "accelerate": loop}[options["face"]](folder, stage, options)
-    import torch
-
-    if torch.distributed.get_rank() == 0:
+    if os.environ["RANK"] == "0":
         (folder / "rows").write_text(json.dumps(rows), encoding="utf-8")
-    torch.distributed.barrier()
     os._exit(0)  # Accelerate leaves threads of gloo behind, which may abort at the exit
 
 
