@@ -149,8 +149,9 @@ class SequenceGroup(Ranks):
         among, row = range(self.size) if members is None else members, _shape_of(rows)[1:]
         received = rows[0].new_empty(len(among), *row)
         opened = self.log.open(operation.replace("-", "_"), name, received.nbytes)
-        # With its shape: ranks whose lengths differ are told both.
-        launch = self.order.launch(operation, f"{name}, {list(received.shape)}", received.numel())
+        # With shape and dtype: ranks whose lengths differ are told both, and none reads bytes of another dtype.
+        what = f"{name}, {list(received.shape)} {str(received.dtype).removeprefix('torch.')}"
+        launch = self.order.launch(operation, what, received.numel())
         if self._windows is not None:
             sent = self._windows.write(rows)
             self.watch.wait(self._windows.barrier(), launch)

@@ -26,6 +26,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import LongSequences
 from lt_zero.engine.guard import PASSING, called
 from lt_zero.tiles.head import LossHead, check_linear, head_loss
+from lt_zero.tiles.loss import mean_of
 from lt_zero.tiles.switch import Switched, restore, switch
 from lt_zero.tiles.tokens import TokenTiles, tiled
 
@@ -167,7 +168,7 @@ class _Labels:
         items = self.items.to(total.device) if isinstance(self.items, Tensor) else self.items
         if self.of_sum is not None:
             return self.of_sum(total, counted, items, self.given)
-        return total / (counted if items is None else items)
+        return mean_of(total, counted) if items is None else total / items
 
 
 def _of_sum(function: Any) -> Callable[..., Tensor] | None:

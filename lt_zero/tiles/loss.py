@@ -77,7 +77,7 @@ def tiled_cross_entropy(
     _check_options(reduction, label_smoothing, softcap)
     dtype = _check(hidden, weight, labels, bias)
     tokens = _tokens_per_tile(tokens_per_tile, hidden.shape[-1])
-    flat = labels.reshape(-1)
+    flat = labels.reshape(-1).long()
     first, vocabulary = rows_before(weight.shape[0], group, hidden.device)
     counted = flat != ignore_index
     _check_labels(flat, counted, vocabulary, hidden.device.type == "cpu" or group is not None)
@@ -90,7 +90,12 @@ def tiled_cross_entropy(
         )
         if reduction == "none":
             return losses.view(labels.shape)
-        return losses / counted.sum() if reduction == "mean" else losses
+        return mean_of(losses, counted.sum()) if reduction == "mean" else losses
+
+
+def mean_of(total: Tensor, count: Tensor) -> Tensor:
+    """The mean of ``count`` losses, of their sum. Of none it is NaN and its gradient 0, as torch's."""
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
 def _local(weight: DTensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, ProcessGroup | None]:
@@ -271,10 +276,13 @@ class _Loss(torch.autograd.Function):
         tokens, size, dtype, each, dtypes = context.how
         made: _Gradients | None = context.made
         if each:
-            tokens = replace(tokens, factors=grad)
+            # Factors of at most 1, as those of a sum: a loss scale must not leave the range of fp16.
+            most = grad.abs().amax() if dtype == torch.float16 and len(grad) else grad.new_ones(())
+            most = torch.where(most > 0, most, 1)
+            tokens = replace(tokens, factors=grad / most)
             with torch.autocast(grad.device.type, enabled=False):
                 _, made = _run(tokens, size, dtype, context.needs_input_grad[5:], *context.saved_tensors)
-            grad = torch.ones_like(grad[:1].sum())
+            grad = most
         elif made is None:
             raise RuntimeError(
                 "tiled_cross_entropy has handed out the gradients of this loss, which it computes once. Compute the "

@@ -199,7 +199,7 @@ class _TiledCall:
 
     def check(self, x: Tensor) -> None:
         """Raise ValueError, once, if a token's output depends on other tokens. See Note [What is checked]."""
-        if self._module.checked or x.shape[-2] < 2:
+        if self._module.checked or x.shape[-2] < 2 or not x.numel():
             return
         some = x[..., : min(_CHECKED, x.shape[-2]), :].detach().clone()
         modes = [(child, child.training) for child in self._module.modules()]

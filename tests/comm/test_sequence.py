@@ -76,7 +76,8 @@ def diverged(how: str) -> str:
     world, group = joined()
     attend, other = sequence_attention(group=group.process_group), dist.get_rank() == 1
     use(ranks := SequenceRanks(group, group))
-    inputs = [torch.randn(1, 2, 5 if how == "longer" and other else 4, 3) for _ in range(3)]
+    dtype = torch.float64 if how == "wider" and other else torch.float32
+    inputs = [torch.randn(1, 2, 5 if how == "longer" and other else 4, 3, dtype=dtype) for _ in range(3)]
 
     def step() -> None:
         if how == "elsewhere" and other:
@@ -95,7 +96,8 @@ def diverged(how: str) -> str:
     ("how", "told"),
     [
         ("elsewhere", ["flags of 'other flags'", "all-to-all of 'parts of sequences"]),
-        ("longer", ["all-to-all of 'parts of sequences, [2, 4, 1, 3, 3]'", "sequences, [2, 5, 1, 3, 3]'"]),
+        ("longer", ["all-to-all of 'parts of sequences, [2, 4, 1, 3, 3] float32'", "sequences, [2, 5, 1, 3, 3] float"]),
+        ("wider", ["sequences, [2, 4, 1, 3, 3] float32'", "sequences, [2, 4, 1, 3, 3] float64'"]),
         ("fails", ["of rank 1"]),
     ],
 )

@@ -106,6 +106,17 @@ def test_small_probabilities_of_fp16_are_not_lost() -> None:
     assert float(grad[1]) == pytest.approx(4 * 65536 * math.exp(-18), rel=2e-2)
 
 
+def test_losses_of_single_tokens_take_the_scale_of_fp16() -> None:
+    hidden, weight, _, labels = (t.detach() for t in inputs(torch.float16, 20, 16, 50))
+    found = []
+    for reduction in ("mean", "none"):
+        values = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        loss = tiled_cross_entropy(*values, labels, reduction=reduction)  # type: ignore[arg-type]
+        mean = loss.sum() / (labels != -100).sum() if reduction == "none" else loss
+        found.append(torch.autograd.grad(mean * 65536, values))
+    torch.testing.assert_close(found[1], found[0], rtol=4e-3, atol=1.0)
+
+
 def test_autocast_multiplies_in_its_dtype() -> None:
     hidden, weight, bias, labels = inputs(torch.float32, 40, 16, 50)
     with torch.autocast("cpu", torch.bfloat16):
@@ -136,7 +147,9 @@ def test_no_token_and_none_that_counts() -> None:
     hidden, weight, _, labels = inputs()
     loss = tiled_cross_entropy(hidden, weight, torch.full_like(labels, -100), reduction="sum")
     assert [float(t.abs().sum()) for t in derived(loss, hidden, weight)] == [0, 0, 0]
-    assert tiled_cross_entropy(hidden, weight, torch.full_like(labels, -100)).isnan()  # as torch's mean of none
+    mean = tiled_cross_entropy(hidden, weight, torch.full_like(labels, -100))
+    assert mean.isnan()  # as torch's mean of none, whose gradients are 0
+    assert [float(t.abs().sum()) for t in torch.autograd.grad(mean, (hidden, weight))] == [0, 0]
     empty = tiled_cross_entropy(hidden[:, :0], weight, labels[:, :0], reduction="none")
     assert empty.shape == (2, 0)
 
