@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
 
-from lt_zero.comm.token_ranks import TokenRanks
+from lt_zero.comm.token_ranks import ProcessGroup, TokenRanks
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError
 
@@ -50,7 +49,7 @@ class Dispatched:
 
     def split(self) -> tuple[Tensor, ...]:
         """The rows of each of this rank's experts, also of those without any."""
-        return self.tokens.split(self.counts)
+        return torch.split(self.tokens, self.counts)
 
 
 def dispatch(
@@ -79,14 +78,13 @@ def dispatch(
     if ranks is None:
         return Dispatched(rows, counts[0].tolist(), None, [], [], order, order, expert_ids.shape)
     came = ranks.swap(counts)
-    both = torch.stack([counts.sum(1), came.sum(1)]).tolist()  # one copy to the host
-    rows = ranks.exchange(rows, *both)
+    sends, receives = torch.stack([counts.sum(1), came.sum(1)]).tolist()  # one copy to the host
+    rows = ranks.exchange(rows, sends, receives)
     # Rows came in order of the ranks, and those of a rank in order of the experts.
     expert = torch.arange(came.shape[1], device=came.device).repeat(size).repeat_interleave(came.view(-1))
     arranged = expert.argsort(stable=True)
-    return Dispatched(
-        rows.index_select(0, arranged), came.sum(0).tolist(), ranks, *both, arranged, order, expert_ids.shape
-    )
+    mine = rows.index_select(0, arranged)
+    return Dispatched(mine, came.sum(0).tolist(), ranks, sends, receives, arranged, order, expert_ids.shape)
 
 
 def combine(rows: Tensor, dispatched: Dispatched, scores: Tensor | None = None) -> Tensor:
