@@ -96,6 +96,7 @@ def _refuse_parts(config: ZeroConfig) -> None:
     takes = {
         "pipeline.stages": (config.pipeline.ranks, "runs whole modules"),
         "sequence_parallel_size": (config.sequence_parallel_size, "takes whole sequences"),
+        "expert_parallel.autoep_size": (config.expert_parallel.ranks, "has all experts on each rank"),
     }
     for key, (size, what) in takes.items():
         if size > 1:

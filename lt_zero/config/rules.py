@@ -193,6 +193,11 @@ def _parallel(config: Schema) -> Iterator[Problem]:
         "sequence_parallel_size": config.sequence_parallel_size,
     }
     yield from _sequence_parallel(config)
+    experts = config.expert_parallel.ranks
+    for key in (key for key, size in sizes.items() if size > 1 and experts > 1):
+        text = f"expert_parallel.autoep_size={experts} is for data ranks only, and there is {key}={sizes[key]}"
+        yield Problem("expert_parallel.autoep_size", f"{text}. Remove one of them.")
+    sizes["expert_parallel.autoep_size"] = experts
     pieces, steps = config.pipeline.num_microbatches, config.gradient_accumulation_steps
     if config.pipeline.ranks > 1 and None not in (pieces, steps) and pieces != steps:
         text = f"pipeline.num_microbatches={pieces}, but gradient_accumulation_steps={steps} means the micro-batches"
@@ -421,6 +426,7 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
     exchanges = config.sequence_parallel.method != "gather" and config.sequence_parallel.gather == 1
     return (
         (config.sequence_parallel_size == 1, "sequence_parallel", "", "sequence_parallel_size is 1"),
+        (not config.expert_parallel.enabled, "expert_parallel", "autoep_size", "expert_parallel.enabled is false"),
         (exchanges, "sequence_parallel", "zigzag", "no keys are gathered"),
         (not config.bf16.immediate_grad_update, "bf16", "immediate_grad_update", adds),
         *((not getattr(config, block).enabled, block, "", f"{block}.enabled is false") for block in blocks),

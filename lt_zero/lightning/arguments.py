@@ -88,15 +88,17 @@ _START_METHODS = "popen", "spawn", "fork", "forkserver"  # of Lightning
 
 
 def with_sizes_of_mesh(
-    overrides: Sequence[str], tensor: int | None, pipeline: int | None, sequence: int | None
+    overrides: Sequence[str], tensor: int | None, pipeline: int | None, sequence: int | None, expert: int | None
 ) -> Sequence[str]:
     """The overrides of a strategy with its numbers of ranks along the axes of parallelism."""
     keys = {
         "tensor_parallel.autotp_size": tensor,
         "pipeline.stages": pipeline,
         "sequence_parallel_size": sequence,
+        "expert_parallel.autoep_size": expert,
+        "expert_parallel.enabled": str(expert > 1).lower() if expert is not None else None,
     }
-    given = [f"{key}={size}" for key, size in keys.items() if size is not None]
+    given = [f"{key}={value}" for key, value in keys.items() if value is not None]
     return [*overrides, *given] if given else overrides
 
 

@@ -60,9 +60,10 @@ class FabricZeroStrategy(DDPStrategy):
     Args:
         stage, config, overrides, activation_checkpointing, broadcast_buffers: as for ``ZeroStrategy``. Optimizers and
             schedules are made by the script.
-        tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size: as for ``ZeroStrategy``. The script
-            parallelizes the module, over ``fabric.strategy.device_mesh["tensor_parallel"]``; loaders that are set up
-            return the rank's part of sequences.
+        tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size, expert_parallel_size: as for
+            ``ZeroStrategy``. The script parallelizes the module, over
+            ``fabric.strategy.device_mesh["tensor_parallel"]``; loaders that are set up return the rank's part of
+            sequences.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy.
         process_group_backend: torch's for the device by default: ``gloo`` on CPU, ``nccl`` on CUDA.
         timeout: of collectives.
@@ -91,8 +92,9 @@ class FabricZeroStrategy(DDPStrategy):
         tensor_parallel_size: int | None = None,
         pipeline_parallel_size: int | None = None,
         sequence_parallel_size: int | None = None,
+        expert_parallel_size: int | None = None,
     ) -> None:
-        sizes = tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size
+        sizes = tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size, expert_parallel_size
         overrides = with_sizes_of_mesh(overrides, *sizes)
         check_launch("FabricZeroStrategy", start_method, timeout, process_group_backend)
         default = 3 if config is None else None

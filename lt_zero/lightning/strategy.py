@@ -79,6 +79,8 @@ class ZeroStrategy(RunQueries):
             module makes a ``lt_zero.parallel.Pipeline`` in ``configure_model``.
         sequence_parallel_size: ranks that have parts of the same sequences; the key of that name. Batches are cut for
             them, see ``lt_zero.parallel.cut_batch``.
+        expert_parallel_size: data ranks that share the experts of each layer, which are ``lt_zero.parallel.Experts``;
+            ``expert_parallel`` of the configuration.
 
     Raises:
         ConfigError: names every problem: unknown keys, wrong values, keys that contradict each other.
@@ -113,8 +115,9 @@ class ZeroStrategy(RunQueries):
         tensor_parallel_size: int | None = None,
         pipeline_parallel_size: int | None = None,
         sequence_parallel_size: int | None = None,
+        expert_parallel_size: int | None = None,
     ) -> None:
-        sizes = tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size
+        sizes = tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size, expert_parallel_size
         overrides = with_sizes_of_mesh(overrides, *sizes)
         check_launch("ZeroStrategy", start_method, timeout, process_group_backend)
         default = 3 if config is None else None

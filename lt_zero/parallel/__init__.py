@@ -1,5 +1,9 @@
 """Parallelism beside data: the mesh of ranks, parts of tensors and sequences, pipelines. Nothing below knows of it."""
 
+from lt_zero.parallel.experts import Dispatched as Dispatched
+from lt_zero.parallel.experts import Experts as Experts
+from lt_zero.parallel.experts import combine as combine
+from lt_zero.parallel.experts import dispatch as dispatch
 from lt_zero.parallel.pipeline.layers import Pipeline as Pipeline
 from lt_zero.parallel.pipeline.module import PipelineModule as PipelineModule
 from lt_zero.parallel.pipeline.specs import LayerSpec as LayerSpec

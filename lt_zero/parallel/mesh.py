@@ -3,10 +3,10 @@
 Note [Families]
     A family is the ranks over which a parameter is the same, and ZeRO shards it over them. A parameter that is cut over
     tensor ranks is the same on the data and sequence ranks that have its part; one that is replicated is the same on
-    all ranks. So
-    each element of the model has one owner in the world: norms are one sum over the world, replicas cannot drift apart,
-    and checkpoints need no deduplication. A replicated parameter's gradient is the mean over all ranks. Tensor ranks
-    have equal gradients of it, or partial sums (local.py).
+    all ranks; parameters of experts are the same on each n-th of n expert ranks. So each element of the model has one
+    owner in the world: norms are one sum over the world, replicas cannot drift apart, and checkpoints need no
+    deduplication. A replicated parameter's gradient is the mean over all ranks. Tensor ranks have equal gradients of
+    it, or partial sums (local.py).
     With pipelines these are the ranks of one stage, which run the same module. A layer that several stages share is the
     same on the ranks of all of them, and its gradient is the sum over stages; a parameter outside of the pipeline is on
     all ranks, each of which computes its whole gradient.
@@ -31,6 +31,7 @@ from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.sequence import SequenceGroup
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.token_ranks import TokenRanks
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.compat import forget_meshes
@@ -43,6 +44,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.same_on_ranks import Snapshot, compare, described
 from lt_zero.parallel.buffers import make_plain
 from lt_zero.parallel.built_sharded import cut_sharded
+from lt_zero.parallel.experts import SIZE, cut_experts
 from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.local import LocalParts, is_cut, localize
 from lt_zero.parallel.pipeline.layers import pipeline_of
@@ -53,6 +55,7 @@ from lt_zero.parallel.replaced import Replaced
 from lt_zero.parallel.sequence.ranks import SequenceRanks
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
+EXPERT = "expert_parallel"  # an axis of another mesh: some neighbours among the data ranks
 AXES = (PIPELINE, DATA, SEQUENCE, TENSOR)  # outermost first: tensor ranks are neighbours, on one node
 
 
@@ -64,6 +67,7 @@ class ParallelSizes:
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
+    expert: int = 1  # of the data ranks
 
     @classmethod
     def of(cls, config: ZeroConfig, ranks: int) -> ParallelSizes:
@@ -95,12 +99,19 @@ class ParallelSizes:
                 f"data_parallel_size={data}, but {ranks} ranks with {text or 'no other axis'} are {ranks // together} "
                 "data ranks. Remove the key, or change one of them.",
             )
-        return cls(ranks // together, tensor, stages, sequence)
+        experts = config.expert_parallel.ranks
+        if ranks // together % experts:
+            raise ConfigError.about(
+                SIZE,
+                f"{SIZE}={experts} does not divide the {ranks // together} data ranks of this run. Use a divisor, or "
+                "start another number of processes.",
+            )
+        return cls(ranks // together, tensor, stages, sequence, experts)
 
     @property
     def is_plain(self) -> bool:
-        """True if all ranks are data ranks."""
-        return self.tensor == self.pipeline == self.sequence == 1
+        """True if all ranks are data ranks, which have the same parameters."""
+        return self.tensor == self.pipeline == self.sequence == self.expert == 1
 
     @property
     def of_stage(self) -> int:
@@ -115,7 +126,7 @@ class ParallelSizes:
     @property
     def with_part(self) -> int:
         """The ranks of a stage that have the same part of cut parameters."""
-        return self.data * self.sequence
+        return self.data * self.sequence // self.expert
 
     def firsts(self) -> range:
         """One rank of each data rank, in their order."""
@@ -128,6 +139,17 @@ class ParallelSizes:
     def sequence_rank(self, rank: int) -> int:
         """Index of the part of sequences that ``rank`` sees."""
         return rank // self.tensor % self.sequence
+
+
+class _ExpertRanks:
+    """Sets of ``size`` neighbours of a world, each of which has all experts of a model. Collective."""
+
+    def __init__(self, world: World, size: int) -> None:
+        rows = torch.arange(world.size).view(-1, size).tolist()
+        group, mine = world.new_group(None, rows, closes=True), rows[world.rank // size]
+        world.expect_in_layers(mine)
+        self.ranks = TokenRanks.joined(world, rows, group)
+        self.mesh = DeviceMesh.from_group(group, world.device.type, mine, mesh_dim_names=(EXPERT,))
 
 
 class ParallelMesh:
@@ -160,15 +182,18 @@ class ParallelMesh:
         # Of this world, whose hang detection closes them: a rank that is gone would be waited for in a layer.
         groups = [world.new_group(None, parts, closes=True) for parts in rows]
         first = world.rank // sizes.of_data_rank * sizes.of_data_rank
-        world.expect_in_layers(range(first, first + sizes.of_data_rank))
+        if sizes.expert == 1:
+            world.expect_in_layers(range(first, first + sizes.of_data_rank))
         forget_meshes()
         self.device_mesh = DeviceMesh.from_group(groups, world.device.type, mesh, mesh_dim_names=AXES)
         self._stages = mesh.view(sizes.pipeline, -1).tolist()
         self.peers = ShardGroup(world, self._stages, divisor=sizes.of_stage) if sizes.pipeline > 1 else None
         tensor = AXES.index(TENSOR)
         self._part_ranks = PartRanks(world, rows[tensor], groups[tensor]) if sizes.tensor > 1 else None
-        with_part = mesh.movedim(tensor, 1).reshape(-1, sizes.with_part).tolist()
-        self._cut = ShardGroup(world, with_part, divisor=sizes.with_part, holders=self.peers)
+        self._experts = _ExpertRanks(world, sizes.expert) if sizes.expert > 1 else None
+        # Expert ranks are neighbours among the data ranks, and no other ranks are between them.
+        with_part = mesh.view(sizes.pipeline, -1, sizes.tensor * sizes.expert).mT.reshape(-1, sizes.with_part).tolist()
+        self._cut = ShardGroup(world, with_part, divisor=sizes.data * sizes.sequence, holders=self.peers)
         self.token_group = groups[AXES.index(DATA)]
         self.sequence: SequenceRanks | None = None
         if sizes.sequence > 1:
@@ -216,7 +241,13 @@ class ParallelMesh:
             if self._world.rank == 0:
                 Console().print(table(rows))
 
+        if self._experts is not None:
+            return cut_sharded(module, partial(self._cut_experts, module, self._experts))
         return cut_sharded(module, cut) if self.sizes.tensor > 1 else {}
+
+    def _cut_experts(self, module: nn.Module, experts: _ExpertRanks) -> None:
+        with self.replaced.noting(module):
+            cut_experts(module, experts.mesh, experts.ranks)
 
     def _of_stages(self, value: Any) -> list[Any]:
         """Values of the first ranks of all stages, in order of the stages. Collective."""
@@ -244,6 +275,8 @@ class ParallelMesh:
             given["parts"] = LocalParts(
                 FirstGradients(self.peers or self._world, self.sizes.tensor, names), self._part_ranks
             )
+        if self._experts is not None:
+            given |= {"specs": localize(module, self._experts.mesh), "parts": LocalParts()}
         stages = pipeline.stages_of_parameters() if pipeline is not None else {}
         return {**given, "group_of": partial(self._group_of, group, stages)}
 
@@ -321,7 +354,7 @@ def mesh_of(config: ZeroConfig, world: World) -> ParallelMesh | None:
         return None
     if accelerator.has_streams(world.device) and one_queue(world.device):
         named = {"tensor_parallel.autotp_size": sizes.tensor, "pipeline.stages": sizes.pipeline}
-        named["sequence_parallel_size"] = sizes.sequence
+        named |= {"sequence_parallel_size": sizes.sequence, SIZE: sizes.expert}
         key, size = next((key, size) for key, size in named.items() if size > 1)
         raise ConfigError.about(
             key,

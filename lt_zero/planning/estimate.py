@@ -138,6 +138,11 @@ def _planned(
     if world < 1 or not 1 <= per_node <= world:
         raise ValueError(f"world={world}, ranks_per_node={per_node}: 1 <= ranks_per_node <= world is needed.")
     ranks = ParallelSizes.of(config, world)
+    if ranks.expert > 1:
+        key = "expert_parallel.autoep_size"
+        raise ConfigError.about(
+            key, f"{key}={ranks.expert}: experts on several ranks are not forecast. Remove the key."
+        )
     stage = _stage_of(model, config)
     module, config, specs = _cut_module(stage.model, config, ranks.tensor)
     policy = dtype_policy(config, resolve_mode(config, precision or "32-true"))

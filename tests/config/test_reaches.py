@@ -356,6 +356,8 @@ PROBES: dict[str, Probe] = {
     L + "loss_tokens_per_tile": Probe(tiles.seen("loss"), 4, [10], [4, 4, 2], {L + "tiled_loss": True}),
     T + "autotp_size": Probe(par.sizes, 2, (4, 1), (2, 2)),
     "sequence_parallel_size": Probe(par.sizes, 2, (4, 1), (2, 1)),
+    "expert_parallel.enabled": Probe(par.experts, True, 1, 2, {"expert_parallel.autoep_size": 2}),
+    "expert_parallel.autoep_size": Probe(par.experts, 4, 1, 4, {"expert_parallel.enabled": True}),
     Q + "method": Probe(par.sequence, "gather", ("ulysses", 1, [0, 1]), ("gather", 2, [0, 1]), SEQUENCE),
     Q + "gather": Probe(par.sequence, 2, ("ulysses", 1, [0, 1]), ("ulysses", 2, [0, 1]), SEQUENCE),
     Q + "zigzag": Probe(

@@ -59,6 +59,11 @@ def sizes(lab: Lab, config: Config) -> Any:
     return found.data, found.tensor
 
 
+def experts(lab: Lab, config: Config) -> Any:
+    """How many of four data ranks share experts."""
+    return ParallelSizes.of(ZeroConfig.of(nested(config, lab.folder)), 4).expert
+
+
 def _sequence(config: dict[str, Any]) -> tuple[str, int, list[int]]:
     session = Session(Face.LOOP)
     session.join(ZeroConfig.of(config), torch.device("cpu"))

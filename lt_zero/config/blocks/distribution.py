@@ -335,6 +335,20 @@ class TensorParallel(Block):
     )
 
 
+class ExpertParallel(Block):
+    """The ``expert_parallel`` block: ranks that have some of a layer's experts each, and see different data."""
+
+    enabled: bool = key(False, "put the experts of lt_zero.parallel.Experts on autoep_size ranks")
+    autoep_size: Annotated[Positive, BeforeValidator(to_whole_number)] = key(
+        1, "ranks that share the experts of each layer; they divide the data ranks and the number of experts"
+    )
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that share experts."""
+        return self.autoep_size if self.enabled else 1
+
+
 class SequenceParallel(Block):
     """The ``sequence_parallel`` block: how ranks with parts of the same sequences compute attention."""
 

@@ -11,6 +11,7 @@ from lt_zero.common.numbers import to_whole_number
 from lt_zero.config.blocks.distribution import (
     Aio,
     Communication,
+    ExpertParallel,
     GradientCompressionBlock,
     PipelineParallel,
     SequenceParallel,
@@ -103,6 +104,7 @@ class Schema(Block):
     sequence_parallel: SequenceParallel = key(
         SequenceParallel(), "how ranks with parts of the same sequences compute attention"
     )
+    expert_parallel: ExpertParallel = key(ExpertParallel(), "ranks that have some of a layer's experts each")
     pipeline: PipelineParallel = key(PipelineParallel(), "ranks that have some of the model's layers each")
     gradient_compression: Annotated[GradientCompressionBlock, _off_if_false] = key(
         GradientCompressionBlock(), "gradients in fewer bits, with error feedback"

@@ -1,0 +1,228 @@
+"""Experts of a mixture over ranks: each has some of them, and ranks send each other the tokens of these.
+
+Note [Gradients of experts]
+    An expert sees the tokens of all data ranks of its expert ranks, and so its gradient there is a sum over these data
+    ranks already. The sum over the ranks that have the same experts is therefore divided by the number of all data
+    ranks, not by the number of ranks that are summed.
+
+Note [Tokens of no expert]
+    A rank that got no tokens runs the same operations on no rows, so that its backward takes part in all exchanges, and
+    the gradients of its experts are zero, as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import Parameter
+
+from lt_zero.comm.token_ranks import ProcessGroup, TokenRanks
+from lt_zero.common.compat import clean_name
+from lt_zero.common.errors import ConfigError
+
+SIZE = "expert_parallel.autoep_size"
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Tokens of this rank's experts.
+
+    Attributes:
+        tokens: [rows, ...], those of the first expert first.
+        counts: how many rows each of this rank's experts has.
+    """
+
+    tokens: Tensor
+    counts: list[int]
+    _ranks: TokenRanks | None
+    _sends: list[int]
+    _receives: list[int]
+    _sorted: Tensor  # which of the rows that came is in each row of ``tokens``
+    _sent: Tensor  # which choice, of all tokens in order, was sent in each row
+    _shape: torch.Size  # of the choices
+
+    def split(self) -> tuple[Tensor, ...]:
+        """The rows of each of this rank's experts, also of those without any."""
+        return torch.split(self.tokens, self.counts)
+
+
+def dispatch(
+    tokens: Tensor, expert_ids: Tensor, experts: int, group: TokenRanks | ProcessGroup | None = None
+) -> Dispatched:
+    """Send tokens to the ranks of their experts: of n ranks, rank r has the r-th n-th of the experts.
+
+    Differentiable. Collective over ``group``.
+
+    Args:
+        tokens: [tokens, ...].
+        expert_ids: int64, [tokens] or [tokens, k]: the experts of each token.
+        experts: how many there are; a multiple of the number of ranks.
+        group: ranks that have the experts; None: this rank has all.
+
+    Raises:
+        ValueError: shapes do not fit, or an expert does not exist.
+    """
+    ranks = TokenRanks.of(group, tokens.device) if isinstance(group, ProcessGroup) else group
+    size = 1 if ranks is None else ranks.size
+    _check(tokens, expert_ids, experts, size)
+    flat, choices = expert_ids.reshape(-1), expert_ids.shape[1] if expert_ids.dim() == 2 else 1
+    order = flat.argsort(stable=True)
+    rows = tokens.index_select(0, order // max(choices, 1))
+    counts = torch.bincount(flat, minlength=experts).view(size, -1)  # [ranks, experts of a rank]
+    if ranks is None:
+        return Dispatched(rows, counts[0].tolist(), None, [], [], order, order, expert_ids.shape)
+    came = ranks.swap(counts)
+    sends, receives = torch.stack([counts.sum(1), came.sum(1)]).tolist()  # one copy to the host
+    rows = ranks.exchange(rows, sends, receives)
+    # Rows came in order of the ranks, and those of a rank in order of the experts.
+    expert = torch.arange(came.shape[1], device=came.device).repeat(size).repeat_interleave(came.view(-1))
+    arranged = expert.argsort(stable=True)
+    mine = rows.index_select(0, arranged)
+    return Dispatched(mine, came.sum(0).tolist(), ranks, sends, receives, arranged, order, expert_ids.shape)
+
+
+def combine(rows: Tensor, dispatched: Dispatched, scores: Tensor | None = None) -> Tensor:
+    """Send what experts made of tokens back, and add up what those of a token made of it.
+
+    Differentiable. Collective over the ranks of ``dispatch``.
+
+    Args:
+        rows: [rows, ...], one for each row of ``dispatched.tokens``; the other sizes may be others.
+        scores: by which each is multiplied, of the shape of ``expert_ids``; None: by nothing.
+
+    Returns:
+        A tensor [tokens, ...].
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    if len(rows) != sum(dispatched.counts):
+        raise ValueError(f"combine got {len(rows)} rows, and dispatch gave {sum(dispatched.counts)}.")
+    shape = dispatched._shape
+    if scores is not None and scores.shape != shape:
+        raise ValueError(f"combine got scores of shape {list(scores.shape)}, and expert_ids have {list(shape)}.")
+    if dispatched._ranks is not None:
+        came = rows.index_select(0, _inverse(dispatched._sorted))
+        rows = dispatched._ranks.exchange(came, dispatched._receives, dispatched._sends)
+    made = rows.index_select(0, _inverse(dispatched._sent)).view(*shape, *rows.shape[1:])
+    if scores is not None:
+        made = made * scores.view(*shape, *(1 for _ in rows.shape[1:])).to(made.dtype)
+    return made if len(shape) == 1 else made.sum(1)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+
+
+def _check(tokens: Tensor, expert_ids: Tensor, experts: int, ranks: int) -> None:
+    if expert_ids.dim() not in (1, 2) or len(expert_ids) != len(tokens) or expert_ids.is_floating_point():
+        raise ValueError(
+            f"expert_ids are {expert_ids.dtype} {list(expert_ids.shape)} for {len(tokens)} tokens. Pass whole numbers "
+            "of shape [tokens] or [tokens, k]."
+        )
+    if experts % ranks:
+        raise ValueError(f"{ranks} ranks do not divide {experts} experts.")
+    low, high = torch.stack(torch.aminmax(expert_ids)).tolist() if expert_ids.numel() else (0, 0)
+    if low < 0 or high >= experts:
+        raise ValueError(f"expert_ids are from {low} to {high}, and there are {experts} experts, the first of them 0.")
+
+
+class Experts(nn.Module):
+    """Base class of a module with the experts of a layer, whose parameters are stacked along their first dimension.
+
+    With ``expert_parallel`` each expert rank keeps an equal part of that dimension of the parameters that are the
+    module's own. ``forward`` is yours: it sends tokens by ``dispatch``, uses ``local`` parameters, and gets results
+    back by ``combine``. In a run without expert ranks these have all experts on this rank.
+
+    Args:
+        number: of experts.
+    """
+
+    _ranks: TokenRanks | None
+    _parts: int
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self._ranks, self._parts = number, None, 1
+
+    def dispatch(self, tokens: Tensor, expert_ids: Tensor) -> Dispatched:
+        """Send tokens to the ranks of their experts: see ``lt_zero.parallel.dispatch``. Collective."""
+        if self._ranks is None and self._parts > 1:
+            raise RuntimeError("This is a copy of experts that are on several ranks, and has no connection to them.")
+        return dispatch(tokens, expert_ids, self.number, self._ranks)
+
+    def combine(self, rows: Tensor, dispatched: Dispatched, scores: Tensor | None = None) -> Tensor:
+        """Send results back, and add them up: see ``lt_zero.parallel.combine``. Collective."""
+        return combine(rows, dispatched, scores)
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """The part of a parameter of this module that belongs to this rank's experts. Differentiable."""
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    def spread(self, ranks: TokenRanks) -> None:
+        """Use the experts of ``ranks`` from now on; parameters are cut already."""
+        self._ranks, self._parts = ranks, ranks.size
+
+
+def cut_experts(module: nn.Module, mesh: DeviceMesh, ranks: TokenRanks) -> None:
+    """Cut the parameters of all ``Experts`` of ``module`` over ``ranks``, of which ``mesh`` is made. Collective.
+
+    Values of the first of them are kept.
+
+    Raises:
+        ConfigError: there are none, or they cannot be cut.
+    """
+    found = {name: sub for name, sub in module.named_modules() if isinstance(sub, Experts)}
+    size = ranks.size
+    if not found:
+        raise ConfigError.about(
+            SIZE,
+            f"{SIZE}={size}, but {type(module).__name__} has no lt_zero.parallel.Experts. Make the module with a "
+            "layer's experts one of them, or remove the key.",
+        )
+    places: dict[Parameter, list[tuple[Experts, str]]] = {}
+    for name, experts in found.items():
+        for own, parameter in experts.named_parameters(recurse=False):
+            _check_stack(f"{clean_name(name)}.{own}".lstrip("."), parameter, experts.number, size)
+            places.setdefault(parameter, []).append((experts, own))
+        experts.spread(ranks)
+    _check_elsewhere(module, places)
+    for parameter, where in places.items():
+        if isinstance(parameter, DTensor):  # in an earlier run
+            continue
+        part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+        made = Parameter(part, requires_grad=parameter.requires_grad)
+        for experts, own in where:
+            experts.register_parameter(own, made)
+
+
+def _check_stack(name: str, parameter: Tensor, number: int, size: int) -> None:
+    if number % size:
+        raise ConfigError.about(
+            SIZE, f"{SIZE}={size} does not divide the {number} experts of {name}. Use a divisor of their number."
+        )
+    if parameter.dim() == 0 or parameter.shape[0] != number:
+        raise ConfigError.about(
+            SIZE,
+            f"{SIZE}={size}: {name} of shape {list(parameter.shape)} is no stack of {number} experts along its first "
+            "dimension. Put parameters that experts share into a module of their own.",
+        )
+
+
+def _check_elsewhere(module: nn.Module, places: dict[Parameter, Any]) -> None:
+    """Raise ConfigError if parameters of experts are used by a module of another kind."""
+    for name, sub in module.named_modules():
+        held: Sequence[Any] = [] if isinstance(sub, Experts) else list(sub._parameters.items())
+        for own, parameter in held:
+            if parameter is not None and parameter in places:
+                raise ConfigError.about(
+                    SIZE,
+                    f"{SIZE}: {clean_name(name)}.{own} is a parameter of lt_zero.parallel.Experts, too, each of whose "
+                    "ranks has a part of it. Untie them.",
+                )
