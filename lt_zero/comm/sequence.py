@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
+from typing_extensions import Self, override
 
-from lt_zero.comm.ranks import LaunchOrder, Ranks, Unlogged
+from lt_zero.comm.layer_ranks import LayerRanks
 from lt_zero.comm.shared_memory import REDUCTIONS, Barrier, SharedArena
-from lt_zero.comm.work import CollectiveMonitor
 from lt_zero.comm.world import World
 
 
@@ -39,44 +39,28 @@ def whole_heads(x: Tensor, ranks: int) -> Tensor:
     return x.repeat_interleave(repeats, 1) if repeats > 1 else x
 
 
-class SequenceGroup(Ranks):
+class SequenceGroup(LayerRanks):
     """Ranks that have equal parts of a sequence, in the order of the parts; of a run, or of a user's process group.
 
     Attributes:
         exchanges: how many exchanges of parts this rank has begun.
     """
 
+    subject = "sequences"
     exchanges = 0
     _windows: _Windows | None = None
     # torch renamed it in 2.13, and warns on the old name.
     _all_gather: Any = staticmethod(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
 
     @classmethod
-    def joined(cls, world: World, parts: Sequence[Sequence[int]], group: ProcessGroup) -> SequenceGroup:
-        """Make the group of a run. Collective.
-
-        Args:
-            world: all ranks of the run.
-            parts: the ranks of each such set, in order; the same on all ranks.
-            group: over that of ``parts`` which has this rank.
-        """
-        ranks = next(list(part) for part in parts if world.rank in part)
-        # Numbers of its own: in backward its order relative to the run's other collectives may differ between ranks.
-        order = LaunchOrder(world.watch, ranks, f"of sequences {min(ranks)}")
-        order.compares_all, order.detector = world.check, world.detector
-        made = cls(group, ranks, ranks.index(world.rank), world.device, world.watch, order, world.log)
-        order.host = group if made.backend in ("gloo", "fake") else world.new_group("gloo", parts)
+    @override
+    def joined(cls, world: World, parts: Sequence[Sequence[int]], group: ProcessGroup) -> Self:
+        made = super().joined(world, parts, group)
         # Ranks of another backend send from a device.
-        order.arena = world.share_memory(ranks) if made.backend == "gloo" and world.device.type == "cpu" else None
-        made._windows = _Windows(order.arena) if order.arena is not None else None
+        if made.backend == "gloo" and world.device.type == "cpu":
+            made.order.arena = world.share_memory(made.ranks)
+        made._windows = _Windows(made.order.arena) if made.order.arena is not None else None
         return made
-
-    @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def of(cls, group: ProcessGroup, device: torch.device) -> SequenceGroup:
-        """Use a user's process group, for tensors on ``device``. No hang detection watches it."""
-        watch, ranks = CollectiveMonitor(), range(dist.get_world_size(group))
-        return cls(group, ranks, dist.get_rank(group), device, watch, LaunchOrder(watch, ranks), Unlogged())
 
     def exchange(self, rows: Tensor, members: Sequence[int] | None = None) -> Tensor:
         """Send row k to the k-th of ``members``; the row that came from there takes its place. Differentiable.
@@ -149,7 +133,7 @@ class SequenceGroup(Ranks):
         among, row = range(self.size) if members is None else members, _shape_of(rows)[1:]
         received = rows[0].new_empty(len(among), *row)
         opened = self.log.open(operation.replace("-", "_"), name, received.nbytes)
-        # With shape and dtype: ranks whose lengths differ are told both, and none reads bytes of another dtype.
+        # The name has shape and dtype, so that ranks whose tensors differ get an error instead of wrong values.
         what = f"{name}, {list(received.shape)} {str(received.dtype).removeprefix('torch.')}"
         launch = self.order.launch(operation, what, received.numel())
         if self._windows is not None:

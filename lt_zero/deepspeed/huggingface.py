@@ -29,7 +29,7 @@ class DeepSpeedDistribution(Distribution):
 
 
 class SkippedStep:
-    """Is true if the last step of an engine was skipped. Asked only where somebody wants to know, as it waits."""
+    """Truth value: whether an engine skipped its last step. It is computed on use, because it waits for the step."""
 
     def __init__(self, engine: TrainingEngine) -> None:
         self._engine = weakref.ref(engine)

@@ -5,8 +5,8 @@ Note [Answers]
 
     module:name    an object; without a name it has the same one, and ``*`` is the module itself.
     =literal       a value.
-    !remedy        nothing of ours has this meaning. The name can be imported, and an error tells the remedy where it is
-                   used: scripts import more than they use. With ``*`` this holds for all modules below, too.
+    !remedy        lt_zero has nothing for this name. It can be imported, as scripts import more than they use; its use
+                   is an error with the remedy. With ``*`` this holds for all modules below, too.
 """
 
 from __future__ import annotations

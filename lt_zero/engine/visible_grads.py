@@ -389,7 +389,7 @@ class UnusedParameters:
     """The agreement of ranks on the parameters that none of them used, and on the news that travel with it.
 
     Args:
-        files: swap files; an error of theirs on this rank is told to the others.
+        files: swap files, whose errors on this rank are reported to the other ranks.
         same_on_ranks, buffers: their news travel with the flags.
         sums_late: reductions go on without late ranks.
 
