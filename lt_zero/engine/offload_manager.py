@@ -85,12 +85,14 @@ class OffloadManager:
                 if (problem := self.find_problem()) is not None:
                     raise problem
 
-    def refuse_partially_stepped(self, world: World) -> None:
+    def refuse_partially_stepped(self, world: World, problem: str = "") -> None:
         """Raise SwapError on all ranks if one stepped buckets in a backward that no step followed. Collective.
 
-        No rank can have done so unless ``overlaps``.
+        No rank can have done so unless ``overlaps``. ``problem``: another reason to raise, on this rank.
         """
         with world.agree("checking steps beside backward", SwapError):
+            if problem:
+                raise SwapError(problem)
             if self.partially_stepped:
                 raise SwapError(
                     f"{self.partially_stepped} were stepped during a backward that no optimizer step followed, so the "
