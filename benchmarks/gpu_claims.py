@@ -72,7 +72,7 @@ KERNELS = (
     "quantise to 1 bit",
     "dequantise and sum 4 of int8",
     "dequantise and sum 4 of 1 bit",
-    "select top 1 %",
+    "select top 1 %, five reads",
 )
 _CORES = "needs a GPU: here copies, computing and the step share the same cores"
 _SMALL = "needs a GPU: what does not grow with the model fills a small part of its memory only"
