@@ -97,6 +97,7 @@ CLAIMS = (
     Claim("engine", "host time per unit, stage 3 / FSDP2", 1.05, "host", only_gpu=_HOST_TIME),
     _tests("offload"),
     Claim("offload", "step with offload / longest of compute, copies, CPU's step", 1.2, "overlap", only_gpu=_CORES),
+    Claim("offload", "step with offload beside the next forward / longest of these", 1.2, "overlap", only_gpu=_CORES),
     Claim("offload", "largest model, with offload / without", 10, "largest", at_least=True, only_gpu=_SMALL),
     _tests("trainer"),
     Claim("trainer", "fp16: loss scales that differ from DeepSpeed's", 0, "fp16"),
