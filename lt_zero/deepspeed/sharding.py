@@ -8,10 +8,12 @@ from enum import Enum
 from itertools import count
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lt_zero.engine.guard import is_guarded, owner_of
+from lt_zero.loop.access import local_master
 from lt_zero.planning.estimate import settings_table
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
@@ -56,14 +58,33 @@ class _Status:
         return getattr(self.now(), name)
 
 
+def _part(parameter: Parameter) -> Tensor:
+    """``ds_tensor``: a copy of the elements of a sharded parameter that this rank has (1D, in the parameter's dtype).
+
+    Writing to it is an error of torch: it would change nothing.
+    """
+    if "ds_id" not in parameter.__dict__:
+        raise AttributeError("ds_tensor: only parameters that stage 3 shards have it.")
+    with torch.inference_mode():  # its tensors refuse writes
+        own: Any = local_master(parameter).to(parameter.dtype, copy=True)
+        own.ds_numel = own.numel()
+    return own  # type: ignore[no-any-return]
+
+
 _numbers = count()  # of the parameters of all models
 
 
 def mark_parameters(model: nn.Module) -> None:
-    """Give the parameters of a sharded model what scripts and libraries ask: ``ds_id``, ``ds_status``, their sizes."""
+    """Give the parameters of a sharded model what scripts and libraries ask: ``ds_id``, ``ds_status``, their sizes,
+    and ``ds_persist``, which is True for those that stay whole.
+
+    ``ds_tensor`` is computed when it is asked for, so it is an attribute of their class.
+    """
+    setattr(Parameter, "ds_tensor", property(_part))  # noqa: B010
     for parameter in model.parameters():
         sizes = {"ds_id": next(_numbers), "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
-        for name, value in {**sizes, "ds_status": _Status(parameter)}.items():
+        kept = {"ds_persist": not is_guarded(parameter), "ds_status": _Status(parameter)}
+        for name, value in {**sizes, **kept}.items():
             setattr(parameter, name, value)
 
 
