@@ -135,11 +135,20 @@ def test_deepspeed_itself_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_leaf_modules_are_gathered_as_one_unit(deepspeed: Any) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2))
-    from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules, set_z3_leaf_modules_by_name
+    from deepspeed.utils import (
+        get_z3_leaf_modules,
+        set_z3_leaf_modules,
+        set_z3_leaf_modules_by_name,
+        set_z3_leaf_modules_by_suffix,
+    )
 
     with pytest.raises(ValueError, match="No module of Sequential is one of .*LSTM"):
         set_z3_leaf_modules(model, [nn.LSTM])
-    assert set_z3_leaf_modules_by_name(model, ["1"]) == [model[1]] == get_z3_leaf_modules(model)
+    assert set_z3_leaf_modules_by_name(model, ["1"]) == ([model[1]], [])
+    assert get_z3_leaf_modules(model) == [model[1]]
+    with pytest.raises(ValueError, match=r"no modules named \['7'\]: it has .*0.1, "):
+        set_z3_leaf_modules_by_name(model, ["1", "7"])
+    assert set_z3_leaf_modules_by_suffix(model, ["7"], raise_if_not_found=False) == ([], ["7"])
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     config = {"zero_optimization": zero, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     engine, *_ = deepspeed.initialize(SimpleNamespace(deepspeed_config=config), model)
