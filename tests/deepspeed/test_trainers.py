@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.deepspeed.huggingface import clone_tensors_for_torch_save, tell_skipped_steps
+from lt_zero.deepspeed.huggingface import clone_tensors_for_torch_save, mark_optimizer
 from tests.support import huggingface_script
 from tests.support.docs_tools import BLOCKS, ROOT
 from tests.support.pool import Pool
@@ -53,15 +53,18 @@ def test_a_skipped_step_is_told_to_the_optimizer(installed: Any) -> None:
     engine, optimizer, _, _ = lt_zero.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config
     )
-    tell_skipped_steps(engine)
-    skipped = []
+    mark_optimizer(engine)
+    optimizer_: Any = optimizer
+    skipped, scales = [], [optimizer_.loss_scaler.cur_scale]
     for factor in (1.0, float("inf"), 1.0):
-        assert isinstance(optimizer, torch.optim.Optimizer)
         engine.backward((engine(torch.ones(2, 3)) * factor).sum())
         engine.step()
-        skipped.append(bool(vars(optimizer)["overflow"]))
+        skipped.append(bool(optimizer_.overflow))
+        scales.append(optimizer_.loss_scaler.cur_scale)
         assert engine.was_step_applied() is engine.was_step_applied() is not skipped[-1]
-    assert skipped == [False, True, False]
+    assert (skipped, scales) == ([False, True, False], [16.0, 16.0, 8.0, 8.0])
+    assert (optimizer_.loss_scaler.cur_iter, optimizer_.loss_scaler.scale_window) == (3, 1000)
+    assert optimizer_.dynamic_loss_scale
 
 
 def _status() -> None:
@@ -83,10 +86,16 @@ def _status() -> None:
     model = Net()
     engine, *_ = initialize(model=model, config=config)
     weight: Any = model.head.weight
-    assert (weight.ds_numel, weight.ds_shape, weight.ds_id) == (15, (3, 5), 0)
+    assert (weight.ds_numel, weight.ds_shape, weight.ds_id, weight.ds_persist) == (15, (3, 5), 0, False)
     assert weight.ds_status != ZeroParamStatus.AVAILABLE
     assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
     assert weight.ds_status.name == "NOT_AVAILABLE"
+    own = weight.ds_tensor
+    assert (own.ds_numel, own.dim()) == (own.numel(), 1)
+    assert torch.equal(own, lt_zero.safe_get_local_fp32_param(weight))
+    with pytest.raises(RuntimeError, match="inference"):
+        own.zero_()
+    assert not hasattr(nn.Linear(1, 1).weight, "ds_tensor")
     engine(torch.ones(2, 5))
     assert seen == [True]
     with lt_zero.GatheredParameters(weight):
