@@ -262,7 +262,7 @@ class TrainingEngine(EngineQueries):
 
     def _step(self, sharded: ShardedOptimizer, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
         limit, self._skipped_before = self.gradient_clipping(), self.skipped_steps
-        self.monitor.begin_step(self.loss_scale_controller)
+        self.monitor.begin_step(self.global_samples, self.loss_scale_controller)
         rates = self.get_lr()
         norm = self._own_norm(sharded) if self.tracks_norm and limit == 0 else None
         self._applied, self._norm = self.session.step(sharded, limit, optimizer.step)
@@ -271,7 +271,7 @@ class TrainingEngine(EngineQueries):
         self.global_steps += 1
         self.global_samples += (self._micro or 1) * self._pending * self.data_ranks
         self._pending = 0
-        self.monitor.end_step(self.global_steps, self.global_samples, rates, self._norm, self.loss_scale_controller)
+        self.monitor.end_step(self.global_samples, rates, self._norm, self.loss_scale_controller)
         if self.lr_scheduler is not None and (self._applied or self._config.on_skipped_step == "advance"):
             self.lr_scheduler.step(**lr_kwargs)
         self.session.end_step(sharded)

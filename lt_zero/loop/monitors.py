@@ -24,9 +24,9 @@ from torch import Tensor
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.run_file import RunFile
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
-from lt_zero.session.run_file import RunFile
 from lt_zero.step.loss_scale import LossScaleController
 
 Event = tuple[str, float, int]  # name, value, samples
@@ -162,6 +162,7 @@ class LoopMonitor:
             if world.rank == 0:
                 self._open(config, mode)
         self.enabled: bool = world.host_broadcast(bool(self._output.writers), "monitors")
+        self._samples = 0  # trained so far
         self._loss: Tensor | None = None  # 0D, of the micro-batches since the last step
         self._end = weakref.finalize(self, self._output.end)  # also at the end of the process
 
@@ -183,7 +184,8 @@ class LoopMonitor:
                 raise ConfigError.about(f"{key}.output_path", text) from None
         files = [block for _, block, _ in blocks if block.enabled and isinstance(block, CsvMonitor | TensorBoard)]
         if files:
-            self._new_file = partial(RunFile, _folder(files[0]), config, self._world.size, mode)
+            about: dict[str, Any] = {"ranks": self._world.size, "stage": config.zero_optimization.stage, "mode": mode}
+            self._new_file = partial(RunFile, _folder(files[0]), **about)
 
     def write_events(self, events: Iterable[Event]) -> None:
         """Write events (name, value, samples) of one's own.
@@ -205,12 +207,13 @@ class LoopMonitor:
             part = loss.detach().reshape(()).float() * share
             self._loss = part if self._loss is None else self._loss + part
 
-    def begin_step(self, controller: LossScaleController) -> None:
-        """Write the events of the step before. See Note [When events are written]."""
+    def begin_step(self, samples: int, controller: LossScaleController) -> None:
+        """Write the events of the step before, see Note [When events are written]. ``samples``: before this step."""
+        self._samples = samples
         if self._output.due:
             self._write_due(controller)
 
-    def end_step(self, number: int, samples: int, rates: list[float], norm: Tensor | None, controller: Any) -> None:
+    def end_step(self, samples: int, rates: list[float], norm: Tensor | None, controller: LossScaleController) -> None:
         """Note the events of a step: ``samples`` so far, rates of the groups, norm (0D). Collective."""
         if not self.enabled:
             return
@@ -227,9 +230,9 @@ class LoopMonitor:
             values, copied = accelerator.fetch(values)
         self._output.due.append(_Step(samples, rates[0] if rates else None, values, copied))
         if self._output.file is None and self._new_file is not None:
-            self._output.file = self._new_file(number - 1)  # a checkpoint may have been loaded before
+            self._output.file = self._new_file(self._samples)
         if self._output.file is not None:
-            self._output.file.end_step(number)
+            self._output.file.end_step(samples)
         if copied is None:
             self._write_due(controller)
 
