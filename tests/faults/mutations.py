@@ -245,7 +245,6 @@ _LINES: list[list[str]] = [
     ["import", str(DATA / "fsdp" / "fsdp"), "out"],
     ["verify", str(DATA / "fsdp" / "fsdp")],
     ["plot", "metrics.csv"],
-    ["logs", "metrics.csv"],
     ["ops", "report"],
     ["tune", "train.py", "--timeout", "5"],
 ]
