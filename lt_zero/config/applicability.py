@@ -35,13 +35,13 @@ class Face(str, Enum):
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _TRAINER = (  # keys of what is done at certain points of a Trainer's run
     *("steps_per_print", "dump_state", "log_level", "flops_profiler", "comms_logger", "wall_clock_breakdown"),
-    *("memory_breakdown", "disable_python_gc", "csv_monitor", "tensorboard", "wandb", "comet"),
-    "zero_optimization.sync_bn_in_backward",
+    *("memory_breakdown", "disable_python_gc", "zero_optimization.sync_bn_in_backward"),
 )
+_MONITORS = ("csv_monitor", "tensorboard", "wandb", "comet")
 _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"  # Trainer of transformers asks the engine
 _WITHOUT_EFFECT = {
     Face.TRAINER: (),
-    Face.FABRIC: (*_TRAINER, _GATHER, "train_batch_size", "train_micro_batch_size_per_gpu"),
+    Face.FABRIC: (*_TRAINER, *_MONITORS, _GATHER, "train_batch_size", "train_micro_batch_size_per_gpu"),
     Face.LOOP: (*_TRAINER, "checkpoint.format"),
 }
 _SCRIPTS = {  # keys of what a script for Fabric does itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.metadata
 import json
 import os
@@ -149,6 +150,12 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     return load_file(file)
 
 
+def events_in(folder: Path, name: str) -> list[float]:
+    """The values of an event of DeepSpeed's that ``csv_monitor`` has written."""
+    with (folder / "events" / f"Train_Samples_{name}.csv").open(newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file)]
+
+
 TRAINER_RUNS = {
     "full": {"accumulation": 2},
     "lora": {"lora": True},
@@ -167,6 +174,8 @@ def test_trainer_trains_as_with_ddp_and_resumes(tmp_path: Path, name: str) -> No
     for stage, other in ((2, 3), (3, 2))[0 if name == "full" else 1 :]:
         here = tmp_path / str(stage)
         assert_close(run(here, "trainer", stage, **options), wanted, keys=keys)
+        assert events_in(here, "train_loss") == pytest.approx([row["loss"] for row in wanted], rel=1e-3)  # logs round
+        assert events_in(here, "grad_norm") == pytest.approx([row["grad_norm"] for row in wanted], rel=1e-5)
         saved = weights_in(here / "final")
         assert saved.keys() == final.keys()
         for key, value in final.items():
@@ -197,6 +206,7 @@ def test_loop_of_accelerate_trains_as_with_ddp(tmp_path: Path) -> None:
     wanted = run(tmp_path / "ddp", "accelerate", None, accumulation=3)
     for stage in (1, 2, 3):
         assert_close(run(tmp_path / str(stage), "accelerate", stage, accumulation=3), wanted)
+        assert len(events_in(tmp_path / str(stage), "lr")) == len(wanted)
         saved = torch.load(tmp_path / str(stage) / "weights.pt")
         for key, value in torch.load(tmp_path / "ddp" / "weights.pt").items():
             torch.testing.assert_close(saved[key], value, rtol=1e-4, atol=1e-5)
