@@ -128,9 +128,11 @@ def process_group_backends() -> set[str]:
 
 def forget_meshes() -> None:
     """Empty DTensor's caches per operation: a mesh that equals an earlier one would get that one's groups."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.distributed.tensor import debug
 
-    _clear_sharding_prop_cache()
+    # Torch 2.10 has no function that does both.
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
 
 
 def local_tensor(parameter: DTensor) -> torch.Tensor:
