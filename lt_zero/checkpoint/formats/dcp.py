@@ -49,7 +49,7 @@ class DcpSource(ForeignSource):
             entries = self._entries(load_metadata(self._file))
         meta = self.path / "meta.pt"
         if meta.is_file():
-            self.meta = self._plain(self._load(meta, "checkpoint"), meta)
+            self.meta = self.plain(self.load_file(meta, "checkpoint"), meta)
         model = next((root for root in _MODELS if any(keys[0] == root for keys in entries)), None)
         tensors = {
             ".".join(map(str, keys[1:] if model else keys)): entry
@@ -109,7 +109,7 @@ class DcpSource(ForeignSource):
                 continue
             value = entry.read() if isinstance(entry, Saved) else load(*entry, self._inert)
             row = state.setdefault(name, {}) if keys[1] == "state" else groups.setdefault(keys[2], {})
-            row[key] = self._plain(value, self.path, path)
+            row[key] = self.plain(value, self.path, path)
         rows = [groups[number] for number in sorted(groups)]
         for row in rows:
             row["params"] = [self._named(name) for name in row.get("params", ())]
