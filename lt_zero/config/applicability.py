@@ -108,7 +108,8 @@ _ZERO = (
     *("load_from_fp32_weights", "sub_group_size", "shard_along"),
 )
 _TRAINING = (  # keys of optimizers, gradients and steps
-    *("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "gradient_compression"),
+    *("optimizer", "optimizer_states", "scheduler", "gradient_clipping", "gradient_accumulation_steps"),
+    "gradient_compression",
     *("train_batch_size", "train_micro_batch_size_per_gpu", "activation_checkpointing", "communication_data_type"),
     *("prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op", "fused_step", "checkpoint"),
     *("on_skipped_step", "on_min_scale", "on_nonfinite", "flops_profiler", "data_types.grad_accum_dtype"),

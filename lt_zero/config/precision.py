@@ -46,7 +46,8 @@ class DtypePolicy:
     wire: torch.dtype | None = None  # of gradients in collectives; None: their own, or one in which the sum is exact
     buffers: torch.dtype | None = None  # of floating-point buffers; None: unchanged
     low_master: bool = False  # master weights are in compute instead of fp32
-    low_states: bool = False  # the optimizer's moments have the master weights' dtype even if that is bf16
+    low_step: bool = False  # the optimizer steps master weights in their own dtype even if that is bf16
+    moments: torch.dtype | None = None  # of the optimizer between steps; None: that in which it steps
     keep_fp32: tuple[str, ...] = ()  # class names and patterns of modules and parameters that stay fp32
     check_overflow: bool = False  # steps with non-finite gradients are skipped
     raise_nonfinite: bool = False  # non-finite gradients are an error
@@ -69,9 +70,13 @@ class DtypePolicy:
         return self.accumulate if plain and self.accumulate is not None else self.master_of(dtype)
 
     def step_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which the optimizer sees such weights and keeps its state."""
+        """The dtype in which the optimizer sees such weights."""
         master = self.master_of(dtype)
-        return master if self.low_states else torch.promote_types(master, torch.float32)
+        return master if self.low_step else torch.promote_types(master, torch.float32)
+
+    def moments_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which the optimizer's states of such weights are kept between steps."""
+        return self.moments or self.step_of(dtype)
 
     def wire_of(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype in which gradients of such weights must be reduced; None: any."""
@@ -137,7 +142,7 @@ def dtype_policy(config: Schema, mode: str, rules: ScalerRules | None = None) ->
             text = f"{key}=true, but the precision is {mode!r}. Set {name}.enabled=true or remove the key."
             raise ConfigError.about(key, text)
         low_master |= low
-    types, forward = config.data_types, compute or torch.float32
+    states, types, forward = config.bf16.bf16_optimizer_states, config.data_types, compute or torch.float32
     if types.param_dtype not in (None, forward):
         text = f"data_types.param_dtype={types.param_dtype} contradicts the precision {mode!r}, in which weights are "
         raise ConfigError.about("data_types.param_dtype", f"{text}{forward} in forward. Remove the key.")
@@ -152,7 +157,8 @@ def dtype_policy(config: Schema, mode: str, rules: ScalerRules | None = None) ->
         wire=config.communication_data_type,
         buffers=types.buffer_dtype or (compute if compute == torch.float64 else None),
         low_master=low_master,
-        low_states=config.bf16.bf16_optimizer_states,
+        low_step=states and low_master,
+        moments=config.optimizer_states.dtype or (torch.bfloat16 if states and not low_master else None),
         keep_fp32=tuple(name for block in (config, config.fp16, config.bf16) for name in block.fp16_override_modules),
         check_overflow=skips or config.on_nonfinite != "warn",
         raise_nonfinite=compute != torch.float16 and config.on_nonfinite == "raise",

@@ -239,9 +239,14 @@ def _precision(config: Schema) -> Iterator[Problem]:
     if fp16.enabled is True and fp16.loss_scale == 0 and fp16.min_loss_scale == 0:
         text = "fp16.min_loss_scale=0 with a dynamic scale: the scale could shrink to 0."
         yield Problem("fp16.min_loss_scale", f"{text} Write 1, or a small number such as 1e-5.")
-    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
-        text = "bf16.bf16_optimizer_states=true needs bf16.bf16_master_weights_and_grads=true."
-        yield Problem("bf16.bf16_optimizer_states", text)
+    moments = config.optimizer_states.dtype
+    if moments not in (None, torch.float32, torch.bfloat16):
+        name = str(moments).removeprefix("torch.")
+        text = f"optimizer_states.dtype={name}: squares of gradients need the range of fp32. Write bf16 or fp32."
+        yield Problem("optimizer_states.dtype", text)
+    if bf16.bf16_optimizer_states and moments == torch.float32:
+        text = "optimizer_states.dtype=fp32 contradicts bf16.bf16_optimizer_states=true. Remove one."
+        yield Problem("optimizer_states.dtype", text)
     asked = fp16.raise_error_at_min_scale
     if asked is not None and "on_min_scale" in config.model_fields_set and asked != (config.on_min_scale == "raise"):
         text = f"fp16.raise_error_at_min_scale={asked} contradicts on_min_scale={config.on_min_scale!r}. Remove one."

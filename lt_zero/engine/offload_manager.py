@@ -50,6 +50,7 @@ class OffloadManager:
     has_files: bool = False  # on some rank
     partially_stepped: str = ""  # buckets whose weights are a step ahead; see overlap.py, Note [Beside backward]
     host_link: HostLink | None = None
+    state_nbytes: int = 4  # of an element of the widest optimizer state
     failure: SwapError | None = None  # the first error of a background step
     others: list[Callable[[], SwapError | None]] = field(default_factory=list)  # return errors of other files
 
@@ -101,15 +102,15 @@ class OffloadManager:
                 )
 
     def require(self, world: World, states: int) -> None:
-        """Raise SwapError if a disk has no room for ``states`` fp32 states per element. Collective with files."""
+        """Raise SwapError if a disk has no room for ``states`` states per element. Collective with files."""
         if self.optim is not None:
             with world.agree("reserving room for optimizer states", SwapError):
-                self.optim.require(states * 4)
+                self.optim.require(states * self.state_nbytes)
 
     def announce(self, buckets: Sequence[Bucket], states: int) -> str:
         """Measure the disks on all ranks at once: a line for the user, '' if there are no files. Collective.
 
-        ``states``: number of element-wise fp32 states of the optimizer.
+        ``states``: number of element-wise states of the optimizer.
         """
         tier = self.optim or self.params
         if tier is None:
@@ -117,7 +118,7 @@ class OffloadManager:
         read = written = 0  # bytes of this rank per optimizer step with one backward, clipping included
         for bucket in buckets:
             numel, weights = bucket.shard.numel(), bucket.weights
-            kept = numel * (weights.master_dtype.itemsize + 4 * states)
+            kept = numel * (weights.master_dtype.itemsize + bucket.state_dtype.itemsize * states)
             if bucket.streamed:
                 grads = numel * bucket.grads.dtype.itemsize
                 read, written = read + kept + 2 * grads, written + kept + grads
@@ -172,6 +173,7 @@ def open_offload_manager(
         return manager
     manager.active, manager.how = True, optim
     pin = accelerator.is_accelerator(device) and optim.pin_memory and params.pin_memory
+    manager.state_nbytes = max((bucket.state_dtype.itemsize for bucket in buckets), default=0)
     manager.has_files = bool(_TIERS.keys() & {optim.device, params.device})
     if manager.has_files:
         return_large_blocks()

@@ -68,7 +68,8 @@ class StoragePlan:
         dtype: of the compute copy.
         master: dtype of the master weights.
         accumulate: dtype of the accumulator.
-        step: dtype of what the optimizer sees, and of its states.
+        step: dtype of what the optimizer sees.
+        moments: dtype of its states between steps.
         wire: dtype in which gradients have to be sent; None: any.
         trains: it has master weights and gradients.
         narrows: parameters come in a wider dtype than ``dtype``.
@@ -89,6 +90,7 @@ class StoragePlan:
     master: torch.dtype
     accumulate: torch.dtype
     step: torch.dtype
+    moments: torch.dtype
     wire: torch.dtype | None
     trains: bool
     narrows: bool
@@ -152,7 +154,7 @@ class StoragePlan:
     @property
     def staged(self) -> bool:
         """True if the optimizer steps copies in another dtype. See sharded_optimizer.py, Note [Staged buckets]."""
-        return not self.step == self.master == self.accumulate
+        return not self.step == self.master == self.accumulate == self.moments
 
     @property
     def cast_nbytes(self) -> int:
@@ -221,6 +223,7 @@ def plan_storage(
             master=policy.master_of(dtype),
             accumulate=policy.accumulate_of(dtype),
             step=policy.step_of(dtype),
+            moments=policy.moments_of(dtype),
             wire=wire,
             trains=bucket.trains and training,
             narrows=bucket.narrows,

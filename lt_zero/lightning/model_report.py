@@ -73,7 +73,7 @@ def _dtypes(bucket: Bucket, engine: Engine) -> tuple[str, ...]:
     dtypes = [bucket.dtype]
     if bucket.wants_grad:
         wire, master = bucket.grads.send_dtype(bucket.dtype), bucket.weights.master_dtype
-        dtypes += [bucket.dtype, wire, bucket.grads.dtype, master, bucket.step_dtype]
+        dtypes += [bucket.dtype, wire, bucket.grads.dtype, master, bucket.state_dtype]
     names = [str(d).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp") for d in dtypes]
     return (f"{'trained' if bucket.wants_grad else 'frozen'}{kept}", *names, *["-"] * (6 - len(names)))
 

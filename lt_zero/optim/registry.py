@@ -61,7 +61,7 @@ OPTIMIZER_RULES: Mapping[str, Any] = {
     "foreach": nullable(Flag),
     "fused": nullable(Flag),
 }
-_FP32 = only(True, "write true; for moments in bf16 set bf16.bf16_optimizer_states=true instead")
+_FP32 = only(True, "write true; for moments in bf16 set optimizer_states.dtype=bf16 instead")
 _ADAM: Mapping[str, Any] = {
     "adam_w_mode": Flag,
     "torch_adam": Flag,
@@ -88,7 +88,7 @@ _MUON_RULES: Mapping[str, Any] = {
 }
 _NOT_OF_MUON: Mapping[str, Any] = {
     "torch_adam": Flag,  # selects an implementation, not an algorithm
-    "fp32_optimizer_states": only(True, "write true; for moments in bf16 set bf16.bf16_optimizer_states=true"),
+    "fp32_optimizer_states": only(True, "write true; for moments in bf16 set optimizer_states.dtype=bf16"),
     "per_head_muon": only(False, _HEADS),
 }
 _NO_AMSGRAD = only(False, "Lamb has no such variant; write false, or remove it")

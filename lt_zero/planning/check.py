@@ -156,11 +156,12 @@ def setup_of(
 ) -> Setup:
     """Facts of a run for its forecast; arguments as for ``check_optimizers``."""
     known = [states_of(optimizer) for optimizer in optimizers]
-    states = max((count for count, _ in known), default=0.0) + averages
+    states = max((count for count, _ in known), default=0.0)
     fused = engine.config.fused_step and all(fused for _, fused in known)
     accumulates = accumulates or engine.config.micro_batches > 1  # of a pipeline
     of_device = kind_of(engine.device)
-    return Setup(engine.groups[0], engine.world.size, of_device, states, fused, accumulates, saves=saves)
+    group, per_node = engine.groups[0], engine.world.size
+    return Setup(group, per_node, of_device, states, fused, accumulates, saves=saves, averages=averages)
 
 
 def _check(

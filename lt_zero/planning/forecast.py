@@ -62,11 +62,23 @@ def planned(
     return exchange, plan_storage(plan, config, policy, setup.group, apart, codecs, setup.training)
 
 
-def read_nbytes(row: StoragePlan, states: float) -> int:
+def _kept(row: StoragePlan, setup: Setup) -> list[tuple[torch.dtype, float]]:
+    """Dtypes of what is kept beside the master weights of a bucket, and how many of each: moments, averages."""
+    return [(row.moments, setup.states), (torch.promote_types(row.precision, torch.float32), setup.averages)]
+
+
+def _kept_nbytes(row: StoragePlan, setup: Setup) -> float:
+    """Bytes of these for one element."""
+    return sum(dtype.itemsize * count for dtype, count in _kept(row, setup))
+
+
+def read_nbytes(row: StoragePlan, setup: Setup) -> int:
     """Bytes that a step of a bucket reads from files: master weights, gradients, each of the optimizer's states."""
-    dtypes = [row.master, row.accumulate, *[row.step] * int(states)]
-    partial = int(row.shard_numel * row.step.itemsize * (states - int(states)))
-    return sum(rounded(record_nbytes(row.shard_numel, dtype)) for dtype in dtypes) + rounded(partial)
+    total = sum(rounded(record_nbytes(row.shard_numel, dtype)) for dtype in (row.master, row.accumulate))
+    for dtype, count in _kept(row, setup):
+        total += int(count) * rounded(record_nbytes(row.shard_numel, dtype))
+        total += rounded(int(row.shard_numel * dtype.itemsize * (count - int(count))))
+    return total
 
 
 def _moment_numels(table: Mapping[BucketPlan, StoragePlan]) -> list[int]:
@@ -176,13 +188,13 @@ class _Sums:
 
     def states(self) -> list[Part]:
         """The optimizer's states, and the buffers that offloading keeps from step to step."""
-        states = self.setup.states
         total = [
-            (row.states, MOMENTS, int(numel * row.step.itemsize * states))
+            (row.states, MOMENTS, int(numel * _kept_nbytes(row, self.setup)))
             for row, numel in zip(self.rows, self.moment_numels, strict=True)
             if row.trains and row.states != NVME
         ]
-        total += [(NVME, MOMENTS, int(self._file(dtype) * states)) for dtype in {row.step for row in self.stored}]
+        files = {(number, *kept) for row in self.stored for number, kept in enumerate(_kept(row, self.setup))}
+        total += [(NVME, MOMENTS, int(self._file(dtype) * count)) for _, dtype, count in files]
         # Free buffers that are kept for the next stored tensor (io.pinned.BufferPool).
         sizes = [row.shard_numel * row.master.itemsize for row in self.rows if NVME in (row.states, row.weights)]
         pools = 1 if all(row.states == NVME for row in self.rows if row.weights == NVME) else 2
@@ -321,18 +333,23 @@ class _Sums:
         for row in trained:
             if row.states == NVME:  # what is read, and the weights that are written to another file
                 written = row.shard_numel * row.dtype.itemsize if row.copies_weights and row.weights == NVME else 0
-                sizes.append(read_nbytes(row, self.setup.states) + rounded(written))
+                sizes.append(read_nbytes(row, self.setup) + rounded(written))
         leaving = max(0, min(1, optim.buffer_count - 2)) if optim.pipeline_write else 0
         ahead = 1 if optim.pipeline_read and 2 + leaving <= optim.buffer_count else 0
         window = 1 + leaving + ahead
         most = max((sum(sizes[i : i + window]) for i in range(len(sizes))), default=0)
         copies = [
-            row.shard_numel * row.step.itemsize * (1 + (row.accumulate != row.step))
+            int(row.shard_numel * row.step.itemsize * self._copies_of(row))
             for row in trained
             if row.staged and not (self.setup.fused and row.step == row.master == torch.float32)
         ]
         place = self.memory if any(row.states != DEVICE for row in trained) else DEVICE
         return [(self.memory, OFFLOAD, most), (place, STEP, max(copies, default=0))]
+
+    def _copies_of(self, row: StoragePlan) -> float:
+        """Copies of a bucket's weights, gradients and moments in which the optimizer steps it."""
+        same = [dtype == row.step for dtype in (row.master, row.accumulate)]
+        return same.count(False) + (0 if row.moments == row.step else self.setup.states)
 
     def building(self) -> list[Part]:
         """One bucket in full precision while its shard is built (``Bucket.load_initial``)."""
@@ -345,10 +362,10 @@ class _Sums:
 
     def saving(self) -> list[Part]:
         """A save on every rank: its shards are copied or written, or one bucket is gathered from all ranks."""
-        rows, trained, states = self.rows, self.trained, self.setup.states
-        files = max((read_nbytes(row, states) for row in self.stored), default=0)
+        rows, trained, setup = self.rows, self.trained, self.setup
+        files = max((read_nbytes(row, setup) for row in self.stored), default=0)
         if not self.config.sharded_checkpoints:  # full_params.gather_own
-            widest = [max(r.precision.itemsize, r.step.itemsize if r.trains and states else 0) for r in rows]
+            widest = [max(r.precision.itemsize, r.moments.itemsize if r.trains and setup.states else 0) for r in rows]
             sizes = [r.numel * itemsize for r, itemsize in zip(rows, widest, strict=True) if r.shard_numel != r.numel]
             joined = max((math.prod(spec.global_shape) for spec in self.plan.parts), default=0)  # full_params.joined
             copied = max(sizes, default=0) + joined * torch.float32.itemsize
@@ -356,7 +373,7 @@ class _Sums:
         copy = 0
         if self.config.checkpoint.async_save:
             copy = sum(row.shard_numel * row.precision.itemsize for row in rows)
-            copy += sum(int(row.shard_numel * row.step.itemsize * states) for row in trained)
+            copy += sum(int(row.shard_numel * _kept_nbytes(row, setup)) for row in trained)
             copy += self.residual * torch.float32.itemsize
         buffers = SAVE_BUFFERS + (2 * RING_BUFFER if self.memory == HOST else 0)
         return [(HOST, COPY, copy), (HOST, FILE, buffers), (self.memory, OFFLOAD, files)]
@@ -364,7 +381,7 @@ class _Sums:
     def full_copy(self) -> list[Part]:
         """A full save: rank 0's copy, and the file, which Lightning builds in memory (``_atomic_save``)."""
         total = sum(row.whole * row.precision.itemsize for row in self.rows)
-        total += sum(int(row.whole * row.step.itemsize * self.setup.states) for row in self.trained)
+        total += sum(int(row.whole * _kept_nbytes(row, self.setup)) for row in self.trained)
         whole = sum(row.whole for row in self.rows)
         total += total * self.setup.elsewhere // max(1, whole)  # other stages are as this one
         return [(HOST, COPY, total), (HOST, FILE, total)]

@@ -87,6 +87,7 @@ class Setup:
     accumulates: bool = False  # several micro-batches per step
     training: bool = True  # there are gradients
     saves: bool = True  # there are checkpoints
+    averages: int = 0  # of the weights, kept in fp32 beside the states
     elsewhere: int = 0  # parameters of the model that other ranks of a pipeline have
 
     @property

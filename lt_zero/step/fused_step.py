@@ -178,10 +178,10 @@ class Run:
         self.bucket, self._kernel, self._initial = bucket, kernel, initial
         self.lo = members[0].piece.offset
         self.hi = members[-1].piece.offset + members[-1].piece.numel
-        fp32, device = torch.float32, members[0].fragment.device
-        self._stored = [bucket.state_store(key, fp32) for key in keys]
-        self._own = [torch.zeros(self.hi - self.lo, dtype=fp32, device=device) for s in self._stored if s is None]  # 1D
-        self.steps = torch.zeros(len(members), dtype=fp32, device="cpu")  # 1D; on the CPU as torch's counters
+        numel, dtype, device = self.hi - self.lo, bucket.state_dtype, members[0].fragment.device
+        self._stored = [bucket.state_store(key, dtype) for key in keys]
+        self._own = [torch.zeros(numel, dtype=dtype, device=device) for store in self._stored if store is None]  # 1D
+        self.steps = torch.zeros(len(members), dtype=torch.float32, device="cpu")  # 1D; on the CPU as torch's counters
         self._counted = torch.zeros_like(self.steps)  # increments of the last step
         self._new = [False] * len(members)  # without state before the last step
         self._used: list[bool] = []  # members that ``_counted`` is of
@@ -464,7 +464,7 @@ class FusedStep:
         for part in parts:
             bucket = part.run.bucket
             (grads, factor), out = bucket.grads.stored(), targets[bucket]
-            key = (*part.options.values(), grads.dtype, out is None or out.dtype, id(factor))
+            key = (*part.options.values(), grads.dtype, out is None or out.dtype, bucket.state_dtype, id(factor))
             if key not in calls:
                 calls[key] = Rows(self._kernel, factor, part.options)
             states = [state[part.lo : part.hi] for state in part.run.states]

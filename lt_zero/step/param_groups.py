@@ -191,7 +191,25 @@ class ShardedParamGroups:
                         cut = value.reshape(-1)[piece.lo : piece.hi].clone()
                         cut = cut.view(shape) if cut.numel() == value.numel() else cut
                         # The constructor used the dtype of the compute copy.
-                        state[key] = cut.to(bucket.step_dtype) if cut.is_floating_point() else cut
+                        state[key] = cut.to(bucket.state_dtype) if cut.is_floating_point() else cut
+
+
+def widen_moments(state: dict[str, Any], numel: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Replace the moments of a fragment of ``numel`` elements by copies in ``dtype``; returns what was replaced."""
+    kept = {key: value for key, value in state.items() if _is_moment(value, numel) and value.dtype != dtype}
+    state.update({key: value.to(dtype) for key, value in kept.items()})
+    return kept
+
+
+def keep_moments(state: dict[str, Any], numel: int, dtype: torch.dtype, kept: Mapping[str, Tensor]) -> None:
+    """Round a fragment's moments to ``dtype``, into the tensors that ``widen_moments`` has replaced."""
+    for key, value in state.items():
+        if _is_moment(value, numel) and value.dtype != dtype:
+            state[key] = kept[key].copy_(value) if key in kept else value.to(dtype)
+
+
+def _is_moment(value: Any, numel: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == numel and value.is_floating_point()
 
 
 def _are_same(groups: Sequence[Sequence[Parameter]], others: Sequence[Sequence[Parameter]]) -> bool:

@@ -5,8 +5,8 @@ Note [The plan of a step]
     written. The plan runs in their order: what moves bytes begins first, and the optimizer's own ``step`` comes last.
 
 Note [Staged buckets]
-    Where master weights or accumulators have 16 bits and the optimizer states have not, the optimizer steps fp32 copies
-    of one bucket's fragments at a time. The update is computed in fp32 and rounded once.
+    Where master weights, accumulators or moments have 16 bits and the step has not, the optimizer steps fp32 copies of
+    one bucket's fragments, gradients and moments at a time. The update is computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from lt_zero.optim.lamb import Lamb
 from lt_zero.step.full_norms import FullNorms
 from lt_zero.step.fused_step import FusedStep, Part
 from lt_zero.step.overlap import Overlap
-from lt_zero.step.param_groups import ShardedParamGroups, StepOptions, StepParam
+from lt_zero.step.param_groups import ShardedParamGroups, StepOptions, StepParam, keep_moments, widen_moments
 from lt_zero.step.reduced_grads import ReducedGrads
-from lt_zero.step.supported_optimizers import check_parts, check_supported, states_per_element
+from lt_zero.step.supported_optimizers import check_moments, check_parts, check_supported, states_per_element
 
 log = logging.getLogger("lt_zero")
 
@@ -142,6 +142,7 @@ class ShardedOptimizer(ProcessLocal):
         check_supported(optimizer, divided, whole)
         spans = {id(p): bucket.layout.spans[index] for bucket, index, p in self.fragments.places()}
         check_parts(optimizer, {key: span.name for key, span in spans.items() if not span.spec.is_whole})
+        check_moments(optimizer, engine.policy.moments)
         if manager.optim is not None:
             manager.require(engine.world, states_per_element(optimizer))
         engine.begin_training()
@@ -372,9 +373,12 @@ class ShardedOptimizer(ProcessLocal):
         others = [[p for p in group["params"] if id(p) not in mine] for group in groups]
         rows = [_row_of(bucket, member) for member in members]
         for member, row in zip(members, rows, strict=True):
-            member.fragment.data = row.to(bucket.step_dtype, copy=True) if bucket.staged else row
+            member.fragment.data = row.to(bucket.step_dtype)
             grad = _grad_of(bucket, member)
             member.fragment.grad = grad.to(bucket.step_dtype) if grad is not None else None
+        states = [self.optimizer.state.get(member.fragment, {}) for member in members]
+        numels = [member.piece.numel for member in members]
+        kept = [widen_moments(state, numel, bucket.step_dtype) for state, numel in zip(states, numels, strict=True)]
         for group in groups:
             group["params"] = [p for p in group["params"] if id(p) in mine]
         self._staging = True
@@ -393,6 +397,9 @@ class ShardedOptimizer(ProcessLocal):
                 _keep(member.fragment, row)
         finally:
             self._staging = False
+            for member, before in zip(members, kept, strict=True):
+                if (state := self.optimizer.state.get(member.fragment)) is not None:
+                    keep_moments(state, member.piece.numel, bucket.state_dtype, before)
             for member, row in zip(members, rows, strict=True):
                 member.fragment.grad = None
                 member.fragment.data = row

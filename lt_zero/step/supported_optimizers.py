@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lt_zero.common.compat import bare_step
+from lt_zero.common.errors import ConfigError
 from lt_zero.common.users_code import warn
 from lt_zero.optim.exchanging import ExchangingOptimizer
 from lt_zero.optim.lamb import Lamb
@@ -35,6 +36,8 @@ _DISTRIBUTED = {
     "DistributedFusedAdam",
     "DistributedFusedLAMB",
 }
+# States of these are weights, or step sizes that change by small factors.
+_NOT_MOMENTS = {"ASGD", "Rprop"}
 _CUT = 5000  # of 10,240 elements: 8-bit optimizers keep tensors of less than 4096 in 32 bits
 _STEPS = 8  # rectified optimizers (RAdam) do not move before the sixth
 
@@ -120,6 +123,24 @@ def check_parts(optimizer: Optimizer, parts: Mapping[int, str]) -> None:
             f"have a part of {found!r} each. Take an element-wise optimizer such as AdamW, or lt_zero.optim.Lamb "
             "(lt_zero.optim.Muon with use_muon=False for these parameters)."
         )
+
+
+def check_moments(optimizer: Optimizer, dtype: torch.dtype | None) -> None:
+    """Refuse optimizers whose states cannot be kept in ``dtype`` of less than 32 bits: they may be more than moments.
+
+    Raises:
+        ConfigError: the optimizer may keep weights or step sizes, or exchanges its states.
+    """
+    name, module = type(optimizer).__name__, type(optimizer).__module__
+    known = module.startswith(("torch.optim.", "lt_zero.optim.")) and name not in _NOT_MOMENTS
+    if dtype in (None, torch.float32) or (known and not isinstance(optimizer, ExchangingOptimizer)):
+        return
+    key, kind = "optimizer_states.dtype", str(dtype).removeprefix("torch.")
+    raise ConfigError.about(
+        key,
+        f"{key}={kind}: states of {name} are not known to be moments, which this key rounds after each step. Remove "
+        "the key, or take an optimizer of torch.optim or lt_zero.optim such as AdamW.",
+    )
 
 
 def divides(optimizer: Optimizer, whole: bool) -> bool | None:

@@ -155,7 +155,7 @@ def test_names_that_cannot_be_used(kind: Any, part: str) -> None:
         ("Lamb", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm=1.0: remove it, and set gradient_clipping"),
         ("Lamb", {"amsgrad": True}, "optimizer.params.amsgrad=True: Lamb has no such variant; write false"),
         ("Lamb", {"max_coef": 1}, "optimizer.params.max_coef=1 is not a parameter of Lamb. Did you mean max_coeff?"),
-        ("Adam", {"fp32_optimizer_states": False}, "set bf16.bf16_optimizer_states=true instead"),
+        ("Adam", {"fp32_optimizer_states": False}, "set optimizer_states.dtype=bf16 instead"),
         ("Adam", {"bias_correction": False, "amsgrad": True}, "optimizer.params.amsgrad=True cannot be combined with"),
         (
             "SGD",

@@ -109,7 +109,7 @@ def test_rates_of_both_halves() -> None:
         ({"muon_lr": "x"}, "muon_lr='x'"),
         ({"betas": [0.9, 1.0]}, "betas"),
         ({"nestrov": True}, "Did you mean nesterov"),
-        ({"fp32_optimizer_states": False}, "bf16.bf16_optimizer_states"),
+        ({"fp32_optimizer_states": False}, "optimizer_states.dtype"),
     ],
 )
 def test_wrong_values_are_named(params: dict[str, Any], text: str) -> None:

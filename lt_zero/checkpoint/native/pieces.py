@@ -6,6 +6,7 @@ that of a single process: a plain DDP run can resume from it, and any world size
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,6 +30,8 @@ from lt_zero.offload.store import Store, put_away
 from lt_zero.step.average import average_of
 from lt_zero.step.param_groups import compare_options
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
+
+log = logging.getLogger("lt_zero")
 
 
 def weight_fragments(engine: Engine, averaged: bool | None = None) -> dict[str, Any]:
@@ -336,6 +339,7 @@ def load_full_optimizer_state(
         )
     cut: dict[int, Any] = {}
     streamed: dict[Bucket, list[tuple[Parameter, Piece, str, Tensor]]] = {}  # element-wise states stored in files
+    converted: set[tuple[str, str]] = set()  # dtypes of moments: saved, and kept here
     for number, parameter in zip(numbers, parameters, strict=True):
         state, place = full["state"].get(number), engine.owner.get(id(parameter))
         if state is not None and place is None:
@@ -349,12 +353,17 @@ def load_full_optimizer_state(
                 spec = bucket.layout.spans[index].spec
                 if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != spec.global_shape:
                     cut[number][key] = whole(value)
-                elif bucket.places.step.streamed:
+                    continue
+                if value.is_floating_point() and value.dtype != bucket.state_dtype:
+                    converted.add((_name_of(value.dtype), _name_of(bucket.state_dtype)))
+                if bucket.places.step.streamed:
                     streamed.setdefault(bucket, []).append((parameter, piece, key, value))
                 else:
                     cut[number][key] = _piece_of(bucket, piece, value)
         if bucket not in streamed:
             tick()
+    if converted and engine.world.rank == 0:
+        log.info("Moments are converted: saved in %s, kept in %s", *min(converted))
     optimizer.load_state_dict({**full, "state": cut})
     for number, parameter in zip(numbers, parameters, strict=True):
         place, loaded = engine.owner.get(id(parameter)), optimizer.state[parameter] if number in cut else {}
@@ -376,10 +385,14 @@ def load_full_optimizer_state(
     sharded.store_states()
 
 
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _piece_of(bucket: Bucket, piece: Piece, value: Tensor) -> Tensor:
     """This rank's elements in the dtype of the running optimizer's states, which may differ from the saved one."""
     row = elements_of(value, piece.lo, piece.hi, bucket.layout.spans[piece.index].spec.local_box)
-    row = row.to(bucket.step_dtype) if row.is_floating_point() else row
+    row = row.to(bucket.state_dtype) if row.is_floating_point() else row
     shape = bucket.shapes[piece.index]
     row = row if isinstance(value, LazyTensor) or row.dtype != value.dtype else row.clone()
     return row.view(shape) if piece.numel == torch.Size(shape).numel() else row

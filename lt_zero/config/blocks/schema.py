@@ -28,6 +28,7 @@ from lt_zero.config.blocks.training import (
     Fp16,
     LongSequences,
     OptimizerBlock,
+    OptimizerStates,
     SchedulerBlock,
     SparseAttention,
     TorchAutocast,
@@ -81,6 +82,7 @@ class Schema(Block):
     aio: Aio = key(Aio(), "file I/O of offloaded states")
     checkpoint: Checkpoint = key(Checkpoint(), "saving and resuming")
     optimizer: OptimizerBlock | None = key(None, "optimizer to build if the module has no configure_optimizers")
+    optimizer_states: OptimizerStates = key(OptimizerStates(), "how the optimizer's moments are kept")
     scheduler: SchedulerBlock | None = key(None, "learning-rate schedule, stepped after each optimizer step")
     activation_checkpointing: ActivationCheckpointing = key(
         ActivationCheckpointing(), "recompute activations in backward to save memory"

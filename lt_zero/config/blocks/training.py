@@ -47,7 +47,11 @@ class Bf16(Block):
     immediate_grad_update: bool = key(True, "add gradients to the accumulator in each backward (DeepSpeed: false)")
     check_grad_overflow: bool = key(True, "skip steps with non-finite gradients")
     bf16_master_weights_and_grads: bool = key(False, "no fp32 copy of the weights, bf16 accumulators")
-    bf16_optimizer_states: bool = key(False, "keep moments in bf16; needs bf16_master_weights_and_grads")
+    bf16_optimizer_states: bool = key(
+        False,
+        "as optimizer_states.dtype=bf16; with bf16_master_weights_and_grads the step is computed in bf16, too "
+        "(DeepSpeed: needs these)",
+    )
     fp16_override_modules: Names = key((), "as the key of the same name at top level")
 
 
@@ -69,6 +73,12 @@ class DataTypes(Block):
     keep_in_fp32_modules: Literal["auto"] | Names = key(
         "auto", "modules whose buffers are not cast; auto: the model's _keep_in_fp32_modules"
     )
+
+
+class OptimizerStates(Block):
+    """The ``optimizer_states`` block: how an optimizer's moments are kept between steps."""
+
+    dtype: Dtype | None = key(None, "dtype of moments, fp32 or bf16; null: that in which the step is computed")
 
 
 class OptimizerBlock(Block):

@@ -76,9 +76,11 @@ template <class Body>
 static void with_row(const lt_tensors &t, int64_t k, Body body) {
     typedef Known<LT_FP32> Fp32;
     typedef Known<LT_BF16> Bf16;
-    const bool usual = t.state_dtype == LT_FP32 && (!t.out || t.out_dtype == LT_BF16);
-    if (usual && t.grad_dtype == LT_FP32) body(RowOf<Fp32, Fp32, Bf16>(t, k));
-    else if (usual && t.grad_dtype == LT_BF16) body(RowOf<Bf16, Fp32, Bf16>(t, k));
+    const bool usual = !t.out || t.out_dtype == LT_BF16, wide = t.state_dtype == LT_FP32;
+    if (usual && wide && t.grad_dtype == LT_FP32) body(RowOf<Fp32, Fp32, Bf16>(t, k));
+    else if (usual && wide && t.grad_dtype == LT_BF16) body(RowOf<Bf16, Fp32, Bf16>(t, k));
+    else if (usual && !wide && t.grad_dtype == LT_FP32) body(RowOf<Fp32, Bf16, Bf16>(t, k));
+    else if (usual && !wide && t.grad_dtype == LT_BF16) body(RowOf<Bf16, Bf16, Bf16>(t, k));
     else body(Row(t, k));
 }
 
