@@ -63,6 +63,11 @@ def contradictions(config: Schema) -> Iterator[Problem]:
         files, host = f"{ACTIVATIONS}.nvme_path", f"{ACTIVATIONS}.cpu_checkpointing"
         text = f"{files}={str(saved.nvme_path)!r} and {host}=true are two places for saved inputs."
         yield Problem(files, f"{text} Remove one of them.")
+    for name in ("every", "contiguous_memory_optimization"):
+        given = getattr(saved, name)
+        if saved.memory_budget is not None and given != ActivationCheckpointing.model_fields[name].default:
+            text = f"{ACTIVATIONS}.{name}={given} fixes what memory_budget={saved.memory_budget:g} chooses: which"
+            yield Problem(f"{ACTIVATIONS}.{name}", f"{text} modules keep saved inputs only. Remove one of them.")
     if config.checkpoint.async_save and not config.sharded_checkpoints:
         yield Problem(
             "checkpoint.async",
