@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lt_zero.common.errors import ConfigError, Path, Problem, dotted
+from lt_zero.common.errors import Path, Problem, dotted
 from lt_zero.config.blocks import (
     OPERATIONS,
     SPARSE_MODES,
@@ -133,13 +133,6 @@ def _tolerance(config: Schema) -> Iterator[Problem]:
         yield Problem(
             "communication.slow_node_tolerance", f"{text}, and {name} asks for other sums. Remove one of them."
         )
-
-
-def refuse_quantized(config: Schema) -> None:
-    """Raise ConfigError if weights are to rest in few bits, from which nothing can be trained."""
-    if config.quantize is not None:
-        text = f"quantize={config.quantize} keeps nothing of the weights but 8-bit codes, which cannot be trained. "
-        raise ConfigError.about("quantize", f"{text}Remove the key, or use predict, validate, test or inference.")
 
 
 def one_bit(config: Schema) -> str:
