@@ -49,11 +49,17 @@ def export_command(
         str | None, Option(help="Prefix to remove from names, such as net. (the attribute of your module).")
     ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace weights that are in the folder OUT.")] = False,
+    merge_lora: Annotated[
+        str | None,
+        Option(
+            metavar="CONFIG", help="Merge low-rank adapters: peft's adapter_config.json, its folder, or lora_alpha."
+        ),
+    ] = None,
 ) -> None:
     """Export a checkpoint's weights to files that need no lt_zero. One tensor is in memory at a time."""
     with _reporting():
         how = (dtype, format, shard_size, training_state, keep_fp32 or (), True, strip_prefix, overwrite)
-        files = export(ckpt, out, *how)
+        files = export(ckpt, out, *how, merge_lora=merge_lora)
     for file in files:
         typer.echo(f"{file} ({format_bytes(file.stat().st_size)})")
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.reading import VERSION
+from lt_zero.checkpoint.lora import LoraScaling, MergedSource
 from lt_zero.checkpoint.native.directory import is_url
 from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile, Write
 from lt_zero.checkpoint.open import found_at, open_source
@@ -68,6 +69,7 @@ def export(
     progress: bool = False,
     strip_prefix: str | None = None,
     overwrite: bool = False,
+    merge_lora: float | str | os.PathLike[str] | None = None,
 ) -> list[Path]:
     """Write the weights of a checkpoint to one file, or to several of limited size. Never leaves partial files.
 
@@ -91,6 +93,8 @@ def export(
             others load these into the inner module. ``""``: none, without the warning.
         overwrite: replace weights of this format in a folder, also under other names. A file named as ``out`` is
             always replaced.
+        merge_lora: write W + s B A in place of each weight W with a low-rank adapter, under the names of the model
+            without adapters: the path of peft's ``adapter_config.json`` or of its folder, or ``lora_alpha``.
 
     Returns:
         The files, the index last.
@@ -107,7 +111,11 @@ def export(
     kind, target = _dtype(dtype), _target(checkpoint, out, format, shard_size, overwrite)
     if training_state:
         _check_resumable(target, dtype, strip_prefix)
+        if merge_lora is not None:
+            raise ValueError("merge_lora cannot be combined with training_state: the optimizer trains the factors.")
     source = open_source(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
+    if merge_lora is not None:
+        source = MergedSource(source, LoraScaling.of(merge_lora))
     if strip_prefix is None and (target.format == "safetensors" or target.shard_size is not None):
         _warn_of_prefix(source.weights)
     with progress_bar(f"Exporting {target.path.name}", rank=0, in_bytes=True, shown=progress) as work:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lt_zero.common.errors import ConfigError, Path, Problem, dotted
+from lt_zero.common.errors import Path, Problem, dotted
 from lt_zero.config.blocks import (
     OPERATIONS,
     SPARSE_MODES,
@@ -63,6 +63,11 @@ def contradictions(config: Schema) -> Iterator[Problem]:
         files, host = f"{ACTIVATIONS}.nvme_path", f"{ACTIVATIONS}.cpu_checkpointing"
         text = f"{files}={str(saved.nvme_path)!r} and {host}=true are two places for saved inputs."
         yield Problem(files, f"{text} Remove one of them.")
+    for name in ("every", "contiguous_memory_optimization"):
+        given = getattr(saved, name)
+        if saved.memory_budget is not None and given != ActivationCheckpointing.model_fields[name].default:
+            text = f"{ACTIVATIONS}.{name}={given} fixes what memory_budget={saved.memory_budget:g} chooses: which"
+            yield Problem(f"{ACTIVATIONS}.{name}", f"{text} modules keep saved inputs only. Remove one of them.")
     if config.checkpoint.async_save and not config.sharded_checkpoints:
         yield Problem(
             "checkpoint.async",
@@ -128,13 +133,6 @@ def _tolerance(config: Schema) -> Iterator[Problem]:
         yield Problem(
             "communication.slow_node_tolerance", f"{text}, and {name} asks for other sums. Remove one of them."
         )
-
-
-def refuse_quantized(config: Schema) -> None:
-    """Raise ConfigError if weights are to rest in few bits, from which nothing can be trained."""
-    if config.quantize is not None:
-        text = f"quantize={config.quantize} keeps nothing of the weights but 8-bit codes, which cannot be trained. "
-        raise ConfigError.about("quantize", f"{text}Remove the key, or use predict, validate, test or inference.")
 
 
 def one_bit(config: Schema) -> str:

@@ -53,7 +53,6 @@ from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.common.timing import NOTHING, TimedSpan, UnitRanges, phase, unit_range
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.config.rules import refuse_quantized
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.exchange import GradientExchange
@@ -493,10 +492,12 @@ class Engine(ProcessLocal):
         """Make master weights, and keep weights gathered as the limits allow. No-op if done before.
 
         Raises:
-            ConfigError: weights rest in 8 bits.
+            ConfigError: weights that are to be trained rest encoded.
         """
         if not self.training:
-            refuse_quantized(self.config)
+            for bucket in self.buckets:
+                if bucket.wants_grad:
+                    bucket.weights.refuse_codes(bucket.name)
             for handle in self._of_parts:
                 handle.remove()
             self._of_parts = []
@@ -504,7 +505,7 @@ class Engine(ProcessLocal):
             self.gatherer.limit(self._residency)
             for bucket in self.buckets:
                 if bucket.wants_grad:
-                    bucket.weights.enable_training()
+                    bucket.weights.enable_training(bucket.name)
 
     def finish_steps(self) -> bool:
         """Wait until the steps of all buckets are complete; returns whether one was not."""

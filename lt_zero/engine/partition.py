@@ -34,7 +34,8 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.rules import one_bit
 from lt_zero.engine.find_units import UnitRules, class_matches, clean_name, find_units
 from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Fp32Modules, find_fp32_modules
-from lt_zero.engine.layout import BucketLayout, Owners, Sharding, join, plan_bucket, split_by_size
+from lt_zero.engine.layout import ALIGN, BucketLayout, Owners, Sharding, join, plan_bucket, split_by_size
+from lt_zero.ops.nf4 import RESTING
 
 _MUCH = 0.25  # padding, per element of the parameters, that is warned about
 
@@ -92,6 +93,7 @@ class BucketPlan:
     narrows: bool = False  # parameters come in a higher precision than ``dtype``
     most: int | None = None  # elements on the ranks that have the most of it; None: all have as many
     gradient_of: GradientOf = attrgetter("grad")  # in the shape of the parameter's spec
+    align: int = ALIGN  # elements: where parameters and shards begin
     _layouts: dict[int, BucketLayout] = field(default_factory=dict, init=False, repr=False)  # asked for so far
 
     @property
@@ -110,7 +112,7 @@ class BucketPlan:
 
     def layout(self, world: int) -> BucketLayout:
         if world not in self._layouts:
-            self._layouts[world] = plan_bucket(self.specs, world, self.owners)
+            self._layouts[world] = plan_bucket(self.specs, world, self.owners, self.align)
         return self._layouts[world]
 
 
@@ -399,7 +401,9 @@ def _cut(
                 narrows = any(p.dtype.itemsize > kind.dtype.itemsize for _, p in parameters)
                 what = (kind.compresses, kind.group, kind.is_wide, narrows)
                 how = (kind.dtype, kept, of_rank, *what, most, gradient_of)
-                found[first].append(BucketPlan(name, parameters, theirs, *how))
+                codec = RESTING[config.quantize] if config.quantize and kept.params and not kind.trains else None
+                align = codec.block if codec is not None else ALIGN
+                found[first].append(BucketPlan(name, parameters, theirs, *how, align))
     return found
 
 

@@ -58,7 +58,7 @@ def planned(
 ) -> tuple[ExchangePlan, dict[BucketPlan, StoragePlan]]:
     """Plans of the exchange, and of the storage of one rank for each bucket, from which ``build`` makes an engine."""
     exchange = plan_exchange(config, plan, policy, setup.group)
-    apart, codecs = setup.device != "cpu", partial(plan_codecs, config, exchange)
+    apart, codecs = setup.device != "cpu", partial(plan_codecs, config, exchange, setup.training)
     return exchange, plan_storage(plan, config, policy, setup.group, apart, codecs, setup.training)
 
 

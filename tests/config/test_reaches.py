@@ -291,6 +291,7 @@ PROBES: dict[str, Probe] = {
     # what backward computes again
     A + "mode": Probe(a.again, "selective", [], ["cheap"]),
     A + "every": Probe(a.checkpointed, 2, BLOCKS, ["blocks.0", "blocks.2"], FULL),
+    A + "memory_budget": Probe(a.chosen, 0.7, BLOCKS, ["blocks.0", "blocks.1"], FULL),
     A + "modules": Probe(a.checkpointed, ["Pair"], BLOCKS, ["pair"], FULL),
     A + "cpu_checkpointing": Probe(a.place, True, None, "host", FULL),
     A + "nvme_path": Probe(a.place, "{folder}", None, "files", FULL),

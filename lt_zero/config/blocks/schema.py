@@ -127,10 +127,11 @@ class Schema(Block):
         "auto: fall back to torch operations, with one warning, where native kernels cannot be built; "
         "required: raise at set-up if a kernel is missing",
     )
-    quantize: Annotated[Literal[8] | None, BeforeValidator(to_whole_number)] = key(
+    quantize: Annotated[Literal[8, 4] | None, BeforeValidator(to_whole_number)] = key(
         None,
-        "8: parameters that are sharded rest in 8 bits, in blocks of 256 elements with a scale, and are decoded when "
-        "they are gathered; for inference only (DeepSpeed: weight_quantization)",
+        "bits in which sharded parameters that are not trained rest; they are decoded when they are gathered. 8: "
+        "integers, blocks of 256 elements share a scale; 4: NormalFloat (NF4), blocks of 64 (DeepSpeed: "
+        "weight_quantization)",
     )
     max_cpu_gb: Real | None = key(None, "maximum host memory to use per node, in GB (1e9 bytes)", gt=0)
     on_skipped_step: Literal["hold", "advance"] = key("hold", "whether skipped steps hold schedules, or advance them")
