@@ -193,11 +193,7 @@ def _parallel(config: Schema) -> Iterator[Problem]:
         "sequence_parallel_size": config.sequence_parallel_size,
     }
     yield from _sequence_parallel(config)
-    experts = config.expert_parallel.ranks
-    for key in (key for key, size in sizes.items() if size > 1 and experts > 1):
-        text = f"expert_parallel.autoep_size={experts} is for data ranks only, and there is {key}={sizes[key]}"
-        yield Problem("expert_parallel.autoep_size", f"{text}. Remove one of them.")
-    sizes["expert_parallel.autoep_size"] = experts
+    sizes["expert_parallel.autoep_size"] = config.expert_parallel.ranks
     pieces, steps = config.pipeline.num_microbatches, config.gradient_accumulation_steps
     if config.pipeline.ranks > 1 and None not in (pieces, steps) and pieces != steps:
         text = f"pipeline.num_microbatches={pieces}, but gradient_accumulation_steps={steps} means the micro-batches"
