@@ -123,7 +123,7 @@ class LocalParts:
     """``Parts`` of DTensors; of other parameters all of the tensor.
 
     ``first``: sees the gradients of the first backward that tensor ranks should have alike. ``ranks``: that have the
-    other parts. ``elsewhere``: tells parameters that are cut over other ranks than tensor ranks.
+    other parts. ``elsewhere``: tells parameters that are cut over other ranks than tensor ranks. ``uneven``: see there.
     """
 
     joins = True
@@ -133,8 +133,9 @@ class LocalParts:
         first: FirstGradients | None = None,
         ranks: PartRanks | None = None,
         elsewhere: Callable[[Parameter], bool] = lambda parameter: False,
+        uneven: str = "",
     ) -> None:
-        self.first, self.ranks, self._elsewhere = first, ranks, elsewhere
+        self.first, self.ranks, self.uneven, self._elsewhere = first, ranks, uneven, elsewhere
 
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
         return cut(parameter, value) if isinstance(parameter, DTensor) else value

@@ -56,6 +56,10 @@ from lt_zero.parallel.sequence.ranks import SequenceRanks
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
 AXES = (PIPELINE, DATA, SEQUENCE, TENSOR)  # outermost first: tensor ranks are neighbours, on one node
+_UNEVEN = (
+    "experts on several ranks get tokens of all of these in each forward. Run as many forwards on all ranks, some of them "
+    f"with inputs that are not used, or remove {SIZE}."
+)
 
 
 @dataclass(frozen=True)
@@ -314,13 +318,14 @@ class ParallelMesh:
             if each is not None:
                 each.configure(config)
         if self._meshes:
-            given |= {"specs": localize(module, self._meshes), "parts": LocalParts()}
-        if self.sizes.tensor > 1:
-            names = {id(p): name for name, p in module.named_parameters()}
-            make_plain(module)
-            given["parts"] = LocalParts(
-                FirstGradients(self.peers or self._world, self.sizes.tensor, names), self._part_ranks, is_of_experts
-            )
+            first = None
+            given["specs"] = localize(module, self._meshes)
+            if self.sizes.tensor > 1:
+                names = {id(p): name for name, p in module.named_parameters()}
+                make_plain(module)
+                first = FirstGradients(self.peers or self._world, self.sizes.tensor, names)
+            uneven = _UNEVEN if self._experts is not None else ""
+            given["parts"] = LocalParts(first, self._part_ranks, is_of_experts, uneven)
         stages = pipeline.stages_of_parameters() if pipeline is not None else {}
         return {**given, "group_of": partial(self._group_of, group, stages)}
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import lt_zero
+from lt_zero.engine.guard import owner_of
 from lt_zero.parallel.mesh import ParallelSizes
 from tests.support.blended import OneProcess, start
 from tests.support.matrix import only_rows
+from tests.support.mixtures import WIDTH, Mixture
 from tests.support.pipeline_saves import everything, load, save
 from tests.support.pipelines import all_weights
 from tests.support.pool import Pool
@@ -113,3 +117,41 @@ def test_checkpoints_go_on_at_other_meshes(
     pool: Pool, tmp_path: Path, ranks: int, runs: list[tuple[ParallelSizes, int]]
 ) -> None:
     pool.run(ranks, _goes_on, str(tmp_path), runs)
+
+
+# ---- inference -------------------------------------------------------------------------------------------------------
+
+
+def _outputs(ranks: int, stage: int, file: str | None, keys: dict[str, Any], bound: float) -> None:
+    """Each rank sees data of its own, and uses the experts of others."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **keys.get("zero_optimization", {})}
+    block = {"enabled": True, "autoep_size": ranks}
+    whole = Mixture()
+    with lt_zero.empty_weights() if file is not None else nullcontext():
+        model = Mixture()
+    lt_zero.inference(model, {**keys, "zero_optimization": zero, "expert_parallel": block}, weights=file)
+    for step in range(2):
+        x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), whole(x), rtol=bound, atol=bound)
+    engine: Any = owner_of(model.head.weight)
+    assert sum(bucket.layout.numel for bucket in engine.buckets) < sum(p.numel() for p in whole.parameters())
+    with pytest.raises(RuntimeError, match="Run as many forwards on all ranks"), lt_zero.synced(model):
+        pass
+
+
+KINDS = {
+    "": ({}, 1e-5),
+    "host": ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, 1e-5),
+    "8 bits": ({"quantize": 8}, 5e-2),
+}
+INFERENCE = [(2, 2, 3, "host", True), (2, 2, 0, "", False)]
+INFERENCE += [(4, ranks, stage, kind, True) for ranks in (2, 4) for stage in (0, 3) for kind in ("", "8 bits")]
+
+
+@pytest.mark.parametrize(("world", "ranks", "stage", "kind", "saved"), only_rows(INFERENCE[:1], INFERENCE))
+def test_inference_sends_tokens_to_experts(
+    pool: Pool, tmp_path: Path, world: int, ranks: int, stage: int, kind: str, saved: bool
+) -> None:
+    torch.save(Mixture().state_dict(), tmp_path / "weights.pt")
+    pool.run(world, _outputs, ranks, stage, str(tmp_path / "weights.pt") if saved else None, *KINDS[kind])
