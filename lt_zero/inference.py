@@ -58,8 +58,7 @@ def inference(
     Raises:
         ConfigError: the configuration is wrong.
         CheckpointError: on all ranks: ``weights`` is no checkpoint, or has other names or shapes than the module.
-        NotEnoughMemory: a machine has too little memory; the module is unchanged, unless it is cut over tensor or expert
-            ranks.
+        NotEnoughMemory: a machine has too little memory; the module is unchanged, unless it is cut over ranks.
     """
     expect(module, nn.Module, "The module of lt_zero.inference", "pass an nn.Module")
     chosen, ignored = without_training(config)

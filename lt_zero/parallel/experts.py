@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from lt_zero.comm.token_ranks import ProcessGroup, TokenRanks
+from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError
 
@@ -198,11 +199,7 @@ def cut_experts(module: nn.Module, mesh: DeviceMesh, ranks: TokenRanks, of_stage
     for wrong in (each for _, each in told if each is not None):
         raise ConfigError([wrong])
     if not any(has for has, _ in told):
-        raise ConfigError.about(
-            SIZE,
-            f"{SIZE}={size}, but {type(module).__name__} has no lt_zero.parallel.Experts. Make the module with a "
-            "layer's experts one of them, or remove the key.",
-        )
+        raise _none_in(module, size)
     for experts in found.values():
         experts.spread(ranks)
     for parameter, where in places.items():
@@ -213,6 +210,36 @@ def cut_experts(module: nn.Module, mesh: DeviceMesh, ranks: TokenRanks, of_stage
         vars(made).update(vars(parameter))  # what a plan says of it
         for experts, own in where:
             experts.register_parameter(own, made)
+
+
+def planned_parts(module: nn.Module, size: int, of_stage: bool = False) -> list[ParamSpec]:
+    """Parts that the first of ``size`` ranks has of stacks that are cut, or that ``cut_experts`` would cut.
+
+    ``of_stage``: other stages of a pipeline may have them.
+
+    Raises:
+        ConfigError: as ``cut_experts``.
+    """
+    found = {name: sub for name, sub in module.named_modules() if isinstance(sub, Experts)}
+    if size == 1:
+        return []
+    if not found and not of_stage:
+        raise _none_in(module, size)
+    stacks, specs = _stacks(module, found, size), list[ParamSpec]()
+    for name, parameter in module.named_parameters():
+        if parameter in stacks:
+            number, *others = parameter.shape
+            part = Box((0,) * parameter.dim(), (number // size, *others))
+            specs.append(ParamSpec(name, (number, *others), part))
+    return specs
+
+
+def _none_in(module: nn.Module, size: int) -> ConfigError:
+    return ConfigError.about(
+        SIZE,
+        f"{SIZE}={size}, but {type(module).__name__} has no lt_zero.parallel.Experts. Make the module with a layer's "
+        "experts one of them, or remove the key.",
+    )
 
 
 def _stacks(module: nn.Module, found: Mapping[str, Experts], size: int) -> dict[Parameter, list[tuple[Experts, str]]]:

@@ -57,8 +57,8 @@ from lt_zero.parallel.sequence.ranks import SequenceRanks
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
 AXES = (PIPELINE, DATA, SEQUENCE, TENSOR)  # outermost first: tensor ranks are neighbours, on one node
 _UNEVEN = (
-    "experts on several ranks get tokens of all of these in each forward. Run as many forwards on all ranks, some of them "
-    f"with inputs that are not used, or remove {SIZE}."
+    "experts on several ranks get tokens of all of these in each forward. Run as many forwards on all ranks, some of "
+    f"them with inputs that are not used, or remove {SIZE}."
 )
 
 
