@@ -31,7 +31,7 @@ from tests.support.nodes import NodePool, Traffic
 from tests.support.parallel_nets import CPU
 from tests.support.pool import Pool
 
-NUMBER, WIDTH, HIDDEN, TOKENS = 4, 64, 96, 16  # tokens of a rank
+NUMBER, WIDTH, HIDDEN, TOKENS = 4, 64, 96, 320  # tokens of a rank, beside which numbers of tokens are few bytes
 
 
 class Wide(Experts):
