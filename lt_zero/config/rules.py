@@ -217,9 +217,6 @@ def _sequence_parallel(config: Schema) -> Iterator[Problem]:
     key, size, block = "sequence_parallel_size", config.sequence_parallel_size, config.sequence_parallel
     if size == 1:
         return
-    if config.pipeline.ranks > 1:
-        text = f"{key}={size} with pipeline.stages={config.pipeline.ranks}: stages send each other whole sequences"
-        yield Problem(key, f"{text}. Remove one of them; tensor_parallel.autotp_size can be combined with both.")
     if config.sparse_attention is not None:
         text = f"{key}={size}: {SPARSE} needs whole sequences on each rank. Remove one of them, or call "
         yield Problem(SPARSE, f"{text}lt_zero.attention.sparse_attention in the model.")

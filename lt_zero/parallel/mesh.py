@@ -345,9 +345,14 @@ class ParallelMesh:
         return range(self.sizes.tensor)
 
     def connect(
-        self, engine: Engine, config: ZeroConfig, begin: Callable[[], float], weight: Callable[[], float]
+        self,
+        engine: Engine,
+        config: ZeroConfig,
+        begin: Callable[[], float],
+        weight: Callable[[], float],
+        first: Callable[[], None] | None = None,
     ) -> None:
-        """Let the pipeline of an engine's module run in stages. ``begin``, ``weight``: as for ``Runner``."""
+        """Let the pipeline of an engine's module run in stages. ``begin``, ``weight``, ``first``: as for ``Runner``."""
         pipeline = pipeline_of(engine.root, self.sizes.pipeline)
         if pipeline is None:
             return
@@ -355,7 +360,7 @@ class ParallelMesh:
         group = self.device_mesh[PIPELINE].get_group()
         counts = self.data_rank, self.sizes.data, config.micro_batches
         alike = self._experts is not None
-        pipeline.runner = Runner(pipeline, engine, self._row, group, *counts, begin, weight, alike)
+        pipeline.runner = Runner(pipeline, engine, self._row, group, *counts, begin, weight, alike, first)
         if self.sizes.of_stage > 1 and self._world.rank == 0:
             _warn_of_traffic(engine, config)
 

@@ -89,6 +89,7 @@ class Runner(ProcessLocal):
         begin: called before the first forward; returns the loss scale.
         weight: what the loss will be multiplied with before backward: 1 / accumulated batches.
         alike: data ranks exchange something inside of layers, and so run as many micro-batches.
+        first: called on all ranks after their first batch with gradients.
     """
 
     def __init__(
@@ -103,8 +104,9 @@ class Runner(ProcessLocal):
         begin: Callable[[], float],
         weight: Callable[[], float],
         alike: bool = False,
+        first: Callable[[], None] | None = None,
     ) -> None:
-        self._alike = alike
+        self._alike, self._first_batch = alike, first
         self.pipeline, self.engine, self._row, self._group = pipeline, engine, row, group
         self._data_rank, self._data_ranks, self._wanted = data_rank, data_ranks, wanted
         self._begin, self._weight, self._position = begin, weight, pipeline.position
@@ -171,6 +173,9 @@ class Runner(ProcessLocal):
             self.batch = _Batch([], None, 1.0, None, False)
         if not trains:
             return loss
+        if (check := self._first_batch) is not None:
+            self._first_batch = None
+            check()
         self._owed += 1
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
         return _Ran.apply(anchor, loss, self, scale * weight)  # type: ignore[no-untyped-call]
