@@ -191,11 +191,7 @@ def _parallel(config: Schema) -> Iterator[Problem]:
         "sequence_parallel_size": config.sequence_parallel_size,
     }
     yield from _sequence_parallel(config)
-    experts = config.expert_parallel.ranks
-    for key in (key for key, size in sizes.items() if size > 1 and experts > 1):
-        text = f"expert_parallel.autoep_size={experts} is for data ranks only, and there is {key}={sizes[key]}"
-        yield Problem("expert_parallel.autoep_size", f"{text}. Remove one of them.")
-    sizes["expert_parallel.autoep_size"] = experts
+    sizes["expert_parallel.autoep_size"] = config.expert_parallel.ranks
     pieces, steps = config.pipeline.num_microbatches, config.gradient_accumulation_steps
     if config.pipeline.ranks > 1 and None not in (pieces, steps) and pieces != steps:
         text = f"pipeline.num_microbatches={pieces}, but gradient_accumulation_steps={steps} means the micro-batches"
@@ -219,9 +215,6 @@ def _sequence_parallel(config: Schema) -> Iterator[Problem]:
     key, size, block = "sequence_parallel_size", config.sequence_parallel_size, config.sequence_parallel
     if size == 1:
         return
-    if config.pipeline.ranks > 1:
-        text = f"{key}={size} with pipeline.stages={config.pipeline.ranks}: stages send each other whole sequences"
-        yield Problem(key, f"{text}. Remove one of them; tensor_parallel.autotp_size can be combined with both.")
     if config.sparse_attention is not None:
         text = f"{key}={size}: {SPARSE} needs whole sequences on each rank. Remove one of them, or call "
         yield Problem(SPARSE, f"{text}lt_zero.attention.sparse_attention in the model.")

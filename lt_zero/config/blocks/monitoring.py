@@ -18,6 +18,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "all_gather": ("all_gather_into_tensor", "all_gather_single", "all_gather_base"),
     "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter_base"),
     "all_reduce": (),
+    "all_to_all": ("all_to_all_single",),
     "broadcast": (),
     "barrier": (),
     "all_gather_object": (),
