@@ -53,6 +53,7 @@ from lt_zero.parallel.plan import check_shared, parallelize, placements, table
 from lt_zero.parallel.random import default_generators
 from lt_zero.parallel.replaced import Replaced
 from lt_zero.parallel.sequence.ranks import SequenceRanks
+from lt_zero.parallel.stacked_experts import take_over
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
 EXPERT = "expert_parallel"  # an axis of another mesh: some neighbours among the data ranks
@@ -246,6 +247,7 @@ class ParallelMesh:
         return cut_sharded(module, cut) if self.sizes.tensor > 1 else {}
 
     def _cut_experts(self, module: nn.Module, experts: _ExpertRanks) -> None:
+        take_over(module)
         with self.replaced.noting(module):
             cut_experts(module, experts.mesh, experts.ranks)
 
