@@ -76,7 +76,7 @@ def test_models_train_as_in_one_process(pool: Pool, ranks: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "phimoe"])
+@pytest.mark.parametrize("model_type", ["olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "nemotron_h"])
 def test_other_models_with_stacked_experts(pool: Pool, model_type: str) -> None:
     pool.run(2, _train, [(model_type, 3, 2, "sgd", {}, None, False)])
 

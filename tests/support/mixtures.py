@@ -166,7 +166,7 @@ def train_as_one_process(
         loss(model, step, rank).backward()
         for other in range(ranks):
             (loss(reference, step, other) / ranks).backward()
-        for name, parameter in reference.named_parameters():
+        for name, parameter in ((n, p) for n, p in reference.named_parameters() if p.requires_grad):
             found = lt_zero.full_grad(model.get_parameter(name))
             # An expert that got no tokens has no gradient on one process, if transformers computes it.
             wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
