@@ -8,9 +8,11 @@ biases and the implementation that the user chose (``experts_implementation``) s
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -23,11 +25,17 @@ from lt_zero.parallel.experts import SIZE, Dispatched, Experts
 from lt_zero.parallel.sequence.huggingface import models_of
 
 _OF_A_STACK = ("has_bias", "is_transposed", "num_experts")  # attributes, since transformers 5.0
+_OF_PEFT = ("get_base_layer", "get_delta_weight", "parameter_name")  # methods of its wrappers of parameters, since 0.17
 _TAKES = 4  # self, tokens, their experts, and scores
+
+
+Added = Callable[[Callable[[Tensor], Tensor]], Tensor]
 
 
 class StackedExperts(Switched, Experts):
     """Experts of a model of transformers, some of which are on this rank."""
+
+    _added: Mapping[str, Sequence[Added]] = MappingProxyType({})  # by the name of the parameter
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -42,7 +50,7 @@ class StackedExperts(Switched, Experts):
 
     def _made_of(self, sent: Dispatched) -> Tensor:
         """Results of this rank's experts, row by row."""
-        stack = {name: self.local(p) for name, p in self._parameters.items() if p is not None}
+        stack = {name: self._local_of(name, p) for name, p in self._parameters.items() if p is not None}
         rows = sent.tokens
         if not len(rows):
             # Zero gradients of all parameters, and a backward of the exchange: see Note [Tokens of no expert].
@@ -57,9 +65,50 @@ class StackedExperts(Switched, Experts):
         made: Tensor = own.forward(part, rows, expert.unsqueeze(1), rows.new_ones(len(rows), 1))
         return made
 
+    def _local_of(self, name: str, parameter: Tensor) -> Tensor:
+        added = [make(self._part_of) for make in self._added.get(name, ())]
+        return sum(added, self.local(parameter))
+
+    def _part_of(self, value: Tensor) -> Tensor:
+        return value if self._ranks is None else value.chunk(self._ranks.size)[self._ranks.rank]
+
+    @contextmanager
+    def adding(self, name: str, values: Sequence[Added]) -> Iterator[None]:
+        """Context in which ``values`` are added to a parameter. They take what returns this rank's part of a stack."""
+        before = self._added
+        self._added = {**before, name: values}
+        try:
+            yield
+        finally:
+            self._added = before
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         made, kinds, _ = super().__reduce_ex__(protocol)
         return made, kinds, self.__getstate__()
+
+
+class AdaptedExperts(Switched):
+    """Wrapper of peft (``target_parameters``) of experts: tells them what is added to the part that a rank has.
+
+    Its low-rank matrices are on all ranks. Each rank computes the gradients of its own experts' rows of them, from
+    the tokens of all expert ranks, and those of other experts are zero there: the mean over all ranks is that of one
+    process.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.disable_adapters or self.merged:
+            return self.base_layer(*args, **kwargs)
+        active = [partial(self.added, name) for name in self.active_adapters if name in self.lora_A]
+        with self.get_base_layer().adding(self.parameter_name, active):
+            return self.base_layer(*args, **kwargs)
+
+    def added(self: Any, adapter: str, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """The values that an adapter adds to ``part`` of the stack."""
+        if self.num_experts == 1 or not hasattr(self, "get_delta_factors"):
+            return part(self.get_delta_weight(adapter))
+        left, right, scaling = self.get_delta_factors(adapter)
+        found: Tensor = part(left) @ part(right) * scaling
+        return found
 
 
 def take_over(module: nn.Module) -> None:
@@ -86,6 +135,9 @@ def take_over(module: nn.Module) -> None:
             raise ConfigError.about(SIZE, f"{error} It is {clean_name(name)}.") from error
         done.append(made)
         made.number, made._ranks, made._parts = made.num_experts, None, 1
+    for sub in module.modules():
+        if all(hasattr(sub, name) for name in _OF_PEFT) and isinstance(sub.get_base_layer(), StackedExperts):  # type: ignore[operator]
+            switch(sub, AdaptedExperts, SIZE)
 
 
 def _experts_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -115,7 +167,7 @@ def _kind_of(module: nn.Module) -> Any:
     return own_class(module)
 
 
-@functools.cache
+@cache
 def _signature(kind: Any) -> inspect.Signature:
     return inspect.signature(kind.forward)
 

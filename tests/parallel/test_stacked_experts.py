@@ -81,6 +81,36 @@ def test_other_models_with_stacked_experts(pool: Pool, model_type: str) -> None:
     pool.run(2, _train, [(model_type, 3, 2, "sgd", {}, None, False)])
 
 
+def _adapted(model_type: str, keys: dict[str, Any]) -> Any:
+    import peft
+
+    how = peft.LoraConfig(
+        r=2,
+        lora_alpha=4,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    model = peft.get_peft_model(build(model_type, **keys), how)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:  # half of them are zero else
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def _adapters(cases: list[tuple[Any, ...]]) -> None:
+    for model_type, stage, size, optimizer, keys in cases:
+        run = start(stage, size, optimizer, partial(_adapted, model_type, keys))
+        far = (1e-8, 1e-6) if "dtype" in keys else (2e-5, 3e-5)
+        train_as_one_process(run, _adapted(model_type, keys), optimizer, causal_loss, *far)
+        run.engine.detach()
+
+
+def test_adapters_of_experts(pool: Pool) -> None:
+    pytest.importorskip("peft", minversion="0.17")
+    pool.run(2, _adapters, [("mixtral", 0, 2, "adamw", DOUBLE), ("gpt_oss", 3, 2, "sgd", DOUBLE)])
+
+
 PATHS = [("mixtral", 2, [(3, 2), (1, 1), (2, 2)]), ("gpt_oss", 4, [(1, 2), (3, 4), (0, 1), (3, 2), (0, 4)])]
 
 

@@ -64,3 +64,11 @@ def choose(model: Any, expert: int) -> None:
     for module in model.modules():
         if type(module).__name__.lower().endswith("router"):
             module.register_forward_hook(chosen)
+
+
+def same_lengths(model: Any, step: int, rank: int) -> Tensor:
+    """The loss of a batch that has as many tokens on each rank."""
+    drawn = torch.Generator().manual_seed(10 * step + rank)
+    ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=drawn)
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
