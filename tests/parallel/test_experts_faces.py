@@ -149,10 +149,10 @@ def test_each_face_trains_as_one_process(pool: Pool, ranks: int, rows: list[Row]
 # ---- precision, and what transformers reads --------------------------------------------------------------------------
 
 
-def _losses(kind: str, precision: Any) -> list[float]:
+def _losses(kind: str, precision: Any, config: dict[str, Any]) -> list[float]:
     module = Trained(kind, "sgd")
     how: dict[str, Any] = {"max_steps": 4, "precision": precision, "use_distributed_sampler": False}
-    sharded_trainer(2, config=KEYS, **how).fit(module)
+    sharded_trainer(2, config=config, **how).fit(module)
     return module.losses
 
 
@@ -160,11 +160,10 @@ def _losses(kind: str, precision: Any) -> list[float]:
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_precisions(pool: Pool, kind: str, precision: Any) -> None:
-    """Losses are near those of fp32, and fall."""
-    wanted = pool.run(2, _losses, kind, "32-true")
-    for losses, want in zip(pool.run(2, _losses, kind, precision), wanted, strict=True):
-        assert losses == pytest.approx(want, rel=0.03)
-        assert losses != want
+    """Losses are near those of a run with all experts on each rank."""
+    wanted = pool.run(2, _losses, kind, precision, {})
+    for losses, want in zip(pool.run(2, _losses, kind, precision, KEYS), wanted, strict=True):
+        assert losses == pytest.approx(want, rel=0.01)
 
 
 def _export(kind: str, folder: str) -> dict[str, Tensor]:
