@@ -97,10 +97,11 @@ def combine(rows: Tensor, dispatched: Dispatched, scores: Tensor | None = None) 
 
     Args:
         rows: [rows, ...], one for each row of ``dispatched.tokens``; the other sizes may be others.
-        scores: by which each is multiplied, of the shape of ``expert_ids``; None: by nothing.
+        scores: by which each is multiplied, of the shape of ``expert_ids``; None: by nothing. Sums are those of the
+            more precise of both dtypes.
 
     Returns:
-        A tensor [tokens, ...].
+        A tensor [tokens, ...] of the dtype of ``rows``.
 
     Raises:
         ValueError: shapes do not fit.
@@ -115,8 +116,8 @@ def combine(rows: Tensor, dispatched: Dispatched, scores: Tensor | None = None) 
         rows = dispatched._ranks.exchange(came, dispatched._receives, dispatched._sends)
     made = rows.index_select(0, _inverse(dispatched._sent)).view(*shape, *rows.shape[1:])
     if scores is not None:
-        made = made * scores.view(*shape, *(1 for _ in rows.shape[1:])).to(made.dtype)
-    return made if len(shape) == 1 else made.sum(1)
+        made = made * scores.view(*shape, *(1 for _ in rows.shape[1:]))
+    return (made if len(shape) == 1 else made.sum(1)).to(rows.dtype)
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -171,6 +172,9 @@ class Experts(nn.Module):
     def spread(self, ranks: TokenRanks) -> None:
         """Use the experts of ``ranks`` from now on; parameters are cut already."""
         self._ranks, self._parts = ranks, ranks.size
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_ranks": None}  # copies and pickles have no process group
 
 
 OfStages = Callable[[Any], list[Any]]  # returns what all stages of a pipeline give. Collective
@@ -237,8 +241,8 @@ def planned_parts(module: nn.Module, size: int, of_stage: bool = False) -> list[
 def _none_in(module: nn.Module, size: int) -> ConfigError:
     return ConfigError.about(
         SIZE,
-        f"{SIZE}={size}, but {type(module).__name__} has no lt_zero.parallel.Experts. Make the module with a layer's "
-        "experts one of them, or remove the key.",
+        f"{SIZE}={size}, but {type(module).__name__} has no lt_zero.parallel.Experts, and no mixture of "
+        "transformers. Make the module with a layer's experts one of them, or remove the key.",
     )
 
 

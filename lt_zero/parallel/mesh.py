@@ -53,6 +53,7 @@ from lt_zero.parallel.plan import check_shared, parallelize, placements, table
 from lt_zero.parallel.random import default_generators
 from lt_zero.parallel.replaced import Replaced
 from lt_zero.parallel.sequence.ranks import SequenceRanks
+from lt_zero.parallel.stacked_experts import take_over
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
 AXES = (PIPELINE, DATA, SEQUENCE, TENSOR)  # outermost first: tensor ranks are neighbours, on one node
@@ -280,6 +281,7 @@ class ParallelMesh:
             Console().print(table(rows))
 
     def _cut_experts(self, module: nn.Module, experts: _ExpertRanks) -> None:
+        take_over(module)
         with self.replaced.noting(module):
             cut_experts(module, experts.mesh, experts.ranks, self._of_stages)
         pipeline = pipeline_of(module, self.sizes.pipeline)
