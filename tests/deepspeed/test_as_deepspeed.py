@@ -180,9 +180,11 @@ def test_the_class_of_engines(deepspeed: Any) -> None:
         assert isinstance(engine, DeepSpeedEngine)
         assert issubclass(type(engine), DeepSpeedEngine)
         assert not isinstance(model, DeepSpeedEngine)
+        before = model.weight.detach().clone()
         engine.backward(engine(torch.ones(2, 3)).sum())
+        deepspeed.utils.safe_update_full_grad_vectorized(model.parameters(), lambda grad, p: grad * 3)
         engine.step()
-        assert engine.global_steps == 1
+        torch.testing.assert_close(before - model.weight, torch.full((1, 3), 0.6))
     finally:
         engine.destroy()
         torch.distributed.destroy_process_group()
