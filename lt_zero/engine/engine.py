@@ -139,7 +139,9 @@ class Engine(ProcessLocal):
         self.before_backward: list[Callable[[], None]] = []  # called when a backward begins
         # Called at the end of a backward, also of a failed one.
         self.after_backward: list[Callable[[], None]] = [self.buffers.end_backward]
+        self.before_step: list[Callable[[], None]] = []  # called before a step examines its gradients
         self.after_step: list[Callable[[], None]] = []  # called when the compute copies are up to date
+        self.after_skip: list[Callable[[], None]] = []  # called when a step was skipped
         # Called before weights and states leave the engine, on all ranks.
         self.before_reading: list[Callable[[], object]] = []
         self._saved_weights = SavedWeights(units, self._need_saved)

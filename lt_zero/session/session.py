@@ -211,7 +211,7 @@ class Session:
         if training and self.world.rank == 0 and (line := advice_on_wire(engine, config)):
             Console().print(line)
         if training:
-            record(engine, len(self._engines), config, self.mesh is None or self.mesh.tensor_rank == 0)
+            record(engine, len(self._engines), config, self.mesh.sizes.of_data_rank if self.mesh is not None else 1)
         self._engines.append(weakref.ref(engine))
         return engine
 
