@@ -80,6 +80,25 @@ def test_models_train_as_in_one_process(pool: Pool, ranks: int) -> None:
     pool.run(ranks, _train, ROWS[ranks])
 
 
+def _only_experts() -> Any:
+    """Only experts of the second rank are trained, and tokens that reach the first of them have no gradients."""
+    model = build("mixtral", **DOUBLE)
+    choose(model, 2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." in name)
+    return model
+
+
+def _nothing_before_experts() -> None:
+    run = start(2, 2, "sgd", _only_experts)
+    train_as_one_process(run, _only_experts(), "sgd", causal_loss, 1e-8, 1e-6)
+    run.engine.detach()
+
+
+def test_a_rank_without_tokens_takes_part_in_backward(pool: Pool) -> None:
+    pool.run(2, _nothing_before_experts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "nemotron_h"])
 def test_other_models_with_stacked_experts(pool: Pool, model_type: str) -> None:
