@@ -7,7 +7,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-3d test test-slow golden conformance faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
-	bench-parallel bench-sequence bench-nodes bench-scale gpu compat docs release clean
+	bench-parallel bench-sequence bench-nodes bench-scale bench-experts gpu compat docs release clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -79,6 +79,9 @@ bench-parallel: $(STAMP) ## Measure tensor ranks, pipelines and both, against to
 
 bench-nodes: $(STAMP) ## Measure steps and traffic on two simulated nodes at three link rates (20 minutes; root, iproute2)
 	$(BIN)/python benchmarks/nodes.py
+
+bench-experts: $(STAMP) ## Measure experts on 1, 2 and 4 ranks beside FSDP2, on two simulated nodes (5 minutes; root, iproute2)
+	$(BIN)/python benchmarks/experts.py
 
 bench-scale: $(STAMP) ## Measure steps and memory on 1 to 8 ranks with 10M to 400M parameters, and start-up (15 minutes)
 	$(BIN)/python benchmarks/scale.py

@@ -8,16 +8,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel.experts import SIZE
 from lt_zero.parallel.stacked_experts import StackedExperts, take_over
+from tests.support.docs_tools import BLOCKS, run_text
+from tests.support.lightning_tools import QUIET, torchrun_env
 from tests.support.matrix import only_rows
 from tests.support.mixtures import go_on, start, train_as_one_process
-from tests.support.model_mixtures import build, causal_loss, choose
+from tests.support.model_mixtures import batch, build, causal_loss, choose
 from tests.support.pool import Pool
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -75,6 +80,25 @@ def test_models_train_as_in_one_process(pool: Pool, ranks: int) -> None:
     pool.run(ranks, _train, ROWS[ranks])
 
 
+def _only_experts() -> Any:
+    """Only experts of the second rank are trained, and tokens that reach the first of them have no gradients."""
+    model = build("mixtral", **DOUBLE)
+    choose(model, 2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." in name)
+    return model
+
+
+def _nothing_before_experts() -> None:
+    run = start(2, 2, "sgd", _only_experts)
+    train_as_one_process(run, _only_experts(), "sgd", causal_loss, 1e-8, 1e-6)
+    run.engine.detach()
+
+
+def test_a_rank_without_tokens_takes_part_in_backward(pool: Pool) -> None:
+    pool.run(2, _nothing_before_experts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "nemotron_h"])
 def test_other_models_with_stacked_experts(pool: Pool, model_type: str) -> None:
@@ -119,6 +143,31 @@ def test_checkpoints_go_on_at_another_number_of_expert_ranks(
     pool: Pool, tmp_path: Path, model_type: str, ranks: int, runs: list[tuple[int, int]]
 ) -> None:
     pool.run(ranks, go_on, str(tmp_path), runs, partial(build, model_type), causal_loss, 1e-5)
+
+
+def _page() -> list[float]:
+    (code,) = (block.text for block in BLOCKS if block.marks.get("run by") == "test_stacked_experts")
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in torchrun_env().items():
+            patch.setenv(name, value)
+        patch.setattr(L, "Trainer", lambda strategy, **_: strategy)
+        patch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda name: build("mixtral"))
+        run_text(code.replace("parallel_size=4", "parallel_size=2"), "docs/experts.md", found)
+        module = found["Model"]()
+        rows: Any = [batch(step, 0) for step in range(4)]
+        trainer = pl.Trainer(**{**QUIET, "strategy": found["trainer"], "devices": 2, "max_steps": 2})
+        trainer.fit(module, DataLoader(rows, batch_size=None))
+        weights: dict[str, Tensor] = trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+    assert [type(m).__name__ for m in module.modules() if isinstance(m, StackedExperts)] == ["MixtralExperts"] * 2
+    return [value.mean().item() for value in weights.values()]
+
+
+def test_the_page_trains(pool: Pool) -> None:
+    found = pool.run(2, _page)[0]
+    before = [p.mean().item() for p in build("mixtral").parameters()]
+    assert len(found) == len(before)
+    assert found != before
 
 
 # ---- what is taken over ----------------------------------------------------------------------------------------------
