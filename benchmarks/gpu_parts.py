@@ -71,7 +71,13 @@ def parts_of(device: str) -> dict[str, list[Step]]:
         activation = ("--depth", "4", "--rounds", "1")
     paths = {
         "kernels": ("tests/ops", "tests/gpu/test_attention.py"),
-        "engine": ("tests/gpu/test_engine.py", "tests/gpu/test_parallel.py", "tests/test_inference.py"),
+        "engine": (
+            "tests/gpu/test_accelerator.py",
+            "tests/gpu/test_engine.py",
+            "tests/gpu/test_parallel.py",
+            "tests/gpu/test_fewer_bits.py",
+            "tests/test_inference.py",
+        ),
         "offload": ("tests/offload", "tests/activation"),
         "trainer": ("tests/gpu/test_trainer.py",),
     }
