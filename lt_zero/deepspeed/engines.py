@@ -23,6 +23,7 @@ from lt_zero.loop.engine import TrainingEngine
 from lt_zero.loop.initialize import config_of
 from lt_zero.loop.initialize import initialize as _initialize
 
+_ALONG = "zero_optimization.shard_along"
 _TENSOR_RANKS = "_tp_size"  # the mark of ``tp_model_init``
 _engines: list[weakref.ref[TrainingEngine]] = []  # in the order in which they were made
 
@@ -92,16 +93,22 @@ class DeepSpeedEngine(metaclass=_EngineType):
 
 
 def _overrides(given: Mapping[str, Any]) -> list[str]:
-    """Keys that the marks of a model add to the configuration.
+    """Keys that the marks of a model add to the configuration, and one that optimizers of whole matrices (Muon) need.
 
     Raises:
         ValueError: ``tp_model_init`` had another size than is configured.
     """
-    model, found = given.get("model"), []
-    marked, size = leaf_modules(model), getattr(model, "__dict__", {}).get(_TENSOR_RANKS)
-    if not isinstance(model, nn.Module) or config_of(given) is None or not (marked or size is not None):
+    model, config, found = given.get("model"), config_of(given), []
+    if not isinstance(model, nn.Module) or config is None:
         return []
-    made = examine(config_of(given)).usable()
+    loaded = examine(config)
+    given_along = "shard_along" in (loaded.values.get("zero_optimization") or ())
+    if any(problem.key == _ALONG for problem in loaded.problems) and not given_along:
+        found.append(f"{_ALONG}=parameter")  # DeepSpeed has no such key, and needs none
+    marked, size = leaf_modules(model), getattr(model, "__dict__", {}).get(_TENSOR_RANKS)
+    if not marked and size is None:
+        return found
+    made = examine(config, overrides=found).usable()
     if marked:
         names = [name for name, module in model.named_modules() if module in marked]
         leaves = made.zero_optimization.leaf_module.names

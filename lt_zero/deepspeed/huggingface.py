@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping
 from importlib.metadata import Distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -69,10 +69,42 @@ class LossScaleView:
         return int(self._controller.scaler.state_dict()["steps"])
 
 
+class InnerOptimizer:
+    """``optimizer.optimizer``, which DeepSpeed's optimizers have: the same optimizer, but without that name.
+
+    So code that takes wrappers off until there is none comes to an end.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.__dict__["_optimizer"] = weakref.ref(optimizer)
+
+    @property
+    def __class__(self) -> Any:  # for isinstance
+        return type(self.__dict__["_optimizer"]())
+
+    @__class__.setter
+    def __class__(self, value: Any) -> NoReturn:
+        raise TypeError("The class of an optimizer is not changed.")
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError("optimizer.optimizer is torch's optimizer, and wraps no other.")
+        return getattr(self.__dict__["_optimizer"](), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_optimizer"](), name, value)
+
+
 def mark_optimizer(engine: TrainingEngine) -> None:
-    """Give an optimizer under fp16 ``loss_scaler``, and ``overflow``: Accelerate's schedules wait after it."""
+    """Give an optimizer what scripts ask of DeepSpeed's: ``optimizer``; under fp16 ``loss_scaler`` and ``overflow``.
+
+    Accelerate's schedules wait after ``overflow``.
+    """
     optimizer: Any = engine.optimizer
-    if optimizer is not None and engine.fp16_enabled():
+    if optimizer is None:
+        return
+    optimizer.optimizer = InnerOptimizer(optimizer)
+    if engine.fp16_enabled():
         optimizer.overflow = SkippedStep(engine)
         optimizer.loss_scaler = optimizer.loss_scale_config = LossScaleView(engine.loss_scale_controller)
         optimizer.dynamic_loss_scale = engine.dynamic_loss_scale()

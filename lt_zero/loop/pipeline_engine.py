@@ -205,7 +205,7 @@ class PipelineEngine(TrainingEngine):
             outputs = self._outputs(inputs) if whole else []
             found: list[Any] = outputs
             if compute_loss and whole:
-                found = [self.module.loss_fn(*pair) for pair in zip(outputs, labels, strict=True)]  # type: ignore[misc]
+                found = [self.module.loss_fn(*pair).reshape(()) for pair in zip(outputs, labels, strict=True)]  # type: ignore[misc]
             elif compute_loss:
                 found = [self._loss(inputs, labels)]
         if reduce_output is None:

@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.common.errors import CheckpointError
+from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.deepspeed.__main__ import main
 from lt_zero.deepspeed.install import DeepSpeedModule
 from lt_zero.deepspeed.missing import is_missing
@@ -160,6 +160,24 @@ def test_leaf_modules_are_gathered_as_one_unit(deepspeed: Any) -> None:
         assert engine.get_global_grad_norm() > 0  # without clipping
         assert (engine.monitor.enabled, engine.optimizer_name(), engine.dp_world_size) == (False, "SGD", 1)
         assert deepspeed.comm.get_world_size(engine.data_parallel_group) == 1
+    finally:
+        engine.destroy()
+        torch.distributed.destroy_process_group()
+
+
+def test_muon_needs_no_key_of_its_own(deepspeed: Any) -> None:
+    zero = {"stage": 2}
+    config = {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}, "zero_optimization": zero}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    with pytest.raises(ConfigError, match="shard_along='element'"):
+        deepspeed.initialize(model=model, config={**config, "zero_optimization": {**zero, "shard_along": "element"}})
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    try:
+        before = model[1].weight.detach().clone()
+        engine.backward(engine(torch.randn(2, 4)).sum())
+        engine.step()
+        assert not torch.equal(model[1].weight, before)
+        assert engine.config["zero_optimization"]["shard_along"] == "parameter"
     finally:
         engine.destroy()
         torch.distributed.destroy_process_group()

@@ -66,6 +66,12 @@ def test_a_skipped_step_is_told_to_the_optimizer(installed: Any) -> None:
     assert (skipped, scales) == ([False, True, False], [16.0, 16.0, 8.0, 8.0])
     assert (optimizer_.loss_scaler.cur_iter, optimizer_.loss_scaler.scale_window) == (3, 1000)
     assert optimizer_.dynamic_loss_scale
+    inner = optimizer_.optimizer
+    assert isinstance(inner, torch.optim.SGD)
+    assert inner.param_groups is optimizer_.param_groups
+    assert not hasattr(inner, "optimizer")
+    inner.param_groups = []
+    assert optimizer_.param_groups == []
 
 
 def _status() -> None:

@@ -345,9 +345,10 @@ class Runner(ProcessLocal):
         except Exception as error:
             add_note(error, f"In loss_fn of the pipeline, micro-batch {int(number)}.")
             raise
-        if not isinstance(loss, Tensor) or loss.dim() > 0:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"loss_fn of the pipeline returned {shown}: return the mean loss of a micro-batch, 0D.")
+        loss = loss.reshape(())
         self.batch.losses.append(loss.detach())
         return (loss.float() if loss.dtype == torch.float16 else loss) * self.batch.factor
 
