@@ -27,6 +27,9 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.run_file import RunFile
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
+from lt_zero.engine.engine import Engine
+from lt_zero.session.gradient_noise import GradientNoise
+from lt_zero.session.session import Session
 from lt_zero.step.loss_scale import LossScaleController
 
 Event = tuple[str, float, int]  # name, value, samples
@@ -107,6 +110,7 @@ class _Step(NamedTuple):
     rate: float | None
     values: Tensor
     copied: Any  # the event after which ``values`` may be read; None: at once
+    noise: float | None
 
 
 class _Output:
@@ -125,6 +129,7 @@ class _Output:
             total, known, norm = step.values.tolist()
             loss = total / known if known else math.nan
             found = {"train_loss": loss, "lr": step.rate, "loss_scale": scale, "skipped_steps": skipped}
+            found["gradient_noise_scale"] = step.noise
             found |= {"grad_norm": norm if math.isfinite(norm) else None}  # of a skipped step, or not computed
             if not known:
                 del found["train_loss"]
@@ -146,7 +151,7 @@ class LoopMonitor:
 
     All names begin with ``Train/Samples/``. ``train_loss``: of a step, averaged over the ranks, if ``engine.backward``
     got it. ``lr``: the rate that the step used. ``grad_norm``: before clipping, if the step computes it.
-    ``loss_scale``, ``skipped_steps``: under fp16, after the step.
+    ``loss_scale``, ``skipped_steps``: under fp16, after the step. ``gradient_noise_scale``: if the key is true.
 
     Attributes:
         enabled: rank 0 has a monitor.
@@ -163,6 +168,7 @@ class LoopMonitor:
                 self._open(config, mode)
         self.enabled: bool = world.host_broadcast(bool(self._output.writers), "monitors")
         self._samples = 0  # trained so far
+        self._noise: GradientNoise | None = None
         self._loss: Tensor | None = None  # 0D, of the micro-batches since the last step
         self._end = weakref.finalize(self, self._output.end)  # also at the end of the process
 
@@ -207,6 +213,12 @@ class LoopMonitor:
             part = loss.detach().reshape(()).float() * share
             self._loss = part if self._loss is None else self._loss + part
 
+    def measure_noise(self, session: Session, engine: Engine, micro_batches: int, micro: int) -> None:
+        """Also write ``gradient_noise_scale``; micro-batches have ``micro`` samples. Errors: ``GradientNoise``."""
+        if self.enabled:
+            self._noise = GradientNoise(session, engine, micro_batches, lambda: session.loss_scale.scale)
+            engine.after_backward.append(partial(self._noise.see_batch, micro))
+
     def begin_step(self, samples: int, controller: LossScaleController) -> None:
         """Write the events of the step before, see Note [When events are written]. ``samples``: before this step."""
         self._samples = samples
@@ -218,6 +230,7 @@ class LoopMonitor:
         if not self.enabled:
             return
         device, loss = self._world.device, self._loss
+        noise = self._noise.read() if self._noise is not None else None
         none = torch.zeros((), device=device)
         values = torch.stack([none if loss is None else loss.to(device), torch.full_like(none, loss is not None)])
         values = self._world.sum_all(values, "loss of a monitor")
@@ -228,7 +241,7 @@ class LoopMonitor:
         values, copied = torch.cat([values, (nan if norm is None else norm.detach().to(nan))[None]]), None
         if accelerator.has_streams(device):
             values, copied = accelerator.fetch(values)
-        self._output.due.append(_Step(samples, rates[0] if rates else None, values, copied))
+        self._output.due.append(_Step(samples, rates[0] if rates else None, values, copied, noise))
         if self._output.file is None and self._new_file is not None:
             self._output.file = self._new_file(self._samples)
         if self._output.file is not None:
@@ -242,4 +255,6 @@ class LoopMonitor:
 
     def end(self) -> None:
         """Write what is not written yet."""
+        if self._noise is not None:
+            self._noise.stop()
         self._output.end()

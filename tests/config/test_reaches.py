@@ -149,6 +149,7 @@ PROBES: dict[str, Probe] = {
     # what is shown
     "steps_per_print": Probe(t.run(lambda r: re.findall(r"^step (\d+):", r.text, re.M)), 2, [], ["2"]),
     "wall_clock_breakdown": Probe(b.times, True, [], ["2"], {"steps_per_print": 2}),
+    "gradient_noise_scale": Probe(b.noise, True, [], [2]),
     "memory_breakdown": Probe(b.memory, True, [], ["1", "2"], {"steps_per_print": 2}),
     "dump_state": Probe(t.run(lambda r: "    stage: 3\n" in r.text), True, False, True),
     "log_level": Probe(t.run(lambda r: r.module.levels), "error", {logging.NOTSET}, {logging.ERROR}),

@@ -70,6 +70,9 @@ class Schema(Block):
         "print and log the time of forward, backward, waits and the optimizer, every steps_per_print "
         "(null: 10) optimizer steps",
     )
+    gradient_noise_scale: bool = key(
+        False, "log about how many samples a step should have, from the gradients of its micro-batches"
+    )
     memory_breakdown: bool = key(
         False, "print memory use at each phase of the first step, then every steps_per_print (null: 10) steps"
     )

@@ -19,7 +19,10 @@ _STEP = "step"
 _EVENTS, _BOARD = "Train_Samples_*.csv", "events.out.tfevents.*"
 _PREFIX = "Train/Samples/"
 # DeepSpeed's events that mean what a metric of the Trainer means.
-_SAME = {"train_loss": "loss", **{name: name for name in ("lr", "grad_norm", "loss_scale", "skipped_steps")}}
+_SAME = {
+    "train_loss": "loss",
+    **{name: name for name in ("lr", "grad_norm", "loss_scale", "skipped_steps", "gradient_noise_scale")},
+}
 _REMEDY = "Set csv_monitor.enabled=true, or use Lightning's CSVLogger, to write one."
 Columns = dict[str, tuple[list[float], list[float]]]  # by name: the steps in which a value was logged, and the values
 

@@ -62,7 +62,7 @@ class RunMonitor:
     def __init__(self, config: ZeroConfig, trial: Trial | None = None) -> None:
         every, profiles = config.steps_per_print, config.flops_profiler
         logs = any(b.enabled for b in (config.csv_monitor, config.tensorboard, config.wandb, config.comet))
-        watched = logs or every is not None
+        watched = logs or every is not None or config.gradient_noise_scale
         self._config = config
         self.flops = FlopCount() if watched or profiles.enabled else None
         self._profiler = Profiler(profiles, self.flops) if profiles.enabled and self.flops is not None else None
