@@ -1,9 +1,9 @@
 """DeepSpeed's checkpoints (ZeRO stages 0 to 3), read without DeepSpeed. Checked against 0.19.8.
 
 Note [Files of a folder]
-    A model rank (the number in ``mp_rank_``) is a rank of tensor parallelism. It has a model file (stage 3: one per rank
-    of ZeRO) and an optimizer file per rank of ZeRO. model_rank.py reads these, tensor_ranks.py joins the slices of
-    tensor ranks. Folders that ``ds_to_universal.py`` made have whole tensors in place of optimizer files (universal.py).
+    A model rank (the number in ``mp_rank_``) is a rank of tensor parallelism. It has a model file (stage 3: one per
+    rank of ZeRO) and an optimizer file per rank of ZeRO. model_rank.py reads these, tensor_ranks.py joins the slices of
+    tensor ranks. Folders of ``ds_to_universal.py`` have whole tensors in place of optimizer files (universal.py).
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class DeepSpeedSource(ForeignSource):
                 rank.open_optimizer(files)
                 rank.open_weights()
         else:
-            first.open_weights()
+            for rank in ranks:
+                rank.open_weights()
             self.notes.append(
                 f"{first.file} is of ZeRO stage 0, where optimizer states and master weights have no names: weights "
                 "are those of the module, and there is no optimizer state."
@@ -118,6 +119,8 @@ class DeepSpeedSource(ForeignSource):
             if match is None:
                 continue
             place = int(match["mp"]), int(match["rank"] or 0)
+            if place in found and UniversalTensors.are_in(self.path):
+                continue  # an export has both, for runs of any stage
             if place in found:
                 raise CheckpointError(
                     f"{file} and {found[place].name} are of the same rank: files of different runs must not be in one "

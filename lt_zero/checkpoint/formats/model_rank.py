@@ -142,7 +142,7 @@ class ModelRank:
         found |= whole or {}
         shared = self.model.get("shared_params")
         shared = shared if isinstance(shared, dict) else ties(tensors)
-        self.shared = {tied: first for tied, first in shared.items() if tied in found and first in found}
+        self.shared = {tied: first for tied, first in shared.items() if first in found}
         found |= {tied: found[first] for tied, first in self.shared.items()}
         # In stage 3 the module's other tensors are placeholders, see Note [Stage 3].
         own = {*(self.model.get("buffer_names") or ()), *self.frozen, *self._places, *(whole or ())}
