@@ -1,9 +1,10 @@
 """DeepSpeed's checkpoints (ZeRO stages 0 to 3), read without DeepSpeed. Checked against 0.19.8.
 
 Note [Files of a folder]
-    A model rank (the number in ``mp_rank_``) is a rank of tensor parallelism. It has a model file (stage 3: one per rank
-    of ZeRO) and an optimizer file per rank of ZeRO. model_rank.py reads these, tensor_ranks.py joins the slices of
-    tensor ranks. Folders that ``ds_to_universal.py`` made have whole tensors in place of optimizer files (universal.py).
+    A model rank (the number in ``mp_rank_``) is a rank of tensor parallelism, of a pipeline, or of both. It has a model
+    file (stage 3: one per rank of ZeRO) and an optimizer file per rank of ZeRO. model_rank.py reads these,
+    pipeline_layers.py puts stages together, tensor_ranks.py joins the slices of tensor ranks. Folders of
+    ``ds_to_universal.py`` have whole tensors in place of optimizer files (universal.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved
 from lt_zero.checkpoint.formats.model_rank import ModelRank
+from lt_zero.checkpoint.formats.pipeline_layers import LayerFiles, PipelineStages, pipeline_name
 from lt_zero.checkpoint.formats.reading import Stub, opened
 from lt_zero.checkpoint.formats.tensor_ranks import TensorRanks
 from lt_zero.checkpoint.formats.universal import UniversalTensors
@@ -24,6 +26,7 @@ from lt_zero.common.errors import CheckpointError
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _EXPERTS = re.compile(r"(?:expp_rank_|layer_\d+_expert_|expert_\d+_)")
+_Column = ModelRank | PipelineStages  # what there is of a tensor rank
 _LATEST = ("latest", "latest_universal")  # files that name the last checkpoint of a folder
 _OWN_KEYS = {  # of a model file; the rest is what the caller of save_checkpoint gave
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
@@ -60,7 +63,7 @@ class DeepSpeedSource(ForeignSource):
         inert: Collection[str] = (),
         cuts: Mapping[str, int] | None = None,
     ) -> None:
-        self._cuts = cuts
+        self._cuts, self._is_pipeline = cuts, False
         super().__init__(_tag_folder(Path(path), tag), inert)
 
     @classmethod
@@ -72,6 +75,7 @@ class DeepSpeedSource(ForeignSource):
     def _open(self) -> None:
         ranks = [ModelRank(self, files) for files in self._files_of(_MODEL)]
         first = ranks[0]
+        self._is_pipeline = first.model.get("module") is None
         universal = UniversalTensors(self, ranks) if UniversalTensors.are_in(self.path) else None
         if universal is not None:
             for rank in ranks:
@@ -81,7 +85,8 @@ class DeepSpeedSource(ForeignSource):
                 rank.open_optimizer(files)
                 rank.open_weights()
         else:
-            first.open_weights()
+            for rank in ranks:
+                rank.open_weights()
             self.notes.append(
                 f"{first.file} is of ZeRO stage 0, where optimizer states and master weights have no names: weights "
                 "are those of the module, and there is no optimizer state."
@@ -95,7 +100,8 @@ class DeepSpeedSource(ForeignSource):
             "loss_scale": self.meta.get("ZeroPrecision", {}),
             "client_state": given,
         }
-        whole = first if len(ranks) == 1 else self._joined(ranks, universal)
+        columns = self._columns(ranks, universal) if self._is_pipeline else ranks
+        whole = columns[0] if len(columns) == 1 else self._joined(columns, ranks, universal)
         groups, states = (whole.groups, whole.states) if universal is None else (universal.groups, universal.states)
         self._set_weights(whole.weights, whole.shared)
         self.left_out = [self._named(name) for name in whole.absent]
@@ -118,6 +124,8 @@ class DeepSpeedSource(ForeignSource):
             if match is None:
                 continue
             place = int(match["mp"]), int(match["rank"] or 0)
+            if place in found and UniversalTensors.are_in(self.path):
+                continue  # an export has both, for runs of any stage
             if place in found:
                 raise CheckpointError(
                     f"{file} and {found[place].name} are of the same rank: files of different runs must not be in one "
@@ -144,10 +152,34 @@ class DeepSpeedSource(ForeignSource):
             )
         return files
 
-    def _joined(self, ranks: Sequence[ModelRank], universal: UniversalTensors | None) -> _Joined:
+    def _named(self, name: Any) -> str:
+        own = super()._named(name)
+        return pipeline_name(own) if self._is_pipeline else own
+
+    def _columns(self, ranks: Sequence[ModelRank], universal: UniversalTensors | None) -> list[PipelineStages]:
+        """What the stages of a pipeline have together, by tensor rank."""
+        files = LayerFiles(self.path)
+        told = ranks[0].model.get("checkpoint_parallel_dimensions")
+        size = (told.get("tp_degree") if isinstance(told, dict) else None) or len(files.found) or 1
+        if type(size) is not int or len(ranks) % size:
+            raise CheckpointError(
+                f"{self.path} has files of {len(ranks)} model ranks (mp_rank_XX), and {size!r} tensor ranks do not "
+                "divide them: some are missing. Copy them, or take another tag."
+            )
+        if universal is None and not files.found:
+            raise CheckpointError(f"{self.path} has no layer files (layer_00-...), which a pipeline's checkpoint has.")
+        if universal is not None and not files.found:
+            self.notes.append(
+                f"{self.path} has no layer files: buffers and frozen parameters of the pipeline are not in it."
+            )
+        return [PipelineStages(self, ranks[rank::size], files.of(rank)) for rank in range(size)]
+
+    def _joined(
+        self, columns: Sequence[_Column], ranks: Sequence[ModelRank], universal: UniversalTensors | None
+    ) -> _Joined:
         info = next((info for rank in ranks if (info := rank.model.get("universal_checkpoint_info"))), None)
-        cuts = TensorRanks(info, ranks[0].file, len(ranks), self._cuts)
-        joined = _Joined(ranks, cuts, set() if universal is None else set(universal.weights))
+        cuts = TensorRanks(info, ranks[0].file, len(columns), self._cuts)
+        joined = _Joined(columns, cuts, set() if universal is None else set(universal.weights))
         self.notes += joined.notes
         return joined
 
@@ -182,13 +214,12 @@ class _Joined:
     ``known``: names of weights that need no joining.
     """
 
-    def __init__(self, ranks: Sequence[ModelRank], cuts: TensorRanks, known: Collection[str]) -> None:
+    def __init__(self, ranks: Sequence[_Column], cuts: TensorRanks, known: Collection[str]) -> None:
         first = ranks[0]
         self.shared, self.absent, self.groups = first.shared, first.absent, first.groups
         self.weights: dict[str, Saved] = {}
         self.states: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
-        buffers = {*(first.model.get("buffer_names") or ())}
         for rank in ranks[1:]:
             for one, two in ((first, rank), (rank, first)):
                 if gone := [name for name in one.weights if name not in two.weights]:
@@ -200,7 +231,7 @@ class _Joined:
                 self.weights[name] = first.weights[name]
                 continue
             slices = [rank.weights[name] for rank in ranks]
-            cut = cuts.cut_of(name, [saved.spec.shape for saved in slices], name in buffers)
+            cut = cuts.cut_of(name, [saved.spec.shape for saved in slices], name in first.buffers)
             self.weights[name] = cut.joined(name, slices)
             entries = [rank.states.get(name, {}) for rank in ranks]
             self.states[name] = {}

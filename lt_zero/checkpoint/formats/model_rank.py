@@ -59,6 +59,7 @@ class ModelRank:
         model: its content.
         shapes: of trained parameters, by group (stage 3: by sub-group).
         frozen: shapes of frozen parameters, from stage 2 on.
+        buffers: names of buffers.
         weights: master weights, frozen parameters and buffers.
         shared: tied name -> the name whose values it has.
         absent: names of parameters that were not saved.
@@ -76,6 +77,7 @@ class ModelRank:
         self.model = self._models[self.file]
         self.shapes = [_shapes(group, self.file) for group in self.model.get("param_shapes") or []]
         self.frozen = _shapes(self.model.get("frozen_param_shapes") or {}, self.file)
+        self.buffers = list(map(str, self.model.get("buffer_names") or ()))
         self.weights: dict[str, Saved] = {}
         self.shared: dict[str, str] = {}
         self.absent: list[str] = []
@@ -142,10 +144,10 @@ class ModelRank:
         found |= whole or {}
         shared = self.model.get("shared_params")
         shared = shared if isinstance(shared, dict) else ties(tensors)
-        self.shared = {tied: first for tied, first in shared.items() if tied in found and first in found}
+        self.shared = {tied: first for tied, first in shared.items() if first in found}
         found |= {tied: found[first] for tied, first in self.shared.items()}
         # In stage 3 the module's other tensors are placeholders, see Note [Stage 3].
-        own = {*(self.model.get("buffer_names") or ()), *self.frozen, *self._places, *(whole or ())}
+        own = {*self.buffers, *self.frozen, *self._places, *(whole or ())}
         has_placeholders = self._stage3 or self.file.name.startswith("zero_pp_rank_")
         self.absent = [name for name in found if has_placeholders and self.shared.get(name, name) not in own]
         self.weights = {name: saved for name, saved in found.items() if name not in self.absent}

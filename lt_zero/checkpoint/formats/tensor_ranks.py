@@ -320,7 +320,7 @@ def _whole(shapes: Sequence[Shape], size: int) -> Cut:
 
 
 def _pieces(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> tuple[RankPiece, ...]:
-    """The pieces of ranks that have ``widths`` (by sub-parameter and rank) of a tensor along ``dim``, in their order."""
+    """The pieces of ranks that have ``widths`` (by sub-parameter and rank) of a tensor along ``dim``."""
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     totals = [sum(each) for each in zip(*widths, strict=True)]
     pieces, begun, start = [], [0] * len(totals), 0

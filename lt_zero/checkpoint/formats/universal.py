@@ -5,11 +5,13 @@ Note [Universal folders]
     ``param`` (of a stage 3 run without tensor parallelism: the tensor itself, flat). ``step.pt`` counts steps, or the
     first state in ``zero/optimizer_state.pt`` does, which also has the settings of groups and the loss scaler. Names,
     shapes, groups, buffers and frozen parameters are in the model files, which the script copies: it also writes frozen
-    parameters and buffers to ``zero/``, but of tensor ranks only the first one's slice.
+    parameters and buffers to ``zero/``, but of tensor ranks only the first one's slice. Without shapes in the model
+    files a folder has weights alone (``lt_zero.export``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -44,35 +46,45 @@ class UniversalTensors:
     def __init__(self, source: ForeignSource, ranks: Sequence[ModelRank]) -> None:
         self._source, self._folder = source, source.path / FOLDER
         self._is_sliced = len(ranks) > 1
+        self.groups: list[dict[str, Any]] = []
         self.weights: dict[str, Saved] = {}
         self.states: dict[str, dict[str, Any]] = {}
         file = self._folder / SETTINGS
         settings = source.load_file(file, "optimizer state")
         self.loss_scaler = settings.get("loss_scaler")
         counted = self._counted(settings)
-        for rank in ranks:
-            for group in rank.shapes:
-                for name, shape in group.items():
-                    if name not in self.weights:
-                        self._open(name, shape, counted)
-        self.groups: list[dict[str, Any]] = ranks[0].named_groups(settings.get("param_groups"), file)
+        shapes = {name: shape for rank in ranks for group in rank.shapes for name, shape in group.items()}
+        for name, shape in shapes.items():
+            self._open(name, shape, counted)
+        if not shapes:  # weights alone, which an export has written
+            for folder in sorted(self._folder.iterdir()):
+                if folder.is_dir():
+                    self._open(folder.name, None, None)
+            return
+        self.groups = ranks[0].named_groups(settings.get("param_groups"), file)
         for rank in ranks[1:]:
             more = rank.named_groups(settings.get("param_groups"), file)
             for known, own in zip(self.groups, more, strict=True):
                 known["params"] = list(dict.fromkeys(chain(known["params"], own["params"])))
+        # Fused optimizers count in the group what torch's count in the state.
+        for known in self.groups:
+            step = known.pop(STEP, None)
+            for name in known["params"] if step is not None else ():
+                if name in self.states:
+                    self.states[name].setdefault(STEP, torch.tensor(float(step)))
 
     @classmethod
     def are_in(cls, folder: Path) -> bool:
         """True if a checkpoint's folder is a universal one."""
         return (folder / FOLDER).is_dir()
 
-    def _open(self, name: str, shape: Shape, counted: Any) -> None:
+    def _open(self, name: str, shape: Shape | None, counted: Any) -> None:
         folder = self._folder / name
         if ".." in Path(name).parts or Path(name).is_absolute() or not folder.is_dir():
             raise CheckpointError(f"{self._folder} has no folder {name!r}: the checkpoint is not complete.")
         found: dict[str, Saved] = {}
         entries: dict[str, Any] = {}
-        for file in sorted(folder.glob("*.pt")):
+        for file in sorted(folder.glob("*.pt" if shape is not None else f"{WEIGHT}.pt")):
             content = self._source.load_any(file)
             if file.stem == STEP:
                 entries[STEP] = self._source.plain(content, file)
@@ -92,17 +104,18 @@ class UniversalTensors:
         if found:
             self.states[name] = {**found, **entries}
 
-    def _saved(self, file: Path, content: Any, shape: Shape) -> Saved:
+    def _saved(self, file: Path, content: Any, shape: Shape | None) -> Saved:
         tensor = content.get(PARAM) if isinstance(content, dict) else content
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{file} has no tensor {PARAM!r}: it is damaged, or of an unknown version.")
-        if not self._is_sliced and tensor.numel() != Spec(shape, tensor.dtype).numel:
+        shape = tuple(tensor.shape) if shape is None or self._is_sliced else shape
+        if tensor.numel() != math.prod(shape):
             raise CheckpointError(
                 f"{file} has {tensor.numel()} elements, but the parameter has the shape {list(shape)}: the files do "
                 "not belong together. Take another checkpoint."
             )
-        records, whole = self._source.records, tuple(tensor.shape) if self._is_sliced else shape
-        return Saved(Spec(whole, tensor.dtype), lambda: records.check(tensor).detach().reshape(whole))
+        records = self._source.records
+        return Saved(Spec(shape, tensor.dtype), lambda: records.check(tensor).detach().reshape(shape))
 
     def _counted(self, settings: dict[Any, Any]) -> Any:
         """The number of steps where parameters have none of their own."""

@@ -24,6 +24,7 @@ TOKENS, WIDTH, HIDDEN = 9, 6, 7
 CASES: dict[str, dict[str, Any]] = {
     "autotp_stage1_bf16": {"world": 4, "stage": 1, "bf16": True},
     "autotp_stage3": {"world": 4, "stage": 3},
+    "pipe_bf16": {"world": 4, "pipe": True},
 }
 
 
@@ -101,6 +102,70 @@ def autotp(rank: int, name: str, port: int) -> None:
     engine.save_checkpoint(str(HERE / name), tag="global_step3", client_state={"note": "client state"})
 
 
+class Tanh(nn.Module):
+    """A layer with a buffer and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.frozen(self.linear(x)))
+
+
+def head(embedding: nn.Module, x: Tensor) -> Tensor:
+    return x @ embedding.weight.T
+
+
+def loss(output: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.float(), labels)
+
+
+def pipe(rank: int, name: str, port: int) -> None:
+    """Two stages of a PipelineModule, two data ranks, ZeRO stage 1."""
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    start(rank, CASES[name]["world"], port)
+    torch.manual_seed(1)
+    tied = ("embed", nn.Embedding, TOKENS, WIDTH)
+    blocks = [LayerSpec(Tanh), torch.tanh, LayerSpec(nn.Linear, WIDTH, WIDTH)]
+    layers = [TiedLayerSpec(*tied), *blocks, TiedLayerSpec(*tied, forward_fn=head)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform", seed_layers=True)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": True},
+    }
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    torch.manual_seed(10 + rank % 2)
+    batches = iter([(tokens, tokens.roll(1)) for tokens in torch.randint(TOKENS, (6, 4))])
+    for _ in range(3):
+        engine.train_batch(batches)
+    engine.save_checkpoint(str(HERE / name), tag="global_step3", client_state={"note": "client state"})
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, p in model.named_parameters():
+        if p.requires_grad:
+            states = {kind: safe_get_full_optimizer_state(p, kind).clone() for kind in ("exp_avg", "exp_avg_sq")}
+            found[key] = {"fp32": safe_get_full_fp32_param(p).clone(), **states}
+        else:
+            found[key] = {"fp32": p.detach().clone()}
+    stages: list[Any] = [None] * CASES[name]["world"]
+    torch.distributed.all_gather_object(stages, found)
+    if rank == 0:
+        torch.save({key: value for stage in stages for key, value in stage.items()}, HERE / name / "expected.pt")
+
+
 def universal(source: Path, target: Path) -> None:
     """Convert a checkpoint with DeepSpeed's script."""
     import deepspeed.checkpoint.ds_to_universal as script
@@ -122,10 +187,12 @@ def values_of(folder: Path) -> dict[str, dict[str, Tensor]]:
 def main(names: list[str]) -> None:
     for number, name in enumerate(names):
         shutil.rmtree(HERE / name, ignore_errors=True)
-        torch.multiprocessing.spawn(autotp, (name, 29500 + number), nprocs=CASES[name]["world"])
+        how = pipe if CASES[name].get("pipe") else autotp
+        torch.multiprocessing.spawn(how, (name, 29500 + number), nprocs=CASES[name]["world"])
         for script in (HERE / name).rglob("*.py"):
             script.unlink()
-        universal(HERE / name / "global_step3", HERE / name / "universal")
+        if how is autotp:
+            universal(HERE / name / "global_step3", HERE / name / "universal")
         if name == "autotp_stage3":
             torch.save(values_of(HERE / name / "universal"), HERE / name / "expected.pt")
             shutil.rmtree(HERE / name / "universal")
