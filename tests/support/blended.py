@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
@@ -14,7 +16,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.engine import Engine
-from lt_zero.parallel import LayerSpec, Pipeline, sequence_attention, token_mean
+from lt_zero.parallel import LayerSpec, PartialGradient, Pipeline, sequence_attention, token_mean
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.parallel.pipeline import position
 from lt_zero.parallel.sequence.ranks import current, use
@@ -121,10 +123,14 @@ def start(
     optimizer: str = "adamw",
     mode: str = "64-true",
     adapted: bool = False,
+    splits: bool = False,
     zero: dict[str, Any] | None = None,
     **keys: Any,
 ) -> Blend:
-    """A run on a mesh. End it with ``over``. ``zero``, ``keys``: as for ``config_of``."""
+    """A run on a mesh. End it with ``over``.
+
+    ``splits``: tensor ranks give experts different tokens. ``zero``, ``keys``: as for ``config_of``.
+    """
     block = {"stages": sizes.pipeline, "num_microbatches": MICRO}
     config = config_of(stage, {**(RELEASE if stage == 3 else {}), **(zero or {})}, pipeline=block, **keys)
     world = World.join(CPU)
@@ -142,6 +148,8 @@ def start(
             parallelize_module(feed, mesh.tensor, {**up, "down": RowwiseParallel()})
             for name, parameter in feed.named_parameters():
                 parameter.requires_grad_(name in trained)  # torch trains all
+        for block in model.of(MixtureBlock) if splits else ():
+            _split_tokens(block, mesh.tensor)
         mesh.cut(model, config)
         given = mesh.arguments(model, everyone, config)
     policy = dtype_policy(config, mode)
@@ -153,6 +161,25 @@ def start(
         mesh.watch(engine)
         mesh.connect(engine, config, run.begin, lambda: 1.0)
     return run
+
+
+def _split_tokens(block: MixtureBlock, mesh: DeviceMesh) -> None:
+    """Let each tensor rank have a part of the tokens inside of ``block``, whose gradients are partial sums then."""
+    whole, part = [Replicate()], [Shard(1)]
+
+    def split(module: nn.Module, args: Any) -> Tensor:
+        made: Tensor = (
+            DTensor.from_local(args[0], mesh, whole, run_check=False).redistribute(placements=part).to_local()
+        )
+        return made
+
+    def join(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        made: Tensor = DTensor.from_local(out, mesh, part, run_check=False).redistribute(placements=whole).to_local()
+        return made
+
+    block.register_forward_pre_hook(split)
+    block.register_forward_hook(join)
+    parallelize_module(block, mesh, PartialGradient())
 
 
 class OneProcess:
