@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import lt_zero
 from lt_zero.engine.guard import owner_of
+from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.mesh import ParallelSizes
 from tests.support.blended import OneProcess, start
 from tests.support.matrix import only_rows
@@ -23,9 +24,9 @@ from tests.support.pool import Pool
 BOUND = {"rtol": 0, "atol": 1e-11}
 
 
-def _train(sizes: ParallelSizes, stage: int, optimizer: str) -> None:
+def _train(sizes: ParallelSizes, stage: int, optimizer: str, splits: bool = False) -> None:
     """Compare gradients, their norm, and weights after each step."""
-    run, one = start(sizes, stage, optimizer), OneProcess(sizes.data, optimizer)
+    run, one = start(sizes, stage, optimizer, splits=splits), OneProcess(sizes.data, optimizer)
     for step in range(2):
         loss, want = run.backward(step), one.backward(step)
         if sizes.data == 1:
@@ -66,6 +67,31 @@ def test_experts_train_on_meshes_as_in_one_process(
     pool: Pool, ranks: int, sizes: ParallelSizes, stage: int, optimizer: str
 ) -> None:
     pool.run(ranks, _train, sizes, stage, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_tensor_ranks_may_have_different_tokens(pool: Pool, stage: int) -> None:
+    """Experts and routers are marked: their gradients are parts of a sum."""
+    pool.run(4, _train, TENSOR, stage, "sgd", True)
+
+
+def _seen() -> set[str]:
+    """The parameters whose gradients are compared between tensor ranks."""
+    seen = set[str]()
+    run = start(TENSOR, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+        patch.setattr(FirstGradients, "see", lambda first, parameter, grad: seen.add(names[id(parameter)]))
+        run.backward(0)
+    run.over()
+    return seen
+
+
+def test_tensor_ranks_compare_gradients_of_experts(pool: Pool) -> None:
+    for seen in pool.run(4, _seen):
+        assert {"pipe.layers.2.experts.up", "pipe.layers.2.router.weight"} <= seen
+        assert "pipe.layers.1.up.weight" not in seen, "is cut"
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
