@@ -31,17 +31,22 @@ LEVELS = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CHUNK = 1 << 20  # elements that are in fp32 at a time; a multiple of the block
+_CHUNK = 1 << 18  # elements that are in fp32 at a time, on a CPU in its cache; a multiple of the block
 
 
 @cache
-def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The middles between levels (15), and the two levels of each byte (256, 2), in fp32."""
-    # Not inside of a mode that makes tensors without values, or of inference mode: the tables are kept.
+def _pairs(device: torch.device) -> Tensor:
+    """The two levels (fp32) that each byte stands for, as one int64: (256,)."""
+    # The table is kept, so it may not be one of inference mode.
     with torch.inference_mode(False):
-        levels = torch.tensor(LEVELS, dtype=torch.float32)
-        byte = torch.arange(256)
-        return ((levels[1:] + levels[:-1]) / 2).to(device), levels[torch.stack([byte & 15, byte >> 4], 1)].to(device)
+        levels, byte = torch.tensor(LEVELS, dtype=torch.float32), torch.arange(256)
+        return levels[torch.stack([byte & 15, byte >> 4], 1)].view(torch.int64).flatten().to(device)
+
+
+def _middles() -> list[float]:
+    """The values between two levels, in fp32: above one, the next level is nearer."""
+    levels = torch.tensor(LEVELS, dtype=torch.float32)
+    return ((levels[1:] + levels[:-1]) / 2).tolist()
 
 
 @dataclass(frozen=True)
@@ -61,17 +66,22 @@ class NormalFloat4(Codec):
         check_flat("out", out, [torch.uint8], self.nbytes(x.numel()), x.device)
         out.zero_()
         codes, scales = self._sections(out, x.numel())
-        middles, _ = _tables(x.device)
-        for first in range(0, x.numel(), _CHUNK):
-            part = slice(first, min(first + _CHUNK, x.numel()))
+        middles = _middles()
+        step = _step(x.device)
+        for first in range(0, x.numel(), step):
+            part = slice(first, min(first + step, x.numel()))
             values = x[part].float() if residual is None else x[part].float() + residual[part]
-            rows = torch.nn.functional.pad(values, (0, -values.numel() % self.block)).view(-1, self.block)
+            rows = self._rows(values)
             scale = rows.abs().amax(1)
             scale.masked_fill_(~scale.isfinite(), torch.nan)
             at = slice(first // self.block, first // self.block + len(rows))
             scales[at] = scale
             unit = torch.where(scale == 0, 1.0, scale)[:, None]
-            code = torch.bucketize((rows / unit).masked_fill_(scale.isnan()[:, None], 0.0), middles).to(torch.uint8)
+            rows = (rows / unit).masked_fill_(scale.isnan()[:, None], 0.0)
+            code = torch.zeros_like(rows, dtype=torch.uint8)
+            # Faster than ``bucketize``, which searches for each element.
+            for middle in middles:
+                code += rows > middle
             pairs = code.view(-1)[: values.numel() + values.numel() % 2].view(-1, 2)
             codes[first // 2 : first // 2 + len(pairs)] = pairs[:, 0] | pairs[:, 1] << 4
         if residual is not None:
@@ -91,15 +101,16 @@ class NormalFloat4(Codec):
         check_flat("out", out, _DTYPES, out.numel(), out.device)
         for buffer in buffers:
             check_flat("a buffer", buffer, [torch.uint8], self.nbytes(out.numel()), out.device)
-        _, levels = _tables(out.device)
-        for first in range(0, out.numel(), _CHUNK):
-            size = min(_CHUNK, out.numel() - first)
+        pairs = _pairs(out.device)
+        step = _step(out.device)
+        for first in range(0, out.numel(), step):
+            size = min(step, out.numel() - first)
             total: Tensor | None = None
             for buffer in buffers:
                 codes, scales = self._sections(buffer, out.numel())
                 here = codes[first // 2 : first // 2 + -(-size // 2)].int()
-                values = torch.index_select(levels, 0, here).view(-1)
-                values = torch.nn.functional.pad(values, (0, -values.numel() % self.block)).view(-1, self.block)
+                # One copy of 8 bytes for two elements: several times as fast as rows of two.
+                values = self._rows(torch.index_select(pairs, 0, here).view(torch.float32))
                 values *= scales[first // self.block : first // self.block + len(values), None]
                 total = values if total is None else total.add_(values)
             assert total is not None
@@ -107,10 +118,20 @@ class NormalFloat4(Codec):
                 total *= scale
             out[first : first + size].copy_(total.view(-1)[:size])
 
+    def _rows(self, values: Tensor) -> Tensor:
+        """[blocks, block], filled up with zeros; a view if there is nothing to fill."""
+        rest = -values.numel() % self.block
+        return (torch.nn.functional.pad(values, (0, rest)) if rest else values).view(-1, self.block)
+
     def _sections(self, buffer: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Views of a buffer: the codes (uint8, two a byte), and the scales (fp32)."""
         start, count = _padded(-(-numel // 2)), -(-numel // self.block)
         return buffer[: -(-numel // 2)], buffer[start : start + 4 * count].view(torch.float32)
+
+
+def _step(device: torch.device) -> int:
+    """Elements that are in fp32 at a time: more on a device that is fed with few, large operations."""
+    return _CHUNK if device.type == "cpu" else 64 * _CHUNK
 
 
 def _padded(nbytes: int) -> int:
