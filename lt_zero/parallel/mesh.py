@@ -233,8 +233,7 @@ class ParallelMesh:
         """
 
         def cut() -> None:
-            with self.replaced.noting(module):
-                rows = parallelize(module, self.tensor, config, self._of_stages)
+            rows = parallelize(module, self.tensor, config, self._of_stages)
             pipeline = pipeline_of(module, self.sizes.pipeline)
             if pipeline is not None:
                 shared = {p for p, stages in pipeline.stages_of_parameters().items() if len(stages) > 1}
@@ -242,14 +241,13 @@ class ParallelMesh:
             if self._world.rank == 0:
                 Console().print(table(rows))
 
-        if self._experts is not None:
-            return cut_sharded(module, partial(self._cut_experts, module, self._experts))
-        return cut_sharded(module, cut) if self.sizes.tensor > 1 else {}
-
-    def _cut_experts(self, module: nn.Module, experts: _ExpertRanks) -> None:
-        take_over(module)
+        # Outside of ``cut_sharded``: optimizers have the parameters that there were before it.
         with self.replaced.noting(module):
-            cut_experts(module, experts.mesh, experts.ranks)
+            if self._experts is not None:
+                take_over(module)
+                mesh, ranks = self._experts.mesh, self._experts.ranks
+                return cut_sharded(module, partial(cut_experts, module, mesh, ranks))
+            return cut_sharded(module, cut) if self.sizes.tensor > 1 else {}
 
     def _of_stages(self, value: Any) -> list[Any]:
         """Values of the first ranks of all stages, in order of the stages. Collective."""
