@@ -4,22 +4,22 @@
 
 The four ranks are two on each of two simulated nodes (as root, with iproute2); else they are processes without nodes,
 and "between nodes" is left out. Every token goes to two experts, and every expert gets equally many tokens, so that
-traffic can be computed: "least" is the smallest number of bytes that has to leave a node. "between nodes" was counted
-by the kernel, with the headers of packets, for the node that sent more. "peak" is the most that a rank has in a step of
-what operators allocated: weights, states, gradients and activations (live_bytes.py). Stage 3 releases weights after
-each forward. All cases live in the same processes and take turns; times are ratios to the first, medians of those
-within rounds.
+traffic can be computed: "formula" is what has to leave a node if each byte leaves it once. "between nodes" was counted
+by the kernel, with the headers of packets, for the node that sent more. "peak" is how much the resident memory of a
+rank grows, from before the model is built to the most in its third and fourth step, in a process of its own. Stage 3
+releases weights after each forward. For times all cases live in the same processes and take turns; they are ratios to
+the first case, medians of those within rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -28,8 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from live_bytes import live_bytes
-from measuring import ROOT, cpu_name, interleaved, markdown, ratio, versions
+from measuring import ROOT, Sampler, cpu_name, interleaved, markdown, memory, ratio, versions
 from peers import adamw
 from simulated_nodes import NodesUnavailable, SimulatedNodes, sent_by
 from torch import Tensor, nn
@@ -127,6 +126,7 @@ def case(name: str, args: argparse.Namespace) -> Callable[[], Tensor]:
         loss: Tensor = engine(ids)
         engine.backward(loss)
         engine.step()
+        engine.engine.finish_steps()  # else updated weights are still gathered, which the next forward waits for
         return loss.detach()
 
     return of_lt_zero
@@ -145,20 +145,42 @@ def measured(step: Callable[[], Tensor], nodes: bool) -> dict[str, float]:
     return {"seconds": seconds, "sent": sent, "loss": loss.item()}
 
 
+def begin(store: str, args: argparse.Namespace) -> None:
+    where = f"file://{args.folder}/{store.replace(' ', '_')}"
+    dist.init_process_group("gloo", init_method=where, rank=args.rank, world_size=RANKS)
+
+
+def peak_of(name: str, args: argparse.Namespace) -> float:
+    """Growth of a rank's resident memory, in MiB, in a fork that runs one case only."""
+    reader, writer = os.pipe()
+    if child := os.fork():
+        os.close(writer)
+        _, status = os.waitpid(child, 0)
+        with open(reader) as told:
+            if status:
+                raise RuntimeError(f"{name} failed, see above")
+            return float(told.read())
+    try:
+        begin(name, args)
+        case(name, argparse.Namespace(**{**vars(args), "width": 32, "hidden": 32, "depth": 1}))()  # imports, buffers
+        before, step = memory(), case(name, args)
+        for _ in range(2):
+            step()
+        with Sampler() as sampler:
+            for _ in range(2):
+                step()
+        os.write(writer, str(max(now for _, now in sampler.points) - before).encode())
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
 def rank_of(args: argparse.Namespace) -> None:
     """Measure all cases; rank 0 writes the table."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    args.rank, peaks = dist.get_rank(), dict[str, float]()
-    for name in args.cases:
-        with live_bytes() as meter:
-            step = case(name, args)
-            step()
-            meter.reset()
-            step()
-            peaks[name] = meter.peak
-        del step
-        gc.collect()
+    peaks = {name: peak_of(name, args) for name in args.cases}
+    begin("times", args)
     steps = {name: case(name, args) for name in args.cases}
     runs = {name: lambda step=step: measured(step, args.nodes) for name, step in steps.items()}  # type: ignore[misc]
     found: list[Any] = [None] * RANKS
@@ -172,7 +194,7 @@ def rank_of(args: argparse.Namespace) -> None:
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def least(stage: int, size: int, args: argparse.Namespace) -> float:
+def bytes_between_nodes(stage: int, size: int, args: argparse.Namespace) -> float:
     """Bytes that have to leave a node in a step: half of what both nodes share, and the tokens of the other's experts.
 
     A stage-3 step gathers weights twice and reduces gradients once; a stage-2 step gathers once.
@@ -198,14 +220,14 @@ def report(args: argparse.Namespace, found: list[tuple[dict[str, list[dict[str, 
         loss = sum(r[0][name][-1]["loss"] for r in found) / RANKS
         peak = max(r[1][name] for r in found)
         speed = 1 / ratio(seconds[name], seconds[first]).median
-        least_mb = f"{least(*CASES.get(name, (3, 1)), args) / 1e6:.1f}"
+        formula = f"{bytes_between_nodes(*CASES.get(name, (3, 1)), args) / 1e6:.1f}"
         between = f"{sent / 1e6:.1f}" if args.nodes else ""
-        rows.append([name, f"{peak / 1e6:.1f}", least_mb, between, f"{speed:.2f}", f"{loss:.6f}"])
+        rows.append([name, f"{peak:.0f}", formula, between, f"{speed:.2f}", f"{loss:.6f}"])
     sizes = f"{args.depth} layers of {args.experts} experts, {args.width} wide, {args.hidden} inside, fp32"
     heading = f"# experts: a mixture of {numel / 1e6:.1f}M parameters on {NODES} nodes of {RANKS // NODES} ranks\n"
     setting = f"{date.today()}; {sizes}; {args.tokens} tokens on each rank; {cpu_name()}, {versions('cpu')}; load "
     setting += f"{os.getloadavg()[1]:.0f}; medians of {args.rounds} rounds\n"
-    header = ["", "peak, MB", "least, MB", "between nodes, MB", f"tokens/s / {first}", "last loss"]
+    header = ["", "peak, MiB", "formula, MB", "between nodes, MB", f"tokens/s / {first}", "last loss"]
     command = f"`python benchmarks/experts.py {' '.join(args.given)}".rstrip() + "`\n"
     return "\n".join([heading, command, setting, *markdown(header, rows)]) + "\n"
 
@@ -219,31 +241,27 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "experts.md")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--nodes", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.given = [word for word in sys.argv[1:] if word not in ("--worker", "--nodes")]
+    args.given = sys.argv[1 : sys.argv.index("--worker") if args.worker else None]
+    args.rank = int(os.environ.get("RANK", 0))
     return args
-
-
-def _without_nodes(command: list[str]) -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen(command, env={**os.environ, **where, "RANK": str(rank)}) for rank in range(RANKS)]
-    return max(process.wait() for process in ranks)
 
 
 def main() -> None:
     args = parse()
     if args.worker:
         rank_of(args)
-    command = [sys.executable, __file__, "--worker", *args.given]
-    try:
-        with SimulatedNodes(NODES, RANKS // NODES) as nodes:
-            failed = nodes.run([*command, "--nodes"])
-    except NodesUnavailable as error:
-        print(f"{error}; without nodes", file=sys.stderr)
-        failed = _without_nodes(command)
+    os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back to the system
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, *args.given, "--worker", "--folder", folder]
+        try:
+            with SimulatedNodes(NODES, RANKS // NODES) as nodes:
+                failed = nodes.run([*command, "--nodes"])
+        except NodesUnavailable as error:
+            print(f"{error}; without nodes", file=sys.stderr)
+            ranks = [subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}) for rank in range(RANKS)]
+            failed = max(process.wait() for process in ranks)
     if not failed:
         print(args.out.read_text())
     raise SystemExit(failed)

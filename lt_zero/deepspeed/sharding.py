@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lt_zero.checkpoint.export import some
+from lt_zero.checkpoint.cast import some
 from lt_zero.engine.guard import is_guarded, owner_of
 from lt_zero.loop.access import local_master
 from lt_zero.planning.estimate import settings_table

@@ -7,7 +7,8 @@ import os
 import torch
 from torch import Tensor, nn
 
-from lt_zero.checkpoint.export import Cast, Format, export, some
+from lt_zero.checkpoint.cast import Cast, some
+from lt_zero.checkpoint.export import Format, export
 from lt_zero.checkpoint.open import open_source
 from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.common.errors import CheckpointError

@@ -269,11 +269,16 @@ class ParallelMesh:
             if self._experts is not None:
                 self._cut_experts(module, self._experts)
 
-        return cut_sharded(module, cut) if self._meshes else {}
+        if not self._meshes:
+            return {}
+        # Outside of ``cut_sharded``: optimizers have the parameters that there were before it.
+        with self.replaced.noting(module):
+            if self._experts is not None:
+                take_over(module)
+            return cut_sharded(module, cut)
 
     def _cut_layers(self, module: nn.Module, config: ZeroConfig) -> None:
-        with self.replaced.noting(module):
-            rows = parallelize(module, self.tensor, config, self._of_stages)
+        rows = parallelize(module, self.tensor, config, self._of_stages)
         pipeline = pipeline_of(module, self.sizes.pipeline)
         if pipeline is not None:
             check_shared(self._of_stages(placements(pipeline, _shared(pipeline))))
@@ -281,9 +286,7 @@ class ParallelMesh:
             Console().print(table(rows))
 
     def _cut_experts(self, module: nn.Module, experts: _ExpertRanks) -> None:
-        take_over(module)
-        with self.replaced.noting(module):
-            cut_experts(module, experts.mesh, experts.ranks, self._of_stages)
+        cut_experts(module, experts.mesh, experts.ranks, self._of_stages)
         pipeline = pipeline_of(module, self.sizes.pipeline)
         shared = _shared(pipeline) if pipeline is not None else set()
         if any(self._of_stages(any(is_of_experts(parameter) for parameter in shared))):

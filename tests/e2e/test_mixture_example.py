@@ -28,13 +28,14 @@ def _run(folder: Path, *arguments: str) -> tuple[float, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", MODELS)
 def test_it_trains_as_without_expert_ranks_and_goes_on_without(tmp_path: Path, model: str) -> None:
-    few = "--model", model, "--steps", "20"
+    few = "--model", model, "--steps", "12"
     found, wanted = _run(tmp_path / "two", *few), _run(tmp_path / "one", *few, "--experts", "1")
     assert found == pytest.approx(wanted, rel=1e-3)
     whole = {name: value.shape for name, value in load_file(tmp_path / "two/weights.safetensors").items()}
-    more = "--model", model, "--resume", "--experts", "1", "--ranks", "3", "--steps", "40"
+    more = "--model", model, "--resume", "--experts", "1", "--ranks", "3", "--steps", "24"
     assert _run(tmp_path / "two", *more)[1] < found[1]
     assert {name: value.shape for name, value in load_file(tmp_path / "two/weights.safetensors").items()} == whole
     assert any(shape[:1] == (8,) and len(shape) == 3 for shape in whole.values()), "stacks of all experts"

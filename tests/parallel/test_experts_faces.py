@@ -98,10 +98,11 @@ def _fabric(kind: str, stage: int, optimizer: str, keys: dict[str, Any]) -> dict
 
 def _loop(kind: str, stage: int, optimizer: str, keys: dict[str, Any]) -> dict[str, Tensor]:
     build_model, loss = MODELS[kind]
-    net = build_model()
     block = {"stage": stage, "stage3_param_persistence_threshold": 0}
     given = {"zero_optimization": block, "gradient_accumulation_steps": ACCUMULATES, **keys}
     given["train_micro_batch_size_per_gpu"] = 2
+    with lt_zero.Init(config=given, enabled=stage == 3 and kind == "own"):
+        net = build_model()
     engine, *_ = lt_zero.initialize(model=net, optimizer=OPTIMIZERS[optimizer](net.parameters()), config=given)
     for number in range(STEPS * ACCUMULATES):
         engine.backward(loss(engine, number, dist.get_rank()))
