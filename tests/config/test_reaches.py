@@ -29,7 +29,6 @@ from tests.support import reach_profiling as prof
 from tests.support import reach_tiles as tiles
 from tests.support import reach_trainer as t
 from tests.support import reach_whole as w
-from tests.support.lightning_tools import HAS_WEIGHTS_ONLY
 from tests.support.pool import Pool
 from tests.support.reach_engine import Config, Lab, nested
 
@@ -453,8 +452,6 @@ def test_every_key_has_a_probe() -> None:
 
 @pytest.mark.parametrize("key", PROBES)
 def test_value_reaches_its_code(key: str, lab: Lab) -> None:
-    if key.startswith("comet.") and not HAS_WEIGHTS_ONLY:
-        pytest.skip("Lightning 2.5 makes the experiment later")
     probe = PROBES[key]
     configs = (dict(probe.base), {**probe.base, probe.at or key: probe.value})
     before, after = looks(lab, *configs)
