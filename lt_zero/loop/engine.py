@@ -346,7 +346,7 @@ class TrainingEngine(EngineQueries):
             CheckpointError: that save has failed.
         """
         ended.add(self.engine)
-        self.monitor.end()
+        self.monitor.end(self.loss_scale_controller)
         self.session.end()
 
     def wait_for_save(self) -> None:

@@ -25,6 +25,7 @@ from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.run_file import RunFile
+from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
 from lt_zero.engine.engine import Engine
@@ -137,8 +138,13 @@ class _Output:
         self.due.clear()
 
     def write(self, events: list[Event]) -> None:
-        for writer in self.writers:
-            writer(events)
+        """Write events. A monitor whose disk fails is left out from then on, with a warning: the run goes on."""
+        for writer in list(self.writers):
+            try:
+                writer(events)
+            except OSError as error:
+                self.writers.remove(writer)
+                warn(f"A monitor cannot write ({error}), and gets no more events in this run.")
 
     def end(self) -> None:
         self.write_due()
@@ -253,8 +259,9 @@ class LoopMonitor:
         fp16 = controller.scaler is not None
         self._output.write_due(*((controller.scale, controller.skipped) if fp16 else ()))
 
-    def end(self) -> None:
+    def end(self, controller: LossScaleController) -> None:
         """Write what is not written yet."""
+        self.begin_step(self._samples, controller)
         if self._noise is not None:
             self._noise.stop()
         self._output.end()

@@ -146,7 +146,7 @@ def read_record(folder: Path, number: int = 0) -> RecordedRun:
 
 def plain(name: str) -> str:
     """The name of a module or parameter without what ``torch.compile`` puts into it."""
-    return name.replace("_orig_mod.", "").replace("._orig_mod", "")
+    return "(model)" if name == "_orig_mod" else name.replace("_orig_mod.", "").replace("._orig_mod", "")
 
 
 def _was_skipped(rows: Mapping[tuple[str, str], Tensors], before: Mapping[tuple[str, str], Tensors] | None) -> bool:

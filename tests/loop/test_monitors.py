@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,38 @@ def test_skipped_steps_and_the_loss_scale(tmp_path: Path) -> None:
     assert [row[1] for row in found["Train_Samples_skipped_steps.csv"]] == ["skipped_steps", "1", "2", "3"]
     assert [float(row[1]) for row in found["Train_Samples_loss_scale.csv"][1:]] == [2.0**39, 2.0**38, 2.0**37]
     assert "Train_Samples_grad_norm.csv" not in found  # it is infinite
+
+
+def test_the_host_does_not_wait_for_a_gpu(tmp_path: Path) -> None:
+    """A device with streams: the events of a step are written at the next one, the last ones at the end."""
+    seen, waits = [], mock.MagicMock()
+
+    class Probe(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(files_in(tmp_path / "job").get("Train_Samples_loss_scale.csv", [])))
+            return super().forward(x)
+
+    with mock.patch("lt_zero.loop.monitors.accelerator") as device:
+        device.has_streams.return_value = True
+        device.fetch.side_effect = lambda values: (values.clone(), waits)
+        config = {"optimizer": SGD, "fp16": {"enabled": True, "initial_scale_power": 4}, **block(tmp_path)}
+        engine, *_ = lt_zero.initialize(model=Probe(3, 1), config={**config, "zero_optimization": {"stage": 1}})
+        for _ in range(3):
+            engine.backward(engine(torch.ones(1, 3)).float().mean())
+            engine.step()
+        engine.destroy()
+    assert seen == [0, 0, 2]  # with the header
+    assert [len(rows) for rows in files_in(tmp_path / "job").values()] == [4] * 5
+    assert waits.synchronize.call_count == 3
+
+
+def test_a_disk_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
+    engine, *_ = lt_zero.initialize(model=nn.Linear(3, 1), config={"optimizer": SGD, **block(tmp_path)})
+    shutil.rmtree(tmp_path / "job")
+    with pytest.warns(UserWarning, match="A monitor cannot write .*job"):
+        engine.monitor.write_events([("a", 1.0, 1)])
+    engine.monitor.write_events([("a", 1.0, 1)])
+    engine.destroy()
 
 
 def test_services_get_the_same_events() -> None:

@@ -237,6 +237,7 @@ def test_names_differ_by_the_modules_around() -> None:
 
 def test_what_torch_compile_adds_to_names_is_left_out() -> None:
     assert [plain(name) for name in ("_orig_mod.a.weight", "a._orig_mod.b", "a._orig_mod")] == ["a.weight", "a.b", "a"]
+    assert plain("_orig_mod") == "(model)"
 
 
 # ---- skipped steps ---------------------------------------------------------------------------------------------------
