@@ -180,12 +180,16 @@ def plan_budget(costs: Sequence[ModuleCost], budget: Budget, aside: bool = False
 
 
 def _evened(costs: Sequence[ModuleCost]) -> list[ModuleCost]:
-    """Costs in which modules of one class and size have the same time, so that noise does not choose among them."""
-    alike: dict[tuple[str, int, int], list[int]] = {}
-    for cost in costs:
-        alike.setdefault((cost.kind, cost.fixed, cost.inner), []).append(cost.nanoseconds)
-    means = {key: sum(times) // len(times) for key, times in alike.items()}
-    return [replace(cost, nanoseconds=means[cost.kind, cost.fixed, cost.inner]) for cost in costs]
+    """Costs in which modules of one class and about one size have the same time: noise does not choose among them."""
+    alike: list[list[ModuleCost]] = []
+    for cost in sorted(costs, key=lambda cost: (cost.kind, cost.inner)):
+        known = alike[-1][0] if alike else None
+        if known is not None and cost.kind == known.kind and cost.inner <= 1.1 * known.inner:
+            alike[-1].append(cost)
+        else:
+            alike.append([cost])
+    means = {cost.name: sum(c.nanoseconds for c in group) // len(group) for group in alike for cost in group}
+    return [replace(cost, nanoseconds=means[cost.name]) for cost in costs]
 
 
 def _search(costs: Sequence[ModuleCost], allowed: int, aside: bool) -> frozenset[str]:

@@ -392,6 +392,7 @@ def install(engine: Engine) -> Checkpointing | None:
         return known
     block = of_all_ranks(engine.root, block, engine.groups[0])
     if block.mode == "none" or not engine.buckets:  # without parameters nothing trains
+        _attend(engine)
         return None
     count, device = len(find_modules(engine.root, block).chosen), engine.buckets[0].flat.device
     opening = world.agree("opening the folder for saved inputs", SwapError) if block.nvme_path else nullcontext()
@@ -407,12 +408,10 @@ def install(engine: Engine) -> Checkpointing | None:
         made = Checkpointing(engine.root, block, store, around, world.rank == 0, meter)
         made.boundary = boundary
         hooks: list[tuple[list[Any], Callable[[], object]]] = []
-        if meter is not None and block.memory_budget is not None:
+        if meter is not None:
             names, aside = tuple(name for name, _ in made.found.chosen), store is not None
             choose = partial(_choose, made, world.rank == 0)
-            gather = partial(world.host_gather, name="activations of checkpointed modules")
-            trial = BudgetTrial(block.memory_budget, meter, names, aside, gather, choose)
-            hooks.append((engine.after_step, trial.end_step))
+            hooks.append((engine.after_step, _trial(engine, meter, names, aside, choose).end_step))
         if boundary is not None:
             hooks.append((engine.after_step, boundary.end_step))
         if store is not None:
@@ -457,6 +456,41 @@ def open_meter(root: nn.Module, block: ActivationCheckpointing, device: torch.de
     return Meter(modules, device, block.mode == "selective")
 
 
+def _trial(
+    engine: Engine,
+    meter: Meter,
+    names: tuple[str, ...],
+    aside: bool,
+    choose: Callable[[BudgetPlan | None], None],
+) -> BudgetTrial:
+    budget, world = engine.config.activation_checkpointing.memory_budget, engine.world
+    assert budget is not None
+    gather = partial(world.host_gather, name="activations of checkpointed modules")
+    return BudgetTrial(budget, meter, names, aside, gather, choose)
+
+
+@dataclass(frozen=True)
+class _Attendance:
+    """Takes part in the choice of other ranks, until ``remove``; this rank has nothing to checkpoint."""
+
+    listeners: list[Callable[[], None]]
+    trial: BudgetTrial
+
+    def remove(self) -> None:
+        if self.trial.end_step in self.listeners:
+            self.listeners.remove(self.trial.end_step)
+
+
+def _attend(engine: Engine) -> None:
+    """Let this rank, which has nothing to checkpoint, answer the ranks that choose for a memory budget. Idempotent."""
+    block = engine.config.activation_checkpointing
+    if block.memory_budget is None or any(isinstance(handle, _Attendance) for handle in engine.handles):
+        return
+    trial = _trial(engine, Meter({}, engine.world.device, False), (), False, lambda plan: None)
+    engine.after_step.append(trial.end_step)
+    engine.handles.append(_Attendance(engine.after_step, trial))
+
+
 def _choose(checkpointing: Checkpointing, shows: bool, plan: BudgetPlan | None) -> None:
     """Recompute what ``plan`` says, and print it if ``shows``; None: no module was recomputed so far."""
     if plan is not None:
@@ -477,6 +511,6 @@ def installed(engine: Engine) -> Checkpointing | None:
 
 def uninstall(engine: Engine) -> None:
     """Restore the modules' original forward; the engine stays attached."""
-    if (known := installed(engine)) is not None:
-        known.remove()
-        engine.handles.remove(known)
+    for handle in [each for each in engine.handles if isinstance(each, (Checkpointing, _Attendance))]:
+        handle.remove()
+        engine.handles.remove(handle)

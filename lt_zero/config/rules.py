@@ -94,6 +94,12 @@ def _sharding(config: Schema) -> Iterator[Problem]:
             f"{ZERO}.shard_along='element' a rank holds only fragments of them. Set {ZERO}.shard_along=parameter "
             "(optimizer=muon does both).",
         )
+    if config.quantize is not None and zero.stage == 3 and zero.zero_hpz_partition_size > 1:
+        yield Problem(
+            f"{ZERO}.zero_hpz_partition_size",
+            f"{ZERO}.zero_hpz_partition_size={zero.zero_hpz_partition_size} keeps a second copy of gathered weights, "
+            f"and with quantize={config.quantize} codes are gathered, of which there is none. Remove one of them.",
+        )
 
 
 def _compression(config: Schema) -> Iterator[Problem]:
@@ -361,11 +367,13 @@ def _inactive_sharding(config: Schema) -> Sequence[Rule]:
     short += ["zero_hpz_partition_size"] if zero.zero_hpz_partition_size > 1 else []
     at_0 = "gradients are not sharded at stage 0, where gradient_compression can send fewer bits"
     none = (states.device, zero.param_offload.device) == ("none", "none")
+    codes = f"with quantize={config.quantize} frozen weights are sent as codes in any case"
     frozen = "trained parameters are stored with their master weights: without offload_optimizer only frozen ones move"
     return (
         (zero.stage != 3, ZERO, _STAGE3, "parameters are sharded at stage 3 only"),
         (zero.stage not in (1, 2), ZERO, "allgather_bucket_size", gathered),
         (zero.stage != 3 and bool(short), ZERO, " ".join(short), "parameters are sharded at stage 3 only"),
+        (config.quantize is not None, ZERO, "zero_quantized_nontrainable_weights", codes),
         (zero.stage == 0, ZERO, "shard_along reduce_scatter mics_shard_size", "nothing is sharded at stage 0"),
         (zero.stage == 0 and zero.zero_quantized_gradients, ZERO, "zero_quantized_gradients", at_0),
         (

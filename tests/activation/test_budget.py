@@ -62,7 +62,8 @@ def test_the_choice_takes_the_least_time_that_meets_the_budget(
 
 
 def test_of_equal_modules_the_first_are_recomputed_and_the_least_is_named() -> None:
-    costs = [ModuleCost(f"blocks.{n}", "Block", 1, 0, 10, 12, 5 + n, 1) for n in range(8)]
+    times = (9, 3, 8, 1, 7, 2, 6, 4)
+    costs = [ModuleCost(f"blocks.{n}", "Block", 1, 0, 10, 12, spent, 1) for n, spent in enumerate(times)]
     plan = plan_budget(costs, 0.5)
     assert plan.recomputed == {f"blocks.{n}" for n in range(5)}, "noise of times does not choose, and the last is free"
     assert plan.peak <= plan.allowed == peak_of(costs, frozenset(), False) // 2
@@ -73,6 +74,8 @@ def test_of_equal_modules_the_first_are_recomputed_and_the_least_is_named() -> N
     assert [problem.key for problem in caught.value.problems] == [KEY]
     assert plan_budget(costs, 0.223).recomputed == {f"blocks.{n}" for n in range(7)}
     assert plan_budget(costs, 1.0).recomputed == frozenset()
+    unlike = replace(costs[0], inner=11)  # its input needs no gradient, say
+    assert plan_budget([unlike, *costs[1:]], 0.5).recomputed == plan.recomputed
 
 
 # ---- the forecast --------------------------------------------------------------------------------------------------

@@ -199,6 +199,10 @@ def test_weights_that_cannot_rest_encoded_are_refused() -> None:
         lt_zero.shard(net().requires_grad_(True), config_of(3, quantize=8))
     with pytest.raises(ConfigError, match="quantize"):
         config_of(3, quantize=2)
+    with pytest.raises(ConfigError, match="zero_hpz_partition_size=2 keeps a second copy"):
+        config_of(3, {"zero_hpz_partition_size": 2}, quantize=4)
+    with pytest.warns(UserWarning, match=r"zero_quantized_nontrainable_weights \(with quantize=8"):
+        config_of(3, {"zero_quantized_nontrainable_weights": True}, quantize=8)
 
 
 @pytest.mark.parametrize("library", ["bitsandbytes.nn.modules", "torchao.dtypes"])
