@@ -199,7 +199,8 @@ def bytes_between_nodes(stage: int, size: int, args: argparse.Namespace) -> floa
 
     A stage-3 step gathers weights twice and reduces gradients once; a stage-2 step gathers once.
     """
-    model = Mixture(args)
+    with torch.device("meta"):
+        model = Mixture(args)
     of_experts = sum(p.numel() for m in model.modules() if isinstance(m, Experts) for p in m.parameters())
     shared = sum(p.numel() for p in model.parameters()) - (of_experts if size == RANKS else 0)
     exchanged = 0.0
@@ -210,7 +211,8 @@ def bytes_between_nodes(stage: int, size: int, args: argparse.Namespace) -> floa
 
 
 def report(args: argparse.Namespace, found: list[tuple[dict[str, list[dict[str, float]]], dict[str, float]]]) -> str:
-    numel = sum(p.numel() for p in Mixture(args).parameters())
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in Mixture(args).parameters())
     first, rows = args.cases[0], []
     for name in args.cases:
         seconds = {

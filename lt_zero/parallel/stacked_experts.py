@@ -141,13 +141,13 @@ def take_over(module: nn.Module) -> None:
 
 
 def _experts_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The outermost modules in models of transformers that are experts by their name, and no ``Experts`` yet."""
+    """Stacks of experts, and in models of transformers also modules that are experts by their name; no ``Experts``."""
     inside = {id(sub) for model in models_of(module) for sub in model.modules()}
     seen = set[str]()
     for name, sub in module.named_modules():
-        if id(sub) not in inside or isinstance(sub, Experts) or any(name.startswith(f"{other}.") for other in seen):
+        if isinstance(sub, Experts) or any(name.startswith(f"{other}.") for other in seen):
             continue
-        if _is_stack(sub) or _is_list(name, sub):
+        if _is_stack(sub) or (id(sub) in inside and _is_list(name, sub)):
             seen.add(name)
             yield name, sub
 

@@ -210,13 +210,14 @@ def _keywords(experts: Any) -> Callable[..., Tensor]:
     return forward
 
 
-def test_arguments_may_have_names() -> None:
+def test_a_layer_alone_whose_arguments_have_names() -> None:
     experts = build("mixtral").model.layers[0].mlp.experts
     given = torch.randn(3, 16), torch.tensor([[0, 1], [3, 2], [1, 0]]), torch.rand(3, 2)
     want = experts(*given)
-    model = nn.ModuleDict({"a": build("mixtral")})
-    take_over(model)
-    found = model["a"].model.layers[0].mlp.experts
+    layer: Any = build("mixtral").model.layers[0]
+    take_over(layer)
+    found = layer.mlp.experts
+    assert isinstance(found, StackedExperts)
     torch.testing.assert_close(_keywords(found)(*given), want)
 
 
