@@ -82,6 +82,25 @@ def test_a_universal_folder_of_stage_3_has_flat_tensors(tmp_path: Path) -> None:
     assert torch.equal(torch.load(file)["gain"], expected["weights"]["gain"])
 
 
+def test_experts_of_autoep_are_whole_in_a_universal_folder(tmp_path: Path) -> None:
+    """Made by hand from the code of ds_to_universal.py: rank 0's model file has the shape of its own two experts."""
+    folder = tmp_path / "saved"
+    whole, local = torch.randn(4, 3, 2), torch.Size([2, 3, 2])
+    states = {"module": {}, "param_shapes": [{"moe.experts.w1": local}], "buffer_names": [], "global_steps": 7}
+    (folder / "zero" / "moe.experts.w1").mkdir(parents=True)
+    torch.save(states, folder / "mp_rank_00_model_states.pt")
+    torch.save({"param_groups": [{"lr": 0.1, "params": [0]}]}, folder / "zero" / "optimizer_state.pt")
+    for number, key in enumerate(("fp32", "exp_avg")):
+        content = {"param": whole + number, "cat_dim": 0, "is_expert_param": True, "ep_num_experts": 4}
+        torch.save(content, folder / "zero" / "moe.experts.w1" / f"{key}.pt")
+    source = open_source(folder)
+    assert torch.equal(source.read("moe.experts.w1"), whole)
+    assert torch.equal(source.read_state(0, "moe.experts.w1", "exp_avg"), whole + 1)
+    (folder / "layer_0_expert_1_mp_rank_00_model_states.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"mixture of experts.*ds_to_universal\.py"):
+        open_source(folder)
+
+
 def change_tensor(folder: Path) -> None:
     file = folder / "zero" / "up.weight" / "exp_avg.pt"
     torch.save({"param": torch.zeros(5)}, file)

@@ -119,7 +119,10 @@ class DeepSpeedSource(ForeignSource):
         found: dict[tuple[int, int], Path] = {}
         for file in sorted(self.path.iterdir()):
             if _EXPERTS.match(file.name):
-                raise CheckpointError(f"{file} belongs to a mixture of experts, whose checkpoints cannot be read.")
+                raise CheckpointError(
+                    f"{file} belongs to a mixture of experts, whose files are not read. If AutoEP made it, convert the "
+                    "folder with DeepSpeed's ds_to_universal.py, and pass the result."
+                )
             match = pattern.fullmatch(file.name)
             if match is None:
                 continue
@@ -157,7 +160,7 @@ class DeepSpeedSource(ForeignSource):
         return pipeline_name(own) if self._is_pipeline else own
 
     def _columns(self, ranks: Sequence[ModelRank], universal: UniversalTensors | None) -> list[PipelineStages]:
-        """What the stages of a pipeline have together, by tensor rank."""
+        """Stages of a pipeline put together, by tensor rank."""
         files = LayerFiles(self.path)
         told = ranks[0].model.get("checkpoint_parallel_dimensions")
         size = (told.get("tp_degree") if isinstance(told, dict) else None) or len(files.found) or 1
@@ -184,7 +187,7 @@ class DeepSpeedSource(ForeignSource):
         return joined
 
     def _meta(self, first: ModelRank, scaler: Any) -> dict[str, Any]:
-        """``scaler``: the loss scaler's object."""
+        """Return ``meta``. ``scaler``: the loss scaler's object."""
         model, file = first.model, first.file
         meta: dict[str, Any] = self.plain({key: model[key] for key in model if key not in _OWN_KEYS}, file)
         if model.get("lr_scheduler") is not None and "lr_schedulers" not in meta:

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.reading import VERSION, has_checksums, load
+from lt_zero.checkpoint.formats.reading import VERSION, has_checksums, load, opened
 from lt_zero.checkpoint.formats.records import MappedRecords
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 
 _DEPTH = 64  # of nested containers
+_SMALL = 4 << 20  # bytes of a file that is not mapped
 _KEYS = (str, int, float, bool, bytes, type(None))
 _PLAIN = (*_KEYS, complex, torch.dtype, torch.device)
 
@@ -93,12 +94,20 @@ class ForeignSource:
 
     def load_file(self, file: Path, what: str) -> dict[Any, Any]:
         """The dictionary ``what`` in a file of ``torch.save``."""
-        return mapping(self.load_any(file), what, file)
-
-    def load_any(self, file: Path) -> Any:
-        """The content of a file of ``torch.save``."""
         self.parts.append((file, 0, None))
-        return load(file, inert=self._inert, mapped=self.records)
+        return mapping(load(file, inert=self._inert, mapped=self.records), what, file)
+
+    def load_apart(self, file: Path) -> tuple[Any, MappedRecords]:
+        """The content of one of many files of ``torch.save``, and what its values are checked by.
+
+        A small file is read and checked now, as each mapping makes all later ones slower.
+        """
+        records = MappedRecords()
+        with opened(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+        if size < _SMALL:
+            return load(file, 0, size, self._inert), records
+        return load(file, inert=self._inert, mapped=records), records
 
     def plain(self, value: Any, where: object, path: str = "", outer: tuple[int, ...] = ()) -> Any:
         """``value`` as containers, numbers and tensors; the rest is left out and noted, and ``None`` if all of it is.

@@ -5,8 +5,9 @@ Note [Universal folders]
     ``param`` (of a stage 3 run without tensor parallelism: the tensor itself, flat). ``step.pt`` counts steps, or the
     first state in ``zero/optimizer_state.pt`` does, which also has the settings of groups and the loss scaler. Names,
     shapes, groups, buffers and frozen parameters are in the model files, which the script copies: it also writes frozen
-    parameters and buffers to ``zero/``, but of tensor ranks only the first one's slice. Without shapes in the model
-    files a folder has weights alone (``lt_zero.export``).
+    parameters and buffers to ``zero/``, but of tensor ranks only the first one's slice. Experts of AutoEP are whole,
+    too, under the names of DeepSpeed's layer. Without shapes in the model files a folder has weights alone
+    (``lt_zero.export``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, mapping
 from lt_zero.checkpoint.formats.model_rank import ModelRank, Shape
+from lt_zero.checkpoint.formats.records import MappedRecords
 from lt_zero.checkpoint.source import Spec
 from lt_zero.common.errors import CheckpointError
 
@@ -85,11 +87,13 @@ class UniversalTensors:
         found: dict[str, Saved] = {}
         entries: dict[str, Any] = {}
         for file in sorted(folder.glob("*.pt" if shape is not None else f"{WEIGHT}.pt")):
-            content = self._source.load_any(file)
+            self._source.parts.append((file, 0, None))
             if file.stem == STEP:
-                entries[STEP] = self._source.plain(content, file)
-                continue
-            found[file.stem] = self._saved(file, content, shape)
+                content, records = self._source.load_apart(file)
+                step = records.check(content).detach().clone() if isinstance(content, Tensor) else content
+                entries[STEP] = self._source.plain(step, file)
+            else:
+                found[file.stem] = self._saved(file, shape)
         if WEIGHT not in found:
             raise CheckpointError(f"{folder} has no {WEIGHT}.pt: the checkpoint is not complete.")
         self.weights[name] = found.pop(WEIGHT)
@@ -104,18 +108,31 @@ class UniversalTensors:
         if found:
             self.states[name] = {**found, **entries}
 
-    def _saved(self, file: Path, content: Any, shape: Shape | None) -> Saved:
-        tensor = content.get(PARAM) if isinstance(content, dict) else content
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{file} has no tensor {PARAM!r}: it is damaged, or of an unknown version.")
+    def _saved(self, file: Path, shape: Shape | None) -> Saved:
+        """The tensor of a file, which is opened again when the tensor is read: there may be thousands."""
+        content, tensor, _ = self._tensor(file)
+        if isinstance(content, dict) and content.get("is_expert_param"):
+            shape = None  # model files have the shape of one rank's experts
         shape = tuple(tensor.shape) if shape is None or self._is_sliced else shape
         if tensor.numel() != math.prod(shape):
             raise CheckpointError(
                 f"{file} has {tensor.numel()} elements, but the parameter has the shape {list(shape)}: the files do "
                 "not belong together. Take another checkpoint."
             )
-        records = self._source.records
-        return Saved(Spec(shape, tensor.dtype), lambda: records.check(tensor).detach().reshape(shape))
+
+        def read() -> Tensor:
+            _, again, records = self._tensor(file)
+            return records.check(again).detach().reshape(shape).clone()
+
+        return Saved(Spec(shape, tensor.dtype), read)
+
+    def _tensor(self, file: Path) -> tuple[Any, Tensor, MappedRecords]:
+        """The content of a file, the tensor in it, and what its values are checked by."""
+        content, records = self._source.load_apart(file)
+        tensor = content.get(PARAM) if isinstance(content, dict) else content
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{file} has no tensor {PARAM!r}: it is damaged, or of an unknown version.")
+        return content, tensor, records
 
     def _counted(self, settings: dict[Any, Any]) -> Any:
         """The number of steps where parameters have none of their own."""
