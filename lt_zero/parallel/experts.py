@@ -208,6 +208,12 @@ def cut_experts(module: nn.Module, mesh: DeviceMesh, ranks: TokenRanks, of_stage
         experts.spread(ranks)
     for parameter, where in places.items():
         if isinstance(parameter, DTensor):  # in an earlier run
+            if (before := parameter.device_mesh.mesh.tolist()) != mesh.mesh.tolist():
+                raise ConfigError.about(
+                    SIZE,
+                    f"{SIZE}={size}: experts of {type(module).__name__} are on ranks {before} since an earlier run. "
+                    "Make the module anew, and read its weights from a checkpoint.",
+                )
             continue
         part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
         made = Parameter(part, requires_grad=parameter.requires_grad)
