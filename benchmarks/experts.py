@@ -1,6 +1,6 @@
 """A mixture of experts with its experts on 1, 2 and 4 of four ranks, beside FSDP2: traffic, memory and time of a step.
 
-    python benchmarks/experts.py [--experts 8] [--width 256] [--hidden 512] [--depth 4] [--tokens 512] [--rounds 6]
+    python benchmarks/experts.py [--experts 8] [--width 256] [--hidden 512] [--depth 3] [--tokens 512] [--rounds 4]
 
 The four ranks are two on each of two simulated nodes (as root, with iproute2); else they are processes without nodes,
 and "between nodes" is left out. Every token goes to two experts, and every expert gets equally many tokens, so that
@@ -236,7 +236,7 @@ def report(args: argparse.Namespace, found: list[tuple[dict[str, list[dict[str, 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"experts": 8, "width": 256, "hidden": 512, "depth": 4, "tokens": 512, "rounds": 6}
+    defaults = {"experts": 8, "width": 256, "hidden": 512, "depth": 3, "tokens": 512, "rounds": 4}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--cases", type=lambda text: text.split(";"), default=[*CASES, FSDP2], help="by semicolons")
