@@ -114,10 +114,15 @@ docs: $(DOCS_STAMP) ## Write docs/config.md from the schema and the table of key
 	$(BIN)/python -m lt_zero.config.catalog
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Other versions of torch and lightning than constraints.txt: make compat WITH="torch==2.10.0 lightning==2.5.6"
+# The wheel in a clean environment, kept in COMPAT. Another Python: PYTHON=~/.pyenv/versions/3.12.1/bin/python. Other
+# versions than PINS says: WITH="torch==2.11.0 lightning==2.6.0"; the newest that pip finds: PINS=/dev/null. As on a machine
+# without a compiler: COMPILER=none. Some of the tests, in how many processes: TESTS="tests/config tests/ops" JOBS=1.
 WITH ?=
-COMPAT := build/compat
+PINS ?= constraints.txt
+COMPILER ?=
+COMPAT ?= build/compat
 TESTS ?= tests
+JOBS ?= 3
 
 compat: ## Build the wheel with PYTHON, install it into a clean environment, run the fast tests against it
 	rm -rf $(COMPAT)
@@ -127,11 +132,11 @@ compat: ## Build the wheel with PYTHON, install it into a clean environment, run
 	$(COMPAT)/venv/bin/python -m build --wheel --outdir $(COMPAT) .
 	for pin in $(WITH); do echo "$${pin%%[=<>]*}"; done > $(COMPAT)/free  # these pins give way
 	echo packaging >> $(COMPAT)/free
-	grep -v -w -f $(COMPAT)/free constraints.txt > $(COMPAT)/constraints.txt
+	grep -v -w -f $(COMPAT)/free $(PINS) > $(COMPAT)/constraints.txt || true  # grep fails where no line is left
 	wheel=$$(ls $(COMPAT)/*.whl) && $(COMPAT)/venv/bin/python -m pip install --quiet -c $(COMPAT)/constraints.txt \
 		"$$wheel[dev,examples]" $(WITH)
 	git ls-files -z | grep -zv '^lt_zero/' | xargs -0 cp --parents -P -t $(COMPAT)/source  # not the package itself
-	cd $(COMPAT)/source && ../venv/bin/python -m pytest -n 3 --dist loadfile $(TESTS)
+	COMPILER=$(COMPILER) JOBS=$(JOBS) sh tests/support/compat.sh $(COMPAT) $(TESTS)
 
 DIST := dist
 RELEASE := build/release
