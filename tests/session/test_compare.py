@@ -328,7 +328,7 @@ PAIRS: dict[str, tuple[Any, Any, str, int, tuple[int, str]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("tensor", "pipeline") else pytest.param(name, marks=pytest.mark.slow) for name in PAIRS]
+    "name", [name if name == "pipeline" else pytest.param(name, marks=pytest.mark.slow) for name in PAIRS]
 )
 def test_a_bug_is_named_whatever_the_ranks_and_the_face(pool: Pool, tmp_path: Path, name: str) -> None:
     (base, alone), (other, options), layer, calls, named = PAIRS[name]
