@@ -373,16 +373,23 @@ def load_full_optimizer_state(
             if isinstance(value, Tensor) and (loaded[key].dtype != value.dtype or moves):
                 loaded[key] = value.to("cpu" if moves else loaded[key].device, copy=True)
     for bucket, states in streamed.items():  # one bucket in memory at a time
-        for parameter, piece, key, value in states:
-            row = _piece_of(bucket, piece, value)
-            store = bucket.state_store(key, row.dtype)
-            assert store is not None
-            store.write()
-            optimizer.state[parameter][key] = store.lend(piece.offset, row.shape).copy_(row)
-        bucket.put_away()
+        _write_states(bucket, states, optimizer)
         for _ in {id(state[0]) for state in states}:
             tick()
     sharded.store_states()
+
+
+def _write_states(
+    bucket: Bucket, states: Sequence[tuple[Parameter, Piece, str, Tensor]], optimizer: torch.optim.Optimizer
+) -> None:
+    """Load element-wise states of a bucket, which stay in files."""
+    for parameter, piece, key, value in states:
+        row = _piece_of(bucket, piece, value)
+        store = bucket.state_store(key, row.dtype)
+        assert store is not None
+        store.write()
+        optimizer.state[parameter][key] = store.lend(piece.offset, row.shape).copy_(row)
+    bucket.put_away()
 
 
 def _name_of(dtype: torch.dtype) -> str:
