@@ -157,7 +157,7 @@ class DeepSpeedSource(ForeignSource):
         return pipeline_name(own) if self._is_pipeline else own
 
     def _columns(self, ranks: Sequence[ModelRank], universal: UniversalTensors | None) -> list[PipelineStages]:
-        """What the stages of a pipeline have together, by tensor rank."""
+        """Contents of all stages of a pipeline together, by tensor rank."""
         files = LayerFiles(self.path)
         told = ranks[0].model.get("checkpoint_parallel_dimensions")
         size = (told.get("tp_degree") if isinstance(told, dict) else None) or len(files.found) or 1

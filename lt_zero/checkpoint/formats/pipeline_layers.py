@@ -66,7 +66,7 @@ class LayerFiles:
 
 
 class PipelineStages:
-    """What the stages of a pipeline have of a tensor rank; attributes as those of ``ModelRank``.
+    """Contents of all stages of a pipeline for one tensor rank; attributes as those of ``ModelRank``.
 
     Args:
         source: reads files, and takes notes.
