@@ -17,6 +17,7 @@ import lt_zero
 from lt_zero.common.errors import ConfigError
 from lt_zero.offload import host_store
 from lt_zero.optim import Lion
+from lt_zero.optim.registry import is_known
 from tests.support.checkpoint_tools import everything, resume
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.matrix import only, only_rows
@@ -240,6 +241,15 @@ def test_the_forecast_has_half_the_moments(fused: bool) -> None:
         found[name] = cast.kinds("host")["moments"]
         assert nbytes == pytest.approx(found[name], rel=0.05)
     assert found["bf16"] * 2 == found["fp32"]
+
+
+def test_all_optimizers_of_torch_are_known() -> None:
+    found = {
+        cls for cls in vars(torch.optim).values() if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+    }
+    assert len(found) > 12
+    assert all(map(is_known, found - {torch.optim.Optimizer}))
+    assert not is_known(OwnAdam)
 
 
 class OwnAdam(torch.optim.AdamW):
