@@ -115,6 +115,15 @@ class Made:
         return torch.full((2,), 2.0)
 
 
+@pytest.mark.parametrize("key", ["../../../../stranger", "/tmp/stranger", "fp32", "step"])
+def test_a_state_that_names_no_file_writes_none(key: str, tmp_path: Path) -> None:
+    """Names of states come from the checkpoint: none may lead out of the folder, or to the file of another."""
+    spec = Spec((2,), torch.float32)
+    with pytest.raises(CheckpointError, match=f"The state '{key}' of net.b cannot name a file"):
+        export(Made({"exp_avg": spec, key: spec}), tmp_path / "out", "fp32", FORMAT, training_state=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_parameter_without_states_gets_those_of_deepspeed(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"net\.b have no optimizer states"):
         export(Made({}), tmp_path, "fp32", FORMAT, training_state=True, strip_prefix="net.")
