@@ -254,6 +254,13 @@ REFUSED: list[tuple[dict[str, Any] | None, list[Tensor], str]] = [
     ({"affine_map": {"version": 2}}, [WHOLE, WHOLE], "version 2 of affine_map"),
     (scaled(dest=[3, [1]]), [WHOLE[0], WHOLE[0]], "lies outside"),
     (scaled(source=[0, [-1]]), [WHOLE[0], WHOLE[0]], "lies outside"),
+    (scaled(source=[0, [0]]), [WHOLE[0], WHOLE[0]], "lies outside"),
+    (
+        {"affine_map": {"version": 1, "params": {"w": {"logical_shape": [1 << 60], "ranks": {}}}}},
+        [WHOLE, WHOLE],
+        "are only a part",
+    ),
+    ({"parameter_to_average_patterns": ["w"]}, [WHOLE.long(), WHOLE.long()], "has no mean of tensor ranks"),
     (scaled(shape=[5]), [WHOLE[0, :5], WHOLE[0, :5]], "no tensor rank has all"),
     (None, [WHOLE[:4], WHOLE[4:]], "does not tell how tensor ranks cut w.*--cut"),
 ]
