@@ -47,7 +47,7 @@ def earlier_of(out: Path, overwrite: bool) -> list[str]:
     latest = out / LATEST
     found = [LATEST] if latest.exists() else []
     with naming(out):
-        tag = latest.read_text()[:_LONGEST].strip() if found else ""
+        tag = latest.read_text(errors="replace")[:_LONGEST].strip() if found else ""
     if tag and Path(tag).name == tag and (out / tag / FOLDER).is_dir():
         found.append(tag)
     if found and not overwrite:

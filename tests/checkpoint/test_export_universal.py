@@ -91,6 +91,10 @@ def test_a_folder_is_replaced_on_request(tmp_path: Path) -> None:
     assert open_source(tmp_path).optimizers == ()
     export(STAGE1, tmp_path, "fp32", FORMAT, training_state=True, overwrite=True)
     assert len(open_source(tmp_path).optimizers) == 1
+    (tmp_path / "latest_universal").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="has a universal checkpoint"):
+        export(STAGE1, tmp_path, "fp32", FORMAT)
+    (tmp_path / "latest_universal").write_text("global_step4_universal")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step4_universal", "latest_universal", "notes.txt"]
 
 
