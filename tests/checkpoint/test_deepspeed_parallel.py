@@ -101,6 +101,20 @@ def test_experts_of_autoep_are_whole_in_a_universal_folder(tmp_path: Path) -> No
         open_source(folder)
 
 
+@pytest.mark.parametrize("shape", [(3, 2), (5,)])
+def test_a_tensor_of_another_shape_is_no_parameter(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Only a flat one is given its shape."""
+    states = {"module": {}, "param_shapes": [{"w": torch.Size([2, 3])}], "buffer_names": [], "global_steps": 7}
+    (tmp_path / "zero" / "w").mkdir(parents=True)
+    torch.save(states, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"param_groups": [{"lr": 0.1, "params": [0]}]}, tmp_path / "zero" / "optimizer_state.pt")
+    torch.save({"param": torch.arange(6.0)}, tmp_path / "zero" / "w" / "fp32.pt")
+    assert torch.equal(open_source(tmp_path).read("w"), torch.arange(6.0).view(2, 3))
+    torch.save({"param": torch.zeros(shape)}, tmp_path / "zero" / "w" / "fp32.pt")
+    with pytest.raises(CheckpointError, match=r"fp32\.pt has the shape .*but the parameter \[2, 3\]"):
+        open_source(tmp_path)
+
+
 def change_tensor(folder: Path) -> None:
     file = folder / "zero" / "up.weight" / "exp_avg.pt"
     torch.save({"param": torch.zeros(5)}, file)
