@@ -16,7 +16,7 @@ from torch import nn
 from lt_zero.comm import process_groups
 from lt_zero.common.arguments import expect, expect_number
 from lt_zero.config import ZeroConfig
-from lt_zero.config.load import examine
+from lt_zero.config.load import examine, plain
 from lt_zero.deepspeed.huggingface import mark_optimizer
 from lt_zero.deepspeed.sharding import leaf_modules, mark_parameters
 from lt_zero.loop.engine import TrainingEngine
@@ -32,10 +32,13 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """``lt_zero.initialize``, in a process group of one where there is no launcher.
 
     Modules that ``set_z3_leaf_modules`` has marked are gathered as one unit, and norms are computed in each step.
+    Without ``gradient_clipping`` in the configuration gradients are clipped to DeepSpeed's default, a norm of 1.
     """
     given = inspect.signature(_initialize).bind_partial(*args, **kwargs).arguments
     if overrides := _overrides(given):
-        given["config"] = examine(config_of(given), overrides=overrides).usable()
+        loaded = examine(config_of(given), overrides=overrides)
+        given["config"] = loaded.usable()
+        loaded.announce()
         given.pop("config_params", None)
         if getattr(given.get("args"), "deepspeed_config", None) is not None:
             given["args"] = copy(given["args"])
@@ -93,7 +96,8 @@ class DeepSpeedEngine(metaclass=_EngineType):
 
 
 def _overrides(given: Mapping[str, Any]) -> list[str]:
-    """Keys that the marks of a model add to the configuration, and one that optimizers of whole matrices (Muon) need.
+    """Keys that the marks of a model add to the configuration, one that optimizers of whole matrices (Muon) need, and
+    DeepSpeed's default of ``gradient_clipping``.
 
     Raises:
         ValueError: ``tp_model_init`` had another size than is configured.
@@ -105,6 +109,10 @@ def _overrides(given: Mapping[str, Any]) -> list[str]:
     given_along = "shard_along" in (loaded.values.get("zero_optimization") or ())
     if any(problem.key == _ALONG for problem in loaded.problems) and not given_along:
         found.append(f"{_ALONG}=parameter")  # DeepSpeed has no such key, and needs none
+        loaded = examine(config, overrides=found)
+    made = None if isinstance(config, ZeroConfig) else loaded.config
+    if made is not None and "gradient_clipping" not in plain(made):
+        found.append("gradient_clipping=1.0")
     marked, size = leaf_modules(model), getattr(model, "__dict__", {}).get(_TENSOR_RANKS)
     if not marked and size is None:
         return found

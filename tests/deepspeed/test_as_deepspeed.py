@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pickle
 import sys
 from collections.abc import Iterator
@@ -183,12 +184,35 @@ def test_muon_needs_no_key_of_its_own(deepspeed: Any) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [({}, 1.0), ({"gradient_clipping": 0}, 0.0), ({"max_grad_norm": 0.5}, 0.5)],
+)
+def test_gradients_are_clipped_as_deepspeed_does(
+    deepspeed: Any, tmp_path: Path, given: dict[str, Any], limit: float
+) -> None:
+    model, rate = nn.Linear(3, 1), {"type": "SGD", "params": {"lr": 0.1}}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"train_batch_size": 2, "optimizer": rate, **given}))
+    engine, *_ = deepspeed.initialize(model=model, config=path)
+    try:
+        assert engine.gradient_clipping() == limit
+        before = model.weight.detach().clone()
+        engine.backward(engine(torch.ones(2, 3)).mean())  # each of the 4 derivatives is 1, their norm 2
+        engine.step()
+        torch.testing.assert_close(before - model.weight, torch.full((1, 3), 0.1 * (limit or 2) / 2))
+    finally:
+        engine.destroy()
+        torch.distributed.destroy_process_group()
+
+
 def test_the_class_of_engines(deepspeed: Any) -> None:
     from deepspeed import DeepSpeedEngine, Hparams
 
     with pytest.raises(NotImplementedError, match=r"Hparams .*deepspeed.initialize\(model=\.\.\., config=\.\.\.\)"):
         Hparams(train_batch_size=4)
-    model, config = nn.Linear(3, 1), {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    model = nn.Linear(3, 1)
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0}
     with pytest.raises(TypeError, match=r"DeepSpeedEngine\(dataloader=.*deepspeed.initialize\(model="):
         DeepSpeedEngine(model=model, dataloader=[], config=config)
     with pytest.raises(TypeError, match="Own derives from DeepSpeedEngine"):
