@@ -97,7 +97,7 @@ def test_experts_of_autoep_are_whole_in_a_universal_folder(tmp_path: Path) -> No
     assert torch.equal(source.read("moe.experts.w1"), whole)
     assert torch.equal(source.read_state(0, "moe.experts.w1", "exp_avg"), whole + 1)
     (folder / "layer_0_expert_1_mp_rank_00_model_states.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"mixture of experts.*ds_to_universal\.py"):
+    with pytest.raises(CheckpointError, match="universal folder.*expert files"):
         open_source(folder)
 
 

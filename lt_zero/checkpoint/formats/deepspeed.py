@@ -3,8 +3,9 @@
 Note [Files of a folder]
     A model rank (the number in ``mp_rank_``) is a rank of tensor parallelism, of a pipeline, or of both. It has a model
     file (stage 3: one per rank of ZeRO) and an optimizer file per rank of ZeRO. model_rank.py reads these,
-    pipeline_layers.py puts stages together, tensor_ranks.py joins the slices of tensor ranks. Folders of
-    ``ds_to_universal.py`` have whole tensors in place of optimizer files (universal.py).
+    pipeline_layers.py puts stages together, tensor_ranks.py joins the slices of tensor ranks. Experts of a mixture are
+    in files of their own (experts.py). Folders of ``ds_to_universal.py`` have whole tensors in place of optimizer files
+    (universal.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from lt_zero.common.errors import CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
-_EXPERTS = re.compile(r"(?:expp_rank_|layer_\d+_expert_|expert_\d+_)")
 _Column = ModelRank | PipelineStages  # what there is of a tensor rank
 _LATEST = ("latest", "latest_universal")  # files that name the last checkpoint of a folder
 _OWN_KEYS = {  # of a model file; the rest is what the caller of save_checkpoint gave
@@ -77,6 +77,11 @@ class DeepSpeedSource(ForeignSource):
         first = ranks[0]
         self._check_one_run(ranks)
         self._is_pipeline = first.model.get("module") is None
+        if first.experts is not None and (len(ranks) > 1 or self._is_pipeline):
+            raise CheckpointError(
+                f"{self.path} has expert files of a run with tensor ranks or a pipeline, which are not read. If AutoEP "
+                "made them, convert the folder with DeepSpeed's ds_to_universal.py, and pass the result."
+            )
         universal = UniversalTensors(self, ranks) if UniversalTensors.are_in(self.path) else None
         if universal is not None:
             for rank in ranks:
@@ -120,11 +125,6 @@ class DeepSpeedSource(ForeignSource):
         """
         found: dict[tuple[int, int], Path] = {}
         for file in sorted(self.path.iterdir()):
-            if _EXPERTS.match(file.name):
-                raise CheckpointError(
-                    f"{file} belongs to a mixture of experts, whose files are not read. If AutoEP made it, convert the "
-                    "folder with DeepSpeed's ds_to_universal.py, and pass the result."
-                )
             match = pattern.fullmatch(file.name)
             if match is None:
                 continue

@@ -11,6 +11,10 @@ Note [Stage 3]
     of all parameters of a sub-group in one row. Sub-groups follow each other in the order of ``param_shapes``, of the
     flat weights, and of the numbers in the inner optimizer's state. Model files have empty tensors for parameters.
 
+Note [Rows of experts]
+    Ranks of expert parallelism have different experts in a parameter group of experts, so a row belongs to the ranks of
+    ZeRO that have the same ones (experts.py tells which these are). AutoEP's tensors have experts of all rows.
+
 Note [Frozen parameters]
     From stage 2 on they are in ``frozen_param_fragments`` (stage 3: a part in each rank's file), in stages 0 and 1
     among the module's tensors.
@@ -26,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lt_zero.checkpoint.formats.experts import ExpertFiles
 from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, mapping, ties
 from lt_zero.checkpoint.formats.reading import Stub
 from lt_zero.checkpoint.source import Spec
@@ -61,6 +66,7 @@ class ModelRank:
         shapes: of trained parameters, by group (stage 3: by sub-group).
         frozen: shapes of frozen parameters, from stage 2 on.
         buffers: names of buffers.
+        experts: what expert files have; None: there are none.
         weights: master weights, frozen parameters and buffers.
         shared: tied name -> the name whose values it has.
         absent: names of parameters that were not saved.
@@ -79,6 +85,8 @@ class ModelRank:
         self.model = self.models[self.file]
         self.shapes = [_shapes(group, self.file) for group in self.model.get("param_shapes") or []]
         self.frozen = _shapes(self.model.get("frozen_param_shapes") or {}, self.file)
+        self.experts = ExpertFiles.of(source, self.model, self.file)
+        self._names = [list(group) for group in self.shapes]
         self.buffers = list(map(str, self.model.get("buffer_names") or ()))
         self.weights: dict[str, Saved] = {}
         self.shared: dict[str, str] = {}
@@ -99,13 +107,7 @@ class ModelRank:
             content = self._source.load_file(file, "optimizer states")
             self._inner[file] = mapping(content.get("optimizer_state_dict"), "optimizer_state_dict", file)
         file, first = next(iter(self._inner.items()))
-        counts = first.get("partition_count")
-        counts = counts if isinstance(counts, list) else [counts]
-        if set(counts) - {len(self._inner)}:
-            raise CheckpointError(
-                f"{file} belongs to a run of {counts} ranks, but there are {len(self._inner)} *_optim_states.pt files "
-                f"in {file.parent}. Copy the missing ones, or take another tag; expert parallelism cannot be read."
-            )
+        counts = self._counts(first.get("partition_count"), file)
         stage = first.get("zero_stage")
         self._stage3 = (stage.args[0] if isinstance(stage, Stub) and stage.args else stage) == 3
         self.loss_scaler = first.get("loss_scaler")
@@ -119,10 +121,52 @@ class ModelRank:
             ends = [inner.get("group_paddings") if "zero_stage" in inner else None for inner in self._inner.values()]
             self._cut_off.append([int(end[group]) if end and not self._stage3 else 0 for end in ends])
             self._rows.append([rows[group] for rows in flat.values()])
-            lengths = [row.numel() for row in self._rows[group]]
-            gaps = paddings[group] if paddings else [0] * len(sizes)
-            self._places |= _cut(group, sizes, lengths, file, None if self._stage3 else gaps, self._cut_off[group])
+            self._open_rows(group, sizes, counts[group], paddings[group] if paddings else [0] * len(sizes))
         self._open_states()
+
+    def _counts(self, saved: Any, file: Path) -> list[int]:
+        """The number of ranks that share a row, by group."""
+        counts = saved if isinstance(saved, list) else [saved] * len(self.shapes)
+        world = len(self._inner)
+        shared = [count for count in counts if count != world]
+        if len(counts) == len(self.shapes) and all(type(count) is int and count > 0 for count in shared):
+            rows = zip(self.shapes, counts, strict=True)
+            apart = [name for sizes, count in rows if count != world for name in sizes]
+            is_expert = (lambda name: False) if self.experts is None else self.experts.is_expert
+            if all(world % count == 0 for count in shared) and all(map(is_expert, apart)):
+                return counts
+        raise CheckpointError(
+            f"{file} belongs to a run of {counts} ranks, but there are {world} *_optim_states.pt files in "
+            f"{file.parent}. Copy the missing ones, or take another tag."
+        )
+
+    def _open_rows(self, group: int, sizes: Mapping[str, Shape], count: int, gaps: Sequence[int]) -> None:
+        """Find the parameters of a group. ``count``: ranks that share a row. See Note [Rows of experts]."""
+        rows, cut_off, file = self._rows[group], self._cut_off[group], next(iter(self._inner))
+        world, places = len(rows), dict[str, _ParamLocation]()
+        sharing = [list(range(world))]
+        if self.experts is not None and count != world:
+            sharing = self.experts.ranks_of(count, world)
+        for part, ranks in enumerate(sharing):
+            named = dict(sizes)
+            if self.experts is not None:
+                own = self.experts
+                is_expert = {name: own.is_expert(name) for name in sizes}
+                named = {own.renamed(n, part, len(sharing)) if is_expert[n] else n: sizes[n] for n in sizes}
+            lengths = [rows[rank].numel() for rank in ranks]
+            kept = [cut_off[rank] for rank in ranks]
+            for name, place in _cut(group, named, lengths, file, None if self._stage3 else gaps, kept).items():
+                spans = tuple((ranks[rank], start, stop) for rank, start, stop in place.spans)
+                shape = place.shape
+                if name in places:
+                    before = places[name]
+                    spans, shape = (*before.spans, *spans), (before.shape[0] + shape[0], *shape[1:])
+                places[name] = _ParamLocation(group, shape, spans)
+        if self.experts is not None:
+            for name in filter(self.experts.is_expert, places):
+                self.experts.check(name, places[name].shape)
+        self._names[group] = list(places)
+        self._places |= places
 
     def open_weights(self, whole: Mapping[str, Saved] | None = None) -> None:
         """Find all weights of the module.
@@ -132,7 +176,11 @@ class ModelRank:
         module = {} if self.model.get("module") is None else mapping(self.model["module"], "module", self.file)
         tensors = {name: value for name, value in module.items() if isinstance(value, Tensor)}
         found = {name: self._checked(tensor) for name, tensor in tensors.items()}
+        if self.experts is not None:
+            found |= self.experts.weights
         for name, shape in self.frozen.items():
+            if self.experts is not None and self.experts.is_expert(name):
+                continue
             parts: list[Tensor] = []
             for where, states in self.models.items():
                 fragments = mapping(states.get("frozen_param_fragments"), "frozen_param_fragments", where)
@@ -157,7 +205,7 @@ class ModelRank:
 
     def named_groups(self, saved: Any, file: Path) -> list[dict[str, Any]]:
         """torch's ``param_groups``, which have numbers of flat rows, with the names of the parameters in the rows."""
-        names = [list(group) for group in self.shapes]
+        names = self._names
         groups = self._source.plain(saved, file, "param_groups")
         return [{**group, "params": [n for i in group["params"] for n in names[i]]} for group in groups]
 

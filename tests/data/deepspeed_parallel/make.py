@@ -8,6 +8,7 @@ Needs DeepSpeed 0.19.8 in an environment of its own; the tests need no DeepSpeed
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
     "autotp_stage1_bf16": {"world": 4, "stage": 1, "bf16": True},
     "autotp_stage3": {"world": 4, "stage": 3},
     "pipe_bf16": {"world": 4, "pipe": True},
+    "moe_stage2_bf16": {"world": 4, "stage": 2, "bf16": True, "moe": True},
+    "moe_stage0": {"world": 2, "stage": 0, "moe": True},
 }
 
 
@@ -166,6 +169,85 @@ def pipe(rank: int, name: str, port: int) -> None:
         torch.save({key: value for stage in stages for key, value in stage.items()}, HERE / name / "expected.pt")
 
 
+class Expert(nn.Module):
+    """An expert with a frozen parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.down(torch.tanh(self.up(x))) * self.frozen
+
+
+def moe(rank: int, name: str, port: int) -> None:
+    """Two mixtures of four and two experts, on two ranks of expert parallelism each."""
+    import deepspeed
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+    class Mixtures(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(TOKENS, WIDTH)
+            self.layers = nn.ModuleList(MoE(WIDTH, Expert(), num_experts=n, ep_size=2, k=1) for n in (4, 2))
+            self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = x + layer(x)[0]
+            return nn.functional.cross_entropy(self.head(x).float(), tokens.roll(1))
+
+    case = CASES[name]
+    start(rank, case["world"], port)
+    torch.manual_seed(1 + rank % 2)  # ranks that have the same experts must begin with the same values
+    model = Mixtures()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(split({"params": trained, "name": "dense", "weight_decay": 0.1}), lr=1e-2)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": case["stage"]},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if case.get("bf16"):
+        config["bf16"] = {"enabled": True}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    torch.manual_seed(10 + rank)
+    for _ in range(3):
+        engine.backward(engine(torch.randint(TOKENS, (8,))))
+        engine.step()
+    engine.save_checkpoint(str(HERE / name), tag="global_step3", client_state={"note": "client state"})
+
+
+def of_fragments(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Values of a run of ``moe``, from DeepSpeed's own notes of what a rank has of a parameter."""
+    experts = [torch.load(file, weights_only=False) for file in sorted(folder.glob("layer_*"))]
+    module = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    found = {name: {"fp32": value} for part in (module, *experts) for name, value in part.items()}
+    parts: dict[tuple[str, str], list[Tensor]] = {}
+    for rank, file in enumerate(sorted(folder.glob("*_optim_states.pt")) if "stage0" not in str(folder) else []):
+        inner = torch.load(file, weights_only=False)["optimizer_state_dict"]
+        for group, places in enumerate(inner["param_slice_mappings"]):
+            state = inner["base_optimizer_state"]["state"][group]
+            for name, place in places.items():
+                if ".deepspeed_experts." in name:  # two experts on a rank of the first mixture, one of the second
+                    before, number, after = re.split(r"(?<=deepspeed_experts\.)(\d+)", name)
+                    name = f"{before}{int(number) + rank % 2 * (2 if 'layers.0.' in name else 1)}{after}"
+                rows = {"fp32": inner["single_partition_of_fp32_groups"][group]}
+                rows |= {key: state[key] for key in ("exp_avg", "exp_avg_sq")}
+                for key, row in rows.items():
+                    parts.setdefault((name, key), []).append(row[place.start : place.start + place.numel])
+    for (name, key), pieces in parts.items():
+        shape = found[name]["fp32"].shape
+        found[name][key] = torch.cat(pieces).reshape(shape).clone()
+    return found
+
+
 def universal(source: Path, target: Path) -> None:
     """Convert a checkpoint with DeepSpeed's script."""
     import deepspeed.checkpoint.ds_to_universal as script
@@ -187,10 +269,12 @@ def values_of(folder: Path) -> dict[str, dict[str, Tensor]]:
 def main(names: list[str]) -> None:
     for number, name in enumerate(names):
         shutil.rmtree(HERE / name, ignore_errors=True)
-        how = pipe if CASES[name].get("pipe") else autotp
+        how = pipe if CASES[name].get("pipe") else moe if CASES[name].get("moe") else autotp
         torch.multiprocessing.spawn(how, (name, 29500 + number), nprocs=CASES[name]["world"])
         for script in (HERE / name).rglob("*.py"):
             script.unlink()
+        if how is moe:
+            torch.save(of_fragments(HERE / name / "global_step3"), HERE / name / "expected.pt")
         if how is autotp:
             universal(HERE / name / "global_step3", HERE / name / "universal")
         if name == "autotp_stage3":
