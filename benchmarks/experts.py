@@ -5,10 +5,11 @@
 The four ranks are two on each of two simulated nodes (as root, with iproute2); else they are processes without nodes,
 and "between nodes" is left out. Every token goes to two experts, and every expert gets equally many tokens, so that
 traffic can be computed: "formula" is what has to leave a node if each byte leaves it once. "between nodes" was counted
-by the kernel, with the headers of packets, for the node that sent more. "peak" is how much the resident memory of a
-rank grows, from before the model is built to the most in its third and fourth step, in a process of its own. Stage 3
-releases weights after each forward. For times all cases live in the same processes and take turns; they are ratios to
-the first case, medians of those within rounds.
+by the kernel, with the headers of packets, for the node that sent more. "memory" is how much that of a rank grows, from
+before the model is built to the most in its third and fourth step, in a process of its own: a page that both ranks of a
+node have counts as half of one (PSS). "resident" counts it on both of them. Stage 3 releases weights after each
+forward. For times all cases live in the same processes and take turns; they are ratios to FSDP2 (or the first case),
+medians of those within rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import ROOT, Sampler, cpu_name, interleaved, markdown, memory, ratio, versions
+from measuring import ROOT, Sampler, cpu_name, interleaved, markdown, proportional, ratio, resident, versions
 from peers import adamw
 from simulated_nodes import NodesUnavailable, SimulatedNodes, sent_by
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ from lt_zero.parallel import Experts
 
 NODES, RANKS, CHOSEN, VOCABULARY, HEADS, LENGTH = 2, 4, 2, 512, 4, 64
 FSDP2 = "FSDP2"
+MEASURES = (proportional, resident)
 CASES = {f"stage {stage}, experts on {size}": (stage, size) for stage in (2, 3) for size in (1, 2, 4)}
 
 
@@ -150,8 +152,8 @@ def begin(store: str, args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", init_method=where, rank=args.rank, world_size=RANKS)
 
 
-def peak_of(name: str, args: argparse.Namespace) -> float:
-    """Growth of a rank's resident memory, in MiB, in a fork that runs one case only."""
+def peak_of(name: str, args: argparse.Namespace) -> tuple[float, float]:
+    """Growth of a rank's memory, PSS and resident, in MiB, in a fork that runs one case only."""
     reader, writer = os.pipe()
     if child := os.fork():
         os.close(writer)
@@ -159,17 +161,22 @@ def peak_of(name: str, args: argparse.Namespace) -> float:
         with open(reader) as told:
             if status:
                 raise RuntimeError(f"{name} failed, see above")
-            return float(told.read())
+            return tuple(map(float, told.read().split()))  # type: ignore[return-value]
     try:
         begin(name, args)
         case(name, argparse.Namespace(**{**vars(args), "width": 32, "hidden": 32, "depth": 1}))()  # imports, buffers
-        before, step = memory(), case(name, args)
+        dist.barrier()
+        before, step = [read() for read in MEASURES], case(name, args)
         for _ in range(2):
             step()
-        with Sampler() as sampler:
+        with Sampler(MEASURES[0]) as first, Sampler(MEASURES[1]) as second:
             for _ in range(2):
                 step()
-        os.write(writer, str(max(now for _, now in sampler.points) - before).encode())
+            dist.barrier()  # pages of a rank that has ended would count for the others
+        grown = [
+            max(now for _, now in each.points) - start for each, start in zip((first, second), before, strict=True)
+        ]
+        os.write(writer, " ".join(map(str, grown)).encode())
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -210,28 +217,36 @@ def bytes_between_nodes(stage: int, size: int, args: argparse.Namespace) -> floa
     return 4 * ({2: 2, 3: 3}[stage] * shared / NODES + exchanged)
 
 
-def report(args: argparse.Namespace, found: list[tuple[dict[str, list[dict[str, float]]], dict[str, float]]]) -> str:
+def report(args: argparse.Namespace, found: list[Any]) -> str:
     with torch.device("meta"):
         numel = sum(p.numel() for p in Mixture(args).parameters())
-    first, rows = args.cases[0], []
+    first, rows = FSDP2 if FSDP2 in args.cases else args.cases[0], []
     for name in args.cases:
         seconds = {
             each: [max(r[0][each][n]["seconds"] for r in found) for n in range(args.rounds)] for each in (first, name)
         }
         sent = median(max(r[0][name][n]["sent"] for r in found) for n in range(args.rounds))
         loss = sum(r[0][name][-1]["loss"] for r in found) / RANKS
-        peak = max(r[1][name] for r in found)
+        peaks = [f"{max(each):.0f}" for each in zip(*(r[1][name] for r in found), strict=True)]
         speed = 1 / ratio(seconds[name], seconds[first]).median
         formula = f"{bytes_between_nodes(*CASES.get(name, (3, 1)), args) / 1e6:.1f}"
         between = f"{sent / 1e6:.1f}" if args.nodes else ""
-        rows.append([name, f"{peak:.0f}", formula, between, f"{speed:.2f}", f"{loss:.6f}"])
+        rows.append([name, *peaks, formula, between, f"{speed:.2f}", f"{loss:.6f}"])
     sizes = f"{args.depth} layers of {args.experts} experts, {args.width} wide, {args.hidden} inside, fp32"
     heading = f"# experts: a mixture of {numel / 1e6:.1f}M parameters on {NODES} nodes of {RANKS // NODES} ranks\n"
     setting = f"{date.today()}; {sizes}; {args.tokens} tokens on each rank; {cpu_name()}, {versions('cpu')}; load "
     setting += f"{os.getloadavg()[1]:.0f}; medians of {args.rounds} rounds\n"
-    header = ["", "peak, MiB", "formula, MB", "between nodes, MB", f"tokens/s / {first}", "last loss"]
+    header = [
+        "",
+        "memory, MiB",
+        "resident, MiB",
+        "formula, MB",
+        "between nodes, MB",
+        f"tokens/s / {first}",
+        "last loss",
+    ]
     command = f"`python benchmarks/experts.py {' '.join(args.given)}".rstrip() + "`\n"
-    return "\n".join([heading, command, setting, *markdown(header, rows)]) + "\n"
+    return "\n".join([heading, command, setting, *markdown([*header, "last loss"], rows)]) + "\n"
 
 
 def parse() -> argparse.Namespace:

@@ -180,11 +180,12 @@ class Experts(nn.Module):
 OfStages = Callable[[Any], list[Any]]  # returns what all stages of a pipeline give. Collective
 
 
-def _one_stage(value: Any) -> list[Any]:
+def one_stage(value: Any) -> list[Any]:
+    """What all stages give where there is one."""
     return [value]
 
 
-def cut_experts(module: nn.Module, mesh: DeviceMesh, ranks: TokenRanks, of_stages: OfStages = _one_stage) -> None:
+def cut_experts(module: nn.Module, mesh: DeviceMesh, ranks: TokenRanks, of_stages: OfStages = one_stage) -> None:
     """Cut the parameters of all ``Experts`` of ``module`` over ``ranks``, of which ``mesh`` is made. Collective.
 
     Values of the first of them are kept.

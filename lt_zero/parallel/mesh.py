@@ -274,7 +274,7 @@ class ParallelMesh:
         # Outside of ``cut_sharded``: optimizers have the parameters that there were before it.
         with self.replaced.noting(module):
             if self._experts is not None:
-                take_over(module)
+                take_over(module, self._of_stages)
             return cut_sharded(module, cut)
 
     def _cut_layers(self, module: nn.Module, config: ZeroConfig) -> None:

@@ -16,6 +16,7 @@ from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.config.blocks import LayerRule, PartitionConfig, TensorParallel
 from lt_zero.parallel import styles
+from lt_zero.parallel.experts import Experts
 
 SPECS, PRESET, SIZE = (
     "tensor_parallel.partition_config.layer_specs",
@@ -374,14 +375,20 @@ def _add_plan(
     """Add the assignments of a plan of transformers.
 
     Args:
-        names: styles by names of modules, with * for numbers.
+        names: styles by names of modules, with * for numbers. Those of ``Experts`` are left out.
         anywhere: names may have anything before them.
         skip: ids of modules of which it says nothing.
     """
-    plan.patterns += [pattern for pattern in names if pattern not in plan.patterns]
-    targets: list[tuple[str, nn.Module | None]] = [*module.named_modules()]
-    targets += [(name, None) for name, _ in module.named_parameters(remove_duplicate=False)]
-    for place, sub in targets:
+    targets: dict[str, nn.Module | None] = dict(module.named_modules())
+    targets |= dict.fromkeys(name for name, _ in module.named_parameters(remove_duplicate=False))
+    spread = [name for name, sub in module.named_modules() if isinstance(sub, Experts)]
+    # Expert ranks have them already, and tensor ranks have them whole.
+    theirs = [name for name in targets if any(name == own or name.startswith(f"{own}.") for own in spread)]
+    for name in theirs:
+        del targets[name]
+    idle = {_pattern_of(clean_name(name), names, anywhere) for name in theirs}
+    plan.patterns += [pattern for pattern in names if pattern not in {*plan.patterns, *idle}]
+    for place, sub in targets.items():
         pattern = _pattern_of(clean_name(place), names, anywhere)
         if pattern is None or (sub is not None and id(sub) in skip):
             continue

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.switch import Switched, own_class, restore, switch
-from lt_zero.parallel.experts import SIZE, Dispatched, Experts
+from lt_zero.parallel.experts import SIZE, Dispatched, Experts, OfStages, one_stage
 from lt_zero.parallel.sequence.huggingface import models_of
 
 _OF_A_STACK = ("has_bias", "is_transposed", "num_experts")  # attributes, since transformers 5.0
@@ -111,12 +111,27 @@ class AdaptedExperts(Switched):
         return found
 
 
-def take_over(module: nn.Module) -> None:
-    """Let the stacked experts of transformers' models in ``module`` be ``Experts``.
+def take_over(module: nn.Module, of_stages: OfStages = one_stage) -> None:
+    """Let the stacked experts of transformers' models in ``module`` be ``Experts``. Collective over stages.
 
     Raises:
-        ConfigError: one has experts of another kind, or a forward that is not that of its class.
+        ConfigError: on all ranks: a stage has experts of another kind, or a forward that is not that of its class.
+            Nothing is changed then.
     """
+    problem, done = None, list[nn.Module]()
+    try:
+        _switch_all(module, done)
+    except ConfigError as error:
+        problem = error.problems[0]
+    wrong = [each for each in of_stages(problem) if each is not None]
+    if wrong:
+        for switched in done:
+            restore(switched)
+        raise ConfigError(wrong[:1])
+
+
+def _switch_all(module: nn.Module, done: list[nn.Module]) -> None:
+    """Switch experts, and wrappers of them, which are added to ``done``."""
     found = dict(_experts_of(module))
     for name, experts in found.items():
         if problem := _problem(experts):
@@ -125,19 +140,22 @@ def take_over(module: nn.Module) -> None:
                 f"{SIZE}: {clean_name(name)} is a {own_class(experts).__name__} of transformers, {problem}. Write this "
                 "layer's experts as lt_zero.parallel.Experts, or remove the key.",
             )
-    done: list[nn.Module] = []
     for name, experts in found.items():
-        try:
-            made: Any = switch(experts, StackedExperts, SIZE)
-        except ValueError as error:
-            for other in done:
-                restore(other)
-            raise ConfigError.about(SIZE, f"{error} It is {clean_name(name)}.") from error
+        made: Any = _switched(name, experts, StackedExperts)
         done.append(made)
         made.number, made._ranks, made._parts = made.num_experts, None, 1
-    for sub in module.modules():
-        if all(hasattr(sub, name) for name in _OF_PEFT) and isinstance(sub.get_base_layer(), StackedExperts):  # type: ignore[operator]
-            switch(sub, AdaptedExperts, SIZE)
+    for name, sub in module.named_modules():
+        if isinstance(sub, AdaptedExperts):
+            continue
+        if all(hasattr(sub, own) for own in _OF_PEFT) and isinstance(sub.get_base_layer(), StackedExperts):
+            done.append(_switched(name, sub, AdaptedExperts))
+
+
+def _switched(name: str, module: nn.Module, kind: type[Switched]) -> nn.Module:
+    try:
+        return switch(module, kind, SIZE)
+    except ValueError as error:
+        raise ConfigError.about(SIZE, f"{error} It is {clean_name(name)}.") from error
 
 
 def _experts_of(module: nn.Module) -> Iterator[tuple[str, Any]]:

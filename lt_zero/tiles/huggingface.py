@@ -94,6 +94,8 @@ def _tile_mlps(model: nn.Module, block: LongSequences, installed: Installed) -> 
     key, name = f"{BLOCK}.tiled_mlp", type(model).__name__
     found = [module for path, module in model.named_modules() if path.rpartition(".")[2] == "mlp"]
     others = [type(module).__name__ for module in found if not type(module).__name__.endswith("MLP")]
+    # Ranks with other numbers of tokens would send them to experts unequally often.
+    others += [type(module).__name__ for module in found if _routes(module)]
     if others or not found:
         text = f"{others[0]} is no MLP of single tokens" if others else "it has no modules named mlp"
         raise ConfigError.about(
@@ -104,6 +106,11 @@ def _tile_mlps(model: nn.Module, block: LongSequences, installed: Installed) -> 
             _changing(key, functools.partial(tiled, mlp, tokens_per_tile=block.mlp_tokens_per_tile))
             installed.also(functools.partial(restore, mlp))
     return len(found)
+
+
+def _routes(module: nn.Module) -> bool:
+    """True if ``module`` is a mixture of experts."""
+    return any(type(sub).__name__.endswith(("Experts", "Router")) for sub in module.modules())
 
 
 def _tile_loss(model: Any, block: LongSequences, installed: Installed) -> None:

@@ -22,7 +22,7 @@ from tests.support.docs_tools import BLOCKS, run_text
 from tests.support.lightning_tools import QUIET, torchrun_env
 from tests.support.matrix import only_rows
 from tests.support.mixtures import go_on, start, train_as_one_process
-from tests.support.model_mixtures import batch, build, causal_loss, choose
+from tests.support.model_mixtures import batch, build, causal_loss, choose, drawn_loss
 from tests.support.pool import Pool
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -103,6 +103,19 @@ def test_a_rank_without_tokens_takes_part_in_backward(pool: Pool) -> None:
 @pytest.mark.parametrize("model_type", ["olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "nemotron_h"])
 def test_other_models_with_stacked_experts(pool: Pool, model_type: str) -> None:
     pool.run(2, _train, [(model_type, 3, 2, "sgd", {}, None, False)])
+
+
+def _draws() -> None:
+    for stage, optimizer in ((3, "sgd"), (2, "adamw")):
+        run = start(stage, 2, optimizer, partial(build, "phimoe", **DOUBLE))
+        train_as_one_process(run, build("phimoe", **DOUBLE), optimizer, drawn_loss, 1e-8, 1e-6)
+        run.engine.detach()
+
+
+@pytest.mark.slow
+def test_routers_that_draw_experts(pool: Pool) -> None:
+    """Phi-3.5-MoE samples its experts in training, so that both runs have to draw the same."""
+    pool.run(2, _draws)
 
 
 def _adapted(model_type: str, keys: dict[str, Any]) -> Any:

@@ -46,6 +46,9 @@ MORE = {
     "SP x recomputation, offload, fp16, clipping, MiCS": (
         "tests/parallel/test_sequence_runs.py::test_options_train_as_one_process"
     ),
+    "TP x EP, SP x EP, PP x EP, TP x SP x EP of transformers' Mixtral and Qwen3-MoE": (
+        "tests/parallel/test_model_expert_meshes.py::test_mixtures_train_on_meshes_as_in_one_process"
+    ),
     "EP x inference": "tests/parallel/test_expert_meshes.py::test_inference_sends_tokens_to_experts",
 }
 

@@ -17,6 +17,7 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_routed_experts": EXPERTS, "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1}
     | {"first_k_dense_replace": 1, "num_key_value_heads": 2, "kv_lora_rank": 4, "q_lora_rank": 4}
     | {"head_dim": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6},
+    "phimoe": {"num_local_experts": EXPERTS},
     "gpt_oss": {"num_local_experts": EXPERTS, "sliding_window": 4},
 }
 
@@ -52,6 +53,12 @@ def batch(step: int, rank: int) -> dict[str, Tensor]:
 def causal_loss(model: Any, step: int, rank: int) -> Tensor:
     loss: Tensor = model(**batch(step, rank)).loss
     return loss
+
+
+def drawn_loss(model: Any, step: int, rank: int) -> Tensor:
+    """``causal_loss`` of a model that draws random numbers, the same for the same batch."""
+    torch.manual_seed(10 * step + rank)
+    return causal_loss(model, step, rank)
 
 
 def choose(model: Any, expert: int) -> None:

@@ -136,6 +136,11 @@ def test_the_whole_model_can_be_compiled() -> None:
             "long_sequences.tiled_mlp",
             "MixtralForCausalLM is not known",
         ),
+        (
+            lambda: transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, num_local_experts=2, head_dim=4)),
+            "long_sequences.tiled_mlp",
+            "GptOssMLP is no MLP of single tokens",
+        ),
     ],
 )
 def test_models_that_are_not_known(make: Any, key: str, text: str) -> None:
