@@ -181,7 +181,7 @@ OfStages = Callable[[Any], list[Any]]  # returns what all stages of a pipeline g
 
 
 def one_stage(value: Any) -> list[Any]:
-    """What all stages give where there is one."""
+    """Return what all stages give where there is one."""
     return [value]
 
 
