@@ -117,14 +117,17 @@ class BucketLayout:
         return gaps_between(sorted((span.lo, span.hi) for span in self.spans), self.numel)
 
 
-def plan_bucket(parameters: Sequence[ParamSpec], world: int, owners: Sequence[int] | None = None) -> BucketLayout:
+def plan_bucket(
+    parameters: Sequence[ParamSpec], world: int, owners: Sequence[int] | None = None, align: int = ALIGN
+) -> BucketLayout:
     """Lay parameters out in one bucket for ``world`` ranks.
 
-    ``owners``: the rank whose shard has all of each parameter; None: shards cut through parameters.
+    ``owners``: the rank whose shard has all of each parameter; None: shards cut through parameters. ``align``: spans
+    and shards begin at multiples of so many elements.
     """
-    sizes = [aligned(spec.local_box.numel) for spec in parameters]
+    sizes = [aligned(spec.local_box.numel, align) for spec in parameters]
     if owners is None:
-        starts, shard = [0, *accumulate(sizes)], aligned(-(-sum(sizes) // world))
+        starts, shard = [0, *accumulate(sizes)], aligned(-(-sum(sizes) // world), align)
     else:
         ends = [0] * world
         offsets = []
@@ -137,9 +140,9 @@ def plan_bucket(parameters: Sequence[ParamSpec], world: int, owners: Sequence[in
     return BucketLayout(tuple(spans), shard, world)
 
 
-def aligned(numel: int) -> int:
-    """``numel``, rounded up to a multiple of ``ALIGN``."""
-    return -(-numel // ALIGN) * ALIGN
+def aligned(numel: int, align: int = ALIGN) -> int:
+    """``numel``, rounded up to a multiple of ``align``."""
+    return -(-numel // align) * align
 
 
 def split_by_size(numels: Sequence[int], limit: int) -> list[list[int]]:

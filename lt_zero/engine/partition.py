@@ -34,8 +34,10 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.rules import one_bit
 from lt_zero.engine.find_units import UnitRules, class_matches, clean_name, find_units
 from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Fp32Modules, find_fp32_modules
-from lt_zero.engine.layout import BucketLayout, Owners, Sharding, join, plan_bucket, split_by_size
+from lt_zero.engine.layout import ALIGN, BucketLayout, Owners, Sharding, join, plan_bucket, split_by_size
+from lt_zero.ops.moments import MomentForm, moments_in
 
+SMALLEST_CODED = 4096  # elements
 _MUCH = 0.25  # padding, per element of the parameters, that is warned about
 
 Named = tuple[str, Parameter]
@@ -74,6 +76,7 @@ class Kind(NamedTuple):
     compresses: bool
     group: GroupFacts | None  # over which they are sharded; None: that of the engine
     is_wide: bool  # the group has ranks with another model
+    moments: MomentForm | None  # how its moments are kept; None: as the step computes them
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +92,7 @@ class BucketPlan:
     compresses: bool = False  # its gradients may be sent compressed
     group: GroupFacts | None = None  # over which it is sharded; None: that of the engine
     is_wide: bool = False  # the group has ranks with another model: grad_reducer.py, Note [Wide buckets]
+    moments: MomentForm | None = None  # how its moments are kept; None: as the step computes them
     narrows: bool = False  # parameters come in a higher precision than ``dtype``
     most: int | None = None  # elements on the ranks that have the most of it; None: all have as many
     gradient_of: GradientOf = attrgetter("grad")  # in the shape of the parameter's spec
@@ -110,7 +114,7 @@ class BucketPlan:
 
     def layout(self, world: int) -> BucketLayout:
         if world not in self._layouts:
-            self._layouts[world] = plan_bucket(self.specs, world, self.owners)
+            self._layouts[world] = plan_bucket(self.specs, world, self.owners, self.moments.align if self.moments else ALIGN)
         return self._layouts[world]
 
 
@@ -194,12 +198,14 @@ def plan_engine(
     units, whole = find_units(root, rules), stay_whole(root, zero, sizes) | set(wide)
     named = [(unit.name or "the root module", [(n, p) for n, p in unit.parameters if p not in whole]) for unit in units]
     small = [(n, p) for unit in units for n, p in unit.parameters if p in whole]  # mostly
-    dense = sent_dense(root, config)
+    dense, moments = sent_dense(root, config), moments_in(policy.moments) if policy.moments is not None else None
+    kept_wide = keep_wide_moments(root, sizes) if policy.moments == torch.int8 else set()
 
     def kind_of(p: Parameter) -> Kind:
         dtype = policy.dtype_of(p, p in fp32_modules.parameters)
         compresses = dense is not None and p.requires_grad and p not in dense and dtype != torch.float64
-        return Kind(dtype, p.requires_grad, compresses, groups.get(p) if groups is not None else None, p in wide)
+        group = groups.get(p) if groups is not None else None
+        return Kind(dtype, p.requires_grad, compresses, group, p in wide, None if p in kept_wide else moments)
 
     given = _specs_of(root, specs)
 
@@ -300,6 +306,14 @@ def sent_dense(root: nn.Module, config: ZeroConfig) -> set[Parameter] | None:
     return found
 
 
+def keep_wide_moments(root: nn.Module, sizes: Mapping[Parameter, int]) -> set[Parameter]:
+    """The parameters whose moments are not coded in 8 bits: embeddings, and small ones (arXiv:2110.02861)."""
+    tables = (m for m in root.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    wide = {p for module in tables for p in module.parameters()}
+    with without_torch_function():
+        return wide | {p for p in root.parameters() if sizes.get(p, p.data.numel()) < SMALLEST_CODED}
+
+
 def _check_names(root: nn.Module, zero: ZeroOptimization) -> None:
     """Refuse class and module names that match nothing: typing errors that would have no effect."""
     key, leaf = "zero_optimization.leaf_module", zero.leaf_module
@@ -397,7 +411,7 @@ def _cut(
                 parameters, theirs = tuple(members[i][1] for i in group), tuple(specs[i] for i in group)
                 most = sum(numels[i] for i in group) if any(p in sizes for _, p in parameters) else None
                 narrows = any(p.dtype.itemsize > kind.dtype.itemsize for _, p in parameters)
-                what = (kind.compresses, kind.group, kind.is_wide, narrows)
+                what = (kind.compresses, kind.group, kind.is_wide, kind.moments, narrows)
                 how = (kind.dtype, kept, of_rank, *what, most, gradient_of)
                 found[first].append(BucketPlan(name, parameters, theirs, *how))
     return found
