@@ -245,7 +245,7 @@ def predict(options: Options) -> Rounds:
 
 
 def adam_group(isa: str, threads: int, readme: bool) -> Group:
-    where = f"{isa}, {threads} thread{'s' * (threads > 1)}"
+    where, wide = f"{isa}, {threads} thread{'s' * (threads > 1)}", "step: torch fused"
 
     def row(kind: str, what: str) -> Row:
         names = tuple(f"{kind}: {name}" for name in ("torch fused", "DeepSpeedCPUAdam", "lt_zero"))
@@ -254,6 +254,12 @@ def adam_group(isa: str, threads: int, readme: bool) -> Group:
     rows = (
         row("step", "AdamW alone, fp32"),
         row("bf16 to bf16", "AdamW from bf16 to bf16 with norm, unscale, clip"),
+        Row(
+            f"AdamW, moments in bf16, 50M, {where}",
+            (wide,),
+            (wide, "moments in bf16: lt_zero"),
+            "step: memory bandwidth",
+        ),
     )
     return Group(f"adam-{isa}-{threads}", partial(adam, isa, threads), rows)
 

@@ -141,6 +141,7 @@ def adam_cases(state: State, device: str) -> Cases:
     n, fused = state.numel, torch_optimizer([state.p], [state.g], fused=True)
     lists = [[state.p], [state.g], [state.m], [state.v]]
     low = [[state.p], [state.low], [state.m], [state.v], [state.out]]
+    short = [[state.p], [state.g], [state.m.bfloat16()], [state.v.bfloat16()]]
 
     def whole() -> None:
         ops.norm_squared([state.low])
@@ -152,6 +153,7 @@ def adam_cases(state: State, device: str) -> Cases:
         ROOF: (lambda: ops.sgd_step(*lists[:3], lr=1e-3, **roof), 20 * n),
         "step: torch fused": (fused.step, 28 * n),
         "step: lt_zero": (lambda: ops.adam_step(*lists, **OPTIONS), 28 * n),
+        "moments in bf16: lt_zero": (lambda: ops.adam_step(*short, **OPTIONS), 20 * n),
         "bf16 to bf16: torch fused": (sequence(state, fused.step), 30 * n),
         "bf16 to bf16: lt_zero": (whole, 30 * n),
     }
