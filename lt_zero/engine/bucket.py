@@ -44,6 +44,7 @@ from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep, Job
 from lt_zero.offload.store import Place, Places, Store, device_place, put_away
+from lt_zero.ops.moments import MomentForm
 
 
 class State(Enum):

@@ -114,7 +114,9 @@ class BucketPlan:
 
     def layout(self, world: int) -> BucketLayout:
         if world not in self._layouts:
-            self._layouts[world] = plan_bucket(self.specs, world, self.owners, self.moments.align if self.moments else ALIGN)
+            self._layouts[world] = plan_bucket(
+                self.specs, world, self.owners, self.moments.align if self.moments else ALIGN
+            )
         return self._layouts[world]
 
 

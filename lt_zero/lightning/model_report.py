@@ -73,8 +73,10 @@ def _dtypes(bucket: Bucket, engine: Engine) -> tuple[str, ...]:
     dtypes = [bucket.dtype]
     if bucket.wants_grad:
         wire, master = bucket.grads.send_dtype(bucket.dtype), bucket.weights.master_dtype
-        dtypes += [bucket.dtype, wire, bucket.grads.dtype, master, bucket.state_dtype]
+        dtypes += [bucket.dtype, wire, bucket.grads.dtype, master]
+    moments = [bucket.moments.name] if bucket.wants_grad else []
     names = [str(d).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp") for d in dtypes]
+    names += moments
     return (f"{'trained' if bucket.wants_grad else 'frozen'}{kept}", *names, *["-"] * (6 - len(names)))
 
 

@@ -150,7 +150,7 @@ def set_full_state(parameter: Parameter, value: Tensor, key: str) -> None:
     for piece in pieces:
         if (stored := bucket.states.get(key)) is not None:
             stored.write()
-        state[key].view(-1).copy_(row[piece.lo : piece.hi])
+        state[key].copy_(row[piece.lo : piece.hi].view(state[key].shape))
     bucket.put_away()
 
 

@@ -172,7 +172,9 @@ class StreamedStore(HostStore):
     @property
     def tensor(self) -> Tensor:
         if self._tensor is None:
-            return torch.full((), torch.nan, dtype=self.dtype).expand(self.numel)
+            # In bytes: a scale whose bits are all ones is a NaN (ops/moments.py).
+            away = torch.nan if self.dtype.is_floating_point else torch.iinfo(self.dtype).max
+            return torch.full((), away, dtype=self.dtype).expand(self.numel)
         return self._tensor
 
     def lend(self, offset: int, shape: torch.Size, kind: Callable[[Tensor], Tensor] | None = None) -> Tensor:

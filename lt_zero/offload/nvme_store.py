@@ -43,6 +43,7 @@ from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
 from lt_zero.offload.record_sizes import record_nbytes
 from lt_zero.offload.store import CODES, Place, Speed, Store
 from lt_zero.ops.codecs import INT8
+from lt_zero.ops.moments import CodedMoments
 
 
 class _At(Enum):
@@ -216,7 +217,8 @@ class NvmeFiles:
         """The place of the stores of bucket ``record``; ``link`` to the device, if that is not the CPU."""
 
         def store(kind: str, numel: int, dtype: torch.dtype) -> Store:
-            sizes = [record_nbytes(n, dtype, INT8 if kind == CODES else None) for n in self._numels]
+            coded = INT8 if kind == CODES else CodedMoments() if kind.startswith(CodedMoments.name) else None
+            sizes = [record_nbytes(n, dtype, coded) for n in self._numels]
             file = self._file_of(f"{kind}-{str(dtype).removeprefix('torch.')}", sizes)
             return NvmeStore(numel, dtype, file, record, self._buffers, self._note, link, scratch=kind == "grad")
 

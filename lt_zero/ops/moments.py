@@ -117,6 +117,8 @@ class MomentForm(Protocol):
         dtype: of the tensor (1D) that keeps them.
         align: parameters, and what ranks have of them, begin at multiples of so many elements.
         bytes_per_element: with all that belongs to a state.
+        read_as: the dtype of its values in checkpoints.
+        value_nbytes: of an element there.
     """
 
     @property
@@ -127,6 +129,10 @@ class MomentForm(Protocol):
     def align(self) -> int: ...
     @property
     def bytes_per_element(self) -> float: ...
+    @property
+    def read_as(self) -> str: ...
+    @property
+    def value_nbytes(self) -> int: ...
 
     def length(self, numel: int) -> int:
         """Elements of the tensor that keeps ``numel`` elements."""
@@ -159,6 +165,14 @@ class PlainMoments:
     def bytes_per_element(self) -> float:
         return self.dtype.itemsize
 
+    @property
+    def read_as(self) -> str:
+        return self.name
+
+    @property
+    def value_nbytes(self) -> int:
+        return self.dtype.itemsize
+
     def length(self, numel: int) -> int:
         return numel
 
@@ -183,6 +197,8 @@ class CodedMoments:
     dtype: torch.dtype = torch.uint8
     align: int = BLOCK
     bytes_per_element: float = RECORD / BLOCK
+    read_as: str = "float32"
+    value_nbytes: int = 4
 
     def length(self, numel: int) -> int:
         return coded_nbytes(numel)
@@ -191,7 +207,9 @@ class CodedMoments:
         return coded_nbytes(numel)
 
     def view(self, lend: Lend, lo: int, shape: torch.Size, key: str) -> Tensor:
-        return CodedTensor(lend(coded_nbytes(lo), torch.Size([coded_nbytes(shape.numel())])), shape, key not in _SQUARES)
+        return CodedTensor(
+            lend(coded_nbytes(lo), torch.Size([coded_nbytes(shape.numel())])), shape, key not in _SQUARES
+        )
 
     def keeps(self, value: Tensor) -> bool:
         return isinstance(value, CodedTensor)
@@ -229,7 +247,7 @@ class CodedTensor(Tensor):
         made.rows, made.signed = rows, signed
         return made
 
-    def values(self) -> Tensor:  # type: ignore[override]
+    def decoded(self) -> Tensor:
         """The values, decoded now."""
         return decode(self.rows, self.shape.numel(), self.signed).view(self.shape)
 
@@ -244,7 +262,7 @@ class CodedTensor(Tensor):
 
         def plain(value: Any, keeps: bool) -> Any:
             if isinstance(value, CodedTensor):
-                values = value.values()
+                values = value.decoded()
                 if keeps:
                     changed.append((value, values))
                 return values
@@ -263,12 +281,17 @@ class CodedTensor(Tensor):
         return self.rows.untyped_storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.values()
+        return self.decoded()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.values().__reduce_ex__(protocol)
+        return self.decoded().__reduce_ex__(protocol)
 
 
 def values_of(value: Tensor) -> Tensor:
     """``value`` with its values decoded."""
-    return value.values() if isinstance(value, CodedTensor) else value
+    return value.decoded() if isinstance(value, CodedTensor) else value
+
+
+def stored_part(value: Tensor) -> Tensor:
+    """What a store may have lent of ``value``."""
+    return value.rows if isinstance(value, CodedTensor) else value
