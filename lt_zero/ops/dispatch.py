@@ -200,12 +200,15 @@ def operator(
     return operation
 
 
-def step_operator(reference: Callable[P, None], structure: type[ctypes.Structure]) -> Callable[P, None]:
+def step_operator(
+    reference: Callable[P, None], structure: type[ctypes.Structure], codes: bool = False
+) -> Callable[P, None]:
     """The operation of one optimizer step.
 
     Args:
         reference: takes the lists ``params``, ``grads``, states and ``outs``, then options by name.
         structure: the options as the kernel takes them, by the same names.
+        codes: it takes moments in 8 bits.
     """
     name, parameters = reference.__name__.removesuffix("_reference"), inspect.signature(reference).parameters
     defaults = {
@@ -217,7 +220,7 @@ def step_operator(reference: Callable[P, None], structure: type[ctypes.Structure
         params, grads, *states, outs = tensors
         given = {**defaults, **given}
         has_states = given.get("momentum") != 0.0  # SGD without momentum reads no state
-        described = step_tensors(params, grads, states if has_states else (), outs, **given)
+        described = step_tensors(params, grads, states if has_states else (), outs, codes=codes, **given)
         lib = native(params[0].device)
         if lib is None:
             reference(*tensors, **given)  # type: ignore[arg-type]
@@ -283,11 +286,12 @@ def step_tensors(
     scale: Tensor | None = None,
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
+    codes: bool = False,
     **options: Any,
 ) -> ctypes.Structure:
     """Check the arguments of a step and return its ``lt_tensors``, which keeps its arrays alive, but not the tensors.
 
-    Other ``options`` are ignored.
+    ``codes``: states may be records of codes. Other ``options`` are ignored.
 
     Raises:
         ValueError: a list does not match ``params``, or a dtype is not supported.
@@ -297,7 +301,7 @@ def step_tensors(
         raise ValueError(f"step is {step}; steps are counted from 1.")
     check_list("params", params, params, [torch.float32])
     grad_dtype = check_list("grads", grads, params, list(DTYPES))
-    coded = are_coded(*states)
+    coded = codes and are_coded(*states)
     if coded:
         _check_codes(states, params)
     state_dtypes = set() if coded else {check_list("state", state, params, LOW_STATE) for state in states}

@@ -1,9 +1,10 @@
-"""Moments in bf16 beside fp32 master weights: a step is computed in fp32 and rounded once, wherever they are kept."""
+"""Moments in bf16 or 8 bits beside fp32 master weights: a step is computed in fp32 and rounded once, wherever they are."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +28,9 @@ from tests.support.parity import STAGES, TORCH_FUSES, config_of, full_values
 from tests.support.pool import Pool
 
 BF16: dict[str, Any] = {"optimizer_states": {"dtype": "bf16"}}
+INT8: dict[str, Any] = {"optimizer_states": {"dtype": "int8"}}
+# Of the small models here: 8 bits are for large parameters.
+CODES = partial(mock.patch, "lt_zero.engine.partition.SMALLEST_CODED", 300)
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),  # without a kernel
@@ -142,6 +146,27 @@ def torch_step(model: nn.Module, states: dict[Any, Tensor], number: int) -> None
 # ---- in host memory and in files -----------------------------------------------------------------------------------
 
 
+def _coded_away(path: str, stage: int, optimizer: str) -> None:
+    with CODES():
+        want, engine, _ = train_offloaded(stage, None, optimizer, keys=INT8)
+        assert {b.moments.name for b in engine.buckets} == {"int8", "float32"}
+        got, engine, _ = train_offloaded(stage, path, optimizer, keys=INT8)
+        same(got, want, stage)
+        assert {s.dtype for b in engine.buckets for s in b.states.values()} == {torch.uint8, torch.float32}
+        engine.offload_manager.close()
+        with mock.patch.object(host_store, "_apart", True):
+            zero = {"offload_optimizer": {"device": "cpu"}}
+            got, engine, _ = train_offloaded(stage, None, optimizer, keys=INT8, zero=zero)
+        same(got, want, stage)
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer"), only_rows([(3, "AdamW")], itertools.product([1, 3], ["AdamW", "SGD", "RMSprop"]))
+)
+def test_codes_move_where_they_are_offloaded(pool: Pool, tmp_path: Path, stage: int, optimizer: str) -> None:
+    pool.run(2, _coded_away, str(tmp_path), stage, optimizer)
+
+
 def _away(path: str, stage: int, optimizer: str) -> None:
     want = train_offloaded(stage, None, optimizer, keys=BF16)[0]
     nbytes = {}
@@ -177,6 +202,11 @@ def test_the_same_bits_where_they_are_offloaded(pool: Pool, tmp_path: Path, stag
 
 
 def _save(stage: int, path: str, config: dict[str, Any]) -> None:
+    with CODES():
+        _save_states(stage, path, config)
+
+
+def _save_states(stage: int, path: str, config: dict[str, Any]) -> None:
     trainer = sharded_trainer(stage, config={"checkpoint": {"format": "sharded"}, **config}, max_steps=3)
     trainer.fit(GPT(dist.get_world_size(), "adamw"))
     saved = everything(trainer)
@@ -186,9 +216,10 @@ def _save(stage: int, path: str, config: dict[str, Any]) -> None:
 
 
 def _load(stage: int, path: str, config: dict[str, Any], zero: dict[str, Any]) -> None:
-    dtype = torch.bfloat16 if config else torch.float32
+    dtype = torch.bfloat16 if config == BF16 else torch.float32
     config = {"checkpoint": {"format": "sharded"}, **config}
-    restored, _ = resume(path, stage, GPT(dist.get_world_size(), "adamw"), steps=4, config=config, zero=zero)
+    with CODES():
+        restored, _ = resume(path, stage, GPT(dist.get_world_size(), "adamw"), steps=4, config=config, zero=zero)
     if dist.get_rank() > 0:
         return
     want = torch.load(f"{path}.want", weights_only=True)
@@ -207,11 +238,14 @@ RESUMED = [
     ((1, 0, BF16), (2, 2, BF16)),
     ((2, 3, {}), (2, 1, BF16)),
     ((2, 2, BF16), (1, 3, {})),
+    ((2, 1, INT8), (3, 3, INT8)),
+    ((1, 0, INT8), (2, 2, INT8)),
+    ((2, 3, INT8), (2, 1, {})),
 ]
 
 
 @pytest.mark.parametrize("files", only([False], [False, True]))
-@pytest.mark.parametrize(("saving", "resuming"), only_rows([RESUMED[0]], RESUMED))
+@pytest.mark.parametrize(("saving", "resuming"), only_rows([RESUMED[0], RESUMED[4]], RESUMED))
 def test_resumes_bit_for_bit(pool: Pool, tmp_path: Path, saving: Any, resuming: Any, files: bool) -> None:
     """Rounded once where the new run keeps bf16, and exactly where it keeps more."""
     path = str(tmp_path / "a.ckpt")
