@@ -110,15 +110,14 @@ Lend = Callable[[int, torch.Size], Tensor]  # (first element, shape) -> a view o
 
 
 class MomentForm(Protocol):
-    """How element-wise states of an optimizer are kept between steps.
+    """The form in which element-wise states of an optimizer are kept between steps.
 
     Attributes:
         name: of the form, for users.
         dtype: of the tensor (1D) that keeps them.
         align: parameters, and what ranks have of them, begin at multiples of so many elements.
         bytes_per_element: with all that belongs to a state.
-        read_as: the dtype of its values in checkpoints.
-        value_nbytes: of an element there.
+        value_nbytes: bytes of an element's value in checkpoints.
     """
 
     @property
@@ -129,8 +128,6 @@ class MomentForm(Protocol):
     def align(self) -> int: ...
     @property
     def bytes_per_element(self) -> float: ...
-    @property
-    def read_as(self) -> str: ...
     @property
     def value_nbytes(self) -> int: ...
 
@@ -166,10 +163,6 @@ class PlainMoments:
         return self.dtype.itemsize
 
     @property
-    def read_as(self) -> str:
-        return self.name
-
-    @property
     def value_nbytes(self) -> int:
         return self.dtype.itemsize
 
@@ -197,7 +190,6 @@ class CodedMoments:
     dtype: torch.dtype = torch.uint8
     align: int = BLOCK
     bytes_per_element: float = RECORD / BLOCK
-    read_as: str = "float32"
     value_nbytes: int = 4
 
     def length(self, numel: int) -> int:

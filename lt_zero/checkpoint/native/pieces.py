@@ -355,9 +355,8 @@ def load_full_optimizer_state(
                 if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != spec.global_shape:
                     cut[number][key] = whole(value)
                     continue
-                kept_as = bucket.moments.name
-                if value.is_floating_point() and _name_of(value.dtype) not in (kept_as, bucket.moments.read_as):
-                    converted.add((_name_of(value.dtype), kept_as))
+                if value.is_floating_point() and _name_of(value.dtype) != bucket.moments.name:
+                    converted.add((_name_of(value.dtype), bucket.moments.name))
                 if bucket.places.step.streamed:
                     streamed.setdefault(bucket, []).append((parameter, piece, key, value))
                 else:
