@@ -285,5 +285,5 @@ def values_of(value: Tensor) -> Tensor:
 
 
 def stored_part(value: Tensor) -> Tensor:
-    """What a store may have lent of ``value``."""
+    """The tensor of ``value`` that a store may have lent."""
     return value.rows if isinstance(value, CodedTensor) else value

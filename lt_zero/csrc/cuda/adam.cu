@@ -30,7 +30,7 @@ LT_DEVICE void encode_moments(const Coding &coding, uint8_t *record, int count, 
 
 // A warp has a block of elements, each thread every 32nd of them.
 template <class Grad>
-__global__ void __launch_bounds__(kThreads, kStepBlocks) coded_adam_kernel(const __grid_constant__ Step<AdamRule> step,
+__global__ void __launch_bounds__(kThreads, 3) coded_adam_kernel(const __grid_constant__ Step<AdamRule> step,
                                                                            const __grid_constant__ Coding first,
                                                                            const __grid_constant__ Coding second) {
     if (step.gate.closed()) return;
