@@ -206,7 +206,7 @@ class Run:
         return self._own or [self.rows(store.tensor, self.lo, self.hi) for store in self._stored if store is not None]
 
     def rows(self, state: Tensor, lo: int, hi: int) -> Tensor:
-        """What keeps the elements [lo, hi) of a state (1D)."""
+        """The part of a state (1D), as it is kept, that has the elements [lo, hi)."""
         return state[self._form.length(lo) : self._form.length(lo) + self._form.length(hi - lo)]
 
     def holds(self, states: list[Options]) -> bool:
