@@ -7,7 +7,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-3d test test-slow golden conformance faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
-	bench-parallel bench-sequence bench-nodes bench-scale gpu compat docs release clean
+	bench-parallel bench-sequence bench-nodes bench-scale bench-experts gpu compat docs release clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -80,6 +80,9 @@ bench-parallel: $(STAMP) ## Measure tensor ranks, pipelines and both, against to
 bench-nodes: $(STAMP) ## Measure steps and traffic on two simulated nodes at three link rates (20 minutes; root, iproute2)
 	$(BIN)/python benchmarks/nodes.py
 
+bench-experts: $(STAMP) ## Measure experts on 1, 2 and 4 ranks beside FSDP2, on two simulated nodes (5 minutes; root, iproute2)
+	$(BIN)/python benchmarks/experts.py
+
 bench-scale: $(STAMP) ## Measure steps and memory on 1 to 8 ranks with 10M to 400M parameters, and start-up (15 minutes)
 	$(BIN)/python benchmarks/scale.py
 
@@ -111,10 +114,15 @@ docs: $(DOCS_STAMP) ## Write docs/config.md from the schema and the table of key
 	$(BIN)/python -m lt_zero.config.catalog
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Other versions of torch and lightning than constraints.txt: make compat WITH="torch==2.10.0 lightning==2.5.6"
+# The wheel in a clean environment, kept in COMPAT. Another Python: PYTHON=~/.pyenv/versions/3.12.1/bin/python. Other
+# versions than PINS says: WITH="torch==2.11.0 lightning==2.6.0"; the newest that pip finds: PINS=/dev/null. As on a machine
+# without a compiler: COMPILER=none. Some of the tests, in how many processes: TESTS="tests/config tests/ops" JOBS=1.
 WITH ?=
-COMPAT := build/compat
+PINS ?= constraints.txt
+COMPILER ?=
+COMPAT ?= build/compat
 TESTS ?= tests
+JOBS ?= 3
 
 compat: ## Build the wheel with PYTHON, install it into a clean environment, run the fast tests against it
 	rm -rf $(COMPAT)
@@ -124,11 +132,11 @@ compat: ## Build the wheel with PYTHON, install it into a clean environment, run
 	$(COMPAT)/venv/bin/python -m build --wheel --outdir $(COMPAT) .
 	for pin in $(WITH); do echo "$${pin%%[=<>]*}"; done > $(COMPAT)/free  # these pins give way
 	echo packaging >> $(COMPAT)/free
-	grep -v -w -f $(COMPAT)/free constraints.txt > $(COMPAT)/constraints.txt
+	grep -v -w -f $(COMPAT)/free $(PINS) > $(COMPAT)/constraints.txt || true  # grep fails where no line is left
 	wheel=$$(ls $(COMPAT)/*.whl) && $(COMPAT)/venv/bin/python -m pip install --quiet -c $(COMPAT)/constraints.txt \
 		"$$wheel[dev,examples]" $(WITH)
 	git ls-files -z | grep -zv '^lt_zero/' | xargs -0 cp --parents -P -t $(COMPAT)/source  # not the package itself
-	cd $(COMPAT)/source && ../venv/bin/python -m pytest -n 3 --dist loadfile $(TESTS)
+	COMPILER=$(COMPILER) JOBS=$(JOBS) sh tests/support/compat.sh $(COMPAT) $(TESTS)
 
 DIST := dist
 RELEASE := build/release

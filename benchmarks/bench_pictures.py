@@ -143,7 +143,7 @@ def step_memory(traces: Mapping[str, Sequence[tuple[float, float]]], where: str)
         content.append(f'<path d="M{x} {y - 4}h14" stroke="{CURVES[name]}" stroke-width="3"/>')
         content.append(text(x + 19, y, name, size=11))
     below = f"From left to right: forward, backward, update. A GPT of\n29.5M, 2 ranks, {where}. Stage 2 is as stage 1."
-    return picture("One training step, MB of a rank", below, height, content)
+    return picture("One training step, MB of a rank", below, height + 8, content)
 
 
 def pictures(found: Found) -> dict[str, str]:

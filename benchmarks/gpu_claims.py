@@ -72,7 +72,7 @@ KERNELS = (
     "quantise to 1 bit",
     "dequantise and sum 4 of int8",
     "dequantise and sum 4 of 1 bit",
-    "select top 1 %",
+    "select top 1 %, five reads",
 )
 _CORES = "needs a GPU: here copies, computing and the step share the same cores"
 _SMALL = "needs a GPU: what does not grow with the model fills a small part of its memory only"
@@ -97,6 +97,7 @@ CLAIMS = (
     Claim("engine", "host time per unit, stage 3 / FSDP2", 1.05, "host", only_gpu=_HOST_TIME),
     _tests("offload"),
     Claim("offload", "step with offload / longest of compute, copies, CPU's step", 1.2, "overlap", only_gpu=_CORES),
+    Claim("offload", "step with offload beside the next forward / longest of these", 1.2, "overlap", only_gpu=_CORES),
     Claim("offload", "largest model, with offload / without", 10, "largest", at_least=True, only_gpu=_SMALL),
     _tests("trainer"),
     Claim("trainer", "fp16: loss scales that differ from DeepSpeed's", 0, "fp16"),

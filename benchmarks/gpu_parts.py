@@ -48,7 +48,10 @@ class Step:
 
 
 def tests(*paths: str) -> Step:
+    """Tests marked ``gpu``, in several processes where there are cores for them: importing and compiling takes long."""
     options = ("-q", "-p", "no:cacheprovider", "-m", "gpu", "--timeout", "60", "--timeout-method", "thread")
+    if (processes := min(8, len(os.sched_getaffinity(0)) // 2)) > 1:
+        options = (*options, "-n", str(processes), "--dist", "worksteal")
     return Step("tests", ("-m", "pytest", *options, *paths), tests=True)
 
 
@@ -68,7 +71,13 @@ def parts_of(device: str) -> dict[str, list[Step]]:
         activation = ("--depth", "4", "--rounds", "1")
     paths = {
         "kernels": ("tests/ops", "tests/gpu/test_attention.py"),
-        "engine": ("tests/gpu/test_engine.py", "tests/test_inference.py"),
+        "engine": (
+            "tests/gpu/test_accelerator.py",
+            "tests/gpu/test_engine.py",
+            "tests/gpu/test_parallel.py",
+            "tests/gpu/test_fewer_bits.py",
+            "tests/test_inference.py",
+        ),
         "offload": ("tests/offload", "tests/activation"),
         "trainer": ("tests/gpu/test_trainer.py",),
     }

@@ -318,7 +318,8 @@ def setup_lt_zero(job: Job, model: GPT) -> Step:
     stages = {"stages": job.pipeline, "num_microbatches": job.micro_batches, "partition_method": "uniform"}
     blocks = {"pipeline": stages} if job.pipeline > 1 else {}
     config = lt_zero.ZeroConfig.of({"zero_optimization": block, "bf16": {"enabled": job.bf16}, **blocks})
-    policy = dtype_policy(config, "bf16-mixed") if job.bf16 else None
+    autocast = job.bf16 and variant != ["true"]
+    policy = dtype_policy(config, "bf16-mixed" if autocast else "bf16-true") if job.bf16 else None
     trained: nn.Module = model
     if job.tensor == job.pipeline == 1:
         engine = lt_zero.shard(model, config, torch.device(job.device), policy=policy)
@@ -326,7 +327,7 @@ def setup_lt_zero(job: Job, model: GPT) -> Step:
         trained, engine = sharded_on_mesh(job, model, config, policy)
     optimizer = adamw(trained)
     lt_zero.ShardedOptimizer(engine, optimizer)
-    return plain_step(trained, optimizer, autocast=job.bf16)
+    return plain_step(trained, optimizer, autocast)
 
 
 class Staged(nn.Module):

@@ -37,7 +37,7 @@ from lt_zero.common.names import alone
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
-from lt_zero.config.rules import one_bit, refuse_quantized
+from lt_zero.config.rules import one_bit
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.divergence import remedy
 from lt_zero.engine.engine import Engine, has_groups
@@ -138,9 +138,7 @@ def _shard(
 ) -> Engine:
     """Plan the buckets of ``module``, check that they fit, and build the engine."""
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true"))
-    if training:
-        refuse_quantized(config)
-    elif config.quantize is not None:
+    if config.quantize is not None and not training:
         # No wider values are kept beside the codes.
         policy = replace(policy, low_master=True)
     zero = config.zero_optimization
@@ -165,7 +163,9 @@ def _shard(
         _compare_wide(plan, groups)
         _check_whole(plan)
         _check_hooks(plan)
+        _refuse_coded_modules(module)
         if training:
+            _check_quantized(plan, config)
             # Check now, to raise before the module is changed.
             check_modules(module, config.activation_checkpointing, group)
         if group.world.rank == 0:
@@ -207,7 +207,7 @@ def _build(
     materializer, world = Materializer(module, device, saved, parts), group.world
     of_bucket = {bucket: groups.get(bucket.parameters[0][1], group) for bucket in plan.buckets}
     planned = plan_exchange(config, plan, policy, group)
-    codecs = partial(plan_codecs, config, planned)
+    codecs = partial(plan_codecs, config, planned, training)
     storage = plan_storage(plan, config, policy, group, is_apart(device), codecs, training)
     exchange = exchange_of(planned, config, plan, group, of_bucket.values())
     shared = owner, deque[Bucket]()
@@ -243,6 +243,40 @@ def _check_specs(module: nn.Module, specs: Iterable[ParamSpec]) -> None:
             raise ValueError(
                 f"specs: {spec.name!r} has the shape {tuple(named[spec.name].data.shape)}, and its box {spec.local_box}"
                 f" of {spec.global_shape} has {spec.shape}. Give the box that the parameter is."
+            )
+
+
+def _check_quantized(plan: EnginePlan, config: ZeroConfig) -> None:
+    """Raise ConfigError if weights are to rest in few bits, and all that could are trained or not sharded."""
+    if config.quantize is None or any(bucket.sharding.params and not bucket.trains for bucket in plan.buckets):
+        return
+    zero, name = config.zero_optimization, type(plan.root).__name__
+    why = f"{name} has no frozen parameter of at least {zero.stage3_param_persistence_threshold} elements"
+    remedy = "Freeze weights (requires_grad_(False)), lower zero_optimization.stage3_param_persistence_threshold"
+    if zero.stage < 3:
+        why, remedy = f"parameters are not sharded at stage {zero.stage}", "Set zero_optimization.stage=3"
+    text = f"quantize={config.quantize} lets frozen parameters rest in {config.quantize} bits if they are sharded, and"
+    raise ConfigError.about("quantize", f"{text} {why}. {remedy}, or remove the key.")
+
+
+_CODED_PARAMETERS = {  # libraries whose parameters hold codes, not values, by the first part of their modules' names
+    "bitsandbytes": "bitsandbytes (BitsAndBytesConfig, load_in_4bit, load_in_8bit)",
+    "torchao": "torchao (TorchAoConfig, quantize_)",
+    "optimum": "quanto (QuantoConfig)",
+}
+
+
+def _refuse_coded_modules(module: nn.Module) -> None:
+    """Raise ConfigError for parameters that hold codes of another library: shards would be taken for weights."""
+    for name, parameter in module.named_parameters():
+        libraries = [kind.__module__.partition(".")[0] for kind in type(parameter).__mro__]
+        found = next((_CODED_PARAMETERS[library] for library in libraries if library in _CODED_PARAMETERS), None)
+        if found is not None:
+            raise ConfigError.about(
+                "quantize",
+                f"{name} of {type(module).__name__} is a {type(parameter).__name__} of {found}: its codes mean nothing "
+                "without a state that shards lack. Load the model without that quantization, and set quantize=4 or 8: "
+                "frozen weights are then sharded and gathered in so many bits.",
             )
 
 

@@ -46,6 +46,7 @@ _lazy("doctor", "lt_zero.doctor", "Check whether this machine is ready for train
 _lazy("estimate", f"{_PLANNING}.estimate_cli", "Estimate the memory of a run per rank and node, by stage and offload.")
 _lazy("export", _CHECKPOINTS, "Export a checkpoint's weights as safetensors, a state dict or a Lightning checkpoint.")
 _lazy("import", _CHECKPOINTS, "Convert a checkpoint of DeepSpeed, FSDP or others to a checkpoint directory.")
+_lazy("logs", "lt_zero.lightning.monitor.logs", "Print and plot what a run recorded: metrics, times, memory, traffic.")
 _lazy("plot", "lt_zero.lightning.monitor.plot", "Plot a run's CSV logs: loss, rates, throughput, memory.")
 _lazy("tune", f"{_PLANNING}.tune_cli", "Find the fastest configuration of a training script that fits into the memory.")
 _lazy("verify", _CHECKPOINTS, "Read every byte of a checkpoint directory, and print its contents.")

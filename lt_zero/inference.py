@@ -43,7 +43,8 @@ def inference(
     """Shard ``module`` in place for inference over all ranks of the default process group, and return it. Collective.
 
     The module is in evaluation mode afterwards, and its parameters need no gradients. Call it, or methods that call it
-    such as ``generate``, the same number of times on all ranks, or inside of ``lt_zero.synced``.
+    such as ``generate``, the same number of times on all ranks, or inside of ``lt_zero.synced``. Experts may be on
+    several ranks (``expert_parallel``): they get the tokens of all of these.
 
     Args:
         module: with its weights, or built inside of ``lt_zero.empty_weights()``: then no rank ever holds all of them.
@@ -57,7 +58,7 @@ def inference(
     Raises:
         ConfigError: the configuration is wrong.
         CheckpointError: on all ranks: ``weights`` is no checkpoint, or has other names or shapes than the module.
-        NotEnoughMemory: a machine has too little memory; the module is unchanged, unless it is cut over tensor ranks.
+        NotEnoughMemory: a machine has too little memory; the module is unchanged, unless it is cut over ranks.
     """
     expect(module, nn.Module, "The module of lt_zero.inference", "pass an nn.Module")
     chosen, ignored = without_training(config)
@@ -96,7 +97,6 @@ def _refuse_parts(config: ZeroConfig) -> None:
     takes = {
         "pipeline.stages": (config.pipeline.ranks, "runs whole modules"),
         "sequence_parallel_size": (config.sequence_parallel_size, "takes whole sequences"),
-        "expert_parallel.autoep_size": (config.expert_parallel.ranks, "has all experts on each rank"),
     }
     for key, (size, what) in takes.items():
         if size > 1:

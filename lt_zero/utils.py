@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -49,6 +50,15 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
     """``set_full_grad``."""
     access.set_full_grad(param, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[Parameter], update_func: Callable[[Tensor, Parameter], Tensor]
+) -> None:
+    """Replace gradients by ``update_func(gradient, parameter)``, one after the other, where there are any."""
+    for param in param_list:
+        if (grad := safe_get_full_grad(param)) is not None:
+            safe_set_full_grad(param, update_func(grad, param))
 
 
 def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:

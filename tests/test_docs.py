@@ -21,6 +21,7 @@ import pytest
 import typer
 import yaml
 from hydra import compose, initialize_config_dir
+from torch.distributed.run import get_args_parser as torchrun_options
 from typer.testing import CliRunner
 
 import lt_zero
@@ -60,7 +61,7 @@ def test_python_runs(block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     if "run by" in block.marks:
         (test,) = ROOT.glob(f"tests/**/{block.marks['run by']}.py")
         assert Path(block.page).name in test.read_text()
-    elif "not run" in block.marks:
+    elif "not run" in block.marks or "script" in block.marks:
         compile(block.text, str(block), "exec")
     elif ranks == "2":
         pool.run(2, execute_in, tmp_path, block)
@@ -70,15 +71,19 @@ def test_python_runs(block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         execute(block)
 
 
+SCRIPTS = [b for b in BLOCKS if b.marks.get("ranks") == "script" or "script" in b.marks]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.marks.get("ranks") == "script"], ids=str)
+@pytest.mark.parametrize("block", SCRIPTS, ids=str)
 def test_scripts_run_as_they_stand(block: Block, tmp_path: Path) -> None:
+    ranks = block.marks.get("script", "2")
     (tmp_path / "train.py").write_text(block.text)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "train.py"], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "MEMBER: 2/2" in done.stderr
-    assert any(tmp_path.glob("model*"))
+    assert f"MEMBER: {ranks}/{ranks}" in done.stderr
+    assert "export(" not in block.text or any(tmp_path.glob("model*"))
 
 
 def test_few_blocks_are_left_out() -> None:
@@ -226,6 +231,8 @@ def test_commands_exist(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
             parse(app, words[1:], monkeypatch)
         elif words[0] == "make":
             assert_target(words[1])
+        elif words[0] == "torchrun":
+            torchrun_options().parse_args(words[1:])
         elif words[:2] == ["python", "examples/train_gpt.py"]:
             assert_composes(words[2:])
         else:

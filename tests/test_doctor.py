@@ -38,8 +38,8 @@ NAMES = [
     *("disk", "tmp folder", "O_DIRECT", "shared memory", "pinned memory", "GPUs"),
 ]
 NEEDS = [
-    "torch<3,>=2.10",
-    "lightning<3,>=2.5",
+    "torch<3,>=2.11",
+    "lightning<3,>=2.6",
     "torchmetrics>=1.0",
     "omegaconf>=2.3",
     "rich",
@@ -92,7 +92,7 @@ def test_all_rows_for_programs(tmp_path: Path) -> None:
     by_name = {row["name"]: row for row in found["rows"]}
     assert by_name["torch"] == {
         "name": "torch",
-        "found": "2.13.0+cpu (needs >=2.10,<3; checked on 2.10 to 2.13)",
+        "found": "2.13.0+cpu (needs >=2.11,<3; checked on 2.11 to 2.15)",
         "verdict": "ok",
         "remedy": "",
         "required": True,
@@ -158,7 +158,7 @@ def test_a_missing_package_is_an_exit_code(tmp_path: Path, monkeypatch: pytest.M
     versions_are(monkeypatch, lightning=None, rich=None)
     result = run("--path", str(tmp_path))
     assert result.exit_code == 1
-    assert "not installed. Run: pip install 'lightning>=2.5,<3'\n" in result.stdout
+    assert "not installed. Run: pip install 'lightning>=2.6,<3'\n" in result.stdout
     assert "not installed. Run: pip install rich\n" in result.stdout
     assert result.stdout.endswith("Training on the CPU needs: lightning, rich.\n")
 
@@ -167,10 +167,10 @@ def test_a_missing_package_is_an_exit_code(tmp_path: Path, monkeypatch: pytest.M
     ("name", "version", "verdict"),
     [
         ("torch", "2.9.1", "missing"),
-        ("torch", "2.10.0", "ok"),
+        ("torch", "2.11.0", "ok"),
         ("torch", "2.13.1+cu130", "ok"),
-        ("torch", "2.14.0", "limited"),
-        ("torch", "2.14.0.dev20261101", "limited"),
+        ("torch", "2.16.0", "limited"),
+        ("torch", "2.16.0.dev20261101", "limited"),
         ("torch", "3.0.0", "missing"),
         ("lightning", "2.4.0", "missing"),
         ("lightning", "2.7", "limited"),
@@ -202,7 +202,7 @@ def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = rows(doctor._versions)
     assert found["lt_zero"].verdict == "limited"
     assert "not installed" in found["lt_zero"].found
-    assert found["torch"].found == "2.13.0+cpu (checked on 2.10 to 2.13)"
+    assert found["torch"].found == "2.13.0+cpu (checked on 2.11 to 2.15)"
 
 
 def test_internals_that_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:

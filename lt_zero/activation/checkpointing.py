@@ -15,8 +15,9 @@ by ``torch.compile(block)`` is checkpointed from outside in mode full: its compi
 from __future__ import annotations
 
 import operator
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,8 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lt_zero.activation import selective
+from lt_zero.activation.budget import KEY as BUDGET_KEY
+from lt_zero.activation.budget import BudgetPlan, BudgetTrial, Meter
 from lt_zero.activation.partitioned import PartitionedStore
 from lt_zero.activation.profile import Boundary, open_boundary
 from lt_zero.activation.state import Caches, ForwardState, SavedState
@@ -36,8 +39,9 @@ from lt_zero.activation.stores import ActivationStore, InputStore
 from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common import accelerator
-from lt_zero.common.compat import compiled_module
+from lt_zero.common.compat import compiled_module, is_compiled
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.config.blocks import ActivationCheckpointing, Aio
 from lt_zero.engine.engine import Engine
@@ -170,6 +174,7 @@ class Checkpointing:
         around: context entered around each forward and each recomputation (which may end by an exception), with the
             module's name and whether it is a recomputation.
         warns: whether this rank warns.
+        meter: measures the modules until ``follow`` is called; None: nothing does.
 
     Raises:
         ConfigError: a name matches no module, or there is nothing to checkpoint.
@@ -182,11 +187,13 @@ class Checkpointing:
         store: InputStore | None = None,
         around: Around | None = None,
         warns: bool = True,
+        meter: Meter | None = None,
     ) -> None:
         self.mode, self.store, self.selective = block.mode, store, block.mode == "selective"
         self.around: Around = around or (lambda name, recompute: nullcontext())
         self.caches, self.found = Caches(warns), find_modules(root, block)
         self.boundary: Boundary | None = None
+        self.meter = meter
         self.where = ""  # saved inputs are stored
         self.undo = ExitStack()  # what ``install`` did to the engine
         # Trace compiled modules, so that the policy applies inside their graphs.
@@ -201,6 +208,11 @@ class Checkpointing:
     def __str__(self) -> str:
         return f"activation checkpointing: {self.mode}, {self.found}{self.where}"
 
+    def follow(self, recomputed: Collection[str]) -> None:
+        """Recompute only the modules of these names from the next forward on, and measure no more."""
+        for forward in self._forwards:
+            forward.recomputes, forward.meter = forward.name in recomputed, None
+
     def remove(self) -> None:
         """Restore the original forward of all modules, and free the stored inputs of an engine. Idempotent."""
         for forward in self._forwards:
@@ -214,13 +226,14 @@ class _Checkpointed:
 
     __slots__ = (
         *("__wrapped__", "_active", "_caches", "_module", "_replaced", "_selective", "_store"),
-        *("around", "name", "state"),
+        *("around", "meter", "name", "recomputes", "state"),
     )
 
     def __init__(self, name: str, module: nn.Module, how: Checkpointing) -> None:
         self.__wrapped__: Callable[..., Any] = module.forward
         self.name, self._module, self._active = name, module, True
         self._selective, self._store, self.around, self._caches = how.selective, how.store, how.around, how.caches
+        self.meter, self.recomputes = how.meter, True
         self.state = ForwardState(module)
         self._replaced = vars(module).get("forward")  # an instance attribute, as torch.compile sets one
         vars(module)["forward"] = self
@@ -242,13 +255,19 @@ class _Checkpointed:
         if torch.compiler.is_compiling():
             return self._traced(args, kwargs)
         args, kwargs = self._caches.without(self.__wrapped__, args, kwargs)
+        if not self.recomputes:
+            return self.__wrapped__(*args, **kwargs)
         run = _Run(self, args, kwargs)
         if not any(tensor.requires_grad for tensor in chain(run.tensors, self._module.parameters())):
             return self.__wrapped__(*args, **kwargs)  # frozen layers before the first trainable one
         contexts, store = selective.contexts if self._selective else noop_context_fn, self._store
         # From here on only autograd holds the tensors, or in their place what the store has made of them.
         tensors = run.begin()
-        with store.saving(self.name, tensors) if store is not None else nullcontext():
+        with ExitStack() as stack:
+            if self.meter is not None:
+                stack.enter_context(self.meter.forward(self.name, tensors))
+            if store is not None:
+                stack.enter_context(store.saving(self.name, tensors))
             return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,7 +287,8 @@ class _Run:
     """
 
     def __init__(self, forward: _Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._forward = forward
+        # The meter of its forward: a choice may be made before its backward.
+        self._forward, self._meter = forward, forward.meter
         # Keep the caller's own containers: forward may write to them.
         self._first = [(args, kwargs)]
         self.tensors: list[Tensor] = []
@@ -309,6 +329,8 @@ class _Run:
 
         args, kwargs = map_tensors(self._arguments, put)
         with self._state.again(), forward.around(forward.name, True):
+            if self._meter is not None:
+                return self._meter.again(forward.name, forward.__wrapped__, args, kwargs)
             return forward.__wrapped__(*args, **kwargs)
 
 
@@ -370,6 +392,7 @@ def install(engine: Engine) -> Checkpointing | None:
         return known
     block = of_all_ranks(engine.root, block, engine.groups[0])
     if block.mode == "none" or not engine.buckets:  # without parameters nothing trains
+        _attend(engine)
         return None
     count, device = len(find_modules(engine.root, block).chosen), engine.buckets[0].flat.device
     opening = world.agree("opening the folder for saved inputs", SwapError) if block.nvme_path else nullcontext()
@@ -381,9 +404,14 @@ def install(engine: Engine) -> Checkpointing | None:
                 undo.callback(store.close)
         boundary = open_boundary(block, device, world.rank, config.steps_per_print)
         around = boundary.around if boundary is not None else None
-        made = Checkpointing(engine.root, block, store, around, world.rank == 0)
+        meter = open_meter(engine.root, block, device)
+        made = Checkpointing(engine.root, block, store, around, world.rank == 0, meter)
         made.boundary = boundary
         hooks: list[tuple[list[Any], Callable[[], object]]] = []
+        if meter is not None:
+            names, aside = tuple(name for name, _ in made.found.chosen), store is not None
+            choose = partial(_choose, made, world.rank == 0)
+            hooks.append((engine.after_step, _trial(engine, meter, names, aside, choose).end_step))
         if boundary is not None:
             hooks.append((engine.after_step, boundary.end_step))
         if store is not None:
@@ -402,8 +430,78 @@ def install(engine: Engine) -> Checkpointing | None:
         made.where = f", inputs in host memory{one}" + ("" if is_apart(device) else " (the model's device)")
     if parts:
         made.where = (made.where or ", inputs on the device") + parts
+    if block.memory_budget is not None:
+        made.where += f", as few as memory_budget={block.memory_budget:g} allows from the third step on"
     engine.handles.append(made)
     return made
+
+
+def open_meter(root: nn.Module, block: ActivationCheckpointing, device: torch.device) -> Meter | None:
+    """The meter of the modules that a memory budget chooses from; None: there is no budget.
+
+    Raises:
+        ConfigError: a module is compiled.
+    """
+    if block.memory_budget is None:
+        return None
+    modules = dict(find_modules(root, block).chosen)
+    for name, module in modules.items():
+        if is_compiled(module):
+            raise ConfigError.about(
+                BUDGET_KEY,
+                f"{BUDGET_KEY}={block.memory_budget:g}: {name} is compiled, and the memory inside of compiled code "
+                "cannot be measured. Remove the key, and set torch._functorch.config.activation_memory_budget, which "
+                "the compiler follows; or do not compile the module.",
+            )
+    return Meter(modules, device, block.mode == "selective")
+
+
+def _trial(
+    engine: Engine,
+    meter: Meter,
+    names: tuple[str, ...],
+    aside: bool,
+    choose: Callable[[BudgetPlan | None], None],
+) -> BudgetTrial:
+    budget, world = engine.config.activation_checkpointing.memory_budget, engine.world
+    assert budget is not None
+    gather = partial(world.host_gather, name="activations of checkpointed modules")
+    return BudgetTrial(budget, meter, names, aside, gather, choose)
+
+
+@dataclass(frozen=True)
+class _Attendance:
+    """Takes part in the choice of other ranks, until ``remove``; this rank has nothing to checkpoint."""
+
+    listeners: list[Callable[[], None]]
+    trial: BudgetTrial
+
+    def remove(self) -> None:
+        if self.trial.end_step in self.listeners:
+            self.listeners.remove(self.trial.end_step)
+
+
+def _attend(engine: Engine) -> None:
+    """Let this rank, which has nothing to checkpoint, answer the ranks that choose for a memory budget. Idempotent."""
+    block = engine.config.activation_checkpointing
+    if block.memory_budget is None or any(isinstance(handle, _Attendance) for handle in engine.handles):
+        return
+    trial = _trial(engine, Meter({}, engine.world.device, False), (), False, lambda plan: None)
+    engine.after_step.append(trial.end_step)
+    engine.handles.append(_Attendance(engine.after_step, trial))
+
+
+def _choose(checkpointing: Checkpointing, shows: bool, plan: BudgetPlan | None) -> None:
+    """Recompute what ``plan`` says, and print it if ``shows``; None: no module was recomputed so far."""
+    if plan is not None:
+        checkpointing.follow(plan.recomputed)
+        if shows:
+            show(plan.table())
+        return
+    checkpointing.follow([name for name, _ in checkpointing.found.chosen])
+    if shows:
+        text = "No checkpointed module ran in the first two steps with gradients, so none could be measured"
+        warnings.warn(f"{BUDGET_KEY}: {text}. All are recomputed.", stacklevel=2)
 
 
 def installed(engine: Engine) -> Checkpointing | None:
@@ -413,6 +511,6 @@ def installed(engine: Engine) -> Checkpointing | None:
 
 def uninstall(engine: Engine) -> None:
     """Restore the modules' original forward; the engine stays attached."""
-    if (known := installed(engine)) is not None:
-        known.remove()
-        engine.handles.remove(known)
+    for handle in [each for each in engine.handles if isinstance(each, (Checkpointing, _Attendance))]:
+        handle.remove()
+        engine.handles.remove(handle)

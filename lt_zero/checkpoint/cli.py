@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -49,11 +49,17 @@ def export_command(
         str | None, Option(help="Prefix to remove from names, such as net. (the attribute of your module).")
     ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace weights that are in the folder OUT.")] = False,
+    merge_lora: Annotated[
+        str | None,
+        Option(
+            metavar="CONFIG", help="Merge low-rank adapters: peft's adapter_config.json, its folder, or lora_alpha."
+        ),
+    ] = None,
 ) -> None:
     """Export a checkpoint's weights to files that need no lt_zero. One tensor is in memory at a time."""
     with _reporting():
         how = (dtype, format, shard_size, training_state, keep_fp32 or (), True, strip_prefix, overwrite)
-        files = export(ckpt, out, *how)
+        files = export(ckpt, out, *how, merge_lora=merge_lora)
     for file in files:
         typer.echo(f"{file} ({format_bytes(file.stat().st_size)})")
 
@@ -71,14 +77,38 @@ def import_command(
         str,
         Option(help="Prefix for all names, such as model. (the attribute of your module with what was saved)."),
     ] = "",
+    cut: Annotated[
+        list[str] | None,
+        Option(
+            help="PATTERN=DIM: the dimension along which tensor ranks of DeepSpeed cut parameters, if its files do not "
+            "tell it; -1: not at all. Repeatable."
+        ),
+    ] = None,
 ) -> None:
     """Convert a checkpoint of another format to a checkpoint directory. One tensor is in memory at a time."""
     from lt_zero.checkpoint.import_ import import_checkpoint  # with the engine: half a second
 
     with _reporting():
-        path = import_checkpoint(src, out, tag, True, inert or (), add_prefix)
+        path = import_checkpoint(src, out, tag, True, inert or (), add_prefix, _cuts(cut or ()))
         facts = verify(path)
     typer.echo(f"{path} ({exact_bytes(facts['bytes'])})")
+
+
+def _cuts(texts: Sequence[str]) -> dict[str, int]:
+    """Dimensions by pattern.
+
+    >>> _cuts(["*.dense.weight=1"])
+    {'*.dense.weight': 1}
+    """
+    found = {}
+    for text in texts:
+        pattern, _, dim = text.rpartition("=")
+        if not pattern or dim not in ("-1", "0", "1", "2"):
+            raise ValueError(
+                f"--cut {text}: write PATTERN=DIM with a dimension of 0 to 2, or -1, as in '*.dense.weight=1'."
+            )
+        found[pattern] = int(dim)
+    return found
 
 
 def verify_command(

@@ -11,28 +11,30 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import safetensors.torch
 import torch
-from torch import Tensor
 
+from lt_zero.checkpoint.cast import Cast, some
 from lt_zero.checkpoint.formats.reading import VERSION
+from lt_zero.checkpoint.lora import LoraScaling, MergedSource
 from lt_zero.checkpoint.native.directory import is_url
 from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile, Write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space, whole_file, whole_folder
 from lt_zero.checkpoint.source import CheckpointSource, SavedOptimizer, Spec
+from lt_zero.checkpoint.universal import earlier_of, write_universal
 from lt_zero.common.arguments import expect, expect_path
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.units import parse_bytes
 from lt_zero.common.users_code import warn
 
-Format = Literal["auto", "pt", "ckpt", "safetensors"]
+Format = Literal["auto", "pt", "ckpt", "safetensors", "deepspeed-universal"]
+_UNIVERSAL = "deepspeed-universal"
 
 SHARD_SIZE = 5_000_000_000  # bytes, as Hugging Face's
 _SUFFIXES = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "ckpt", ".safetensors": "safetensors"}
@@ -41,8 +43,6 @@ _DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values
 _STEMS = {"pt": ("pytorch_model", "bin"), "safetensors": ("model", "safetensors")}  # of Hugging Face's shards
 _WEIGHTS = (*_SUFFIXES, ".h5", ".msgpack", ".index.json")  # suffixes that a loader may take for weights
 _PER_TENSOR = 4096  # maximum bytes that a format adds to a tensor
-_CHUNK = 1 << 20  # elements that are cast at a time
-_SHOWN = 8  # names in a warning
 # Keys that Lightning omits with `save_weights_only`.
 _TRAINING = ("optimizer_states", "lr_schedulers", "callbacks")
 _OWN = "lt_zero"  # the key that only this package reads
@@ -68,6 +68,7 @@ def export(
     progress: bool = False,
     strip_prefix: str | None = None,
     overwrite: bool = False,
+    merge_lora: float | str | os.PathLike[str] | None = None,
 ) -> list[Path]:
     """Write the weights of a checkpoint to one file, or to several of limited size. Never leaves partial files.
 
@@ -79,11 +80,11 @@ def export(
         dtype: of floating-point tensors: fp16, bf16, fp32, fp64 or torch's. Other tensors keep theirs.
         format: ``pt`` a flat state dict for ``torch.load``, ``ckpt`` a Lightning checkpoint for
             ``load_from_checkpoint``, ``safetensors``; ``auto`` decides by the suffix of ``out``. A folder gets
-            safetensors.
+            safetensors. ``deepspeed-universal`` a folder that DeepSpeed reads with ``load_universal``, in fp32.
         shard_size: maximum bytes of a file, such as 5GB or 500MiB: writes Hugging Face's layout with an index into the
             folder ``out``, and keeps files there that are not weights. A larger tensor gets its own file.
-        training_state: include the state that a plain ``Trainer`` resumes from: optimizers, schedulers, loops. For
-            ``ckpt`` in fp32.
+        training_state: include the state that a plain ``Trainer`` resumes from: optimizers, schedulers, loops (for
+            DeepSpeed: the states of the one optimizer). For ``ckpt`` and ``deepspeed-universal`` in fp32.
         keep_fp32: patterns for names of tensors that are exported in fp32.
         progress: show the progress on stderr.
         strip_prefix: prefix to remove from names, such as ``net.``; a warning lists names without it, which are kept.
@@ -91,6 +92,8 @@ def export(
             others load these into the inner module. ``""``: none, without the warning.
         overwrite: replace weights of this format in a folder, also under other names. A file named as ``out`` is
             always replaced.
+        merge_lora: write W + s B A in place of each weight W with a low-rank adapter, under the names of the model
+            without adapters: the path of peft's ``adapter_config.json`` or of its folder, or ``lora_alpha``.
 
     Returns:
         The files, the index last.
@@ -105,14 +108,19 @@ def export(
         expect(checkpoint, (str, os.PathLike), "lt_zero.export(checkpoint=...)", remedy)
     expect_path(out, "lt_zero.export(out=...)")
     kind, target = _dtype(dtype), _target(checkpoint, out, format, shard_size, overwrite)
-    if training_state:
+    if training_state or target.format == _UNIVERSAL:
         _check_resumable(target, dtype, strip_prefix)
+        if merge_lora is not None:
+            raise ValueError("merge_lora cannot be combined with training_state: the optimizer trains the factors.")
     source = open_source(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
+    if merge_lora is not None:
+        source = MergedSource(source, LoraScaling.of(merge_lora))
     if strip_prefix is None and (target.format == "safetensors" or target.shard_size is not None):
         _warn_of_prefix(source.weights)
     with progress_bar(f"Exporting {target.path.name}", rank=0, in_bytes=True, shown=progress) as work:
         cast = Cast(source, kind, keep_fp32, work.advance, strip_prefix or "")
-        specs = [cast.spec(name) for name in cast.names] + (_training_state(source) if training_state else [])
+        specs = [cast.spec(name) for name in cast.names]
+        specs += _training_state(source, target.format) if training_state else []
         work.total = sum(spec.nbytes for spec in specs)
         files = _write(cast, target, specs, training_state)
     cast.warn()
@@ -128,8 +136,14 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def _check_resumable(target: _Target, dtype: torch.dtype | str, strip_prefix: str | None) -> None:
     """Raise ValueError if a run could not resume from the file."""
+    if target.format == _UNIVERSAL:
+        if _dtype(dtype) != torch.float32:
+            raise ValueError(f"format {_UNIVERSAL} has weights in fp32: add --dtype fp32 (dtype is {dtype}).")
+        return
     if target.format != "ckpt" or _dtype(dtype) != torch.float32:
-        raise ValueError(f"training_state requires format ckpt and dtype fp32, not {target.format} and {dtype}.")
+        raise ValueError(
+            f"training_state requires format ckpt or {_UNIVERSAL} and dtype fp32, not {target.format} and {dtype}."
+        )
     if strip_prefix:
         raise ValueError("strip_prefix cannot be combined with training_state: runs resume under the saved names.")
 
@@ -137,8 +151,10 @@ def _check_resumable(target: _Target, dtype: torch.dtype | str, strip_prefix: st
 def _write(cast: Cast, target: _Target, specs: Sequence[Spec], training_state: bool) -> list[Path]:
     """Write tensors of these ``specs``, after a check of the free space; returns the files."""
     needs = sum(spec.nbytes for spec in specs)
-    folder = target.path if target.shard_size else target.path.parent
+    folder = target.path if target.shard_size or target.format == _UNIVERSAL else target.path.parent
     check_space(folder, needs + _PER_TENSOR * (len(cast.weights) + len(specs) + 16))
+    if target.format == _UNIVERSAL:
+        return write_universal(target.path, cast, training_state, target.earlier)
     if target.shard_size is not None:
         return _write_folder(cast, target, target.shard_size)
     with whole_file(target.path, needs) as write:
@@ -149,10 +165,10 @@ def _write(cast: Cast, target: _Target, specs: Sequence[Spec], training_state: b
     return [target.path]
 
 
-def _training_state(source: CheckpointSource) -> list[Spec]:
+def _training_state(source: CheckpointSource, format: str) -> list[Spec]:
     """The element-wise optimizer states; raises if the source lacks a state that training resumes from."""
     missing = [] if source.optimizers else ["optimizer states"]
-    missing += [] if "loops" in source.meta else ["loops"]
+    missing += [] if "loops" in source.meta or format == _UNIVERSAL else ["loops"]
     if missing:
         raise CheckpointError(
             f"The checkpoint has no {' and no '.join(missing)}, so training cannot resume from it. Export without"
@@ -210,7 +226,9 @@ def _target(
     limit = None if shard_size is None else parse_bytes(shard_size, "shard_size")
     of_suffix = _SUFFIXES.get(out.suffix.lower())
     named = os.fspath(place).endswith(os.sep) or (format == "auto" and not out.suffix)
-    folder = out.is_dir() or limit is not None or named
+    folder = out.is_dir() or limit is not None or named or format == _UNIVERSAL
+    if format == _UNIVERSAL and limit is not None:
+        raise ValueError(f"format {_UNIVERSAL} has a file for each tensor. Leave out shard_size.")
     if folder and of_suffix is not None and not out.is_dir():
         raise ValueError(
             f"{out.name!r} has the suffix of a file, but shard_size or a trailing / makes it a folder. Remove the "
@@ -235,7 +253,9 @@ def _target(
             raise CheckpointError(f"{out} is a folder or a device, but format {format} is a file. Name a file.")
         return _Target(out, format, None, [])
     if out.exists() and not out.is_dir():
-        raise CheckpointError(f"{out} is a file, but an export with shard_size is a folder. Name a folder.")
+        raise CheckpointError(f"{out} is a file, but this export is a folder. Name a folder.")
+    if format == _UNIVERSAL:
+        return _Target(out, format, None, earlier_of(out, overwrite))
     return _Target(out, format, limit or SHARD_SIZE, _earlier(out, format, overwrite) if out.exists() else [])
 
 
@@ -261,142 +281,6 @@ def _earlier(folder: Path, format: str, overwrite: bool) -> list[str]:
             "replace them with --overwrite (overwrite=True)."
         )
     return earlier
-
-
-class Cast:
-    """The tensors of a source as they are exported: floating-point ones in ``dtype``, others unchanged.
-
-    Attributes:
-        weights: all exported names and their saved specs, in the source's order.
-        owner: tied name -> the exported name with its values.
-        names: those of ``weights`` that are not tied to another.
-
-    Args:
-        keep_fp32: patterns (``*``, ``?``) for names that stay in fp32. ``blocks.0`` includes all names below it.
-        tick: called with the bytes of each chunk.
-        prefix: to remove from names, also from those in ``keep_fp32``.
-
-    Raises:
-        ValueError: a pattern matches no name; no name begins with ``prefix``, or names are not unique without it.
-        CheckpointError: the source's aliases are inconsistent.
-    """
-
-    def __init__(
-        self,
-        source: CheckpointSource,
-        dtype: torch.dtype,
-        keep_fp32: Sequence[str],
-        tick: Callable[[int], object],
-        prefix: str = "",
-    ) -> None:
-        self.source, self.dtype, self._tick = source, dtype, tick
-        self._saved = {name.removeprefix(prefix) or name: name for name in source.weights}
-        others = [name for name in source.weights if not name.startswith(prefix)]
-        if prefix and len(others) == len(source.weights):
-            raise ValueError(f"strip_prefix: no name begins with {prefix!r}. Names are {some(source.weights)}.")
-        if twice := some(sorted(set(source.weights) - set(self._saved.values()))):
-            raise ValueError(f"strip_prefix={prefix!r}: without it, {twice} would have the name of another weight.")
-        if others:
-            warn(f"These names do not begin with {prefix!r} and are kept: {some(others)}.")
-        self.weights = {name: source.weights[saved] for name, saved in self._saved.items()}
-        exported = {saved: name for name, saved in self._saved.items()}
-        self.owner = {exported[tied]: exported[_owner(source, tied)] for tied in exported if tied in source.aliases}
-        self.names = [name for name in self.weights if name not in self.owner]
-        self._kept: set[str] = set()
-        for pattern in [pattern.removeprefix(prefix) for pattern in keep_fp32]:
-            found = {n for n in self.weights if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
-            if not found:
-                raise ValueError(f"keep_fp32: {pattern!r} matches no weight of the checkpoint. Correct or remove it.")
-            self._kept |= {self.owner.get(name, name) for name in found}
-        self._overflows: dict[str, tuple[int, float]] = {}  # by name: count, largest value
-
-    def spec(self, name: str) -> Spec:
-        """Shape and dtype of an exported tensor; of a tied name those of its owner."""
-        name = self.owner.get(name, name)
-        saved = self.weights[name]
-        if not saved.dtype.is_floating_point:
-            return saved
-        return Spec(saved.shape, torch.float32 if name in self._kept else self.dtype)
-
-    def parts(self, name: str) -> Iterator[Tensor]:
-        """The values of one of ``names``, row-major: 1D, contiguous, on the CPU, in the dtype of ``spec``.
-
-        Each chunk is valid until the next one is requested.
-
-        Raises:
-            CheckpointError: the source cannot read them, or their shape or dtype differs from its spec.
-        """
-        target = self.spec(name)
-        flat = _checked(self.source.read(self._saved[name]), self.weights[name], f"Weight {name!r}").reshape(-1)
-        if flat.dtype == target.dtype:
-            self._tick(target.nbytes)
-            yield flat
-            return
-        buffer = torch.empty(min(_CHUNK, flat.numel()), dtype=target.dtype, device="cpu")
-        narrows = torch.finfo(target.dtype).max < torch.finfo(flat.dtype).max
-        for chunk in flat.split(_CHUNK):
-            cast = buffer[: chunk.numel()].copy_(chunk)
-            if narrows and (infinite := cast.isinf()).any():
-                self._count_overflows(name, chunk, infinite)
-            yield cast
-            self._tick(cast.nbytes)
-
-    def state(self, optimizer: int, name: str, key: str, saved: Spec) -> Tensor:
-        """An element-wise state of an optimizer, unchanged."""
-        value = self.source.read_state(optimizer, name, key)
-        self._tick(saved.nbytes)
-        return _checked(value, saved, f"State {key!r} of {name!r} in optimizer {optimizer}")
-
-    def _count_overflows(self, name: str, chunk: Tensor, infinite: Tensor) -> None:
-        values = chunk[infinite].double().abs()
-        values = values[values.isfinite()]
-        if values.numel():
-            count, largest = self._overflows.get(name, (0, 0.0))
-            self._overflows[name] = count + values.numel(), max(largest, float(values.max()))
-
-    def warn(self) -> None:
-        """Warn of finite values that overflowed."""
-        if not self._overflows:
-            return
-        kinds = {self.spec(name).dtype for name in self._overflows}
-        shown = [f"{name} ({count}, the largest {size:.4g})" for name, (count, size) in self._overflows.items()]
-        more = f" and {len(shown) - _SHOWN} more tensors" if len(shown) > _SHOWN else ""
-        total = sum(count for count, _ in self._overflows.values())
-        limits = sorted(f"{str(k).removeprefix('torch.')} (at most {torch.finfo(k).max:.4g})" for k in kinds)
-        remedy = "bf16 or fp32" if kinds == {torch.float16} else "fp32" if kinds == {torch.bfloat16} else "fp64"
-        warn(
-            f"{total} finite values overflow {' and '.join(limits)} and were exported as inf: "
-            f"{', '.join(shown[:_SHOWN])}{more}. Export with dtype {remedy}.",
-        )
-
-
-def some(names: Iterable[str]) -> str:
-    """The first names, for a message."""
-    shown = list(names)
-    return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
-
-
-def _owner(source: CheckpointSource, name: str) -> str:
-    """The name that has the values of a tied one."""
-    seen, found = {name}, source.aliases[name]
-    while found in source.aliases and found not in seen:
-        seen.add(found)
-        found = source.aliases[found]
-    if found in seen or source.weights.get(found) != source.weights[name]:
-        raise CheckpointError(
-            f"The checkpoint ties {name!r} to {found!r}, which is not a weight of the same shape and dtype: it is "
-            "damaged or was edited. Use another copy."
-        )
-    return found
-
-
-def _checked(tensor: Tensor, saved: Spec, what: str) -> Tensor:
-    if tuple(tensor.shape) != tuple(saved.shape) or tensor.dtype != saved.dtype:
-        raise CheckpointError(
-            f"{what} was read as {tuple(tensor.shape)} of {tensor.dtype}, but the checkpoint declares"
-            f" {tuple(saved.shape)} of {saved.dtype}: it is damaged. Use another copy."
-        )
-    return tensor.detach().to("cpu").contiguous()
 
 
 def write_pt(write: Write, cast: Cast, names: Sequence[str]) -> None:

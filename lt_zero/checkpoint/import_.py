@@ -45,6 +45,7 @@ def import_checkpoint(
     progress: bool = False,
     inert: Sequence[str] = (),
     add_prefix: str = "",
+    cuts: Mapping[str, int] | None = None,
 ) -> str:
     """Convert a checkpoint to a checkpoint directory that any world size, stage and offload resumes from.
 
@@ -58,6 +59,7 @@ def import_checkpoint(
         inert: as for ``open_source``.
         add_prefix: prefix that all names of parameters and buffers get, such as ``model.``, if a LightningModule has
             the saved model as its attribute ``model``.
+        cuts: as for ``open_source``.
 
     Returns:
         The directory.
@@ -72,7 +74,7 @@ def import_checkpoint(
             f"add_prefix={add_prefix!r} does not end with a dot, as the path of a module does: {add_prefix}."
         )
     target = _target(source, os.fspath(out))
-    opened = open_source(source, tag, inert=inert)
+    opened = open_source(source, tag, inert=inert, cuts=cuts)
     specs = [spec for name, spec in opened.weights.items() if name not in opened.aliases]
     for saved in opened.optimizers:
         specs += [value for entry in saved.state.values() for value in entry.values() if isinstance(value, Spec)]

@@ -111,7 +111,11 @@ def read_latest(folder: str | os.PathLike[str]) -> str | None:
 
 
 def open_source(
-    path: str | os.PathLike[str], tag: str | None = None, tell: bool = True, inert: Sequence[str] = ()
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    tell: bool = True,
+    inert: Sequence[str] = (),
+    cuts: Mapping[str, int] | None = None,
 ) -> CheckpointSource:
     """Open a checkpoint of any supported format for reading.
 
@@ -121,6 +125,8 @@ def open_source(
         tag: of a folder of DeepSpeed's, or of a loop's, checkpoints; default: the one in its file ``latest``.
         tell: warn of content that cannot be converted.
         inert: names of further classes whose objects are left out instead of refused, in files of other formats.
+        cuts: of a tensor-parallel run of DeepSpeed, whose files do not tell it: the dimension that is cut, by patterns
+            of names; -1 for what all ranks have whole.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or its format is unknown.
@@ -144,7 +150,9 @@ def open_source(
         raise CheckpointError(text)
     if kind is None:
         return Archive(found)
-    source = DeepSpeedSource(target, tag, inert) if kind is DeepSpeedSource else kind(target, inert)
+    if cuts and kind is not DeepSpeedSource:
+        raise CheckpointError(f"{target} was not written by a tensor-parallel run of DeepSpeed: leave `--cut` out.")
+    source = DeepSpeedSource(target, tag, inert, cuts) if kind is DeepSpeedSource else kind(target, inert)
     if tell:
         notes = list(dict.fromkeys(source.notes))
         more = [f"{len(notes) - _NOTES} more notes of this kind."] if len(notes) > _NOTES else []

@@ -36,8 +36,10 @@ class TokenRanks(LayerRanks):
 
     def swap(self, numbers: Tensor) -> Tensor:
         """Send row k of ``numbers`` [ranks, ...] to rank k; returns those that came, in its shape. Collective."""
-        return self.exchanged(numbers, None, None, "numbers of tokens")
+        out: Tensor = self.exchanged(numbers, None, None, "numbers of tokens")
+        return out
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def exchanged(
         self, rows: Tensor, sends: list[int] | None, receives: list[int] | None, name: str = "tokens of experts"
     ) -> Tensor:
@@ -57,7 +59,8 @@ class _TokenExchange(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, group: TokenRanks, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
         context.group, context.sends, context.receives = group, sends, receives
-        return group.exchanged(rows, sends, receives)
+        out: Tensor = group.exchanged(rows, sends, receives)
+        return out
 
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:

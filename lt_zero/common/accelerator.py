@@ -3,6 +3,12 @@
 All questions about a device are asked here, so that no other file names a kind of accelerator, and so that tests can
 answer them: a CPU runs the code for streams then, with each access checked for its order. Kernels are the exception:
 they are built for CUDA and loaded by ops/.
+
+Note [Streams and events of one kind]
+    torch has streams and events for any accelerator (torch.Stream, torch.Event), and those of torch.cuda, which are
+    subclasses. Each keeps its handle in its own place: a torch.Stream that is told to wait for a torch.cuda.Event looks
+    at a place that was never filled, and waits for nothing, without an error. So on CUDA all of them are torch.cuda's,
+    whose events can also let a host thread sleep, and elsewhere all are the general ones.
 """
 
 from __future__ import annotations
@@ -98,18 +104,19 @@ def has_streams(device: torch.device) -> bool:
 
 
 def stream(device: torch.device) -> Any:
-    """A new stream; ``use`` makes it current."""
-    return torch.Stream(device)
+    """A new stream; ``use`` makes it current. See Note [Streams and events of one kind]."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> Any:
     """The calling thread's current stream on ``device``."""
-    return torch.accelerator.current_stream(device)
+    return torch.cuda.current_stream(device) if device.type == "cuda" else torch.accelerator.current_stream(device)
 
 
 def use(stream: Any) -> AbstractContextManager[object]:
     """Context in which ``stream`` is current."""
-    return cast("AbstractContextManager[object]", stream)
+    made = torch.cuda.stream(stream) if stream.device.type == "cuda" else stream
+    return cast("AbstractContextManager[object]", made)
 
 
 def event(device: torch.device, *, timing: bool = False, blocking: bool = False) -> Any:
@@ -121,9 +128,8 @@ def event(device: torch.device, *, timing: bool = False, blocking: bool = False)
         blocking: a host thread that waits for it sleeps instead of spinning, where the accelerator can do so.
     """
     if device.type == "cuda":
-        # torch.Event takes ``blocking`` without effect.
-        return _module(device).Event(enable_timing=timing, blocking=blocking)
-    return torch.Event(device, enable_timing=timing)
+        return torch.cuda.Event(enable_timing=timing, blocking=blocking)
+    return torch.Event(device, enable_timing=timing)  # takes ``blocking`` without effect
 
 
 def record(tensor: Tensor, stream: Any) -> None:

@@ -113,6 +113,8 @@ class CheckpointError(RuntimeError):
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a line that is printed below an error; no-op before Python 3.11."""
+    """Add a line that is printed below an error; before Python 3.11, which has no notes, it ends the message."""
     if hasattr(error, "add_note"):
         error.add_note(text)
+    elif len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{text}",)

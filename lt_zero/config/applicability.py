@@ -35,13 +35,13 @@ class Face(str, Enum):
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _TRAINER = (  # keys of what is done at certain points of a Trainer's run
     *("steps_per_print", "dump_state", "log_level", "flops_profiler", "comms_logger", "wall_clock_breakdown"),
-    *("memory_breakdown", "disable_python_gc", "csv_monitor", "tensorboard", "wandb", "comet"),
-    "zero_optimization.sync_bn_in_backward",
+    *("memory_breakdown", "disable_python_gc", "zero_optimization.sync_bn_in_backward"),
 )
+_MONITORS = ("csv_monitor", "tensorboard", "wandb", "comet", "gradient_noise_scale")
 _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"  # Trainer of transformers asks the engine
 _WITHOUT_EFFECT = {
     Face.TRAINER: (),
-    Face.FABRIC: (*_TRAINER, _GATHER, "train_batch_size", "train_micro_batch_size_per_gpu"),
+    Face.FABRIC: (*_TRAINER, *_MONITORS, _GATHER, "train_batch_size", "train_micro_batch_size_per_gpu"),
     Face.LOOP: (*_TRAINER, "checkpoint.format"),
 }
 _SCRIPTS = {  # keys of what a script for Fabric does itself
@@ -112,7 +112,14 @@ _TRAINING = (  # keys of optimizers, gradients and steps
     "gradient_compression",
     *("train_batch_size", "train_micro_batch_size_per_gpu", "activation_checkpointing", "communication_data_type"),
     *("prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op", "fused_step", "checkpoint"),
-    *("on_skipped_step", "on_min_scale", "on_nonfinite", "flops_profiler", "data_types.grad_accum_dtype"),
+    *(
+        "on_skipped_step",
+        "on_min_scale",
+        "on_nonfinite",
+        "flops_profiler",
+        "gradient_noise_scale",
+        "data_types.grad_accum_dtype",
+    ),
     "broadcast_buffers",
     *("steps_per_print", "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"),
     *("fp16.fp16_master_weights_and_grads", *(f"zero_optimization.{key}" for key in _ZERO)),

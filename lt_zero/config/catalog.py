@@ -136,7 +136,7 @@ def json_schema() -> str:
 
 # ---- explanations ----------------------------------------------------------------------------------------------------
 
-_SAYS = {"no_effect": "has no effect here", "later": "is not available yet", "unsupported": "is not supported"}
+_SAYS = {"no_effect": "has no effect here", "unsupported": "is not supported"}
 
 
 def explain(key: str) -> str:
@@ -219,17 +219,14 @@ Anywhere else it is an error. The hidden size is `hidden_size`, or the largest o
 model or one of its modules, or in its `text_config`; without one, the most frequent size among the model's matrices
 (the smaller in a tie).
 """
-_OFF = "an error, unless they are switched off: by a value in the middle column, or by `enabled: false` in a block.\n"
-_ERRORS = (
-    ("later", "Not available yet", "They are planned. Until then they are\n"),
-    ("unsupported", "Not supported", "They are "),
-)
+_REFUSED = """\
+They are an error, unless they are switched off: by a value in the middle column, or by `enabled: false` in a block.
+"""
 
 
 def working() -> list[KeyEntry]:
-    """The supported keys of the schema, which also parses some that are not available yet; top-level keys first."""
-    found = [entry for entry in entries() if lookup(tuple(entry.key.split("."))) is None]
-    return sorted(found, key=lambda entry: "." in entry.key)
+    """The keys of the schema; top-level keys first."""
+    return sorted(entries(), key=lambda entry: "." in entry.key)
 
 
 def generate() -> str:
@@ -251,9 +248,7 @@ def generate() -> str:
     text = "They are accepted and ignored: training, memory and files are the same without them.\n"
     lines = [(keys, why) for keys, _, why in _rows("no_effect")]
     parts += ["## No effect\n", text, _table(("key", "why"), lines)]
-    for status, title, text in _ERRORS:
-        if lines := list(_rows(status)):
-            parts += [f"## {title}\n", text + _OFF, _table(("key", "accepted with", ""), lines)]
+    parts += ["## Not supported\n", _REFUSED, _table(("key", "accepted with", ""), _rows("unsupported"))]
     return "\n".join(parts)
 
 

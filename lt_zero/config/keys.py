@@ -25,7 +25,7 @@ from lt_zero.common.fields import Block, block_of, dotted_keys, keys_of
 from lt_zero.config.document import MISSING, Document, Notice
 
 TABLE = Path(__file__).with_name("keys.tsv")
-STATUSES = ("alias", "no_effect", "later", "unsupported")
+STATUSES = ("alias", "no_effect", "unsupported")
 ZERO = "zero_optimization"
 NO_EFFECT = " has no effect here: "  # between a key and the reason
 
@@ -66,7 +66,7 @@ class KeyStatus:
     """A row of the table."""
 
     key: str  # dotted; may have * and end in **
-    status: str  # alias, no_effect (accepted and ignored), later (known, not available yet), unsupported (refused)
+    status: str  # alias, no_effect (accepted and ignored), unsupported (refused)
     to: str  # of an alias: the dotted key or block that it stands for; several are joined by " and "
     off: str  # JSON values joined by | that switch the key off; these are accepted silently
     note: str  # one or two sentences for users
@@ -79,7 +79,7 @@ class KeyStatus:
 
     @property
     def refused(self) -> bool:
-        return self.status in ("later", "unsupported")
+        return self.status == "unsupported"
 
 
 @cache
@@ -302,9 +302,8 @@ def _foreign(document: Document, path: KeyPath, value: Any, hint: Callable[[KeyP
     elif row.status == "alias":  # an alias, but the value has another type
         document.problem(path, f"{key}={value!r} cannot be read as {row.to}. Write {row.to}.")
     elif not unused(row, path, value):
-        state = "is not available yet" if row.status == "later" else "is known, but not supported"
         shown = "" if isinstance(value, (Mapping, list)) else f"={value!r}"
-        document.problem(path, f"{key}{shown} {state}: {row.note}")
+        document.problem(path, f"{key}{shown} is known, but not supported: {row.note}")
 
 
 def _hint(document: Document, path: KeyPath, value: Any, schema: type[Block], checks: Mapping[str, Check]) -> str:

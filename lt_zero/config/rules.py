@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lt_zero.common.errors import ConfigError, Path, Problem, dotted
+from lt_zero.common.errors import Path, Problem, dotted
 from lt_zero.config.blocks import (
     OPERATIONS,
     SPARSE_MODES,
@@ -63,6 +63,11 @@ def contradictions(config: Schema) -> Iterator[Problem]:
         files, host = f"{ACTIVATIONS}.nvme_path", f"{ACTIVATIONS}.cpu_checkpointing"
         text = f"{files}={str(saved.nvme_path)!r} and {host}=true are two places for saved inputs."
         yield Problem(files, f"{text} Remove one of them.")
+    for name in ("every", "contiguous_memory_optimization"):
+        given = getattr(saved, name)
+        if saved.memory_budget is not None and given != ActivationCheckpointing.model_fields[name].default:
+            text = f"{ACTIVATIONS}.{name}={given} fixes what memory_budget={saved.memory_budget:g} chooses: which"
+            yield Problem(f"{ACTIVATIONS}.{name}", f"{text} modules keep saved inputs only. Remove one of them.")
     if config.checkpoint.async_save and not config.sharded_checkpoints:
         yield Problem(
             "checkpoint.async",
@@ -88,6 +93,12 @@ def _sharding(config: Schema) -> Iterator[Problem]:
             f"optimizer.type={name!r} computes its update from whole matrices, and at stage {zero.stage} with "
             f"{ZERO}.shard_along='element' a rank holds only fragments of them. Set {ZERO}.shard_along=parameter "
             "(optimizer=muon does both).",
+        )
+    if config.quantize is not None and zero.stage == 3 and zero.zero_hpz_partition_size > 1:
+        yield Problem(
+            f"{ZERO}.zero_hpz_partition_size",
+            f"{ZERO}.zero_hpz_partition_size={zero.zero_hpz_partition_size} keeps a second copy of gathered weights, "
+            f"and with quantize={config.quantize} codes are gathered, of which there is none. Remove one of them.",
         )
 
 
@@ -128,13 +139,6 @@ def _tolerance(config: Schema) -> Iterator[Problem]:
         yield Problem(
             "communication.slow_node_tolerance", f"{text}, and {name} asks for other sums. Remove one of them."
         )
-
-
-def refuse_quantized(config: Schema) -> None:
-    """Raise ConfigError if weights are to rest in few bits, from which nothing can be trained."""
-    if config.quantize is not None:
-        text = f"quantize={config.quantize} keeps nothing of the weights but 8-bit codes, which cannot be trained. "
-        raise ConfigError.about("quantize", f"{text}Remove the key, or use predict, validate, test or inference.")
 
 
 def one_bit(config: Schema) -> str:
@@ -193,11 +197,7 @@ def _parallel(config: Schema) -> Iterator[Problem]:
         "sequence_parallel_size": config.sequence_parallel_size,
     }
     yield from _sequence_parallel(config)
-    experts = config.expert_parallel.ranks
-    for key in (key for key, size in sizes.items() if size > 1 and experts > 1):
-        text = f"expert_parallel.autoep_size={experts} is for data ranks only, and there is {key}={sizes[key]}"
-        yield Problem("expert_parallel.autoep_size", f"{text}. Remove one of them.")
-    sizes["expert_parallel.autoep_size"] = experts
+    sizes["expert_parallel.autoep_size"] = config.expert_parallel.ranks
     pieces, steps = config.pipeline.num_microbatches, config.gradient_accumulation_steps
     if config.pipeline.ranks > 1 and None not in (pieces, steps) and pieces != steps:
         text = f"pipeline.num_microbatches={pieces}, but gradient_accumulation_steps={steps} means the micro-batches"
@@ -221,9 +221,6 @@ def _sequence_parallel(config: Schema) -> Iterator[Problem]:
     key, size, block = "sequence_parallel_size", config.sequence_parallel_size, config.sequence_parallel
     if size == 1:
         return
-    if config.pipeline.ranks > 1:
-        text = f"{key}={size} with pipeline.stages={config.pipeline.ranks}: stages send each other whole sequences"
-        yield Problem(key, f"{text}. Remove one of them; tensor_parallel.autotp_size can be combined with both.")
     if config.sparse_attention is not None:
         text = f"{key}={size}: {SPARSE} needs whole sequences on each rank. Remove one of them, or call "
         yield Problem(SPARSE, f"{text}lt_zero.attention.sparse_attention in the model.")
@@ -370,11 +367,13 @@ def _inactive_sharding(config: Schema) -> Sequence[Rule]:
     short += ["zero_hpz_partition_size"] if zero.zero_hpz_partition_size > 1 else []
     at_0 = "gradients are not sharded at stage 0, where gradient_compression can send fewer bits"
     none = (states.device, zero.param_offload.device) == ("none", "none")
+    codes = f"with quantize={config.quantize} frozen weights are sent as codes in any case"
     frozen = "trained parameters are stored with their master weights: without offload_optimizer only frozen ones move"
     return (
         (zero.stage != 3, ZERO, _STAGE3, "parameters are sharded at stage 3 only"),
         (zero.stage not in (1, 2), ZERO, "allgather_bucket_size", gathered),
         (zero.stage != 3 and bool(short), ZERO, " ".join(short), "parameters are sharded at stage 3 only"),
+        (config.quantize is not None, ZERO, "zero_quantized_nontrainable_weights", codes),
         (zero.stage == 0, ZERO, "shard_along reduce_scatter mics_shard_size", "nothing is sharded at stage 0"),
         (zero.stage == 0 and zero.zero_quantized_gradients, ZERO, "zero_quantized_gradients", at_0),
         (

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping
 from copy import copy
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,12 +17,13 @@ from lt_zero.comm import process_groups
 from lt_zero.common.arguments import expect, expect_number
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine
-from lt_zero.deepspeed.huggingface import tell_skipped_steps
+from lt_zero.deepspeed.huggingface import mark_optimizer
 from lt_zero.deepspeed.sharding import leaf_modules, mark_parameters
 from lt_zero.loop.engine import TrainingEngine
 from lt_zero.loop.initialize import config_of
 from lt_zero.loop.initialize import initialize as _initialize
 
+_ALONG = "zero_optimization.shard_along"
 _TENSOR_RANKS = "_tp_size"  # the mark of ``tp_model_init``
 _engines: list[weakref.ref[TrainingEngine]] = []  # in the order in which they were made
 
@@ -43,24 +44,71 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         init_distributed(distributed_port=given.get("distributed_port"))
     made = _initialize(**given)
     made[0].tracks_norm = True
-    tell_skipped_steps(made[0])
+    mark_optimizer(made[0])
     if made[0].zero_optimization_stage() == 3:
         mark_parameters(made[0].module)
     _engines.append(weakref.ref(made[0]))
     return made
 
 
+class _EngineType(type):
+    """Makes engines by ``initialize``, and has the attributes of ``TrainingEngine``."""
+
+    def __call__(cls, args: Any = None, model: Any = None, *rest: Any, **options: Any) -> Any:
+        names = ("optimizer", "model_parameters", "training_data", "lr_scheduler", "mpu", "dist_init_required")
+        given = {"args": args, "model": model, **dict(zip((*names, "collate_fn", "config"), rest, strict=False))}
+        known = inspect.signature(_initialize).parameters
+        if unknown := next((name for name in options if name not in known), None):
+            raise TypeError(
+                f"DeepSpeedEngine({unknown}=...) is no argument of DeepSpeed's. Engines are made by engine, optimizer, "
+                "loader, schedule = deepspeed.initialize(model=..., optimizer=..., training_data=..., config=...)."
+            )
+        return initialize(**{**given, **options})[0]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, TrainingEngine)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, TrainingEngine)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(TrainingEngine, name)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        setattr(TrainingEngine, name, value)
+
+
+class DeepSpeedEngine(metaclass=_EngineType):
+    """``TrainingEngine`` for ``isinstance`` and attributes; a call with DeepSpeed's arguments makes one.
+
+    Raises:
+        TypeError: an argument is none of DeepSpeed's; or a class is derived from it.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> NoReturn:
+        raise TypeError(
+            f"{cls.__name__} derives from DeepSpeedEngine, and deepspeed.initialize makes no engines of such a class. "
+            "Wrap the engine that it returns."
+        )
+
+
 def _overrides(given: Mapping[str, Any]) -> list[str]:
-    """Keys that the marks of a model add to the configuration.
+    """Keys that the marks of a model add to the configuration, and one that optimizers of whole matrices (Muon) need.
 
     Raises:
         ValueError: ``tp_model_init`` had another size than is configured.
     """
-    model, found = given.get("model"), []
-    marked, size = leaf_modules(model), getattr(model, "__dict__", {}).get(_TENSOR_RANKS)
-    if not isinstance(model, nn.Module) or config_of(given) is None or not (marked or size is not None):
+    model, config, found = given.get("model"), config_of(given), []
+    if not isinstance(model, nn.Module) or config is None:
         return []
-    made = examine(config_of(given)).usable()
+    loaded = examine(config)
+    given_along = "shard_along" in (loaded.values.get("zero_optimization") or ())
+    if any(problem.key == _ALONG for problem in loaded.problems) and not given_along:
+        found.append(f"{_ALONG}=parameter")  # DeepSpeed has no such key, and needs none
+    marked, size = leaf_modules(model), getattr(model, "__dict__", {}).get(_TENSOR_RANKS)
+    if not marked and size is None:
+        return found
+    made = examine(config, overrides=found).usable()
     if marked:
         names = [name for name, module in model.named_modules() if module in marked]
         leaves = made.zero_optimization.leaf_module.names

@@ -1,4 +1,4 @@
-"""Answers to transformers and Accelerate about DeepSpeed beside its modules: the package's metadata, skipped steps."""
+"""Answers about DeepSpeed beside its modules: the package's metadata, the loss scale, skipped steps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import weakref
 from collections.abc import Mapping
 from importlib.metadata import Distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.loop.engine import TrainingEngine
+from lt_zero.step.loss_scale import LossScaleController
 
 
 class DeepSpeedDistribution(Distribution):
@@ -39,11 +40,74 @@ class SkippedStep:
         return engine is not None and engine.global_steps > 0 and not engine.was_step_applied()
 
 
-def tell_skipped_steps(engine: TrainingEngine) -> None:
-    """Give an optimizer under fp16 ``overflow``, by which Accelerate knows that a schedule has to wait."""
+class LossScaleView:
+    """``optimizer.loss_scaler`` of an engine under fp16, by DeepSpeed's names. It reads the scale when it is asked."""
+
+    def __init__(self, controller: LossScaleController) -> None:
+        self._controller = controller
+        scaler = controller.scaler
+        assert scaler is not None
+        rules = scaler.rules
+        self.dynamic = self.dynamic_loss_scale = rules.dynamic
+        self.scale_window, self.scale_factor = rules.window, rules.growth
+        self.min_scale = self.min_loss_scale = rules.minimum
+        self.delayed_shift, self.consecutive_hysteresis = rules.hysteresis, rules.consecutive_hysteresis
+
+    @property
+    def cur_scale(self) -> float:
+        """The scale of the next backward."""
+        self._controller.read_skip_flag()
+        return self._controller.scale
+
+    loss_scale = cur_scale
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps so far, with skipped ones; 0 for a scale that does not change."""
+        self._controller.read_skip_flag()
+        assert self._controller.scaler is not None
+        return int(self._controller.scaler.state_dict()["steps"])
+
+
+class InnerOptimizer:
+    """``optimizer.optimizer``, which DeepSpeed's optimizers have: the same optimizer, but without that name.
+
+    So code that takes wrappers off until there is none comes to an end.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.__dict__["_optimizer"] = weakref.ref(optimizer)
+
+    @property
+    def __class__(self) -> Any:  # for isinstance
+        return type(self.__dict__["_optimizer"]())
+
+    @__class__.setter
+    def __class__(self, value: Any) -> NoReturn:
+        raise TypeError("The class of an optimizer is not changed.")
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError("optimizer.optimizer is torch's optimizer, and wraps no other.")
+        return getattr(self.__dict__["_optimizer"](), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_optimizer"](), name, value)
+
+
+def mark_optimizer(engine: TrainingEngine) -> None:
+    """Give an optimizer what scripts ask of DeepSpeed's: ``optimizer``; under fp16 ``loss_scaler`` and ``overflow``.
+
+    Accelerate's schedules wait after ``overflow``.
+    """
     optimizer: Any = engine.optimizer
-    if optimizer is not None and engine.fp16_enabled():
+    if optimizer is None:
+        return
+    optimizer.optimizer = InnerOptimizer(optimizer)
+    if engine.fp16_enabled():
         optimizer.overflow = SkippedStep(engine)
+        optimizer.loss_scaler = optimizer.loss_scale_config = LossScaleView(engine.loss_scale_controller)
+        optimizer.dynamic_loss_scale = engine.dynamic_loss_scale()
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

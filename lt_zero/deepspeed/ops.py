@@ -9,16 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
 from lt_zero import attention
 from lt_zero.attention import Pattern
 from lt_zero.optim.from_config import build_optimizer
+from lt_zero.optim.lamb import Lamb
+from lt_zero.optim.lion import Lion
+from lt_zero.optim.onebit import OneBitAdam, OneBitLamb
+from lt_zero.optim.zero_one import ZeroOneAdam
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
-class _Named:
+class _NamedType(type):
+    """Lets ``isinstance`` know the optimizers that a name makes."""
+
+    makes: tuple[type[Optimizer], ...]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.makes)
+
+
+class _Named(metaclass=_NamedType):
     """Base of names that make an optimizer of another class. Arguments are ``optimizer.params``.
 
     Raises:
@@ -26,6 +39,7 @@ class _Named:
     """
 
     kind: str
+    makes: tuple[type[Optimizer], ...] = ()
     order: tuple[str, ...] = ("lr",)
     renamed: dict[str, str] = {}
     without_effect: tuple[str, ...] = ()
@@ -45,6 +59,7 @@ class FusedAdam(_Named):
     """``optimizer.type: Adam``: AdamW unless ``adam_w_mode=False``."""
 
     kind = "Adam"
+    makes = (AdamW, Adam)
     order = ("lr", "bias_correction", "betas", "eps", "adam_w_mode", "weight_decay", "amsgrad", "set_grad_none")
 
 
@@ -52,6 +67,7 @@ class DeepSpeedCPUAdam(_Named):
     """``FusedAdam``; ``zero_optimization.offload_optimizer`` decides where its states are."""
 
     kind = "Adam"
+    makes = (AdamW, Adam)
     order = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad", "adamw_mode", "fp32_optimizer_states")
     renamed = {"adamw_mode": "adam_w_mode"}
 
@@ -60,6 +76,7 @@ class FusedLamb(_Named):
     """``optimizer.type: Lamb``."""
 
     kind = "Lamb"
+    makes = (Lamb,)
     order = ("lr", "bias_correction", "betas", "eps", "eps_inside_sqrt", "weight_decay")
     without_effect = ("max_grad_norm",)  # DeepSpeed does not read it
 
@@ -68,6 +85,7 @@ class FusedLion(_Named):
     """``optimizer.type: Lion``."""
 
     kind = "Lion"
+    makes = (Lion,)
     order = ("lr", "betas", "weight_decay", "set_grad_none")
 
 
@@ -79,6 +97,7 @@ class DeepSpeedCPUAdagrad(_Named):
     """``optimizer.type: Adagrad``."""
 
     kind = "Adagrad"
+    makes = (Adagrad,)
     order = ("lr", "eps", "weight_decay", "amsgrad")
 
 
@@ -86,6 +105,7 @@ class OnebitAdam(_Named):
     """``optimizer.type: OneBitAdam``."""
 
     kind = "OneBitAdam"
+    makes: tuple[type[Optimizer], ...] = (OneBitAdam,)
     order = ("deepspeed", "lr")
     without_effect = ("deepspeed",)
 
@@ -94,12 +114,14 @@ class OnebitLamb(OnebitAdam):
     """``optimizer.type: OneBitLamb``."""
 
     kind = "OneBitLamb"
+    makes = (OneBitLamb,)
 
 
 class ZeroOneAdamOptimizer(OnebitAdam):
     """``optimizer.type: ZeroOneAdam``."""
 
     kind = "ZeroOneAdam"
+    makes = (ZeroOneAdam,)
 
 
 # ---- builders of kernels ---------------------------------------------------------------------------------------------

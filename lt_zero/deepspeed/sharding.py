@@ -8,10 +8,13 @@ from enum import Enum
 from itertools import count
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lt_zero.checkpoint.cast import some
 from lt_zero.engine.guard import is_guarded, owner_of
+from lt_zero.loop.access import local_master
 from lt_zero.planning.estimate import settings_table
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
@@ -56,14 +59,33 @@ class _Status:
         return getattr(self.now(), name)
 
 
+def _part(parameter: Parameter) -> Tensor:
+    """``ds_tensor``: a copy of the elements of a sharded parameter that this rank has (1D, in the parameter's dtype).
+
+    Writing to it is an error of torch: it would change nothing.
+    """
+    if "ds_id" not in parameter.__dict__:
+        raise AttributeError("ds_tensor: only parameters that stage 3 shards have it.")
+    with torch.inference_mode():  # its tensors refuse writes
+        own: Any = local_master(parameter).to(parameter.dtype, copy=True)
+        own.ds_numel = own.numel()
+    return own  # type: ignore[no-any-return]
+
+
 _numbers = count()  # of the parameters of all models
 
 
 def mark_parameters(model: nn.Module) -> None:
-    """Give the parameters of a sharded model what scripts and libraries ask: ``ds_id``, ``ds_status``, their sizes."""
+    """Give the parameters of a sharded model what scripts and libraries ask: ``ds_id``, ``ds_status``, their sizes,
+    and ``ds_persist``, which is True for those that stay whole.
+
+    ``ds_tensor`` is computed when it is asked for, so it is an attribute of their class.
+    """
+    setattr(Parameter, "ds_tensor", property(_part))  # noqa: B010
     for parameter in model.parameters():
         sizes = {"ds_id": next(_numbers), "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
-        for name, value in {**sizes, "ds_status": _Status(parameter)}.items():
+        kept = {"ds_persist": not is_guarded(parameter), "ds_status": _Status(parameter)}
+        for name, value in {**sizes, **kept}.items():
             setattr(parameter, name, value)
 
 
@@ -164,26 +186,25 @@ def unset_z3_leaf_modules(
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark modules by their full names. Returns them.
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by their full names. Returns them, and the names without a module.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there is such a name.
     """
-    wanted = _listed(module_names, "module_names")
-    return _marked(model, lambda name, _: name in wanted, True, wanted if raise_if_not_found else None)
+    return _marked_by_name(model, _listed(module_names, "module_names"), str.__eq__, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark modules by the ends of their full names. Returns them.
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by the ends of their full names. Returns them, and the ends without a module.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there is such an end.
     """
     wanted = _listed(module_name_suffixes, "module_name_suffixes")
-    return _marked(model, lambda name, _: name.endswith(tuple(wanted)), True, wanted if raise_if_not_found else None)
+    return _marked_by_name(model, wanted, str.endswith, raise_if_not_found)
 
 
 def _listed(values: Any, name: str) -> list[Any]:
@@ -196,6 +217,19 @@ def _is_of(module: nn.Module, wanted: Sequence[type | str]) -> bool:
     kind = type(module)
     names = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
     return any(isinstance(module, one) if isinstance(one, type) else one in names for one in wanted)
+
+
+def _marked_by_name(
+    model: nn.Module, wanted: list[str], fits: Callable[[str, str], bool], required: bool
+) -> tuple[list[nn.Module], list[str]]:
+    names = [name for name, _ in model.named_modules()]
+    lacks = [one for one in wanted if not any(fits(name, one) for name in names)]
+    if lacks and required:
+        raise ValueError(
+            f"{type(model).__name__} has no modules named {lacks}: it has {some(names)}. Name one of them, or pass "
+            "raise_if_not_found=False."
+        )
+    return _marked(model, lambda name, _: any(fits(name, one) for one in wanted), True, None), lacks
 
 
 def _marked(
@@ -211,6 +245,24 @@ def _marked(
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
+
+
+# ---- experts: no parameter is one of DeepSpeed's MoE -----------------------------------------------------------------
+
+
+def is_moe_param(param: Any) -> bool:
+    """False."""
+    return False
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """(False, 0): whether a model has layers of experts, and the number of these."""
+    return False, 0
+
+
+def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
+    """The parameter groups, in a list: none of them has experts. ``max_group_size`` has no effect."""
+    return list(param_groups) if isinstance(param_groups, (list, tuple)) else [param_groups]
 
 
 # ---- estimates of memory: tables of all ways of offload are printed --------------------------------------------------

@@ -221,7 +221,7 @@ class Bucket:
             self.flat.copy_(full)
             self.weights.keep(full[self.shard_range[0] : self.shard_range[1]])
         elif self.storage.trains:
-            self.weights.enable_training()
+            self.weights.enable_training(self.name)
         elif self.storage.keeps_frozen:
             self.weights.keep(self.shard)
         self.edits.note()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.common.compat import without_grad
+from lt_zero.common.errors import ConfigError
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep
 from lt_zero.offload.store import Gap, Place, Places, Store, put_away
@@ -74,11 +75,29 @@ class MasterWeights:
         if plan.trains and self.copy is not NO_COPY:
             self.copy = self.places.step.fed(self.copy)
 
+    def refuse_codes(self, name: str) -> None:
+        """Raise ConfigError if weights rest encoded: there is nothing wider to train. ``name``: of the bucket."""
+        if self.plan.codecs.rests is not None:
+            raise ConfigError.about(
+                "quantize",
+                f"quantize: {name} has parameters that require gradients, and rests in codes of few bits, which cannot "
+                "be trained. Freeze them (requires_grad_(False)), or train adapters beside them; to train them, remove "
+                "the key, or unfreeze them before set-up: then they rest in full.",
+            )
+
     @without_grad
-    def enable_training(self) -> None:
-        """Make the master weights if there are none; called late when frozen parameters are unfrozen."""
+    def enable_training(self, name: str) -> None:
+        """Make the master weights if there are none; called late when frozen parameters are unfrozen.
+
+        Args:
+            name: of the bucket.
+
+        Raises:
+            ConfigError: they rest encoded.
+        """
         if self.master is not None:
             return
+        self.refuse_codes(name)
         frozen, self.frozen, self.plan = self.frozen, None, replace(self.plan, trains=True)
         if self.copy is not NO_COPY:
             self.copy.discard()

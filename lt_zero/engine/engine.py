@@ -53,7 +53,6 @@ from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.common.timing import NOTHING, TimedSpan, UnitRanges, phase, unit_range
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.config.rules import refuse_quantized
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.exchange import GradientExchange
@@ -140,7 +139,9 @@ class Engine(ProcessLocal):
         self.before_backward: list[Callable[[], None]] = []  # called when a backward begins
         # Called at the end of a backward, also of a failed one.
         self.after_backward: list[Callable[[], None]] = [self.buffers.end_backward]
+        self.before_step: list[Callable[[], None]] = []  # called before a step examines its gradients
         self.after_step: list[Callable[[], None]] = []  # called when the compute copies are up to date
+        self.after_skip: list[Callable[[], None]] = []  # called when a step was skipped
         # Called before weights and states leave the engine, on all ranks.
         self.before_reading: list[Callable[[], object]] = []
         self._saved_weights = SavedWeights(units, self._need_saved)
@@ -493,10 +494,12 @@ class Engine(ProcessLocal):
         """Make master weights, and keep weights gathered as the limits allow. No-op if done before.
 
         Raises:
-            ConfigError: weights rest in 8 bits.
+            ConfigError: weights that are to be trained rest encoded.
         """
         if not self.training:
-            refuse_quantized(self.config)
+            for bucket in self.buckets:
+                if bucket.wants_grad:
+                    bucket.weights.refuse_codes(bucket.name)
             for handle in self._of_parts:
                 handle.remove()
             self._of_parts = []
@@ -504,7 +507,7 @@ class Engine(ProcessLocal):
             self.gatherer.limit(self._residency)
             for bucket in self.buckets:
                 if bucket.wants_grad:
-                    bucket.weights.enable_training()
+                    bucket.weights.enable_training(bucket.name)
 
     def finish_steps(self) -> bool:
         """Wait until the steps of all buckets are complete; returns whether one was not."""

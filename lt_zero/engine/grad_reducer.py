@@ -126,7 +126,7 @@ class GradReducer:
 
     def _launch(self, bucket: Bucket, again: bool = False) -> None:
         """Start reducing the gradients of ``bucket``; unless ``again``, those that wait are kept on this rank."""
-        bucket.weights.enable_training()
+        bucket.weights.enable_training(bucket.name)
         if not again and self._keeps_local(bucket):
             bucket.grads.accumulate_local()
             return

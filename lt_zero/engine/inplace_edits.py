@@ -89,13 +89,21 @@ class InplaceEdits:
         return self._bucket.offloaded or (not accelerator.holds(self._bucket.shard) and self._weights.has_master)
 
     def seen(self) -> bool:
-        """True if versions or the digest have changed since ``note``."""
-        # The compute copy is from another step than the noted values, or is being written.
-        if self._paused:
-            return False
-        digest, shard = self._digest, self._bucket.shard
-        changed = self._has_digest and (digest is None or bool(digest != digest_of(shard)))
-        return changed or versions_of(self._bucket.params) != self._versions
+        """True if versions or the digest have changed since ``note``; waits for the device of a digest."""
+        differs = self.differs()
+        return (differs is not None and bool(differs)) or self.versions_changed()
+
+    def versions_changed(self) -> bool:
+        """True if versions have changed since ``note``, for which no device is waited for."""
+        return not self._paused and versions_of(self._bucket.params) != self._versions
+
+    def differs(self) -> Tensor | None:
+        """Compare the digest with that of ``note``: a 0D bool on the device; None if it is not looked at."""
+        # While paused, the compute copy is from another step than the noted values, or is being written.
+        if self._paused or not self._has_digest:
+            return None
+        shard = self._bucket.shard
+        return self._digest != digest_of(shard) if self._digest is not None else shard.new_ones((), dtype=torch.bool)
 
     def check(
         self, values: bool = False, released: bool = False, pairs: list[tuple[Tensor, Tensor]] | None = None

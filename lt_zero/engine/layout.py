@@ -1,8 +1,9 @@
 """The layout of a bucket: parameters -> bucket -> shards -> pieces. Pure integers, no tensors, no process group.
 
 A bucket is one flat row of elements. Each parameter gets a span of it, starting at a multiple of ``ALIGN`` elements so
-that vector loads stay aligned. The row is padded so that all shards have the same length. A piece is the intersection
-of a shard and a parameter.
+that vector loads stay aligned. Where weights rest encoded, parameters and shards begin with a block of elements that
+share a scale, so that codes depend neither on a parameter's neighbours nor on the number of ranks. The row is padded so
+that all shards have the same length. A piece is the intersection of a shard and a parameter.
 
 Span number i is parameter number i. Spans are in the order of elements if shards cut through parameters. Where each
 parameter has an owner they are in that order only within a shard; ``pieces`` always are.
@@ -122,8 +123,9 @@ def plan_bucket(
 ) -> BucketLayout:
     """Lay parameters out in one bucket for ``world`` ranks.
 
-    ``owners``: the rank whose shard has all of each parameter; None: shards cut through parameters. ``align``: spans
-    and shards begin at multiples of so many elements.
+    Args:
+        owners: the rank whose shard has all of each parameter; None: shards cut through parameters.
+        align: parameters and shards begin at multiples of so many elements, a multiple of ``ALIGN``.
     """
     sizes = [aligned(spec.local_box.numel, align) for spec in parameters]
     if owners is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -51,7 +50,6 @@ class OffloadManager:
     has_files: bool = False  # on some rank
     partially_stepped: str = ""  # buckets whose weights are a step ahead; see overlap.py, Note [Beside backward]
     host_link: HostLink | None = None
-    state_nbytes: float = 4.0  # of an element of the widest optimizer state
     failure: SwapError | None = None  # the first error of a background step
     others: list[Callable[[], SwapError | None]] = field(default_factory=list)  # return errors of other files
 
@@ -87,12 +85,14 @@ class OffloadManager:
                 if (problem := self.find_problem()) is not None:
                     raise problem
 
-    def refuse_partially_stepped(self, world: World) -> None:
+    def refuse_partially_stepped(self, world: World, problem: str = "") -> None:
         """Raise SwapError on all ranks if one stepped buckets in a backward that no step followed. Collective.
 
-        No rank can have done so unless ``overlaps``.
+        No rank can have done so unless ``overlaps``. ``problem``: another reason to raise, on this rank.
         """
         with world.agree("checking steps beside backward", SwapError):
+            if problem:
+                raise SwapError(problem)
             if self.partially_stepped:
                 raise SwapError(
                     f"{self.partially_stepped} were stepped during a backward that no optimizer step followed, so the "
@@ -104,7 +104,7 @@ class OffloadManager:
         """Raise SwapError if a disk has no room for ``states`` states per element. Collective with files."""
         if self.optim is not None:
             with world.agree("reserving room for optimizer states", SwapError):
-                self.optim.require(math.ceil(states * self.state_nbytes))
+                self.optim.require(states)
 
     def announce(self, buckets: Sequence[Bucket], states: int) -> str:
         """Measure the disks on all ranks at once: a line for the user, '' if there are no files. Collective.
@@ -172,11 +172,10 @@ def open_offload_manager(
         return manager
     manager.active, manager.how = True, optim
     pin = accelerator.is_accelerator(device) and optim.pin_memory and params.pin_memory
-    manager.state_nbytes = max((bucket.moments.bytes_per_element for bucket in buckets), default=0.0)
     manager.has_files = bool(_TIERS.keys() & {optim.device, params.device})
     if manager.has_files:
         return_large_blocks()
-        files = (world.rank, config.aio, [b.shard.numel() for b in buckets])
+        files = (world.rank, config.aio, [b.shard.numel() for b in buckets], [b.moments for b in buckets])
         with (
             world.agree("opening the folder for states", SwapError),
             progress_bar("Preparing the files of states in nvme_path"),

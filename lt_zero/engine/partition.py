@@ -36,8 +36,8 @@ from lt_zero.engine.find_units import UnitRules, class_matches, clean_name, find
 from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Fp32Modules, find_fp32_modules
 from lt_zero.engine.layout import ALIGN, BucketLayout, Owners, Sharding, join, plan_bucket, split_by_size
 from lt_zero.ops.moments import MomentForm, moments_in
+from lt_zero.ops.nf4 import RESTING
 
-SMALLEST_CODED = 4096  # elements
 _MUCH = 0.25  # padding, per element of the parameters, that is warned about
 
 Named = tuple[str, Parameter]
@@ -96,6 +96,7 @@ class BucketPlan:
     narrows: bool = False  # parameters come in a higher precision than ``dtype``
     most: int | None = None  # elements on the ranks that have the most of it; None: all have as many
     gradient_of: GradientOf = attrgetter("grad")  # in the shape of the parameter's spec
+    align: int = ALIGN  # elements: where parameters and shards begin
     _layouts: dict[int, BucketLayout] = field(default_factory=dict, init=False, repr=False)  # asked for so far
 
     @property
@@ -114,9 +115,7 @@ class BucketPlan:
 
     def layout(self, world: int) -> BucketLayout:
         if world not in self._layouts:
-            self._layouts[world] = plan_bucket(
-                self.specs, world, self.owners, self.moments.align if self.moments else ALIGN
-            )
+            self._layouts[world] = plan_bucket(self.specs, world, self.owners, self.align)
         return self._layouts[world]
 
 
@@ -201,7 +200,7 @@ def plan_engine(
     named = [(unit.name or "the root module", [(n, p) for n, p in unit.parameters if p not in whole]) for unit in units]
     small = [(n, p) for unit in units for n, p in unit.parameters if p in whole]  # mostly
     dense, moments = sent_dense(root, config), moments_in(policy.moments) if policy.moments is not None else None
-    kept_wide = keep_wide_moments(root, sizes) if policy.moments == torch.int8 else set()
+    kept_wide = keep_wide_moments(root, sizes, moments) if moments is not None else set()
 
     def kind_of(p: Parameter) -> Kind:
         dtype = policy.dtype_of(p, p in fp32_modules.parameters)
@@ -308,12 +307,11 @@ def sent_dense(root: nn.Module, config: ZeroConfig) -> set[Parameter] | None:
     return found
 
 
-def keep_wide_moments(root: nn.Module, sizes: Mapping[Parameter, int]) -> set[Parameter]:
-    """The parameters whose moments are not coded in 8 bits: embeddings, and small ones (arXiv:2110.02861)."""
-    tables = (m for m in root.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-    wide = {p for module in tables for p in module.parameters()}
+def keep_wide_moments(root: nn.Module, sizes: Mapping[Parameter, int], form: MomentForm) -> set[Parameter]:
+    """The parameters whose moments are too sensitive, or too few, to be kept in this form."""
+    wide = {p for module in root.modules() if isinstance(module, form.not_of) for p in module.parameters()}
     with without_torch_function():
-        return wide | {p for p in root.parameters() if sizes.get(p, p.data.numel()) < SMALLEST_CODED}
+        return wide | {p for p in root.parameters() if sizes.get(p, p.data.numel()) < form.least}
 
 
 def _check_names(root: nn.Module, zero: ZeroOptimization) -> None:
@@ -415,7 +413,9 @@ def _cut(
                 narrows = any(p.dtype.itemsize > kind.dtype.itemsize for _, p in parameters)
                 what = (kind.compresses, kind.group, kind.is_wide, kind.moments, narrows)
                 how = (kind.dtype, kept, of_rank, *what, most, gradient_of)
-                found[first].append(BucketPlan(name, parameters, theirs, *how))
+                codec = RESTING[config.quantize] if config.quantize and kept.params and not kind.trains else None
+                align = max(codec.block if codec is not None else ALIGN, kind.moments.align if kind.moments else ALIGN)
+                found[first].append(BucketPlan(name, parameters, theirs, *how, align))
     return found
 
 

@@ -23,6 +23,10 @@ class Parts(Protocol):
     def ranks(self) -> PartRanks | None:
         """The ranks that have the other parts, and run the same layers with this one; None: not known here."""
 
+    @property
+    def uneven(self) -> str:
+        """Why ranks may not run different numbers of forwards; "": they may."""
+
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
         """The part of ``value``, which is for all of ``parameter``, that belongs here; of a lazy tensor a lazy one."""
 
@@ -51,6 +55,7 @@ class Unjoined:
 
     joins = False
     ranks: PartRanks | None = None
+    uneven = ""
 
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
         """Return ``value``."""

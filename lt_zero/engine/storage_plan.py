@@ -119,7 +119,8 @@ class StoragePlan:
     @property
     def freezes_wide(self) -> bool:
         """True if the bucket is frozen, and its values are kept in a wider dtype than the compute copy."""
-        return self.narrows and not self.trains and self.master != self.dtype
+        encoded = self.codecs.rests is not None  # nothing is kept beside the codes
+        return self.narrows and not self.trains and self.master != self.dtype and not encoded
 
     @property
     def precision(self) -> torch.dtype:

@@ -92,12 +92,15 @@ def synced(module: nn.Module) -> Iterator[None]:
             synchronisation: the context does nothing then.
 
     Raises:
-        RuntimeError: on all ranks, if one of them fails inside, or if ranks run different modules.
+        RuntimeError: on all ranks, if one of them fails inside, if ranks run different modules, or if layers exchange
+            tokens with all ranks.
     """
     expect(module, nn.Module, "lt_zero.synced(module=...)", "pass the sharded model, or a part of it")
     found = {id(owner): owner for owner in map(owner_of, module.parameters()) if isinstance(owner, Engine)}
     for engine in found.values():
         engine.refuse_inside_units("lt_zero.synced")
+        if engine.parts.uneven:
+            raise RuntimeError(f"lt_zero.synced: {engine.parts.uneven}")
     meeting = _Meeting(list(found.values())) if found else None
     if meeting is None or not meeting.buckets or meeting.world.size == 1:
         yield

@@ -70,13 +70,11 @@ def dtype_table(engine: Engine, console: Console | None = None) -> Table:
 
 def _dtypes(bucket: Bucket, engine: Engine) -> tuple[str, ...]:
     kept = ", kept" if engine.policy.compute not in (None, bucket.dtype) else ""
-    dtypes = [bucket.dtype]
+    dtypes: list[object] = [bucket.dtype]
     if bucket.wants_grad:
         wire, master = bucket.grads.send_dtype(bucket.dtype), bucket.weights.master_dtype
-        dtypes += [bucket.dtype, wire, bucket.grads.dtype, master]
-    moments = [bucket.moments.name] if bucket.wants_grad else []
+        dtypes += [bucket.dtype, wire, bucket.grads.dtype, master, bucket.moments.name]
     names = [str(d).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp") for d in dtypes]
-    names += moments
     return (f"{'trained' if bucket.wants_grad else 'frozen'}{kept}", *names, *["-"] * (6 - len(names)))
 
 

@@ -45,7 +45,7 @@ _STOP, _REQUEUE = "stop", "requeue"
 _COPIES = "keeps a full copy of the parameters (lt_zero.EMA keeps a sharded one)"
 _NEEDS_WHOLE: dict[type[callbacks.Callback], str] = {
     callbacks.StochasticWeightAveraging: _COPIES,
-    **({callbacks.WeightAveraging: _COPIES} if hasattr(callbacks, "WeightAveraging") else {}),  # since Lightning 2.6
+    callbacks.WeightAveraging: _COPIES,
     callbacks.ModelPruning: "computes masks from full parameters and replaces these",
 }
 

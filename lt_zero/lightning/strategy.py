@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +15,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision, TorchSyncBatchNorm
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
@@ -53,8 +51,6 @@ from lt_zero.parallel.plan import keeping_ties
 from lt_zero.session.session import Session, move_buffers
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-# Before Lightning 2.6 ``Trainer.fit`` has no such argument, and the safe default always holds.
-_HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(DDPStrategy.load_checkpoint).parameters
 
 
 class ZeroStrategy(RunQueries):
@@ -562,8 +558,7 @@ class ZeroStrategy(RunQueries):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        given = (weights_only,) if _HAS_WEIGHTS_ONLY else ()
-        plugin = partial(super().load_checkpoint, checkpoint_path, *given)
+        plugin = partial(super().load_checkpoint, checkpoint_path, weights_only)
         return self.checkpoints.select(self.run, self.checkpoints.open(self.run, checkpoint_path, weights_only, plugin))
 
     @override

@@ -53,6 +53,7 @@ from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.partition import with_sizes
 from lt_zero.engine.same_on_ranks import compare_models
+from lt_zero.loop.monitors import LoopMonitor
 from lt_zero.loop.queries import EngineQueries
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.session.checkpoints import (
@@ -81,6 +82,7 @@ class TrainingEngine(EngineQueries):
         module: the model.
         optimizer: of torch; its groups hold the module's parameters, its state this rank's part.
         engine: runs the model.
+        monitor: writes ``Train/Samples/train_loss`` and others where ``csv_monitor`` and its like say.
         data_ranks: how many ranks, or sets of tensor-parallel ranks, see different data.
         micro_steps, global_steps, global_samples: micro-batches, steps and samples so far.
         tracks_norm: whether steps compute the norm of gradients for ``get_global_grad_norm`` although nothing else
@@ -108,6 +110,7 @@ class TrainingEngine(EngineQueries):
         self._micro, self._gas = _batch_sizes(config, self.data_ranks)
         if config.pipeline.ranks > 1:  # may follow from two batch sizes
             config = config.model_copy(update={"gradient_accumulation_steps": self._gas})
+        self.monitor = LoopMonitor(config, self.world, policy.mode)
         self._added = self._gas  # micro-batches whose losses are added as they are
         self.engine: Engine = self.session.build(model, config, wanted, policy, training=True)
         self.module, self._config, self._shown = model, config, shown(config)
@@ -152,6 +155,8 @@ class TrainingEngine(EngineQueries):
             return
         self.optimizer, self._sharded = optimizer, ShardedOptimizer.of(optimizer)
         self._tell_of_two("optimizer", block is not None and given_one, "the argument is used")
+        if self._config.gradient_noise_scale:
+            self.monitor.measure_noise(self.session, self.engine, self._gas, self._micro or 1)
         self.engine.before_backward.append(self._begin_backward)
         self.engine.after_backward.append(self._end_backward)
         if self._config.scheduler is not None:
@@ -219,6 +224,7 @@ class TrainingEngine(EngineQueries):
                 f"The loss of engine.backward has the shape {tuple(loss.shape)}: pass one number, such as loss.mean()."
             )
         scaled = self.scale(loss)
+        self.monitor.add_loss(loss, (1.0 if scale_wrt_gas else self._gas) / self._added)
         with self.engine.backward_pass():
             (scaled if scale_wrt_gas else scaled * self._gas).backward(retain_graph=retain_graph)
         return loss.detach() / self._gas if scale_wrt_gas else loss.detach()
@@ -258,6 +264,8 @@ class TrainingEngine(EngineQueries):
 
     def _step(self, sharded: ShardedOptimizer, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
         limit, self._skipped_before = self.gradient_clipping(), self.skipped_steps
+        self.monitor.begin_step(self.global_samples, self.loss_scale_controller)
+        rates = self.get_lr()
         norm = self._own_norm(sharded) if self.tracks_norm and limit == 0 else None
         self._applied, self._norm = self.session.step(sharded, limit, optimizer.step)
         self._norm = norm if self._norm is None else self._norm
@@ -265,6 +273,7 @@ class TrainingEngine(EngineQueries):
         self.global_steps += 1
         self.global_samples += (self._micro or 1) * self._pending * self.data_ranks
         self._pending = 0
+        self.monitor.end_step(self.global_samples, rates, self._norm, self.loss_scale_controller)
         if self.lr_scheduler is not None and (self._applied or self._config.on_skipped_step == "advance"):
             self.lr_scheduler.step(**lr_kwargs)
         self.session.end_step(sharded)
@@ -337,6 +346,7 @@ class TrainingEngine(EngineQueries):
             CheckpointError: that save has failed.
         """
         ended.add(self.engine)
+        self.monitor.end(self.loss_scale_controller)
         self.session.end()
 
     def wait_for_save(self) -> None:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lt_zero.common.errors import ConfigError
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.config import ZeroConfig
 from lt_zero.loop.engine import TrainingEngine
 from lt_zero.parallel.pipeline.batches import forms_of
 from lt_zero.parallel.pipeline.module import PipelineModule
+from lt_zero.parallel.sequence.batches import SIZE as SEQUENCES
 
 _Parts = tuple[list[Any], list[Any]]  # inputs and labels of micro-batches
 
@@ -71,6 +73,7 @@ class PipelineEngine(TrainingEngine):
         Raises:
             StopIteration: the data end before.
             ValueError, TypeError: there are no data, or they are no pairs of tensors of equal shapes.
+            ConfigError: sequences are not cut.
         """
         with self.world.agree("drawing the batches of a pipeline", RuntimeError):
             if iterator is None:
@@ -90,6 +93,13 @@ class PipelineEngine(TrainingEngine):
                 for part, parts in zip(batch, found, strict=True):
                     moved = map_tensors(part, lambda tensor: tensor.to(self.device))
                     parts.append(tuple(moved) if isinstance(moved, list) else moved)
+            if self.session.sequences is not None and self.session.sequences.cuts_inputs:
+                raise ConfigError.about(
+                    SEQUENCES,
+                    f"{SEQUENCES}={self.session.sequences.ranks.size}: a PipelineModule has no names of its inputs, by "
+                    "which they could be cut. Pass engine.set_batch_fn a function that returns "
+                    "lt_zero.parallel.cut_sequence(...) of inputs and labels.",
+                )
             forms = [forms_of(pair) for pair in zip(*found, strict=True)]
             if any(form != forms[0] for form in forms):
                 told = "; ".join(dict.fromkeys(", ".join(map(str, form)) for form in forms))
@@ -130,7 +140,7 @@ class PipelineEngine(TrainingEngine):
             return self._mean(torch.stack(losses).mean())
         self.loss_scale_controller.read_skip_flag()
         self.engine.reducer.sync = True
-        with self._autocast(), self.engine.forward_scope(True):
+        with self._autocast(), self.engine.forward_scope(True), self.session.own_numbers(True):
             loss: Tensor = self.module.runner.run_parts(self._cast_all(inputs), labels)
         super().backward(loss)
         self.session.before_step()
@@ -195,7 +205,7 @@ class PipelineEngine(TrainingEngine):
             outputs = self._outputs(inputs) if whole else []
             found: list[Any] = outputs
             if compute_loss and whole:
-                found = [self.module.loss_fn(*pair) for pair in zip(outputs, labels, strict=True)]  # type: ignore[misc]
+                found = [self.module.loss_fn(*pair).reshape(()) for pair in zip(outputs, labels, strict=True)]  # type: ignore[misc]
             elif compute_loss:
                 found = [self._loss(inputs, labels)]
         if reduce_output is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -146,11 +145,6 @@ class EngineQueries(nn.Module):
 
     # ---- by hand ---------------------------------------------------------------------------------------------------
 
-    @property
-    def monitor(self) -> Any:
-        """A monitor that is not ``enabled``: loops have loggers of their own."""
-        return SimpleNamespace(enabled=False, write_events=_no_monitor)
-
     def empty_partition_cache(self) -> None:
         """Release all weights that are gathered."""
         self.engine.gatherer.release_all()
@@ -167,10 +161,3 @@ class EngineQueries(nn.Module):
         )
 
     reload_states = offload_states
-
-
-def _no_monitor(events: Any) -> NoReturn:
-    raise NotImplementedError(
-        "engine.monitor.write_events: a loop of your own has no monitor. Write events by a logger of yours, such as "
-        "torch.utils.tensorboard.SummaryWriter."
-    )

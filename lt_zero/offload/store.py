@@ -26,6 +26,7 @@ from lt_zero.offload.copy_streams import CopyEvent
 from lt_zero.ops.moments import MomentForm
 
 CODES = "codes"  # kind of stores of encoded weights, as uint8
+STATE = "state "  # kinds of optimizer states begin so
 Gap = tuple[int, int]  # elements [lo, hi) of a shard that belong to no parameter
 
 
@@ -198,8 +199,7 @@ class Place:
         fragment.
         """
         # An optimizer may call a state "master".
-        kind = f"{form.name} state {key}" if form.dtype == torch.uint8 else f"state {key}"
-        return self.store(kind, form.length(numel), form.dtype) if self.streamed else None
+        return self.store(f"{STATE}{key}", form.length(numel), form.dtype) if self.streamed else None
 
     def fed(self, copy: Store) -> Store:
         """``copy`` as the compute copy of master weights that are kept here."""

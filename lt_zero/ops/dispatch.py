@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lt_zero.ops import library
 from lt_zero.ops.header import CONSTANTS, STRUCTS
-from lt_zero.ops.moments import coded_nbytes, tables
+from lt_zero.ops.moments import TAKE_CODES, coded_nbytes, tables
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -200,15 +200,12 @@ def operator(
     return operation
 
 
-def step_operator(
-    reference: Callable[P, None], structure: type[ctypes.Structure], codes: bool = False
-) -> Callable[P, None]:
+def step_operator(reference: Callable[P, None], structure: type[ctypes.Structure]) -> Callable[P, None]:
     """The operation of one optimizer step.
 
     Args:
         reference: takes the lists ``params``, ``grads``, states and ``outs``, then options by name.
         structure: the options as the kernel takes them, by the same names.
-        codes: it takes moments in 8 bits.
     """
     name, parameters = reference.__name__.removesuffix("_reference"), inspect.signature(reference).parameters
     defaults = {
@@ -220,7 +217,7 @@ def step_operator(
         params, grads, *states, outs = tensors
         given = {**defaults, **given}
         has_states = given.get("momentum") != 0.0  # SGD without momentum reads no state
-        described = step_tensors(params, grads, states if has_states else (), outs, codes=codes, **given)
+        described = step_tensors(params, grads, states if has_states else (), outs, codes=name in TAKE_CODES, **given)
         lib = native(params[0].device)
         if lib is None:
             reference(*tensors, **given)  # type: ignore[arg-type]

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lt_zero.common.compat import argument_names, no_torch_function, wrapper_tensor, written_arguments
 
 BLOCK = 256  # elements
+SMALLEST = 4096  # elements of a parameter
 RECORD = BLOCK + 4  # bytes: codes, and the scale
 _SMALLEST = 2.0**-100
 _FIRST = (127 - 24) << 7  # upper 16 bits of 2^-24: smaller magnitudes are as near to zero
@@ -104,6 +105,7 @@ def decode(rows: Tensor, numel: int, signed: bool) -> Tensor:
 
 # ---- where they are kept -------------------------------------------------------------------------------------------
 
+TAKE_CODES = {"adam_step"}  # operations
 # States that are never negative: their codes need no sign.
 _SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"}
 Lend = Callable[[int, torch.Size], Tensor]  # (first element, shape) -> a view of a stored tensor (1D)
@@ -118,6 +120,8 @@ class MomentForm(Protocol):
         align: parameters, and what ranks have of them, begin at multiples of so many elements.
         bytes_per_element: with all that belongs to a state.
         value_nbytes: bytes of an element's value in checkpoints.
+        least: elements of the smallest parameter whose moments are kept in it; those of others are not converted.
+        not_of: modules whose parameters' moments are not, either.
     """
 
     @property
@@ -130,6 +134,13 @@ class MomentForm(Protocol):
     def bytes_per_element(self) -> float: ...
     @property
     def value_nbytes(self) -> int: ...
+    @property
+    def least(self) -> int: ...
+    @property
+    def not_of(self) -> tuple[type[nn.Module], ...]: ...
+
+    def is_taken_by(self, step: str) -> bool:
+        """True if the kernel of this step of ``lt_zero.ops`` reads and writes states in this form."""
 
     def length(self, numel: int) -> int:
         """Elements of the tensor that keeps ``numel`` elements."""
@@ -153,6 +164,8 @@ class PlainMoments:
 
     dtype: torch.dtype
     align: int = 8
+    least: int = 0
+    not_of: tuple[type[nn.Module], ...] = ()
 
     @property
     def name(self) -> str:
@@ -165,6 +178,9 @@ class PlainMoments:
     @property
     def value_nbytes(self) -> int:
         return self.dtype.itemsize
+
+    def is_taken_by(self, step: str) -> bool:
+        return True
 
     def length(self, numel: int) -> int:
         return numel
@@ -184,13 +200,21 @@ class PlainMoments:
 
 @dataclass(frozen=True)
 class CodedMoments:
-    """Moments in 8 bits."""
+    """Moments in 8 bits. Those of embeddings and of small parameters stay wide, as the paper recommends."""
 
     name: str = "int8"
     dtype: torch.dtype = torch.uint8
     align: int = BLOCK
     bytes_per_element: float = RECORD / BLOCK
     value_nbytes: int = 4
+    not_of: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
+
+    @property
+    def least(self) -> int:
+        return SMALLEST
+
+    def is_taken_by(self, step: str) -> bool:
+        return step in TAKE_CODES
 
     def length(self, numel: int) -> int:
         return coded_nbytes(numel)

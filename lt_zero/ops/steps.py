@@ -100,7 +100,7 @@ def adam_step_reference(
             moments.encode(value, signed, rows)
 
 
-adam_step = step_operator(adam_step_reference, STRUCTS["lt_adam"], codes=True)
+adam_step = step_operator(adam_step_reference, STRUCTS["lt_adam"])
 
 
 def lion_step_reference(

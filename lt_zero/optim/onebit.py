@@ -26,7 +26,7 @@ from lt_zero.optim.adam import check_betas, check_least, run_closure
 from lt_zero.optim.exchanging import ExchangingOptimizer
 from lt_zero.optim.lamb import FullNorms, Lamb, trust_rates, wide
 
-BACKENDS = ("nccl", "mpi", "hccl", "compressed")
+BACKENDS = ("nccl", "mpi", "hccl", "compressed", "gloo", "ccl")  # DeepSpeed's, and those of its accelerators
 
 
 class OneBitOptimizer(ExchangingOptimizer):

@@ -58,6 +58,22 @@ def shown(size: int) -> Iterator[int | None]:
 
 def shares(sizes: ParallelSizes, per_node: int) -> Iterator[str]:
     """Lines of text about the data and layers that ranks of a row, of a column, of a stage, and all ranks share."""
+    yield from _shares(sizes, per_node)
+    if sizes.expert > 1:
+        rows = sizes.expert_rows()[:2].tolist()
+        named = " and ".join(map(_shortened, rows))
+        yield (
+            f"Of each layer's experts a rank has 1/{sizes.expert}. Ranks {named}, and so on, send each other tokens; "
+            f"ZeRO shards the experts of a rank over the {sizes.with_experts:,} that have the same."
+        )
+
+
+def _shortened(ranks: list[int]) -> str:
+    places = (ranks[place] if place is not None else "..." for place in shown(len(ranks)))
+    return f"({', '.join(map(str, places))})"
+
+
+def _shares(sizes: ParallelSizes, per_node: int) -> Iterator[str]:
     data, tensor, stages = sizes.data, sizes.tensor, sizes.pipeline
     if stages > 1:
         yield (

@@ -1,9 +1,10 @@
 """Experts of a mixture over ranks: each has some of them, and ranks send each other the tokens of these.
 
 Note [Gradients of experts]
-    An expert sees the tokens of all data ranks of its expert ranks, and so its gradient there is a sum over these data
-    ranks already. The sum over the ranks that have the same experts is therefore divided by the number of all data
-    ranks, not by the number of ranks that are summed.
+    An expert sees the tokens of all data (and sequence) ranks of its expert ranks, and so its gradient there is a sum
+    over these ranks already. The sum over the ranks that have the same experts is therefore divided by the number of
+    all data ranks, not by the number of ranks that are summed. Tensor ranks have the same tokens, and each sends them
+    to other ranks: they have equal gradients of the same experts, of which the engine takes the mean.
 
 Note [Tokens of no expert]
     A rank that got no tokens runs the same operations on no rows, so that its backward takes part in all exchanges, and
@@ -12,7 +13,7 @@ Note [Tokens of no expert]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from lt_zero.comm.token_ranks import ProcessGroup, TokenRanks
+from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError
 
 SIZE = "expert_parallel.autoep_size"
+AXIS = "expert_parallel"  # of the mesh over which stacks are distributed
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,11 @@ def combine(rows: Tensor, dispatched: Dispatched, scores: Tensor | None = None) 
 
     Args:
         rows: [rows, ...], one for each row of ``dispatched.tokens``; the other sizes may be others.
-        scores: by which each is multiplied, of the shape of ``expert_ids``; None: by nothing.
+        scores: by which each is multiplied, of the shape of ``expert_ids``; None: by nothing. Sums are those of the
+            more precise of both dtypes.
 
     Returns:
-        A tensor [tokens, ...].
+        A tensor [tokens, ...] of the dtype of ``rows``.
 
     Raises:
         ValueError: shapes do not fit.
@@ -112,8 +116,8 @@ def combine(rows: Tensor, dispatched: Dispatched, scores: Tensor | None = None) 
         rows = dispatched._ranks.exchange(came, dispatched._receives, dispatched._sends)
     made = rows.index_select(0, _inverse(dispatched._sent)).view(*shape, *rows.shape[1:])
     if scores is not None:
-        made = made * scores.view(*shape, *(1 for _ in rows.shape[1:])).to(made.dtype)
-    return made if len(shape) == 1 else made.sum(1)
+        made = made * scores.view(*shape, *(1 for _ in rows.shape[1:]))
+    return (made if len(shape) == 1 else made.sum(1)).to(rows.dtype)
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -169,37 +173,103 @@ class Experts(nn.Module):
         """Use the experts of ``ranks`` from now on; parameters are cut already."""
         self._ranks, self._parts = ranks, ranks.size
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_ranks": None}  # copies and pickles have no process group
 
-def cut_experts(module: nn.Module, mesh: DeviceMesh, ranks: TokenRanks) -> None:
+
+OfStages = Callable[[Any], list[Any]]  # returns what all stages of a pipeline give. Collective
+
+
+def _one_stage(value: Any) -> list[Any]:
+    return [value]
+
+
+def cut_experts(module: nn.Module, mesh: DeviceMesh, ranks: TokenRanks, of_stages: OfStages = _one_stage) -> None:
     """Cut the parameters of all ``Experts`` of ``module`` over ``ranks``, of which ``mesh`` is made. Collective.
 
     Values of the first of them are kept.
 
     Raises:
-        ConfigError: there are none, or they cannot be cut.
+        ConfigError: on all ranks: no stage has any, or they cannot be cut.
     """
+    problem, places = None, dict[Parameter, list[tuple[Experts, str]]]()
     found = {name: sub for name, sub in module.named_modules() if isinstance(sub, Experts)}
     size = ranks.size
-    if not found:
-        raise ConfigError.about(
-            SIZE,
-            f"{SIZE}={size}, but {type(module).__name__} has no lt_zero.parallel.Experts. Make the module with a "
-            "layer's experts one of them, or remove the key.",
-        )
+    try:
+        places = _stacks(module, found, size)
+    except ConfigError as error:
+        problem = error.problems[0]
+    told = of_stages((bool(found), problem))
+    for wrong in (each for _, each in told if each is not None):
+        raise ConfigError([wrong])
+    if not any(has for has, _ in told):
+        raise _none_in(module, size)
+    for experts in found.values():
+        experts.spread(ranks)
+    for parameter, where in places.items():
+        if isinstance(parameter, DTensor):  # in an earlier run
+            if (before := parameter.device_mesh.mesh.tolist()) != mesh.mesh.tolist():
+                raise ConfigError.about(
+                    SIZE,
+                    f"{SIZE}={size}: experts of {type(module).__name__} are on ranks {before} since an earlier run. "
+                    "Make the module anew, and read its weights from a checkpoint.",
+                )
+            continue
+        part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+        made = Parameter(part, requires_grad=parameter.requires_grad)
+        vars(made).update(vars(parameter))  # what a plan says of it
+        for experts, own in where:
+            experts.register_parameter(own, made)
+
+
+def planned_parts(module: nn.Module, size: int, of_stage: bool = False) -> list[ParamSpec]:
+    """Parts that the first of ``size`` ranks has of stacks that are cut, or that ``cut_experts`` would cut.
+
+    ``of_stage``: other stages of a pipeline may have them.
+
+    Raises:
+        ConfigError: as ``cut_experts``.
+    """
+    found = {name: sub for name, sub in module.named_modules() if isinstance(sub, Experts)}
+    if size == 1:
+        return []
+    if not found and not of_stage:
+        raise _none_in(module, size)
+    stacks, specs = _stacks(module, found, size), list[ParamSpec]()
+    for name, parameter in module.named_parameters():
+        if parameter in stacks:
+            number, *others = parameter.shape
+            part = Box((0,) * parameter.dim(), (number // size, *others))
+            specs.append(ParamSpec(name, (number, *others), part))
+    return specs
+
+
+def _none_in(module: nn.Module, size: int) -> ConfigError:
+    return ConfigError.about(
+        SIZE,
+        f"{SIZE}={size}, but {type(module).__name__} has no lt_zero.parallel.Experts, and no mixture of "
+        "transformers. Make the module with a layer's experts one of them, or remove the key.",
+    )
+
+
+def _stacks(module: nn.Module, found: Mapping[str, Experts], size: int) -> dict[Parameter, list[tuple[Experts, str]]]:
+    """The parameters of experts, and where they are.
+
+    Raises:
+        ConfigError: they cannot be cut over ``size`` ranks.
+    """
     places: dict[Parameter, list[tuple[Experts, str]]] = {}
     for name, experts in found.items():
         for own, parameter in experts.named_parameters(recurse=False):
             _check_stack(f"{clean_name(name)}.{own}".lstrip("."), parameter, experts.number, size)
             places.setdefault(parameter, []).append((experts, own))
-        experts.spread(ranks)
     _check_elsewhere(module, places)
-    for parameter, where in places.items():
-        if isinstance(parameter, DTensor):  # in an earlier run
-            continue
-        part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
-        made = Parameter(part, requires_grad=parameter.requires_grad)
-        for experts, own in where:
-            experts.register_parameter(own, made)
+    return places
+
+
+def is_of_experts(parameter: Tensor) -> bool:
+    """True if ``parameter`` is a stack that is distributed over expert ranks."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names == (AXIS,)
 
 
 def _check_stack(name: str, parameter: Tensor, number: int, size: int) -> None:

@@ -7,7 +7,7 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -122,13 +122,20 @@ def copied(tensor: DTensor) -> DTensor:
 class LocalParts:
     """``Parts`` of DTensors; of other parameters all of the tensor.
 
-    ``first``: sees the gradients of the first backward. ``ranks``: that have the other parts.
+    ``first``: sees the gradients of the first backward that tensor ranks should have alike. ``ranks``: that have the
+    other parts. ``elsewhere``: tells parameters that are cut over other ranks than tensor ranks. ``uneven``: see there.
     """
 
     joins = True
 
-    def __init__(self, first: FirstGradients | None = None, ranks: PartRanks | None = None) -> None:
-        self.first, self.ranks = first, ranks
+    def __init__(
+        self,
+        first: FirstGradients | None = None,
+        ranks: PartRanks | None = None,
+        elsewhere: Callable[[Parameter], bool] = lambda parameter: False,
+        uneven: str = "",
+    ) -> None:
+        self.first, self.ranks, self.uneven, self._elsewhere = first, ranks, uneven, elsewhere
 
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
         return cut(parameter, value) if isinstance(parameter, DTensor) else value
@@ -142,11 +149,12 @@ class LocalParts:
             return None
         # Not by a hook on the parameter: a frozen one cannot have hooks, and may be unfrozen later.
         if (ranks := getattr(parameter, _PARTIAL, 1)) > 1:
-            return grad * ranks
+            return (cut(parameter, grad) if isinstance(parameter, DTensor) else grad) * ranks
         told = isinstance(grad, DTensor) and any(isinstance(placement, Partial) for placement in grad.placements)
         if isinstance(parameter, DTensor):
             grad = cut(parameter, grad)
-        if self.first is not None and not (self.first.over or told or is_cut(parameter)):
+        alike = self._elsewhere(parameter) or not is_cut(parameter)
+        if self.first is not None and alike and not (self.first.over or told):
             self.first.see(parameter, grad)
         return grad
 
@@ -242,21 +250,21 @@ def spec_of(name: str, parameter: DTensor) -> ParamSpec:
     return ParamSpec(name, tuple(parameter.shape), Box(tuple(offsets), tuple(sizes)))
 
 
-def localize(module: nn.Module, mesh: DeviceMesh) -> list[ParamSpec]:
-    """Make the DTensor parameters of ``module``, which are distributed over ``mesh``, local ones; returns their specs.
+def localize(module: nn.Module, meshes: Sequence[DeviceMesh]) -> list[ParamSpec]:
+    """Make the DTensor parameters of ``module``, each distributed over one of ``meshes``, local ones; returns specs.
 
     Raises:
         ConfigError: one is not cut into equal parts.
         ValueError: one is distributed over other ranks.
     """
-    specs, ranks = [], mesh.mesh.tolist()
+    specs, ranks = [], [mesh.mesh.tolist() for mesh in meshes]
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, DTensor):
             continue
-        if parameter.device_mesh.mesh.tolist() != ranks:
+        if parameter.device_mesh.mesh.tolist() not in ranks:
             raise ValueError(
                 f"Parameter {name!r} is distributed over {parameter.device_mesh}, and the tensor-parallel ranks are "
-                f"{mesh}. Parallelize with self.device_mesh['tensor_parallel']."
+                f"{meshes[0]}. Parallelize with self.device_mesh['tensor_parallel']."
             )
         specs.append(spec_of(name, parameter))
         parameter.__class__ = LocalParameter  # type: ignore[assignment]

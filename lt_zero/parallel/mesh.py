@@ -3,10 +3,10 @@
 Note [Families]
     A family is the ranks over which a parameter is the same, and ZeRO shards it over them. A parameter that is cut over
     tensor ranks is the same on the data and sequence ranks that have its part; one that is replicated is the same on
-    all ranks; parameters of experts are the same on each n-th of n expert ranks. So each element of the model has one
-    owner in the world: norms are one sum over the world, replicas cannot drift apart, and checkpoints need no
-    deduplication. A replicated parameter's gradient is the mean over all ranks. Tensor ranks have equal gradients of
-    it, or partial sums (local.py).
+    all ranks; parameters of experts are the same on each n-th of n expert ranks, and on all of its tensor ranks. So
+    each element of the model has one owner in the world: norms are one sum over the world, replicas cannot drift apart,
+    and checkpoints need no deduplication. A replicated parameter's gradient is the mean over all ranks. Tensor ranks
+    have equal gradients of it, or partial sums (local.py).
     With pipelines these are the ranks of one stage, which run the same module. A layer that several stages share is the
     same on the ranks of all of them, and its gradient is the sum over stages; a parameter outside of the pipeline is on
     all ranks, each of which computes its whole gradient.
@@ -44,19 +44,23 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.same_on_ranks import Snapshot, compare, described
 from lt_zero.parallel.buffers import make_plain
 from lt_zero.parallel.built_sharded import cut_sharded
-from lt_zero.parallel.experts import SIZE, cut_experts
+from lt_zero.parallel.experts import AXIS, SIZE, cut_experts, is_of_experts
 from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.local import LocalParts, is_cut, localize
-from lt_zero.parallel.pipeline.layers import pipeline_of
+from lt_zero.parallel.pipeline.layers import Pipeline, pipeline_of
 from lt_zero.parallel.pipeline.runner import Runner
 from lt_zero.parallel.plan import check_shared, parallelize, placements, table
 from lt_zero.parallel.random import default_generators
 from lt_zero.parallel.replaced import Replaced
 from lt_zero.parallel.sequence.ranks import SequenceRanks
+from lt_zero.parallel.stacked_experts import take_over
 
 PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
-EXPERT = "expert_parallel"  # an axis of another mesh: some neighbours among the data ranks
 AXES = (PIPELINE, DATA, SEQUENCE, TENSOR)  # outermost first: tensor ranks are neighbours, on one node
+_UNEVEN = (
+    "experts on several ranks get tokens of all of these in each forward. Run as many forwards on all ranks, some of "
+    f"them with inputs that are not used, or remove {SIZE}."
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class ParallelSizes:
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
-    expert: int = 1  # of the data ranks
+    expert: int = 1  # of the data and sequence ranks
 
     @classmethod
     def of(cls, config: ZeroConfig, ranks: int) -> ParallelSizes:
@@ -99,12 +103,13 @@ class ParallelSizes:
                 f"data_parallel_size={data}, but {ranks} ranks with {text or 'no other axis'} are {ranks // together} "
                 "data ranks. Remove the key, or change one of them.",
             )
-        experts = config.expert_parallel.ranks
-        if ranks // together % experts:
+        experts, others = config.expert_parallel.ranks, ranks // together * sequence
+        if others % experts:
+            kinds = "data and sequence ranks" if sequence > 1 else "data ranks"
             raise ConfigError.about(
                 SIZE,
-                f"{SIZE}={experts} does not divide the {ranks // together} data ranks of this run. Use a divisor, or "
-                "start another number of processes.",
+                f"{SIZE}={experts} does not divide the {others} {kinds} of this run. Use a divisor, or start another "
+                "number of processes.",
             )
         return cls(ranks // together, tensor, stages, sequence, experts)
 
@@ -125,8 +130,32 @@ class ParallelSizes:
 
     @property
     def with_part(self) -> int:
-        """The ranks of a stage that have the same part of cut parameters."""
-        return self.data * self.sequence // self.expert
+        """The ranks of a stage that have the same part of what tensor ranks cut, and each see other tokens."""
+        return self.data * self.sequence
+
+    @property
+    def with_experts(self) -> int:
+        """The ranks of a stage that have the same experts."""
+        return self.of_stage // self.expert
+
+    def parts(self) -> Tensor:
+        """The ranks, [stages * tensor ranks, with_part]: rows have the same part of what tensor ranks cut."""
+        return self._all().flatten(1, 2).mT.reshape(-1, self.with_part)
+
+    def expert_rows(self) -> Tensor:
+        """The ranks, [..., expert]: rows have all experts, and send each other tokens."""
+        return self._by_experts().mT.reshape(-1, self.expert)
+
+    def expert_parts(self) -> Tensor:
+        """The ranks, [stages * expert, with_experts]: rows have the same experts."""
+        return self._by_experts().transpose(1, 2).reshape(-1, self.with_experts)
+
+    def _all(self) -> Tensor:
+        return torch.arange(self.pipeline * self.of_stage).view(self.pipeline, self.data, self.sequence, self.tensor)
+
+    def _by_experts(self) -> Tensor:
+        # Neighbours among the ranks that see other tokens: their sequence ranks, and then their data ranks.
+        return self._all().reshape(self.pipeline, -1, self.expert, self.tensor)
 
     def firsts(self) -> range:
         """One rank of each data rank, in their order."""
@@ -142,14 +171,17 @@ class ParallelSizes:
 
 
 class _ExpertRanks:
-    """Sets of ``size`` neighbours of a world, each of which has all experts of a model. Collective."""
+    """The ranks that together have all experts of a model, and those with the same experts. Collective.
 
-    def __init__(self, world: World, size: int) -> None:
-        rows = torch.arange(world.size).view(-1, size).tolist()
-        group, mine = world.new_group(None, rows, closes=True), rows[world.rank // size]
-        world.expect_in_layers(mine)
+    Tensor ranks have the same tokens, and each of them sends them to ranks with its own part of other layers.
+    """
+
+    def __init__(self, world: World, sizes: ParallelSizes, holders: ShardGroup | None) -> None:
+        rows = sizes.expert_rows().tolist()
+        group, self.members = world.new_group(None, rows, closes=True), next(row for row in rows if world.rank in row)
         self.ranks = TokenRanks.joined(world, rows, group)
-        self.mesh = DeviceMesh.from_group(group, world.device.type, mine, mesh_dim_names=(EXPERT,))
+        self.mesh = DeviceMesh.from_group(group, world.device.type, self.members, mesh_dim_names=(AXIS,))
+        self.same = ShardGroup(world, sizes.expert_parts().tolist(), divisor=sizes.of_stage, holders=holders)
 
 
 class ParallelMesh:
@@ -181,22 +213,22 @@ class ParallelMesh:
         rows = [mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist() for axis in range(mesh.dim())]
         # Of this world, whose hang detection closes them: a rank that is gone would be waited for in a layer.
         groups = [world.new_group(None, parts, closes=True) for parts in rows]
-        first = world.rank // sizes.of_data_rank * sizes.of_data_rank
-        if sizes.expert == 1:
-            world.expect_in_layers(range(first, first + sizes.of_data_rank))
         forget_meshes()
         self.device_mesh = DeviceMesh.from_group(groups, world.device.type, mesh, mesh_dim_names=AXES)
         self._stages = mesh.view(sizes.pipeline, -1).tolist()
         self.peers = ShardGroup(world, self._stages, divisor=sizes.of_stage) if sizes.pipeline > 1 else None
         tensor = AXES.index(TENSOR)
         self._part_ranks = PartRanks(world, rows[tensor], groups[tensor]) if sizes.tensor > 1 else None
-        self._experts = _ExpertRanks(world, sizes.expert) if sizes.expert > 1 else None
-        # Expert ranks are neighbours among the data ranks, and no other ranks are between them.
-        with_part = mesh.view(sizes.pipeline, -1, sizes.tensor * sizes.expert).mT.reshape(-1, sizes.with_part).tolist()
-        self._cut = ShardGroup(world, with_part, divisor=sizes.data * sizes.sequence, holders=self.peers)
+        self._experts = _ExpertRanks(world, sizes, self.peers) if sizes.expert > 1 else None
+        first = world.rank // sizes.of_data_rank * sizes.of_data_rank
+        waits_for = {*range(first, first + sizes.of_data_rank), *(self._experts.members if self._experts else ())}
+        world.expect_in_layers(sorted(waits_for))
+        with_part, divides = sizes.parts().tolist(), sizes.tensor > 1 or sizes.sequence > 1
+        self._cut = ShardGroup(world, with_part, divisor=sizes.with_part, holders=self.peers) if divides else None
         self.token_group = groups[AXES.index(DATA)]
         self.sequence: SequenceRanks | None = None
         if sizes.sequence > 1:
+            assert self._cut is not None
             along, method = AXES.index(SEQUENCE), method or SequenceParallel()
             self.token_group = world.new_group(None, with_part, closes=True)
             made, how = SequenceGroup.joined(world, rows[along], groups[along]), (method.method, method.gather)
@@ -232,22 +264,43 @@ class ParallelMesh:
         """
 
         def cut() -> None:
-            with self.replaced.noting(module):
-                rows = parallelize(module, self.tensor, config, self._of_stages)
-            pipeline = pipeline_of(module, self.sizes.pipeline)
-            if pipeline is not None:
-                shared = {p for p, stages in pipeline.stages_of_parameters().items() if len(stages) > 1}
-                check_shared(self._of_stages(placements(pipeline, shared)))
-            if self._world.rank == 0:
-                Console().print(table(rows))
+            if self.sizes.tensor > 1:
+                self._cut_layers(module, config)
+            if self._experts is not None:
+                self._cut_experts(module, self._experts)
 
-        if self._experts is not None:
-            return cut_sharded(module, partial(self._cut_experts, module, self._experts))
-        return cut_sharded(module, cut) if self.sizes.tensor > 1 else {}
+        if not self._meshes:
+            return {}
+        # Outside of ``cut_sharded``: optimizers have the parameters that there were before it.
+        with self.replaced.noting(module):
+            if self._experts is not None:
+                take_over(module)
+            return cut_sharded(module, cut)
+
+    def _cut_layers(self, module: nn.Module, config: ZeroConfig) -> None:
+        rows = parallelize(module, self.tensor, config, self._of_stages)
+        pipeline = pipeline_of(module, self.sizes.pipeline)
+        if pipeline is not None:
+            check_shared(self._of_stages(placements(pipeline, _shared(pipeline))))
+        if self._world.rank == 0:
+            Console().print(table(rows))
 
     def _cut_experts(self, module: nn.Module, experts: _ExpertRanks) -> None:
-        with self.replaced.noting(module):
-            cut_experts(module, experts.mesh, experts.ranks)
+        cut_experts(module, experts.mesh, experts.ranks, self._of_stages)
+        pipeline = pipeline_of(module, self.sizes.pipeline)
+        shared = _shared(pipeline) if pipeline is not None else set()
+        if any(self._of_stages(any(is_of_experts(parameter) for parameter in shared))):
+            raise ConfigError.about(
+                SIZE,
+                f"{SIZE}={self.sizes.expert}: a layer that several stages of the pipeline share has experts. Give each "
+                "stage experts of its own (LayerSpec instead of TiedLayerSpec).",
+            )
+
+    @property
+    def _meshes(self) -> list[DeviceMesh]:
+        """Those over which parameters may be distributed."""
+        tensor = [self.tensor] if self.sizes.tensor > 1 else []
+        return [*tensor, self._experts.mesh] if self._experts is not None else tensor
 
     def _of_stages(self, value: Any) -> list[Any]:
         """Values of the first ranks of all stages, in order of the stages. Collective."""
@@ -265,18 +318,19 @@ class ParallelMesh:
             given["group"] = self.peers
             self._share(set(pipeline.shared.values()) if pipeline is not None else set())
         # ``configure`` is collective, so all ranks call it for every group, whatever parameters they have in it.
-        for each in (group, self.peers, self._cut, *self._shared.values()):
+        of_experts = self._experts.same if self._experts is not None else None
+        for each in (group, self.peers, self._cut, of_experts, *self._shared.values()):
             if each is not None:
                 each.configure(config)
-        if self.sizes.tensor > 1:
-            names = {id(p): name for name, p in module.named_parameters()}
-            given["specs"] = localize(module, self.tensor)
-            make_plain(module)
-            given["parts"] = LocalParts(
-                FirstGradients(self.peers or self._world, self.sizes.tensor, names), self._part_ranks
-            )
-        if self._experts is not None:
-            given |= {"specs": localize(module, self._experts.mesh), "parts": LocalParts()}
+        if self._meshes:
+            first = None
+            given["specs"] = localize(module, self._meshes)
+            if self.sizes.tensor > 1:
+                names = {id(p): name for name, p in module.named_parameters()}
+                make_plain(module)
+                first = FirstGradients(self.peers or self._world, self.sizes.tensor, names)
+            uneven = _UNEVEN if self._experts is not None else ""
+            given["parts"] = LocalParts(first, self._part_ranks, is_of_experts, uneven)
         stages = pipeline.stages_of_parameters() if pipeline is not None else {}
         return {**given, "group_of": partial(self._group_of, group, stages)}
 
@@ -296,16 +350,22 @@ class ParallelMesh:
         return range(self.sizes.tensor)
 
     def connect(
-        self, engine: Engine, config: ZeroConfig, begin: Callable[[], float], weight: Callable[[], float]
+        self,
+        engine: Engine,
+        config: ZeroConfig,
+        begin: Callable[[], float],
+        weight: Callable[[], float],
+        first: Callable[[], None] | None = None,
     ) -> None:
-        """Let the pipeline of an engine's module run in stages. ``begin``, ``weight``: as for ``Runner``."""
+        """Let the pipeline of an engine's module run in stages. ``begin``, ``weight``, ``first``: as for ``Runner``."""
         pipeline = pipeline_of(engine.root, self.sizes.pipeline)
         if pipeline is None:
             return
         assert self._row is not None
         group = self.device_mesh[PIPELINE].get_group()
         counts = self.data_rank, self.sizes.data, config.micro_batches
-        pipeline.runner = Runner(pipeline, engine, self._row, group, *counts, begin, weight)
+        alike = self._experts is not None
+        pipeline.runner = Runner(pipeline, engine, self._row, group, *counts, begin, weight, alike, first)
         if self.sizes.of_stage > 1 and self._world.rank == 0:
             _warn_of_traffic(engine, config)
 
@@ -336,11 +396,19 @@ class ParallelMesh:
         self, group: ShardGroup, stages: Mapping[nn.Parameter, frozenset[int]], name: str, parameter: nn.Parameter
     ) -> ShardGroup:
         cut, holding = is_cut(parameter), stages.get(parameter, frozenset())
+        if self._experts is not None and is_of_experts(parameter):
+            return self._experts.same
         if len(holding) > 1:
             return self._shared[holding, cut]
         if cut:
+            assert self._cut is not None
             return self._cut
         return self.peers if self.peers is not None and holding else group
+
+
+def _shared(pipeline: Pipeline) -> set[nn.Parameter]:
+    """Parameters of layers that several stages have."""
+    return {parameter for parameter, stages in pipeline.stages_of_parameters().items() if len(stages) > 1}
 
 
 def mesh_of(config: ZeroConfig, world: World) -> ParallelMesh | None:

@@ -37,6 +37,7 @@ from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.guard import is_guarded
 from lt_zero.parallel import styles
+from lt_zero.parallel.experts import is_of_experts
 from lt_zero.parallel.local import is_cut, mark_partial, spec_of
 from lt_zero.parallel.rules import (
     SIZE,
@@ -96,7 +97,8 @@ def parallelize(
     if mesh.size() == 1:
         return []
     block = config.tensor_parallel
-    if any(of_stages(any(isinstance(parameter, DTensor) for parameter in module.parameters()))):
+    distributed = (p for p in module.parameters() if isinstance(p, DTensor) and not is_of_experts(p))
+    if any(of_stages(any(True for _ in distributed))):
         if block.partition_config is not None or block.preset_model is not None:
             key = RULES if block.partition_config is not None else "tensor_parallel.preset_model"
             raise ConfigError.about(key, f"{key}: the model is parallelized already. Remove the key, or do not do it.")
@@ -130,7 +132,7 @@ def planned_parts(module: nn.Module, ranks: int, config: ZeroConfig) -> list[Par
         ConfigError: as ``parallelize``; or the module is parallelized over another number of ranks.
     """
     named = {id(parameter): (name, parameter) for name, parameter in module.named_parameters()}
-    distributed = [(name, p) for name, p in named.values() if isinstance(p, DTensor)]
+    distributed = [(name, p) for name, p in named.values() if isinstance(p, DTensor) and not is_of_experts(p)]
     for name, parameter in distributed:
         if (size := parameter.device_mesh.size()) != ranks:
             text = f"{SIZE}={ranks}, and parameter {name!r} is distributed over {size} ranks. Write {SIZE}: {size}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -15,7 +14,8 @@ class Replaced:
     """Map from parameters that optimizers may hold since before the module was cut to those that replaced them."""
 
     def __init__(self) -> None:
-        self._now: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weak references to parameters
+        # Weak references to those of now would keep torch from swapping them, when the engine fills them.
+        self._now: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @contextmanager
     def noting(self, module: nn.Module) -> Iterator[None]:
@@ -24,7 +24,7 @@ class Replaced:
         yield
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if parameter is not before[name]:
-                self._now[before[name]] = weakref.ref(parameter)
+                self._now[before[name]] = parameter
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
         """Let optimizers that have taken no step have the parameters of now."""
@@ -33,6 +33,5 @@ class Replaced:
                 group["params"] = [p if p in optimizer.state else self._of(p) for p in group["params"]]
 
     def _of(self, parameter: nn.Parameter) -> nn.Parameter:
-        now = self._now.get(parameter)
-        found: nn.Parameter | None = now() if now is not None else None
-        return parameter if found is None else found
+        found: nn.Parameter = self._now.get(parameter, parameter)
+        return found

@@ -15,7 +15,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
 
@@ -25,7 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from lt_zero.activation.checkpointing import Checkpointing
+from lt_zero.activation.budget import plan_budget
+from lt_zero.activation.checkpointing import Checkpointing, open_meter
 from lt_zero.common.compat import DispatchMode, announce_device, in_running_backward, without_values
 from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.config import ZeroConfig
@@ -93,18 +94,26 @@ def estimate_activations(
         copied = _copy(model, policy, fp32_modules_of(model, policy), stack)
         values = map_tensors(batch, _empty_like)
         block, ledger = config.activation_checkpointing, Ledger()
-        if block.mode != "none":
-            aside = block.cpu_checkpointing or block.nvme_path is not None
-            stack.callback(Checkpointing(copied, block, _Aside() if aside else None, warns=False).remove)
         if config.long_sequences.tiles:
             stack.callback(install_tiles(copied, config.long_sequences, rank=-1).remove)
         for module in copied.modules():
             if isinstance(module, TokenTiles):
                 module.checked = True  # the check compares values
-        ledger.leave_out(chain(copied.parameters(), copied.buffers(), iter_tensors(values)))
-        _watch(copied, ledger)
         if policy.autocast and policy.compute is not None:
             stack.enter_context(torch.autocast("cpu", policy.compute, cache_enabled=False))
+        if block.mode != "none":
+            aside = _Aside() if block.cpu_checkpointing or block.nvme_path is not None else None
+            meter = open_meter(copied, block, torch.device("cpu"))
+            recomputed = Checkpointing(copied, block, aside, warns=False, meter=meter)
+            stack.callback(recomputed.remove)
+            if meter is not None and block.memory_budget is not None:
+                (step or default_step)(copied, values).backward()
+                # Without times, bytes stand for them.
+                costs = [replace(cost, nanoseconds=cost.inner) for cost in meter.costs()]
+                recomputed.follow(plan_budget(costs, block.memory_budget, aside is not None).recomputed)
+                copied.zero_grad()
+        ledger.leave_out(chain(copied.parameters(), copied.buffers(), iter_tensors(values)))
+        _watch(copied, ledger)
         stack.enter_context(ledger)
         loss = (step or default_step)(copied, values)
         loss.backward()

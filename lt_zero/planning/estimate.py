@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import MODES, DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.engine.partition import EnginePlan, GroupFacts, plan_engine, with_sizes
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.parallel import experts
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.pipeline.layers import pipeline_of
 from lt_zero.parallel.plan import planned_parts
@@ -96,6 +97,11 @@ def estimate_traffic(
     """
     options = (ranks_per_node, "adam", precision, device, accumulate_grad_batches, False)
     plan, parsed, policy, setup = _planned(model, config, world, *options)
+    tensor = parsed.tensor_parallel.autotp_size
+    if setup.world > setup.per_node and setup.per_node % tensor:
+        key = "tensor_parallel.autotp_size"
+        text = f"{key}={tensor} does not divide the {setup.per_node} ranks of a node: activations would cross"
+        raise ConfigError.about(key, f"{text} the network in each layer, which is not counted. Use a divisor.")
     if setup.world < world > setup.per_node:
         _check_nodes(setup, world // setup.world)
         setup = replace(setup, per_node=min(setup.per_node, setup.world))
@@ -138,13 +144,8 @@ def _planned(
     if world < 1 or not 1 <= per_node <= world:
         raise ValueError(f"world={world}, ranks_per_node={per_node}: 1 <= ranks_per_node <= world is needed.")
     ranks = ParallelSizes.of(config, world)
-    if ranks.expert > 1:
-        key = "expert_parallel.autoep_size"
-        raise ConfigError.about(
-            key, f"{key}={ranks.expert}: experts on several ranks are not forecast. Remove the key."
-        )
     stage = _stage_of(model, config)
-    module, config, specs = _cut_module(stage.model, config, ranks.tensor)
+    module, config, (specs, of_experts) = _cut_module(stage.model, config, ranks)
     policy = dtype_policy(config, resolve_mode(config, precision or "32-true"))
     if module is not stage.model:
         policy = replace(policy, keep_fp32=())  # the names of modules are unknown
@@ -161,9 +162,10 @@ def _planned(
         elsewhere=stage.elsewhere,
     )
     named = dict(module.named_parameters())
-    sizes = {named[spec.name]: spec.local_box.numel for spec in specs}
-    others, wide = groups.of_parameters(module, sizes, module is stage.model)
-    plan = plan_engine(module, config, policy, groups.of_stage.mesh.shards, specs, others, sizes, wide=wide)
+    sizes, stacks = ({named[s.name]: s.local_box.numel for s in found} for found in (specs, of_experts))
+    others, wide = groups.of_parameters(module, sizes, stacks, module is stage.model)
+    every, shards = [*specs, *of_experts], groups.of_stage.mesh.shards
+    plan = plan_engine(module, config, policy, shards, every, others, {**sizes, **stacks}, wide=wide)
     return plan, config, policy, setup
 
 
@@ -187,11 +189,12 @@ class _Groups:
     device: str
     per_node: int
 
-    def _sized(self, size: int) -> PlannedGroup:
+    def _sized(self, size: int, of_experts: bool = False) -> PlannedGroup:
         # Groups with other parts of the same tensors are beside each other on each node.
         neighbours = min(self.per_node, self.ranks.of_stage) // max(1, self.ranks.of_stage // size)
-        in_node = self.world == self.per_node
-        return PlannedGroup.assumed(size, self.world, self.zero, self.device, in_node, max(1, neighbours))
+        least = min(self.ranks.tensor, self.per_node) if of_experts else 1  # tensor ranks have the same experts
+        in_node, neighbours = self.world == self.per_node, max(least, neighbours)
+        return PlannedGroup.assumed(size, self.world, self.zero, self.device, in_node, neighbours, of_experts)
 
     @property
     def of_stage(self) -> PlannedGroup:
@@ -199,11 +202,15 @@ class _Groups:
         return self._sized(self.ranks.of_stage)
 
     def of_parameters(
-        self, module: nn.Module, cut: Mapping[Parameter, int], of_user: bool
+        self, module: nn.Module, cut: Collection[Parameter], stacks: Collection[Parameter], of_user: bool
     ) -> tuple[dict[Parameter, GroupFacts], set[Parameter]]:
-        """The groups of parameters with another one, and those that other stages have, too."""
+        """The groups of parameters with another one, and those that other stages have, too.
+
+        ``cut``: over tensor ranks; ``stacks``: of experts.
+        """
         tensor, pipeline = self.ranks.tensor, self.ranks.pipeline
         found: dict[Parameter, GroupFacts] = dict.fromkeys(cut, self._sized(self.ranks.with_part))
+        found |= dict.fromkeys(stacks, self._sized(self.ranks.with_experts, of_experts=True))
         made = pipeline_of(module, pipeline) if of_user else None  # of a model by its size nothing is shared
         if made is None:
             return found, set()
@@ -216,20 +223,31 @@ class _Groups:
         return found, wide
 
 
+Specs = tuple[list[ParamSpec], list[ParamSpec]]  # of what tensor ranks cut, and of experts
+
+
 def _cut_module(
-    model: nn.Module | Sizes, config: ZeroConfig, tensor: int
-) -> tuple[nn.Module, ZeroConfig, list[ParamSpec]]:
+    model: nn.Module | Sizes, config: ZeroConfig, ranks: ParallelSizes
+) -> tuple[nn.Module, ZeroConfig, Specs]:
     """The module that is planned, its configuration, and the part of a rank of each cut parameter."""
+    tensor, expert = ranks.tensor, ranks.expert
     if isinstance(model, nn.Module):
         config = with_sizes(config, model)
-        return model, config, planned_parts(model, tensor, config)
+        of_experts = experts.planned_parts(model, expert, of_stage=ranks.pipeline > 1)
+        return model, config, (planned_parts(model, tensor, config), of_experts)
+    if expert > 1 and not model.experts:
+        raise ConfigError.about(
+            experts.SIZE,
+            f"{experts.SIZE}={expert}: the number of parameters does not say how many of them are experts'. Give "
+            "--expert-params (Sizes(experts=...)), or --experts with --layers, or the module.",
+        )
     if sizes_left := sorted(path[1] for path in config.autos if path[1:] and str(path[1]).endswith(_OF_HIDDEN)):
         raise ValueError(f'{", ".join(map(str, sizes_left))} "auto" needs the model, not its size: write numbers.')
     along = config.zero_optimization.model_copy(update={"shard_along": "element"})
     config = config.model_copy(update={"zero_optimization": along})
     limit = min(config.zero_optimization.reduce_bucket_size, config.zero_optimization.allgather_bucket_size)
-    made = skeleton(model, limit * tensor)
-    return made, config, list(parts_of_all(made, tensor))
+    made = skeleton(model, limit, tensor, expert)
+    return made, config, parts_of_all(made, tensor, expert)
 
 
 def states_of(optimizer: str | float | Optimizer) -> tuple[float, bool]:

@@ -41,6 +41,7 @@ _DIMENSIONS = (
     "pipeline.stages",
     "pipeline.num_microbatches",
     "pipeline.schedule",
+    "expert_parallel.autoep_size",
 )
 
 ModuleOption = Annotated[
@@ -65,6 +66,10 @@ MicroBatchesOption = Annotated[
 LayersOption = Annotated[
     int | None, Option(min=1, help="Instead of --params: transformer blocks of --hidden, with --heads.")
 ]
+ExpertRanksOption = Annotated[
+    int | None, Option(min=1, help="Ranks that share experts. Default: expert_parallel.autoep_size.")
+]
+ExpertsOption = Annotated[int, Option(min=0, help="With --layers: of each block, in place of its feed-forward layer.")]
 BatchOption = Annotated[
     int | None, Option(min=1, help="With --fit: sequences of a step on all ranks; default: 2 micro-batches a rank.")
 ]
@@ -79,11 +84,13 @@ StepSecondsOption = Annotated[
 def estimate_command(
     params: Annotated[str | None, Option(help="Number of parameters of the model, such as 7.5e9, 7B or 350M.")] = None,
     largest: Annotated[str | None, Option(help="Parameters of its largest layer; default: 1/32 of all.")] = None,
+    expert_params: Annotated[str | None, Option(help="Parameters of experts, of --params.")] = None,
     module: ModuleOption = None,
     world: Annotated[int, Option(help="Number of ranks.")] = 1,
     per_node: Annotated[int | None, Option(help="Ranks per node; default: at most 8.")] = None,
     tensor: TensorOption = None,
     sequence_ranks: SequenceRanksOption = None,
+    expert_ranks: ExpertRanksOption = None,
     pipeline: PipelineOption = None,
     micro_batches: MicroBatchesOption = None,
     schedule: Annotated[str | None, Option(help="1F1B, GPipe, Interleaved1F1B or LoopedBFS.")] = None,
@@ -91,6 +98,8 @@ def estimate_command(
     hidden: Annotated[int | None, Option(min=1, help="Width of a block.")] = None,
     heads: Annotated[int | None, Option(min=1, help="Of attention; default: one for each 128 of --hidden.")] = None,
     vocabulary: Annotated[int, Option(min=0, help="Rows of the embedding, and of the head: for logits.")] = 0,
+    experts: ExpertsOption = 0,
+    top_k: Annotated[int, Option(min=1, help="Experts that a token is sent to.")] = 2,
     sequence_length: SequenceLengthOption = None,
     micro_batch: Annotated[int, Option(min=1, help="Sequences of a micro-batch, for activations.")] = 1,
     batch: BatchOption = None,
@@ -113,9 +122,10 @@ def estimate_command(
     console = Console(highlight=False)
     try:
         length = sequence_length or 4096
-        shape = _shape(layers, hidden, heads, length, micro_batch, vocabulary)
-        parsed = _config(config, stage, (tensor, sequence_ranks, pipeline, micro_batches, schedule), module)
-        stages = _stages(params, largest, module, shape, parsed)
+        shape = _shape(layers, hidden, heads, (length, micro_batch, vocabulary, experts, top_k))
+        dimensions = (tensor, sequence_ranks, pipeline, micro_batches, schedule, expert_ranks)
+        parsed = _config(config, stage, dimensions, module)
+        stages = _stages(params, largest, expert_params, module, shape, parsed)
         model = stages[0].model if len(stages) == 1 else fullest(stages)
         world, per_node = _ranks(world, nodes, per_node)
         _draw(parsed, world, per_node, device, console)
@@ -125,13 +135,16 @@ def estimate_command(
         _print_pipeline(stages, parsed, shape, console)
         if fit:
             fits = _fit(model, parsed, world, options, (gpu_gb, cpu_gb, nvme_gb), mbit, console)
-            if isinstance(model, Sizes) and ParallelSizes.of(parsed, world).is_plain and device == "cuda" and world > 1:
+            is_plain = ParallelSizes.of(parsed, world).is_plain and isinstance(model, Sizes) and not model.experts
+            if isinstance(model, Sizes) and is_plain and device == "cuda" and world > 1:
                 known = shape or Transformer.like(model.total, length, micro_batch)
                 _suggest(_job(model, known, batch, parsed, world, options, gpu_gb, mbit), shape is None, console)
             raise typer.Exit(0 if fits else 1)
         settings_table(model, parsed, world, stage=stage, console=console, **options)
         cast = estimate(model, parsed, world, **options)
         _print_parts(cast, parsed, module is None, console)
+        if shape is not None:
+            _print_tokens(shape, parsed, cast.setup.per_node, console)
         if config is not None or stage is not None:
             kinds_table(cast, f"Stage {parsed.zero_optimization.stage} as configured", console)
         if (shape is not None or sequence_length is not None) and parsed.pipeline.ranks == 1:
@@ -224,16 +237,35 @@ def _print_parts(cast: Forecast, config: ZeroConfig, assumed: bool, console: Con
     """Print the share of the model that a rank has, unless it has all of it."""
     if cast.local >= cast.parameters:
         return
-    sizes = (("tensor", config.tensor_parallel.autotp_size), ("pipeline", config.pipeline.ranks))
+    sizes = (
+        ("tensor", config.tensor_parallel.autotp_size),
+        ("pipeline", config.pipeline.ranks),
+        ("expert", config.expert_parallel.ranks),
+    )
     kinds = " and ".join(name for name, size in sizes if size > 1)
     text = f"Of {cast.parameters:,} parameters a {kinds} rank has {cast.local:,}"
     if config.pipeline.ranks > 1:
         text = f"{text}, at most"
-    elif assumed:
+    elif assumed and config.tensor_parallel.autotp_size > 1:
         text = f"{text}: all are taken to be cut; --module counts the model's plan"
     else:
         text = f"{text}: its parts, and what is not cut"
     console.print(f"{text}. ZeRO shards these.", markup=False, soft_wrap=True)
+
+
+def _print_tokens(shape: Transformer, config: ZeroConfig, per_node: int, console: Console) -> None:
+    """Print what expert ranks send each other."""
+    ranks = config.expert_parallel.ranks
+    if not shape.experts or ranks == 1:
+        return
+    nbytes = shape.layers // config.pipeline.ranks * shape.to_experts(config.sequence_parallel_size)
+    beside = min(ranks, max(1, per_node // config.tensor_parallel.autotp_size))
+    console.print(
+        f"Of each micro-batch a rank sends {format_bytes(nbytes)} of tokens to experts and back, in 16 bits: "
+        f"{1 - 1 / ranks:.0%} to other ranks and {1 - beside / ranks:.0%} to other nodes, if routers balance them.",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _note_resident(cast: Forecast, console: Console) -> None:
@@ -259,19 +291,22 @@ def _ranks(world: int, nodes: int | None, per_node: int | None) -> tuple[int, in
     return nodes * per_node, per_node
 
 
-def _shape(
-    layers: int | None, hidden: int | None, heads: int | None, sequence: int, micro_batch: int, vocabulary: int
-) -> Transformer | None:
-    """The transformer that the options describe; None: they do not."""
+def _shape(layers: int | None, hidden: int | None, heads: int | None, others: Sequence[int]) -> Transformer | None:
+    """The transformer that the options describe; None: they do not. ``others``: its further fields, in order."""
     if (layers is None) != (hidden is None) or (layers is None and heads is not None):
         raise ValueError("--layers and --hidden describe a transformer: give both; --heads goes with them.")
     if layers is None or hidden is None:
         return None
-    return Transformer(layers, hidden, heads or max(1, hidden // 128), sequence, micro_batch, vocabulary)
+    return Transformer(layers, hidden, heads or max(1, hidden // 128), *others)
 
 
 def _stages(
-    params: str | None, largest: str | None, module: str | None, shape: Transformer | None, config: ZeroConfig
+    params: str | None,
+    largest: str | None,
+    experts: str | None,
+    module: str | None,
+    shape: Transformer | None,
+    config: ZeroConfig,
 ) -> list[Stage]:
     """The stage of each rank of a pipeline; without one, the model."""
     if (params is not None) + (module is not None) + (shape is not None) != 1:
@@ -279,7 +314,9 @@ def _stages(
     if module is None:
         sizes = shape.sizes() if shape is not None else None
         if sizes is None:
-            sizes = Sizes(count_of(params, "--params"), None if largest is None else count_of(largest, "--largest"))
+            of_experts = 0 if experts is None else count_of(experts, "--expert-params")
+            one = None if largest is None else count_of(largest, "--largest")
+            sizes = Sizes(count_of(params, "--params"), one, experts=of_experts)
         return stages_of_sizes(sizes, config) if config.pipeline.ranks > 1 else [Stage(sizes, 0, 0, sizes.total, 0)]
     build = partial(_module, module)
     return stages_of_module(build, config) if config.pipeline.ranks > 1 else [Stage(build(), 0, 0, 0, 0)]
@@ -309,6 +346,7 @@ def _module(module: str) -> nn.Module:
 def _config(path: Path | None, stage: int | None, dimensions: Sequence[Any], module: str | None) -> ZeroConfig:
     """The configuration in a file, overridden by ``stage`` and by values for ``_DIMENSIONS`` (None: as in the file)."""
     given = [f"{key}={value}" for key, value in zip(_DIMENSIONS, dimensions, strict=True) if value is not None]
+    given += ["expert_parallel.enabled=true"] if any(each.startswith("expert") for each in given) else []
     config = ZeroConfig.of(path, stage, given)
     sizes = [".".join(map(str, key)) for key in config.autos if key[0] == "zero_optimization"]
     if sizes and module is None:

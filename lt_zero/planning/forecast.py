@@ -59,14 +59,17 @@ def planned(
 ) -> tuple[ExchangePlan, dict[BucketPlan, StoragePlan]]:
     """Plans of the exchange, and of the storage of one rank for each bucket, from which ``build`` makes an engine."""
     exchange = plan_exchange(config, plan, policy, setup.group)
-    apart, codecs = setup.device != "cpu", partial(plan_codecs, config, exchange)
+    apart, codecs = setup.device != "cpu", partial(plan_codecs, config, exchange, setup.training)
     return exchange, plan_storage(plan, config, policy, setup.group, apart, codecs, setup.training)
 
 
 def _kept(row: StoragePlan, setup: Setup) -> list[tuple[MomentForm, float]]:
     """Forms of what is kept beside the master weights of a bucket, and how many of each: moments, averages."""
-    wide = PlainMoments(torch.promote_types(row.precision, torch.float32))
-    return [(row.moments, setup.states), (wide, setup.averages)]
+    return [(row.moments, setup.states), (PlainMoments(_averages_in(row)), setup.averages)]
+
+
+def _averages_in(row: StoragePlan) -> torch.dtype:
+    return torch.promote_types(row.precision, torch.float32)
 
 
 def _kept_nbytes(row: StoragePlan, setup: Setup) -> float:
@@ -195,9 +198,11 @@ class _Sums:
             for row, numel in zip(self.rows, self.moment_numels, strict=True)
             if row.trains and row.states != NVME
         ]
-        files = {(number, *kept) for row in self.stored for number, kept in enumerate(_kept(row, self.setup))}
-        for _, form, count in files:
-            total.append((NVME, MOMENTS, int(sum(rounded(form.nbytes(row.shard_numel)) for row in self.rows) * count)))
+        if self.stored:
+            own = sum(rounded(row.moments.nbytes(row.shard_numel)) for row in self.rows)
+            total.append((NVME, MOMENTS, int(own * self.setup.states)))
+        averages = {_averages_in(row) for row in self.stored}
+        total += [(NVME, MOMENTS, int(self._file(dtype) * self.setup.averages)) for dtype in averages]
         # Free buffers that are kept for the next stored tensor (io.pinned.BufferPool).
         sizes = [row.shard_numel * row.master.itemsize for row in self.rows if NVME in (row.states, row.weights)]
         pools = 1 if all(row.states == NVME for row in self.rows if row.weights == NVME) else 2

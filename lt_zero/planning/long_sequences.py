@@ -169,13 +169,30 @@ class _MLP(nn.Module):
         return result
 
 
+class _Mixture(nn.Module):
+    """Experts that get equally many tokens, so that all of them keep as much as one that gets the rows of all."""
+
+    def __init__(self, shape: Transformer) -> None:
+        super().__init__()
+        self.router, self.top_k = nn.Linear(shape.hidden, shape.experts, bias=False), shape.top_k
+        self.expert = _MLP(shape, RankPart())
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, _ = self.router(x.flatten(0, -2)).softmax(-1).topk(self.top_k, -1)
+        rows = x.flatten(0, -2).repeat_interleave(self.top_k, 0)
+        made = self.expert(rows).unflatten(0, scores.shape) * scores[..., None].to(rows.dtype)
+        result: Tensor = made.sum(1).view_as(x)
+        return result
+
+
 class _DecoderBlock(nn.Module):
     """A block in the manner of Llama. LayerNorm keeps as much as a fused RMSNorm: its input."""
 
     def __init__(self, shape: Transformer, part: RankPart) -> None:
         super().__init__()
         self.norm1, self.norm2 = (nn.LayerNorm(shape.hidden, bias=False) for _ in range(2))
-        self.attention, self.mlp = _Attention(shape, part), _MLP(shape, part)
+        self.attention = _Attention(shape, part)
+        self.mlp = _Mixture(shape) if shape.experts else _MLP(shape, part)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))

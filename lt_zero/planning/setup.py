@@ -26,6 +26,7 @@ class PlannedGroup:
     gathers_in_background: bool
     zero: ZeroOptimization = field(compare=False, repr=False)
     nodes: Sequence[Sequence[int]] = field(compare=False, repr=False)
+    of_experts: bool = False  # the ranks have the same experts, and other groups have others
 
     @property
     def secondary_shards(self) -> int:
@@ -33,13 +34,21 @@ class PlannedGroup:
 
     @classmethod
     def assumed(
-        cls, size: int, world: int, zero: ZeroOptimization, device: str, in_node: bool, neighbours: int
+        cls,
+        size: int,
+        world: int,
+        zero: ZeroOptimization,
+        device: str,
+        in_node: bool,
+        neighbours: int,
+        of_experts: bool = False,
     ) -> PlannedGroup:
         """``size`` of ``world`` ranks: NCCL on GPUs; on CPUs shared memory within a node, else gloo.
 
         Args:
             in_node: all of the world are on one node.
             neighbours: ranks of the group that are on a node.
+            of_experts: of ranks with the same experts.
         """
         alone, on_cpu = world == 1, device == "cpu"
         shares = on_cpu and in_node and not alone
@@ -53,6 +62,7 @@ class PlannedGroup:
             gathers_in_background=not alone and not shares,
             zero=zero,
             nodes=[range(first, min(first + neighbours, size)) for first in range(0, size, neighbours)],
+            of_experts=of_experts,
         )
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from lt_zero.parallel.pipeline.partition import divide, weights_of
 
 _MOST_UNITS = 1024  # units of a model given by size; more would not change the result
 _MOST_PIECES = 50_000  # buckets of a model given by size; each is planned
+_WHOLE, _EXPERT = "weight", "expert"  # names of parameters of a ``skeleton``
 _USUAL_UNITS = 32  # default number of layers of a model given by size
 
 
@@ -29,11 +30,15 @@ class Sizes:
         total: parameters: a number, or text such as "7e9", "7B" or "350M".
         largest: parameters of the largest unit (a transformer block, an embedding); default: a 32nd of all.
         layers: parameters of each unit, in order; default: all are as large as the largest.
+        experts: parameters of experts, of the total.
+        expert_layers: those of each unit, in order; default: each unit has the same share of them.
     """
 
     total: int
     largest: int | None = None
     layers: tuple[int, ...] = ()
+    experts: int = 0
+    expert_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "total", count_of(self.total, "Sizes(total=...)"))
@@ -46,6 +51,10 @@ class Sizes:
             )
         if self.layers and sum(self.layers) != self.total:
             raise ValueError(f"Sizes(total={self.total}): its layers have {sum(self.layers)} parameters.")
+        if self.experts:
+            object.__setattr__(self, "experts", count_of(self.experts, "Sizes(experts=...)"))
+        if self.experts > self.total:
+            raise ValueError(f"Sizes(total={self.total}, experts={self.experts}): experts are a part of the total.")
 
     def units(self) -> tuple[int, ...]:
         """The parameters of each unit."""
@@ -54,6 +63,10 @@ class Sizes:
         largest = self.largest or -(-self.total // _USUAL_UNITS)
         size = max(largest, -(-self.total // _MOST_UNITS))
         return tuple(min(size, self.total - lo) for lo in range(0, self.total, size))
+
+    def expert_units(self) -> tuple[int, ...]:
+        """The parameters of experts of each unit."""
+        return self.expert_layers or tuple(unit * self.experts // self.total for unit in self.units())
 
 
 @dataclass(frozen=True)
@@ -84,14 +97,15 @@ def stages_of_sizes(sizes: Sizes, config: ZeroConfig) -> list[Stage]:
     Raises:
         ConfigError: there are more stages than layers.
     """
-    units, block = sizes.units(), config.pipeline
+    units, experts, block = sizes.units(), sizes.expert_units(), config.pipeline
     method = "uniform" if block.partition_method == "uniform" else "parameters"  # there are no classes, and no times
     parts = divide(weights_of(method, [""] * len(units), units), block.ranks * block.chunks)
     found = []
     for rank in range(block.ranks):
-        own = tuple(units[number] for part in parts[rank :: block.ranks] for number in part)
-        has = sum(own)
-        found.append(Stage(Sizes(has, layers=own), rank, len(own), has, sizes.total - has))
+        numbers = [number for part in parts[rank :: block.ranks] for number in part]
+        own, of_experts = (tuple(of_units[number] for number in numbers) for of_units in (units, experts))
+        made = Sizes(sum(own), None, own, sum(of_experts), of_experts)
+        found.append(Stage(made, rank, len(own), made.total, sizes.total - made.total))
     return found
 
 
@@ -122,32 +136,42 @@ def fullest(stages: list[Stage]) -> Stage:
 
 
 class _Layer(nn.Module):
-    """A unit of ``numel`` parameters, in pieces of at most ``limit``."""
+    """A unit of ``numel`` parameters, and others of experts, in pieces of at most the limit of their kind."""
 
-    def __init__(self, numel: int, limit: int) -> None:
+    def __init__(self, numel: int, experts: int, limits: tuple[int, int]) -> None:
         super().__init__()
-        for number, lo in enumerate(range(0, numel, limit)):
-            # Two dimensions: vectors would be taken for norms, which stay in fp32.
-            shape = (min(limit, numel - lo), 1)
-            self.register_parameter(f"weight_{number}", Parameter(torch.empty(shape, device="meta")))
+        for kind, count, limit in zip((_WHOLE, _EXPERT), (numel - experts, experts), limits, strict=True):
+            for number, lo in enumerate(range(0, count, limit)):
+                # Two dimensions: vectors would be taken for norms, which stay in fp32.
+                shape = (min(limit, count - lo), 1)
+                self.register_parameter(f"{kind}_{number}", Parameter(torch.empty(shape, device="meta")))
 
     def forward(self) -> None:
         """A module with a forward of its own can be a unit."""
 
 
-def skeleton(sizes: Sizes, limit: int) -> nn.Module:
-    """A module on the meta device with these sizes; ``limit`` is that of a bucket, in elements."""
+def skeleton(sizes: Sizes, limit: int, tensor: int = 1, expert: int = 1) -> nn.Module:
+    """A module on the meta device with these sizes.
+
+    ``limit`` is that of a bucket, in elements, of which a tensor or expert rank has a part.
+    """
     if sizes.total / limit > _MOST_PIECES:
         raise ValueError(
             f"{sizes.total:.3g} parameters are {sizes.total / limit:.3g} buckets of {limit:,} elements, and at most "
             f"{_MOST_PIECES:,} are planned. Give the number of parameters that was meant, or raise "
             "zero_optimization.reduce_bucket_size and allgather_bucket_size."
         )
-    return nn.ModuleList(_Layer(numel, limit) for numel in sizes.units())
+    units, limits = zip(sizes.units(), sizes.expert_units(), strict=True), (limit * tensor, limit * expert)
+    return nn.ModuleList(_Layer(numel, experts, limits) for numel, experts in units)
 
 
-def parts_of_all(model: nn.Module, ranks: int) -> Iterator[ParamSpec]:
-    """This rank's part of each parameter of a ``skeleton``; all are taken to be cut over ``ranks``."""
-    for name, parameter in model.named_parameters() if ranks > 1 else ():
-        rows, columns = parameter.shape
-        yield ParamSpec(name, (rows, columns), Box((0, 0), (-(-rows // ranks), columns)))
+def parts_of_all(model: nn.Module, tensor: int, expert: int) -> tuple[list[ParamSpec], list[ParamSpec]]:
+    """This rank's part of what tensor ranks cut of a ``skeleton``, and of experts; all is taken to be cut."""
+    found: tuple[list[ParamSpec], list[ParamSpec]] = [], []
+    for name, parameter in model.named_parameters():
+        of_experts = name.rpartition(".")[2].startswith(_EXPERT)
+        ranks, (rows, columns) = expert if of_experts else tensor, parameter.shape
+        if ranks > 1:
+            spec = ParamSpec(name, (rows, columns), Box((0, 0), (-(-rows // ranks), columns)))
+            found[of_experts].append(spec)
+    return found

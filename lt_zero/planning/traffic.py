@@ -16,7 +16,6 @@ import torch
 from lt_zero.comm.hierarchy import axis_groups
 from lt_zero.comm.topology import choose
 from lt_zero.comm.transport import Mesh
-from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.gather import Residency
@@ -89,18 +88,13 @@ class _GroupLinks:
     """Traffic of a bucket of ``group`` between nodes, per node. Groups with other parts of its tensors send as much.
 
     Their ranks are on nodes alike: tensor ranks are neighbours, as many on each node.
-
-    Raises:
-        ConfigError: they are not.
     """
 
     def __init__(self, group: GroupFacts, config: ZeroConfig, setup: Setup) -> None:
-        self._alike = max(1, setup.world // group.size)
-        if setup.world > setup.per_node and setup.per_node % self._alike:
-            key = "tensor_parallel.autotp_size"
-            text = f"{key}={self._alike} does not divide the {setup.per_node} ranks of a node: activations would cross"
-            raise ConfigError.about(key, f"{text} the network in each layer, which is not counted. Use a divisor.")
         nodes = [list(node) for node in group.nodes]
+        # A group of few experts may be on some of the nodes only.
+        share = min(1.0, len(nodes) / -(-setup.world // setup.per_node))
+        self._alike = max(1, setup.world // group.size) * share
         backend = "gloo" if setup.device == "cpu" else "nccl"
         self.topology = choose(config.communication.topology, group.mesh, nodes, backend)
         self._links = _Links(group.mesh, nodes, backend, self.topology.sizes)

@@ -32,7 +32,7 @@ class Activations(NamedTuple):
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder of equal blocks; feed-forward layers are four times as wide.
+    """A decoder of equal blocks; feed-forward layers, or experts, are four times as wide.
 
     Attributes:
         layers: blocks.
@@ -41,6 +41,8 @@ class Transformer:
         sequence: tokens of a sequence.
         micro_batch: sequences of a micro-batch.
         vocabulary: rows of the embedding, and of the head; 0: there are none.
+        experts: of a block, in place of its feed-forward layer; 0: there are none.
+        top_k: experts that a router chooses for each token.
     """
 
     layers: int
@@ -49,12 +51,16 @@ class Transformer:
     sequence: int = 4096
     micro_batch: int = 1
     vocabulary: int = 0
+    experts: int = 0
+    top_k: int = 2
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             expect_number(value, f"--{name.replace('_', '-')}", whole=True)
-            if value < (name != "vocabulary"):
+            if value < (name not in ("vocabulary", "experts")):
                 raise ValueError(f"--{name.replace('_', '-')} {value} is not positive.")
+        if 0 < self.experts < self.top_k:
+            raise ValueError(f"--top-k {self.top_k} is more than --experts {self.experts}.")
 
     @classmethod
     def like(cls, parameters: int, sequence: int = 4096, micro_batch: int = 1) -> Transformer:
@@ -67,13 +73,31 @@ class Transformer:
     @property
     def block(self) -> int:
         """Parameters of a block."""
-        return 12 * self.hidden**2 + 13 * self.hidden
+        if not self.experts:
+            return 12 * self.hidden**2 + 13 * self.hidden
+        return 4 * self.hidden**2 + (8 + self.experts) * self.hidden + self.of_experts  # with a router
+
+    @property
+    def of_experts(self) -> int:
+        """Parameters of the experts of a block."""
+        return self.experts * (8 * self.hidden**2 + 5 * self.hidden)
 
     def sizes(self) -> Sizes:
         """The embedding, the blocks, and the head."""
         ends = (self.vocabulary * self.hidden,) if self.vocabulary else ()
         layers = (*ends, *(self.block,) * self.layers, *ends)
-        return Sizes(sum(layers), max(layers), layers)
+        if not self.experts:
+            return Sizes(sum(layers), max(layers), layers)
+        none = (0,) * len(ends)
+        of_experts = (*none, *(self.of_experts,) * self.layers, *none)
+        return Sizes(sum(layers), max(layers), layers, sum(of_experts), of_experts)
+
+    def to_experts(self, sequence: int = 1, itemsize: int = _BITS16) -> float:
+        """Bytes of one block and micro-batch that one of ``sequence`` ranks sends to experts, and these back.
+
+        In forward and backward, with those to experts of its own. A block that is recomputed sends half as much again.
+        """
+        return 4 * itemsize * self.top_k * self.sequence * self.micro_batch * self.hidden / sequence
 
     @property
     def boundary(self) -> int:
@@ -86,9 +110,13 @@ class Transformer:
         Each of the tensor ranks keeps those of norms and residual connections, of its part of sequences.
         """
         elements = self.sequence * self.micro_batch * self.hidden / sequence
-        fused = elements * (10 + 24 / tensor)
+        # Experts keep the rows that they got and made, and are whole on tensor ranks.
+        inner = 16 / tensor if not self.experts else 20 * self.top_k
+        fused = elements * (10 + 8 / tensor + inner)
         whole = fused + elements * 5 * self.heads * self.sequence / self.hidden / tensor
         return Activations(whole, fused, self.boundary / sequence)
 
     def __str__(self) -> str:
-        return f"{self.layers} blocks, {self.hidden:,} wide, {self.heads} heads, sequences of {self.sequence:,}"
+        with_experts = f" of {self.experts} experts" if self.experts else ""
+        heads = f"{self.hidden:,} wide, {self.heads} heads"
+        return f"{self.layers} blocks{with_experts}, {heads}, sequences of {self.sequence:,}"

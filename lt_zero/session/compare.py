@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -18,10 +19,12 @@ from lt_zero.common.tables import show
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_KINDS = ("output", "gradient", "update")  # in the order of a step
+_KINDS = ("input", "output", "gradient", "update")  # in the order of a step
+_VERSION = 2  # of records
 # Relative differences that rounding explains: the epsilon times the root of 65,536 added numbers. Sums of 16-bit
 # numbers are fp32's, and the results of a few layers are rounded.
 _ROUNDING = {"float64": 256 * 2.0**-52, "float32": 256 * 2.0**-23, "float16": 8 * 2.0**-10, "bfloat16": 8 * 2.0**-7}
+_EXACT = 2.0**-40  # of whole numbers, such as tokens
 _SHOWN = 10  # differences in the table, and in a panel of the picture: the names with the largest
 _NAMES = 24
 
@@ -41,6 +44,16 @@ class Tensors(NamedTuple):
     products: Sequence[float]
 
     @property
+    def in_parts(self) -> bool:
+        """True if the parts of the tensor are known, of which ranks had one each, and only its norm can be compared."""
+        return not self.products
+
+    @property
+    def total(self) -> float:
+        """The norm of all samples."""
+        return math.sqrt(self.squares)
+
+    @property
     def norm(self) -> float:
         """The root of the mean of samples' squared norms."""
         return math.sqrt(self.squares / max(1, self.rows))
@@ -57,12 +70,18 @@ class RecordedRun(NamedTuple):
     Attributes:
         name: as the user wrote the folder.
         about: what is known of the run.
-        steps: by number, for each kind and name the tensor: 0 has the first weights only.
+        steps: by number of the optimizer's step, for each kind and name the tensor: 0 has the first weights only.
+        skipped: how often a step was skipped before the taken one of that number.
     """
 
     name: str
     about: Mapping[str, Any]
     steps: Mapping[int, Mapping[tuple[str, str], Tensors]]
+    skipped: Mapping[int, int] = {}  # noqa: RUF012 - never changed
+
+    def skips_until(self, step: int) -> int:
+        """Count the steps that were skipped before the taken one ``step``."""
+        return sum(count for number, count in self.skipped.items() if number <= step)
 
 
 class Difference(NamedTuple):
@@ -93,7 +112,8 @@ def read_record(folder: Path, number: int = 0) -> RecordedRun:
     Raises:
         RecordError: there is none, or it is damaged.
     """
-    path, steps = folder / f"engine{number}.jsonl", dict[int, Mapping[tuple[str, str], Tensors]]()
+    path = folder / f"engine{number}.jsonl"
+    steps, skipped, taken = dict[int, Mapping[tuple[str, str], Tensors]](), dict[int, int](), 0
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -105,15 +125,89 @@ def read_record(folder: Path, number: int = 0) -> RecordedRun:
             if count == 0:
                 about = dict(found)
             else:
-                rows = {(row.pop("kind"), row.pop("name")): Tensors(**row) for row in found["tensors"]}
-                steps[int(found["step"])] = rows
+                rows = {(row.pop("kind"), plain(row.pop("name"))): Tensors(**row) for row in found["tensors"]}
+                if found.get("skipped") or _was_skipped(rows, steps.get(taken)):
+                    skipped[taken + 1] = skipped.get(taken + 1, 0) + 1
+                    continue
+                taken = 0 if int(found["step"]) == 0 else taken + 1
+                steps[taken] = rows
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if count == len(lines) - 1 and count > 0:
                 break  # the run was ended while it wrote
             raise RecordError(f"{path}, line {count + 1}: {error}. Record the run again.") from None
-    if not any(step > 0 for step in steps):
-        raise RecordError(f"{path} has no step: the run ended before its first. Record the run again.")
-    return RecordedRun(str(folder), about, steps)
+        if count == 0 and about.get("version") != _VERSION:
+            wrote = f"is of version {about.get('version')}, and this package reads {_VERSION}"
+            raise RecordError(f"{path} {wrote}. Record both runs with the same version of lt_zero.")
+    if taken == 0:
+        text = f"all {sum(skipped.values())} steps were skipped" if skipped else "the run ended before its first"
+        raise RecordError(f"{path} has no step: {text}. Record the run again, for more steps.")
+    return RecordedRun(str(folder), about, steps, skipped)
+
+
+def plain(name: str) -> str:
+    """The name of a module or parameter without what ``torch.compile`` puts into it."""
+    return "(model)" if name == "_orig_mod" else name.replace("_orig_mod.", "").replace("._orig_mod", "")
+
+
+def _was_skipped(rows: Mapping[tuple[str, str], Tensors], before: Mapping[tuple[str, str], Tensors] | None) -> bool:
+    """True if a GPU skipped the step: gradients are not finite, and all weights are as before."""
+    broken = any(kind == "gradient" and not math.isfinite(made.squares) for (kind, _), made in rows.items())
+    weights = {key: made.products for key, made in rows.items() if key[0] == "weight"}
+    return (
+        broken and before is not None and all(before[key].products == weights[key] for key in weights if key in before)
+    )
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def aligned(one: RecordedRun, two: RecordedRun) -> tuple[RecordedRun, RecordedRun, tuple[str, str]]:
+    """Both runs by common names, and the prefixes that names lost: a module may be inside of another in one run."""
+    names = [{name for kind, name in run.steps[min(run.steps)] if kind == "weight"} for run in (one, two)]
+    if names[0] & names[1] or not all(names):
+        return one, two, ("", "")
+    first, second = (_prefix(found) for found in names)
+    if second.endswith(first):
+        cut = "", second.removesuffix(first) if first else second
+    elif first.endswith(second):
+        cut = first.removesuffix(second) if second else first, ""
+    else:
+        cut = first, second
+    if not {name.removeprefix(cut[0]) for name in names[0]} & {name.removeprefix(cut[1]) for name in names[1]}:
+        return one, two, ("", "")
+    return _without(one, cut[0]), _without(two, cut[1]), cut
+
+
+def _prefix(names: set[str]) -> str:
+    """The modules in which all parameters are: "model." or ""."""
+    every = [name.split(".")[:-1] for name in names]
+    shared = []
+    for column in zip(*every, strict=False):
+        if len(set(column)) > 1:
+            break
+        shared.append(column[0])
+    return "".join(f"{part}." for part in shared)
+
+
+def _without(run: RecordedRun, prefix: str) -> RecordedRun:
+    if not prefix:
+        return run
+
+    def renamed(name: str) -> str:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+        module = prefix[:-1]  # its outputs and inputs are "model", "model[1]"
+        return (
+            name.replace(module, "(model)", 1)
+            if re.fullmatch(rf"{re.escape(module)}(\[\d+\])?", name)
+            else f"around {name}"
+        )
+
+    steps = {n: {(kind, renamed(name)): made for (kind, name), made in rows.items()} for n, rows in run.steps.items()}
+    return run._replace(steps=steps)
+
+
+# ---- differences -----------------------------------------------------------------------------------------------------
 
 
 def compare(one: RecordedRun, two: RecordedRun, factor: float = 1.0) -> list[Difference]:
@@ -124,9 +218,9 @@ def compare(one: RecordedRun, two: RecordedRun, factor: float = 1.0) -> list[Dif
     found: list[Difference] = []
     for step in sorted(set(one.steps) & set(two.steps)):
         first, second = one.steps[step], two.steps[step]
-        outputs = [name for kind, name in first if kind == "output"]
+        inputs, outputs = ([name for kind, name in first if kind == wanted] for wanted in ("input", "output"))
         rank = {name: number for number, name in enumerate(outputs)}
-        names: dict[str, list[str]] = {"output": outputs}
+        names: dict[str, list[str]] = {"input": inputs, "output": outputs}
         # Backward computes gradients from the last module to the first.
         grads = [name for kind, name in first if kind == "gradient"]
         names["gradient"] = sorted(grads, key=lambda n: -rank.get(n.rpartition(".")[0], -1))
@@ -147,22 +241,32 @@ def compare(one: RecordedRun, two: RecordedRun, factor: float = 1.0) -> list[Dif
 
 
 def _alike(one: Tensors, two: Tensors) -> bool:
-    """True if two tensors have as many samples of the same size; of losses, means of samples, there may be fewer."""
+    """True if two tensors have as many samples of the same size; of losses, means of samples, there may be fewer.
+
+    Of a tensor in parts only the number of all elements has to be the same.
+    """
+    if one.in_parts or two.in_parts:
+        return one.rows * one.numel == two.rows * two.numel
     return one.numel == two.numel and (one.rows == two.rows or one.numel == 1)
 
 
 def rounding(one: Tensors, two: Tensors, step: int) -> float:
     """The relative difference that rounding explains; those of earlier steps add up like a random walk."""
+    if all("int" in each.dtype or each.dtype == "bool" for each in (one, two)):
+        return _EXACT
     found = max(_ROUNDING.get(each.dtype, 0.0) for each in (one, two)) or _ROUNDING["float32"]
     return found * math.sqrt(max(1, step))
 
 
 def _of_tensors(step: int, kind: str, name: str, one: Tensors, two: Tensors, factor: float) -> Difference:
+    allowed = rounding(one, two, step) * factor
+    if one.in_parts or two.in_parts:
+        norms = one.total, two.total
+        return Difference(step, kind, name, _relative(abs(norms[0] - norms[1]), norms), allowed, norms)
     norms = one.norm, two.norm
     size = _root_mean(one.means, two.means)
     if one.rows == two.rows:  # otherwise losses, of which more or fewer were averaged
         size = max(size, abs(one.norm - two.norm))
-    allowed = rounding(one, two, step) * factor
     return Difference(step, kind, name, _relative(size, norms), allowed, norms)
 
 
@@ -281,6 +385,36 @@ def _facts(record: RecordedRun) -> str:
     return f"{record.name} ({', '.join(f'{key} {value}' for key, value in about.items())}, {max(record.steps)} steps)"
 
 
+def _notes(one: RecordedRun, two: RecordedRun, cut: tuple[str, str]) -> Iterator[str]:
+    """Lines on how the two runs were brought together."""
+    for label, run, prefix in (("A", one, cut[0]), ("B", two, cut[1])):
+        if prefix:
+            yield f"Names of {label} are shown without {prefix!r}."
+        if run.skipped:
+            every = ", ".join(f"{count} before step {step}" for step, count in run.skipped.items())
+            yield f"{label} skipped steps, which do not count: {every}."
+    step = min((s for s in one.steps if s > 0 and s in two.steps), default=0)
+    for (kind, name), first in one.steps[step].items():
+        second = two.steps[step].get((kind, name))
+        if kind == "input" and second is not None and not _alike(first, second):
+            sizes = [f"{each.rows} samples of {each.numel:,} elements" for each in (first, second)]
+            text = f"Input {name} of step {step} has {sizes[0]} in A, and {sizes[1]} in B"
+            yield f"{text}: give both the same global batch."
+            break
+
+
+def _of_other_data(one: RecordedRun, two: RecordedRun, step: int) -> str:
+    """Explain that inputs differ, after which all does."""
+    counts = one.skips_until(step), two.skips_until(step)
+    if counts[0] == counts[1]:
+        return "The runs got other batches: give both the same data in the same order."
+    return (
+        f"The runs got other batches: until then A skipped {counts[0]} steps and B {counts[1]}, and went on with the "
+        "next batch. Start both with a loss scale that does not overflow (fp16.initial_scale_power), or repeat the "
+        "batch of a skipped step."
+    )
+
+
 def _both(a: Path, b: Path) -> Iterator[tuple[RecordedRun, RecordedRun]]:
     yield read_record(a), read_record(b)
     for number in range(1, 1 + len(list(a.glob("engine*.jsonl")))):
@@ -302,6 +436,9 @@ def compare_command(
     try:
         for number, (one, two) in enumerate(_both(a, b)):
             console.print(f"A: {_facts(one)}\nB: {_facts(two)}", markup=False)
+            one, two, cut = aligned(one, two)
+            for line in _notes(one, two, cut):
+                console.print(line, markup=False)
             differences = compare(one, two, tolerance)
             if not differences:
                 raise RecordError(f"{one.name} and {two.name} have no tensor in common. Record two runs of one model.")
@@ -321,6 +458,8 @@ def compare_command(
             what = f"{_kind(first)} of {first.name}"
             times = f"{first.excess:.3g} times what rounding explains"
             console.print(f"First difference: step {first.step}, {what}: {first.size:.3g}, {times}.", markup=False)
+            if first.kind == "input":
+                console.print(_of_other_data(one, two, first.step))
             show(_table(differences, first), console)
     except (RecordError, OSError) as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)

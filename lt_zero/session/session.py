@@ -167,7 +167,7 @@ class Session:
             place = (self.mesh.pipeline_rank, self.mesh.sizes.pipeline) if self.mesh is not None else (0, 1)
             position.enter(position.Position(*place, config.pipeline), world)
             if self.mesh is not None and self.mesh.sequence is not None:
-                self.sequences = SequenceRun(self.mesh.sequence, self.mesh.sizes.tensor)
+                self.sequences = SequenceRun(self.mesh.sequence, self.mesh.sizes.tensor, self.mesh.sizes.pipeline)
         use(self.sequences.ranks if self.sequences is not None else None)
         self._compared.clear()
         self.world.begin_run()
@@ -202,9 +202,8 @@ class Session:
         engine = shard(module, config, device, policy, training=training, **how)
         if self.mesh is not None:
             self.mesh.watch(engine)
-            self.mesh.connect(engine, config, self._begin_passes, weight)
-        if self.sequences is not None:
-            self.sequences.watch(engine)
+            checks = self.sequences.watch(engine) if self.sequences is not None else None
+            self.mesh.connect(engine, config, self._begin_passes, weight, checks)
         load(engine)
         sync_buffers(engine)
         if self.mesh is not None:
@@ -212,7 +211,7 @@ class Session:
         if training and self.world.rank == 0 and (line := advice_on_wire(engine, config)):
             Console().print(line)
         if training:
-            record(engine, len(self._engines), config, self.mesh is None or self.mesh.tensor_rank == 0)
+            record(engine, len(self._engines), config, self.mesh.sizes.of_data_rank if self.mesh is not None else 1)
         self._engines.append(weakref.ref(engine))
         return engine
 

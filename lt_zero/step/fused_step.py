@@ -51,7 +51,6 @@ class Kernel:
         counts: whether the state holds the number of steps, as ``step``.
         initial: what a state begins with.
         collective: whether a step needs norms over all ranks.
-        takes_codes: whether it takes moments in 8 bits.
     """
 
     operation: str
@@ -62,7 +61,6 @@ class Kernel:
     counts: bool = True
     initial: Callable[[Optimizer], float] = lambda optimizer: 0.0
     collective: bool = False
-    takes_codes: bool = False
 
 
 def numbers_of(group: Options) -> Options:
@@ -110,7 +108,6 @@ _ADAM = Kernel(
     ("exp_avg", "exp_avg_sq"),
     options=_adam_options,
     takes=lambda group: group["eps"] > 0 and not group["amsgrad"],
-    takes_codes=True,
 )
 KERNELS: dict[type[Optimizer], Kernel] = {
     Adam: _ADAM,
@@ -356,7 +353,7 @@ class FusedStep:
             bucket
             for bucket in buckets
             if bucket.step_dtype == bucket.weights.master_dtype == torch.float32
-            and (self._kernel.takes_codes or bucket.moments.dtype != torch.uint8)
+            and bucket.moments.is_taken_by(self._kernel.operation)
             and ops.available(torch.device("cpu") if bucket.offloaded else bucket.flat.device)
         }
 

@@ -231,6 +231,8 @@ class LossScaleController:
             return
         self.read_skip_flag()
         self._forget()
+        for listener in sharded.engine.before_step:
+            listener()
         self._examined = sharded
         if not self._told:
             sharded.engine.finish_reductions()
@@ -346,6 +348,8 @@ class LossScaleController:
         counter.skip() if skip else counter.succeed()
         if skip:
             sharded.engine.exchange.undo_step(counted=False)
+            for listener in sharded.engine.after_skip:
+                listener()
         self._account(sharded.engine, counter, skip)
         self._watching_late = False
 

@@ -9,6 +9,12 @@ Note [Beside backward]
     raises. If backward fails, or no step follows, the model is partially stepped
     (``OffloadManager.partially_stepped``) and can be neither stepped nor saved.
 
+Note [Edits before a step beside backward]
+    A bucket whose compute copy user code has edited waits for the optimizer step, too, which keeps edits. On an
+    accelerator, to ask in the middle of backward is to wait until the device has done all that was queued, and then
+    nothing is queued for the next unit. So digests are compared at the beginning of backward, and again when a bucket
+    is stepped. The second answer is read by the optimizer step: an edit that came between the two is an error.
+
 Note [Beside the next forward]
     ``overlap_step: true``: the optimizer step records its plan (with the current learning rates), hands its buckets to
     the background thread and returns. A unit waits for its own buckets before its forward. Unsharded parameters are
@@ -17,9 +23,14 @@ Note [Beside the next forward]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
+from torch import Tensor
+
+from lt_zero.common import accelerator
 from lt_zero.engine.bucket import Bucket
 from lt_zero.offload.background import Job
 from lt_zero.step.fused_step import FusedStep, Part
@@ -27,6 +38,28 @@ from lt_zero.step.param_groups import ShardedParamGroups, StepParam
 from lt_zero.step.reduced_grads import ReducedGrads
 
 _WAITING = 1  # the most buckets that are queued with gradients in memory, if gradients are in files
+
+
+class ComparedDigests:
+    """Digests of several buckets, compared on an accelerator while the host goes on; the first question waits.
+
+    Args:
+        flags: what ``InplaceEdits.differs`` said of each bucket.
+    """
+
+    def __init__(self, flags: Mapping[Bucket, Tensor | None]) -> None:
+        known = {bucket: flag for bucket, flag in flags.items() if flag is not None}
+        self._buckets = list(known)
+        self._fetched = accelerator.fetch(torch.stack(list(known.values()))) if known else None
+
+    @functools.cached_property
+    def edited(self) -> list[Bucket]:
+        """The buckets whose digests have changed."""
+        if self._fetched is None:
+            return []
+        copy, copied = self._fetched
+        copied.synchronize()
+        return [bucket for bucket, differs in zip(self._buckets, copy.tolist(), strict=True) if differs]
 
 
 class Overlap:
@@ -45,6 +78,8 @@ class Overlap:
         self._backwards = 0  # ``Engine.backwards`` after that backward
         self.early: set[Bucket] = set()  # buckets of the running step that were stepped beside backward
         self.late: set[Bucket] = set()  # buckets of the running step that the background thread publishes
+        self._digests = ComparedDigests({})  # at the beginning of the backward
+        self._stepped_digests: dict[Bucket, Tensor | None] = {}  # when a bucket was stepped beside it
         self._members: dict[Bucket, list[StepParam]] = {}
         self._indices: dict[Bucket, set[int]] = {}  # this optimizer's parameters in a bucket
         self._steady: dict[Bucket, list[int]] = {}  # used parameters of a bucket in the last step
@@ -89,6 +124,7 @@ class Overlap:
         self._indices = self._fragments.indices()
         taken = fused.takes(b for b in members if b.can_step_early and fused.steps_alone(b))
         self._members = {bucket: found for bucket, found in members.items() if bucket in taken}
+        self._digests = ComparedDigests({b: b.edits.differs() for b in self._members if accelerator.holds(b.shard)})
         fused.begin()
         return bool(self._members)
 
@@ -100,7 +136,7 @@ class Overlap:
             return False
         if bucket.grads.used != bucket.grads.valid or not bucket.grads.valid <= self._indices[bucket]:
             return False
-        if not bucket.sharding.params and bucket.edits.seen():
+        if not bucket.sharding.params and self._edited(bucket):
             return False
         assert fused is not None
         # Planning counts the step, so it comes after all checks.
@@ -108,6 +144,8 @@ class Overlap:
         if parts is None:
             return False
         self._early[bucket] = bucket.grads.changes
+        if accelerator.holds(bucket.shard):
+            self._stepped_digests[bucket] = bucket.edits.differs()
         bucket.stepped_early = True
         names = ", ".join(repr(bucket.name) for bucket in list(self._early)[:3])
         self._offload_manager.partially_stepped = (
@@ -116,6 +154,21 @@ class Overlap:
         limit = _WAITING if bucket.grads.streamed else None
         self._submit(bucket, lambda: self._step_early(bucket, parts), None, limit)
         return True
+
+    def _edited(self, bucket: Bucket) -> bool:
+        if not accelerator.holds(bucket.shard):
+            return bucket.edits.seen()
+        return bucket.edits.versions_changed() or bucket in self._digests.edited
+
+    def _edited_meanwhile(self) -> str:
+        """Say which buckets were edited between the beginning of backward and their step; '': none."""
+        digests, self._stepped_digests = ComparedDigests(self._stepped_digests), {}
+        names = ", ".join(repr(bucket.layout.spans[0].name) for bucket in list(digests.edited)[:3])
+        return names and (
+            f"The weights of the modules of {names} were changed through `p.data` during a backward in which they were "
+            "stepped, so the change is lost. Load a checkpoint. Change weights before backward or after the optimizer "
+            "step, or set zero_optimization.offload_optimizer.overlap_step=false."
+        )
 
     def _step_early(self, bucket: Bucket, parts: list[Part]) -> None:
         assert self._fused is not None
@@ -133,18 +186,19 @@ class Overlap:
         Raises:
             SwapError: on all ranks, if gradients or hyper-parameters have changed since on one.
         """
+        problem = self._edited_meanwhile()
         same = all(bucket in used and bucket.grads.changes == then for bucket, then in self._early.items())
         self.early = self._end_early()
-        if self.early and same and self._backwards == self._engine.backwards:
+        if self.early and same and not problem and self._backwards == self._engine.backwards:
             assert self._fused is not None
             if self._fused.has_same_groups():
                 self._offload_manager.partially_stepped = ""
         if self._offload_manager.overlaps:
-            self._offload_manager.refuse_partially_stepped(self._engine.world)
+            self._offload_manager.refuse_partially_stepped(self._engine.world, problem)
         return self.early
 
     def _end_early(self) -> set[Bucket]:
-        early, self._early = set(self._early), {}
+        early, self._early, self._stepped_digests = set(self._early), {}, {}
         for bucket in early:
             bucket.stepped_early = False
         return early

@@ -75,7 +75,7 @@ class ShardedParamGroups:
         bucket, index = place
         if _needs_no_master(bucket, parameter):
             return []
-        bucket.weights.enable_training()
+        bucket.weights.enable_training(bucket.name)
         shape, master = torch.Size(bucket.shapes[index]), bucket.weights.master
         assert master is not None
         found = self._known[id(parameter)] = []

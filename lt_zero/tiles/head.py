@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from lt_zero.common.arguments import wrong
+from lt_zero.common.switch import Switched, switch
 from lt_zero.tiles.loss import tiled_cross_entropy
-from lt_zero.tiles.switch import Switched, switch
 
 _OPTIONS = {
     name: value.default

@@ -23,11 +23,11 @@ from torch.nn import functional as F
 
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.switch import Switched, restore, switch
 from lt_zero.config.blocks import LongSequences
 from lt_zero.engine.guard import PASSING, called
 from lt_zero.tiles.head import LossHead, check_linear, head_loss
 from lt_zero.tiles.loss import mean_of
-from lt_zero.tiles.switch import Switched, restore, switch
 from lt_zero.tiles.tokens import TokenTiles, tiled
 
 log = logging.getLogger("lt_zero")

@@ -28,11 +28,11 @@ from torch.nn import Parameter
 
 from lt_zero.common.arguments import expect, wrong
 from lt_zero.common.compat import versions_of
+from lt_zero.common.switch import Switched, switch
 from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.engine.guard import owner_of
 from lt_zero.ops.flat import wide
 from lt_zero.parallel.random import default_generators
-from lt_zero.tiles.switch import Switched, switch
 
 M = TypeVar("M", bound=nn.Module)
 _CHECKED = 8  # tokens that are compared

@@ -34,7 +34,7 @@ def test_values_and_dtypes(tmp_path: Path, name: str, suffix: str) -> None:
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_pieces_make_the_whole(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lt_zero.checkpoint.export._CHUNK", 13)
+    monkeypatch.setattr("lt_zero.checkpoint.cast._CHUNK", 13)
     source, out = odd(), tmp_path / f"model{suffix}"
     before = {name: value.clone() for name, value in source.tensors.items()}
     export(source, out, torch.bfloat16)
@@ -110,7 +110,7 @@ def test_what_safetensors_cannot_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".ckpt"])
 def test_values_out_of_range_are_named_once(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lt_zero.checkpoint.export._CHUNK", 2)
+    monkeypatch.setattr("lt_zero.checkpoint.cast._CHUNK", 2)
     nan, inf = float("nan"), float("inf")
     source = Memory(
         {

@@ -19,7 +19,7 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.plain import MISSING
 from lt_zero.engine.lazy_tensor import LazyTensor
 from tests.support.checkpoint_tools import SHARDED, error_of, everything, resume, same, train
-from tests.support.lightning_tools import GPT, HAS_WEIGHTS_ONLY, sharded_trainer, weights
+from tests.support.lightning_tools import GPT, sharded_trainer, weights
 from tests.support.matrix import only
 from tests.support.pool import Pool
 
@@ -285,7 +285,6 @@ def _tensors(folder: str) -> None:
             assert got == value
 
 
-@pytest.mark.skipif(not HAS_WEIGHTS_ONLY, reason="Lightning 2.5 cannot be told to trust a file")
 def test_tensors_of_the_user(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _tensors, str(tmp_path))
 

@@ -27,7 +27,7 @@ from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.plain import MISSING, Key, described, described_keys, restore, to_plain, unknown
 from tests.support.checkpoint_tools import error_of
-from tests.support.lightning_tools import GPT, HAS_WEIGHTS_ONLY, sharded_trainer, trust
+from tests.support.lightning_tools import GPT, sharded_trainer, trust
 from tests.support.matrix import only
 from tests.support.pool import Pool
 
@@ -313,7 +313,6 @@ def _whole(folder: str, forms: tuple[str, ...]) -> None:
             assert again.global_step == 2
 
 
-@pytest.mark.skipif(not HAS_WEIGHTS_ONLY, reason="Lightning 2.5 cannot be told to trust a file")
 @pytest.mark.parametrize("forms", only([("sharded",)], [("sharded",), ("sharded", "full")]), ids="-".join)
 def test_every_file_of_a_checkpoint_loads_anywhere(pool: Pool, tmp_path: Path, forms: tuple[str, ...]) -> None:
     pool.run(2, _whole, str(tmp_path), forms)
@@ -375,7 +374,6 @@ def _counted(folder: str, form: str) -> list[str]:
     return [str(w.message) for w in caught] + [error_of(trainer.save_checkpoint, path)]
 
 
-@pytest.mark.skipif(not HAS_WEIGHTS_ONLY, reason="Lightning 2.5 cannot be told to trust a file")
 @pytest.mark.parametrize("form", ["sharded", "full"])
 def test_states_of_callbacks_are_found_under_any_key(pool: Pool, tmp_path: Path, form: str) -> None:
     *warned, error = pool.run(1, _counted, str(tmp_path), form)[0] or ["", ""]

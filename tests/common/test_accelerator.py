@@ -68,6 +68,22 @@ def test_another_kind_than_cuda_is_taken_as_it_comes(module: Any) -> None:
     assert accelerator.register(torch.empty(8, dtype=torch.uint8)) == -1
 
 
+def test_streams_and_events_of_cuda_are_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch.Stream does not wait for a torch.cuda.Event."""
+    cuda = mock.Mock()
+    cuda.Stream.return_value.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    device, plain = torch.device("cuda", 0), mock.Mock(side_effect=AssertionError)
+    monkeypatch.setattr(torch, "Stream", plain)
+    monkeypatch.setattr(torch, "Event", plain)
+    monkeypatch.setattr(torch.accelerator, "current_stream", plain)
+    stream = accelerator.stream(device)
+    assert stream is cuda.Stream.return_value
+    assert accelerator.use(stream) is cuda.stream.return_value
+    assert accelerator.current_stream(device) is cuda.current_stream.return_value
+    assert accelerator.event(device, blocking=True) is cuda.Event.return_value
+
+
 def test_memory_that_a_device_does_not_tell_is_not_checked(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
     assert accelerator.tells_memory(GPU)
     monkeypatch.setattr(torch, "get_device_module", lambda device: mock.Mock(spec=["set_per_process_memory_fraction"]))

@@ -25,7 +25,7 @@ def said(loaded: Loaded) -> str:
 
 def refuses(key: str) -> bool:
     row = key_table.lookup(tuple(key.split(".")))
-    return row is not None and row.status in ("later", "unsupported")
+    return row is not None and row.refused
 
 
 def test_no_suggestion_is_refused() -> None:

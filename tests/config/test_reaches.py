@@ -29,7 +29,6 @@ from tests.support import reach_profiling as prof
 from tests.support import reach_tiles as tiles
 from tests.support import reach_trainer as t
 from tests.support import reach_whole as w
-from tests.support.lightning_tools import HAS_WEIGHTS_ONLY
 from tests.support.pool import Pool
 from tests.support.reach_engine import Config, Lab, nested
 
@@ -149,6 +148,7 @@ PROBES: dict[str, Probe] = {
     # what is shown
     "steps_per_print": Probe(t.run(lambda r: re.findall(r"^step (\d+):", r.text, re.M)), 2, [], ["2"]),
     "wall_clock_breakdown": Probe(b.times, True, [], ["2"], {"steps_per_print": 2}),
+    "gradient_noise_scale": Probe(b.noise, True, [], [2]),
     "memory_breakdown": Probe(b.memory, True, [], ["1", "2"], {"steps_per_print": 2}),
     "dump_state": Probe(t.run(lambda r: "    stage: 3\n" in r.text), True, False, True),
     "log_level": Probe(t.run(lambda r: r.module.levels), "error", {logging.NOTSET}, {logging.ERROR}),
@@ -291,6 +291,7 @@ PROBES: dict[str, Probe] = {
     # what backward computes again
     A + "mode": Probe(a.again, "selective", [], ["cheap"]),
     A + "every": Probe(a.checkpointed, 2, BLOCKS, ["blocks.0", "blocks.2"], FULL),
+    A + "memory_budget": Probe(a.chosen, 0.7, BLOCKS, ["blocks.0", "blocks.1"], FULL),
     A + "modules": Probe(a.checkpointed, ["Pair"], BLOCKS, ["pair"], FULL),
     A + "cpu_checkpointing": Probe(a.place, True, None, "host", FULL),
     A + "nvme_path": Probe(a.place, "{folder}", None, "files", FULL),
@@ -451,8 +452,6 @@ def test_every_key_has_a_probe() -> None:
 
 @pytest.mark.parametrize("key", PROBES)
 def test_value_reaches_its_code(key: str, lab: Lab) -> None:
-    if key.startswith("comet.") and not HAS_WEIGHTS_ONLY:
-        pytest.skip("Lightning 2.5 makes the experiment later")
     probe = PROBES[key]
     configs = (dict(probe.base), {**probe.base, probe.at or key: probe.value})
     before, after = looks(lab, *configs)

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 
 import lt_zero
+from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.deepspeed.__main__ import main
 from lt_zero.deepspeed.install import DeepSpeedModule
 from lt_zero.deepspeed.missing import is_missing
@@ -72,7 +73,7 @@ def test_imports_of_scripts() -> None:
     assert get_accelerator is same
     assert deepspeed.zero.Init is zero.Init is lt_zero.Init
     assert deepspeed.checkpointing.is_configured() is False
-    assert deepspeed.DeepSpeedEngine is lt_zero.TrainingEngine
+    assert deepspeed.DeepSpeedEngine.step is lt_zero.TrainingEngine.step
     assert dist.all_reduce is torch.distributed.all_reduce
     assert dist.ReduceOp is torch.distributed.ReduceOp
     assert (groups.get_data_parallel_world_size(), groups.get_tensor_model_parallel_rank()) == (1, 0)
@@ -85,7 +86,9 @@ def test_imports_of_scripts() -> None:
     for made in (FusedAdam(layer.parameters(), lr=0.1), DeepSpeedCPUAdam(layer.parameters(), 0.1, adamw_mode=True)):
         assert type(made) is torch.optim.AdamW
         assert made.param_groups[0]["lr"] == 0.1
+        assert isinstance(made, FusedAdam)
     assert type(FusedAdam(layer.parameters(), adam_w_mode=False)) is torch.optim.Adam
+    assert not isinstance(torch.optim.SGD(layer.parameters(), 0.1), FusedAdam)
 
 
 @pytest.mark.parametrize(
@@ -132,11 +135,20 @@ def test_deepspeed_itself_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_leaf_modules_are_gathered_as_one_unit(deepspeed: Any) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2))
-    from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules, set_z3_leaf_modules_by_name
+    from deepspeed.utils import (
+        get_z3_leaf_modules,
+        set_z3_leaf_modules,
+        set_z3_leaf_modules_by_name,
+        set_z3_leaf_modules_by_suffix,
+    )
 
     with pytest.raises(ValueError, match="No module of Sequential is one of .*LSTM"):
         set_z3_leaf_modules(model, [nn.LSTM])
-    assert set_z3_leaf_modules_by_name(model, ["1"]) == [model[1]] == get_z3_leaf_modules(model)
+    assert set_z3_leaf_modules_by_name(model, ["1"]) == ([model[1]], [])
+    assert get_z3_leaf_modules(model) == [model[1]]
+    with pytest.raises(ValueError, match=r"no modules named \['7'\]: it has .*0.1, "):
+        set_z3_leaf_modules_by_name(model, ["1", "7"])
+    assert set_z3_leaf_modules_by_suffix(model, ["7"], raise_if_not_found=False) == ([], ["7"])
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     config = {"zero_optimization": zero, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     engine, *_ = deepspeed.initialize(SimpleNamespace(deepspeed_config=config), model)
@@ -151,6 +163,88 @@ def test_leaf_modules_are_gathered_as_one_unit(deepspeed: Any) -> None:
     finally:
         engine.destroy()
         torch.distributed.destroy_process_group()
+
+
+def test_muon_needs_no_key_of_its_own(deepspeed: Any) -> None:
+    zero = {"stage": 2}
+    config = {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}, "zero_optimization": zero}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    with pytest.raises(ConfigError, match="shard_along='element'"):
+        deepspeed.initialize(model=model, config={**config, "zero_optimization": {**zero, "shard_along": "element"}})
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    try:
+        before = model[1].weight.detach().clone()
+        engine.backward(engine(torch.randn(2, 4)).sum())
+        engine.step()
+        assert not torch.equal(model[1].weight, before)
+        assert engine.config["zero_optimization"]["shard_along"] == "parameter"
+    finally:
+        engine.destroy()
+        torch.distributed.destroy_process_group()
+
+
+def test_the_class_of_engines(deepspeed: Any) -> None:
+    from deepspeed import DeepSpeedEngine, Hparams
+
+    with pytest.raises(NotImplementedError, match=r"Hparams .*deepspeed.initialize\(model=\.\.\., config=\.\.\.\)"):
+        Hparams(train_batch_size=4)
+    model, config = nn.Linear(3, 1), {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with pytest.raises(TypeError, match=r"DeepSpeedEngine\(dataloader=.*deepspeed.initialize\(model="):
+        DeepSpeedEngine(model=model, dataloader=[], config=config)
+    with pytest.raises(TypeError, match="Own derives from DeepSpeedEngine"):
+        type("Own", (DeepSpeedEngine,), {})
+    engine = DeepSpeedEngine(None, model, config=config)
+    try:
+        assert isinstance(engine, DeepSpeedEngine)
+        assert issubclass(type(engine), DeepSpeedEngine)
+        assert not isinstance(model, DeepSpeedEngine)
+        before = model.weight.detach().clone()
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        deepspeed.utils.safe_update_full_grad_vectorized(model.parameters(), lambda grad, p: grad * 3)
+        engine.step()
+        torch.testing.assert_close(before - model.weight, torch.full((1, 3), 0.6))
+    finally:
+        engine.destroy()
+        torch.distributed.destroy_process_group()
+
+
+def test_weights_of_checkpoints_in_fp32(deepspeed: Any, tmp_path: Path) -> None:
+    from deepspeed.utils import zero_to_fp32
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            self.last = nn.Linear(3, 3)
+            self.last.weight = self.first.weight
+            self.register_buffer("count", torch.tensor(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x))  # type: ignore[no-any-return]
+
+    model, config = Tied(), {"bf16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = deepspeed.initialize(model=model, config={**config, "zero_optimization": {"stage": 3}})
+    try:
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+        wanted = {name: deepspeed.utils.safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
+        wanted |= {"last.weight": wanted["first.weight"], "count": torch.tensor(3)}
+        engine.save_checkpoint(tmp_path, tag="one")
+    finally:
+        engine.destroy()
+        torch.distributed.destroy_process_group()
+    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, check_dtype=True)
+    assert found["last.weight"] is found["first.weight"]
+    for safe, file in ((False, "pytorch_model.bin"), (True, "model.safetensors")):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / str(safe), safe_serialization=safe)
+        assert (tmp_path / str(safe) / file).exists()
+    other = zero_to_fp32.load_state_dict_from_zero_checkpoint(Tied(), tmp_path, tag="one")
+    torch.testing.assert_close(dict(other.state_dict()), wanted, rtol=0, atol=0)
+    with pytest.raises(CheckpointError, match="has weights that Linear lacks: .*first.bias"):
+        zero_to_fp32.load_state_dict_from_zero_checkpoint(nn.Linear(3, 3), tmp_path)
+    with pytest.raises(ValueError, match="exclude_frozen_parameters=True"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
 
 
 def test_a_script_is_run_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

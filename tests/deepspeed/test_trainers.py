@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.metadata
 import json
 import os
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.deepspeed.huggingface import clone_tensors_for_torch_save, tell_skipped_steps
+from lt_zero.deepspeed.huggingface import clone_tensors_for_torch_save, mark_optimizer
 from tests.support import huggingface_script
 from tests.support.docs_tools import BLOCKS, ROOT
 from tests.support.pool import Pool
@@ -53,15 +54,24 @@ def test_a_skipped_step_is_told_to_the_optimizer(installed: Any) -> None:
     engine, optimizer, _, _ = lt_zero.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config
     )
-    tell_skipped_steps(engine)
-    skipped = []
+    mark_optimizer(engine)
+    optimizer_: Any = optimizer
+    skipped, scales = [], [optimizer_.loss_scaler.cur_scale]
     for factor in (1.0, float("inf"), 1.0):
-        assert isinstance(optimizer, torch.optim.Optimizer)
         engine.backward((engine(torch.ones(2, 3)) * factor).sum())
         engine.step()
-        skipped.append(bool(vars(optimizer)["overflow"]))
+        skipped.append(bool(optimizer_.overflow))
+        scales.append(optimizer_.loss_scaler.cur_scale)
         assert engine.was_step_applied() is engine.was_step_applied() is not skipped[-1]
-    assert skipped == [False, True, False]
+    assert (skipped, scales) == ([False, True, False], [16.0, 16.0, 8.0, 8.0])
+    assert (optimizer_.loss_scaler.cur_iter, optimizer_.loss_scaler.scale_window) == (3, 1000)
+    assert optimizer_.dynamic_loss_scale
+    inner = optimizer_.optimizer
+    assert isinstance(inner, torch.optim.SGD)
+    assert inner.param_groups is optimizer_.param_groups
+    assert not hasattr(inner, "optimizer")
+    inner.param_groups = []
+    assert optimizer_.param_groups == []
 
 
 def _status() -> None:
@@ -83,10 +93,16 @@ def _status() -> None:
     model = Net()
     engine, *_ = initialize(model=model, config=config)
     weight: Any = model.head.weight
-    assert (weight.ds_numel, weight.ds_shape, weight.ds_id) == (15, (3, 5), 0)
+    assert (weight.ds_numel, weight.ds_shape, weight.ds_id, weight.ds_persist) == (15, (3, 5), 0, False)
     assert weight.ds_status != ZeroParamStatus.AVAILABLE
     assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
     assert weight.ds_status.name == "NOT_AVAILABLE"
+    own = weight.ds_tensor
+    assert (own.ds_numel, own.dim()) == (own.numel(), 1)
+    assert torch.equal(own, lt_zero.safe_get_local_fp32_param(weight))
+    with pytest.raises(RuntimeError, match="inference"):
+        own.zero_()
+    assert not hasattr(nn.Linear(1, 1).weight, "ds_tensor")
     engine(torch.ones(2, 5))
     assert seen == [True]
     with lt_zero.GatheredParameters(weight):
@@ -140,6 +156,12 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     return load_file(file)
 
 
+def events_in(folder: Path, name: str) -> list[float]:
+    """The values of an event of DeepSpeed's that ``csv_monitor`` has written."""
+    with (folder / "events" / f"Train_Samples_{name}.csv").open(newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file)]
+
+
 TRAINER_RUNS = {
     "full": {"accumulation": 2},
     "lora": {"lora": True},
@@ -158,6 +180,8 @@ def test_trainer_trains_as_with_ddp_and_resumes(tmp_path: Path, name: str) -> No
     for stage, other in ((2, 3), (3, 2))[0 if name == "full" else 1 :]:
         here = tmp_path / str(stage)
         assert_close(run(here, "trainer", stage, **options), wanted, keys=keys)
+        assert events_in(here, "train_loss") == pytest.approx([row["loss"] for row in wanted], rel=1e-3)  # logs round
+        assert events_in(here, "grad_norm") == pytest.approx([row["grad_norm"] for row in wanted], rel=1e-5)
         saved = weights_in(here / "final")
         assert saved.keys() == final.keys()
         for key, value in final.items():
@@ -188,6 +212,7 @@ def test_loop_of_accelerate_trains_as_with_ddp(tmp_path: Path) -> None:
     wanted = run(tmp_path / "ddp", "accelerate", None, accumulation=3)
     for stage in (1, 2, 3):
         assert_close(run(tmp_path / str(stage), "accelerate", stage, accumulation=3), wanted)
+        assert len(events_in(tmp_path / str(stage), "lr")) == len(wanted)
         saved = torch.load(tmp_path / str(stage) / "weights.pt")
         for key, value in torch.load(tmp_path / "ddp" / "weights.pt").items():
             torch.testing.assert_close(saved[key], value, rtol=1e-4, atol=1e-5)

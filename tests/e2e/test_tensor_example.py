@@ -1,4 +1,4 @@
-"""``examples/tensor_parallel.py``, of which docs/tensor-parallelism.md shows a part: trains, resumes, exports."""
+"""``examples/tensor_parallel.py`` trains, resumes without tensor ranks, and exports."""
 
 from __future__ import annotations
 

@@ -71,11 +71,7 @@ class Yours(StochasticWeightAveraging):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        pytest.param(
-            lambda: type("Mine", (callbacks.WeightAveraging,), {})(),
-            r"Mine \(a WeightAveraging\)",
-            marks=pytest.mark.skipif(not hasattr(callbacks, "WeightAveraging"), reason="since Lightning 2.6"),
-        ),
+        (lambda: type("Mine", (callbacks.WeightAveraging,), {})(), r"Mine \(a WeightAveraging\)"),
         (lambda: Yours(1e-2), r"Yours \(a StochasticWeightAveraging\)"),
         (lambda: ModelPruning("l1_unstructured", amount=0.5), "ModelPruning"),
     ],

@@ -38,7 +38,7 @@ from lt_zero.lightning.monitor.loggers import attach_loggers
 from lt_zero.lightning.monitor.run_monitor import config_lines, dump_state, logger_level
 from lt_zero.lightning.monitor.step_metrics import StepPrinter
 from tests.support.console_tools import _observe, monitored, parsed
-from tests.support.lightning_tools import GPT, HAS_WEIGHTS_ONLY, sharded_trainer
+from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.pool import Pool
 
 KEY = "k3y" * 9
@@ -186,7 +186,6 @@ def test_wandb_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert given == {"project": "p", "group": "g", "entity": "t", "dir": str(tmp_path), "resume": "allow"}
 
 
-@pytest.mark.skipif(not HAS_WEIGHTS_ONLY, reason="Lightning 2.5 makes the experiment later")
 def test_comet_arguments_and_one_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
     experiment = SimpleNamespace(get_key=lambda: "e", project_name="p", log_other=lambda *_: None)

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lt_zero.lightning.data_position.position import DataPosition, tracked
-from tests.support.lightning_tools import HAS_WEIGHTS_ONLY
 from tests.support.matrix import cover, only, only_rows
 from tests.support.pool import Pool
 from tests.support.progress_tools import (
@@ -78,20 +77,13 @@ BATCHES = {
 PLACES = {"inside": lambda count: count // 2, "end": lambda count: count, "in the next": lambda count: count + 1}
 
 
-def _skip_on_lightning_2_5(case: str, where: str) -> None:
-    if not HAS_WEIGHTS_ONLY and case.startswith("iterable") and where in ("epoch", "end"):
-        pytest.skip("its loops repeat the last epoch of data without a length; see docs/limits.md")
-
-
 @pytest.mark.parametrize(("case", "place"), cover([*CASES], [*PLACES]))
 def test_after_a_batch(case: str, place: str, tmp_path: Path) -> None:
-    _skip_on_lightning_2_5(case, place)
     compare(lambda: Model(CASES[case]), tmp_path, stops=[PLACES[place](BATCHES.get(case, 6))])
 
 
 @pytest.mark.parametrize(("case", "where"), cover(["shuffled", "dict", "iterable", "stateful"], ["epoch", "end"]))
 def test_at_the_end_of_an_epoch(case: str, where: str, tmp_path: Path) -> None:
-    _skip_on_lightning_2_5(case, where)
     compare(lambda: Model(CASES[case]), tmp_path, where)
 
 

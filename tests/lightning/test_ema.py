@@ -110,8 +110,6 @@ def test_the_average_is_that_of_one_process(
 
 
 def test_it_is_lightnings(pool: Pool, tmp_path: Path) -> None:
-    if not hasattr(pl.callbacks, "EMAWeightAveraging"):
-        pytest.skip("since Lightning 2.6")
     model = Model()
     single_trainer(callbacks=[pl.callbacks.EMAWeightAveraging(decay=0.7)], **RUN).fit(model)
     seen = pool.run(2, _averages, 3, "32-true", {}, str(tmp_path))[0]

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from lt_zero.cli import app
 from lt_zero.lightning.monitor import plot as plotting
-from lt_zero.lightning.monitor.plot import PlotError, draw, find_metrics, plot, read_run
+from lt_zero.lightning.monitor.plot import draw, plot, read_drawn
+from lt_zero.lightning.monitor.reading import LogsError, find_metrics
 from lt_zero.lightning.monitor.step_metrics import StepMetrics
 
 
@@ -50,7 +51,7 @@ def same(line: Any, steps: list[float], values: list[float]) -> bool:
 
 
 def test_what_is_drawn_is_what_was_logged(tmp_path: Path) -> None:
-    figure = draw([read_run(a_run(tmp_path))])
+    figure = draw([read_drawn(a_run(tmp_path))])
     found = panels(figure)
     assert list(found) == [
         *("loss", "learning rate", "gradient norm", "loss scale"),
@@ -75,7 +76,7 @@ def test_what_is_drawn_is_what_was_logged(tmp_path: Path) -> None:
 
 def test_columns_of_the_user(tmp_path: Path) -> None:
     rows = [(9, {"train_loss_step": 2.0, "lr-AdamW/pg1": 0.1, "acc": 0.5, "note": "text", "valid/loss": 3.0})]
-    found = panels(draw([read_run(written(tmp_path, rows))]))
+    found = panels(draw([read_drawn(written(tmp_path, rows))]))
     assert {name: set(lines) for name, lines in found.items()} == {
         "loss": {"train_loss_step", "valid/loss"},
         "learning rate": {"lr-AdamW/pg1"},
@@ -85,13 +86,13 @@ def test_columns_of_the_user(tmp_path: Path) -> None:
 
 def test_runs_over_each_other(tmp_path: Path) -> None:
     first, second = a_run(tmp_path / "a"), written(tmp_path / "b", [(0, {"loss": 5.0}), (1, {"loss": 4.0})])
-    figure = draw([read_run(first), read_run(second)])
+    figure = draw([read_drawn(first), read_drawn(second)])
     losses = panels(figure)["loss"]
     assert set(losses) == {"a zero/loss", "a val_loss", "b loss"}
     assert same(losses["b loss"], [0, 1], [5, 4])
     assert losses["a zero/loss"].get_color() != losses["b loss"].get_color()
     a_run(tmp_path / "c" / "a")
-    names = set(panels(draw([read_run(first), read_run(tmp_path / "c" / "a")]))["samples/s"])
+    names = set(panels(draw([read_drawn(first), read_drawn(tmp_path / "c" / "a")]))["samples/s"])
     assert names == {str(first), str(tmp_path / "c" / "a")}, "whole paths where the last parts are alike"
     shown = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert set(shown) == set(losses)
@@ -121,7 +122,7 @@ def test_newest_version(tmp_path: Path) -> None:
     os.utime(tmp_path / "job" / "version_10" / "metrics.csv", (2, 2))
     assert find_metrics(tmp_path).parent.name == "version_10", "numbers, not letters or times"
     assert find_metrics(tmp_path / "job" / "version_9").parent.name == "version_9"
-    assert read_run(find_metrics(old)).columns["loss"] == ([0], [1])
+    assert read_drawn(find_metrics(old)).columns["loss"] == ([0], [1])
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_newest_version(tmp_path: Path) -> None:
 )
 def test_files_that_make_no_sense(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "metrics.csv").write_text(text)
-    with pytest.raises(PlotError, match=message) as caught:
+    with pytest.raises(LogsError, match=message) as caught:
         plot([tmp_path], tmp_path / "p.png")
     assert str(tmp_path / "metrics.csv") in str(caught.value)
     assert not (tmp_path / "p.png").exists()
@@ -146,23 +147,23 @@ def test_files_that_make_no_sense(tmp_path: Path, text: str, message: str) -> No
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,loss,val_loss\n1,2,\n2,3,4\n3,")
-    assert read_run(tmp_path).columns == {"loss": ([1, 2], [2, 3]), "val_loss": ([2], [4])}
+    assert read_drawn(tmp_path).columns == {"loss": ([1, 2], [2, 3]), "val_loss": ([2], [4])}
 
 
 def test_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["plot", str(tmp_path)])
     assert result.exit_code == 1
     assert f"No metrics.csv in {tmp_path} or below. Set csv_monitor.enabled=true" in result.output
-    with pytest.raises(PlotError, match="does not exist. Name the folder"):
-        read_run(tmp_path / "none")
+    with pytest.raises(LogsError, match="does not exist. Name the folder"):
+        read_drawn(tmp_path / "none")
     run = a_run(tmp_path / "run")
-    with pytest.raises(PlotError, match=r"the format is PNG. Write a name such as .*p\.png"):
+    with pytest.raises(LogsError, match=r"the format is PNG. Write a name such as .*p\.png"):
         plot([run], tmp_path / "p.pdf")
     (tmp_path / "file").touch()
-    with pytest.raises(PlotError, match=r"--output .*p\.png cannot be written"):
+    with pytest.raises(LogsError, match=r"--output .*p\.png cannot be written"):
         plot([run], tmp_path / "file" / "p.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(PlotError, match=r"pip install 'lt-zero\[plot\]'"):
+    with pytest.raises(LogsError, match=r"pip install 'lt-zero\[plot\]'"):
         plot([run], tmp_path / "p.png")
 
 
@@ -180,11 +181,11 @@ def test_names_are_text_and_always_in_the_legend(tmp_path: Path) -> None:
         runs.append(tmp_path / name)
     plot(runs, tmp_path / "both.png")
     plot(runs[1:], tmp_path / "one.png")
-    (axes,) = draw([read_run(run) for run in runs]).axes
+    (axes,) = draw([read_drawn(run) for run in runs]).axes
     assert [text.get_text().strip() for text in axes.get_legend().get_texts()] == ["_a", "$^$"]
 
 
 def test_a_file_without_rows_is_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("epoch,step,train_loss\n")
-    with pytest.raises(PlotError, match=r"metrics\.csv has no row yet"):
+    with pytest.raises(LogsError, match=r"metrics\.csv has no row yet"):
         plot([tmp_path], tmp_path / "x.png")

@@ -16,7 +16,6 @@ from tests.support.lightning_tools import GPT, Tensor, assert_same, sharded_trai
 from tests.support.matrix import only, only_rows
 from tests.support.pool import Pool
 
-pytestmark = pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="since Lightning 2.6")
 RUN: dict[str, Any] = {"max_epochs": 3, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
 
 

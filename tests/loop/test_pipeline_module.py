@@ -174,7 +174,12 @@ def _loader() -> float:
     """Training data that are shorter than the steps, and an evaluation without losses."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(16, WIDTH), torch.randn(16, WIDTH))
-    module = PipelineModule([nn.Linear(WIDTH, 7), torch.tanh, nn.Linear(7, WIDTH)], 2, loss_fn=nn.MSELoss())
+
+    def loss_of_one_element(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target).view(1, 1)
+
+    layers = [nn.Linear(WIDTH, 7), torch.tanh, nn.Linear(7, WIDTH)]
+    module = PipelineModule(layers, 2, loss_fn=loss_of_one_element)
     config = {**_config(1), "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}
     engine, _, loader, _ = lt_zero.initialize(model=module, config=config, training_data=data)
     assert loader is engine.training_dataloader

@@ -149,7 +149,7 @@ def test_what_an_engine_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         engine.load_checkpoint(tmp_path, custom_load_fn=print)
     with pytest.raises(NotImplementedError, match="offload_optimizer"):
         engine.offload_states()
-    with pytest.raises(NotImplementedError, match="SummaryWriter"):
+    with pytest.raises(RuntimeError, match="csv_monitor"):
         engine.monitor.write_events([])
     monkeypatch.chdir(tmp_path)
     _step(engine, engine.module, torch.ones(1, 2))

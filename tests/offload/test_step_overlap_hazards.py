@@ -35,6 +35,7 @@ from tests.support.offload_tools import in_child
 from tests.support.overlap_runs import Fails, offload, slowed, train
 from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
+from tests.support.simulated_device import machine
 
 
 class Run:
@@ -361,6 +362,34 @@ def _arriving() -> None:
 def test_gradients_have_arrived_when_they_are_stepped(pool: Pool, world: int) -> None:
     """Buckets that are stepped beside backward and one that is not take turns in landing, in a window of two."""
     pool.run(world, _arriving)
+
+
+def _edited() -> None:
+    """An edit through ``p.data``, which changes no version, on a device for whose digests the host does not wait."""
+    found = []
+    for beside in (False, True):
+        with slowed(apart=True) as watch, machine():
+            run = Run(2, offload(None, "auto", False), torch.bfloat16)
+            for step in range(4):
+                if step == 2:
+                    run.net.blocks[1].up.weight.data.mul_(1.5)
+                run.backward(step, beside)
+                run.optimizer.step()
+            found.append(full_values(run.engine))
+        assert (watch.beside > 0) == beside
+    same(found[1], found[0], "an edit before backward")
+    with slowed(apart=True), machine():
+        run = Run(2, offload(None, "auto", False), torch.bfloat16)
+        run.steps(0, 2)
+        weight = run.net.blocks[0].up.weight
+        weight.register_hook(lambda grad: weight.data.mul_(1.5))
+        run.backward(2)
+        with pytest.raises(SwapError, match=r"'blocks.0.*changed through `p.data` during a backward"):
+            run.optimizer.step()
+
+
+def test_edits_through_data_are_kept_or_an_error(pool: Pool) -> None:
+    pool.run(1, _edited)
 
 
 # ---- life of the thread ---------------------------------------------------------------------------------------------

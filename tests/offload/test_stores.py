@@ -18,6 +18,7 @@ from lt_zero.io.pinned import aligned_buffer
 from lt_zero.offload import host_store, nvme_store
 from lt_zero.offload.host_store import FedStore, HostLink, HostStore, StreamedStore
 from lt_zero.offload.store import Place, Speed, Store
+from lt_zero.ops.moments import PlainMoments
 from tests.support.matrix import only_rows
 from tests.support.offload_runs import in_memory, same, train
 from tests.support.overlap_runs import offload
@@ -67,7 +68,7 @@ class Archive:
     """Compressed bytes of all buckets."""
 
     def __init__(
-        self, where: Any, rank: int, aio: Any, numels: Sequence[int], room: int = 3, pin: bool = False
+        self, where: Any, rank: int, aio: Any, numels: Sequence[int], moments: Any, room: int = 3, pin: bool = False
     ) -> None:
         self.room, self.where, self.problem = room, "memory", None
         self.spare_nbytes = self.bytes_on_disk = 0
@@ -85,7 +86,7 @@ class Archive:
     def speed(self, nbytes: int) -> Speed:
         return Speed(1e9, 1e9)
 
-    def require(self, bytes_per_element: int) -> None:
+    def require(self, states: int) -> None:
         return None
 
     def rest(self) -> None:
@@ -168,7 +169,7 @@ def test_buffers_of_files_are_pinned_if_they_are_copied_to_a_gpu(
         return aligned_buffer(nbytes)
 
     monkeypatch.setattr(nvme_store, "host_buffer", buffer)
-    files = nvme_store.NvmeFiles(tmp_path, 0, Aio(), [5000], pin=pin)
+    files = nvme_store.NvmeFiles(tmp_path, 0, Aio(), [5000], [PlainMoments(torch.float32)], pin=pin)
     store = files.place(0, None).store("master", 5000, torch.float32)
     store.overwrite().fill_(1.0)
     store.end_use()

@@ -147,7 +147,7 @@ def test_names_that_cannot_be_used(kind: Any, part: str) -> None:
         ("ZeroOneAdam", {"local_step_clipper": 0}, "optimizer.params.local_step_clipper=0: write a whole number of at"),
         ("ZeroOneAdam", {"freeze_step": 9}, "optimizer.params.freeze_step=9: it belongs to the 1-bit optimizers"),
         ("OneBitLamb", {"factor_max": 0.4}, "optimizer.params.factor_max=0.4: write a number of at least factor_min"),
-        ("OneBitLamb", {"comm_backend_name": "gloo"}, "optimizer.params.comm_backend_name='gloo': write nccl or mpi"),
+        ("OneBitLamb", {"comm_backend_name": "smoke"}, "optimizer.params.comm_backend_name='smoke': write nccl or mpi"),
         ("OneBitLamb", {"amsgrad": True}, "optimizer.params.amsgrad=True: 1-bit optimizers have no such variant"),
         ("Adam", {"max_coeff": 0.5}, "optimizer.params.max_coeff=0.5: it belongs to Lamb"),
         ("Lamb", {"max_coeff": "big"}, "optimizer.params.max_coeff='big': write a number of at least 0, such as 10.0."),

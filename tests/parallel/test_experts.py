@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-import lt_zero
-from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.load import as_lightning, restore_weights
-from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
-from lt_zero.checkpoint.native.save import bundle, make_directory, write
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
-from lt_zero.engine.engine import Engine
 from lt_zero.parallel import Experts, combine, dispatch
 from lt_zero.parallel.experts import SIZE, cut_experts
-from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
-from lt_zero.session.checkpoints import Progress, restore_optimizers
+from lt_zero.parallel.mesh import ParallelSizes
 from tests.support.matrix import only_rows
-from tests.support.mixtures import NUMBER, FeedForwards, Mixture, dense, send_all_to
-from tests.support.parallel_nets import CPU, all_states, all_weights
-from tests.support.parity import OPTIMIZERS, RELEASE, config_of
+from tests.support.mixtures import NUMBER, FeedForwards, Mixture, dense, go_on, square, start, train_as_one_process
 from tests.support.pool import Pool
 
 # ---- dispatch and combine --------------------------------------------------------------------------------------------
@@ -88,69 +78,10 @@ def test_tokens_go_to_experts_and_back(pool: Pool, ranks: int, dtype: torch.dtyp
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def _batch(step: int, rank: int) -> Tensor:
-    return torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-class MixtureRun(NamedTuple):
-    """A model on this rank, and its engine."""
-
-    model: Mixture
-    engine: Engine
-    optimizer: Optimizer
-    sharded: lt_zero.ShardedOptimizer
-
-    def train(self, step: int) -> None:
-        self.optimizer.zero_grad()
-        self.model(_batch(step, dist.get_rank())).square().mean().backward()
-        self.optimizer.step()
-
-    def everything(self) -> dict[str, dict[str, Tensor]]:
-        return {"weights": all_weights(self.engine), **all_states(self)}
-
-
-def start(stage: int, size: int, optimizer: str, sends_all_to: int | None = None) -> MixtureRun:
-    """A run whose experts are on ``size`` ranks."""
-    world, model = World.join(CPU), Mixture()
-    if sends_all_to is not None:
-        send_all_to(model, sends_all_to)
-    config, given = config_of(stage, RELEASE if stage == 3 else {}), dict[str, Any]()
-    everyone = ShardGroup.of_all(world)
-    if size > 1:
-        mesh = ParallelMesh(ParallelSizes(world.size, expert=size), world)
-        mesh.cut(model, config)
-        given = mesh.arguments(model, everyone, config)
-    engine = lt_zero.shard(model, config, CPU, group=everyone, **given)
-    made = OPTIMIZERS[optimizer](model.parameters())
-    return MixtureRun(model, engine, made, lt_zero.ShardedOptimizer(engine, made))
-
-
 def _train(stage: int, size: int, optimizer: str, sends_all_to: int | None) -> None:
-    """Compare gradients' norm, and weights, after each step."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    model, engine, made, sharded = start(stage, size, optimizer, sends_all_to)
-    reference = Mixture(dense=True)
-    if sends_all_to is not None:
-        send_all_to(reference, sends_all_to)
-    expected = OPTIMIZERS[optimizer](reference.parameters())
-    for step in range(3):
-        made.zero_grad()
-        expected.zero_grad()
-        model(_batch(step, rank)).square().mean().backward()
-        for other in range(ranks):
-            (reference(_batch(step, other)).square().mean() / ranks).backward()
-        for name, parameter in reference.named_parameters():
-            found = lt_zero.full_grad(model.get_parameter(name))
-            torch.testing.assert_close(found, parameter.grad, rtol=1e-5, atol=1e-6, msg=f"{name}, step {step}")
-        want = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05))
-        assert want > 0.05
-        assert float(sharded.grads.clip_norm(0.05)) == pytest.approx(want, rel=1e-5)
-        made.step()
-        expected.step()
-        for name, value in all_weights(engine).items():
-            wanted = reference.get_parameter(name).detach()
-            torch.testing.assert_close(value, wanted, rtol=1e-5, atol=2e-6, msg=f"{name}, step {step}")
-    assert sum(bucket.layout.numel for bucket in engine.buckets) < sum(p.numel() for p in reference.parameters())
+    run = start(stage, size, optimizer, partial(Mixture, sends_all_to=sends_all_to))
+    reference = Mixture(dense=True, sends_all_to=sends_all_to)
+    train_as_one_process(run, reference, optimizer, square, 1e-6, 2e-6)
 
 
 @pytest.mark.parametrize(
@@ -174,46 +105,6 @@ def test_experts_train_as_in_one_process(
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def _save(run: MixtureRun, path: str) -> None:
-    world = run.engine.world
-    content = {"state_dict": weight_fragments(run.engine), "optimizer_states": [optimizer_fragments(run.sharded)]}
-    saved = bundle(content, [parameter_names(run.optimizer, run.engine)], world, {}, {})
-    write(saved, make_directory(world, path), world, world.saving_group(background=False))
-
-
-def _load(run: MixtureRun, path: str) -> None:
-    archive = Archive(path)
-    found = as_lightning(archive)
-    restore_weights(run.model, run.engine, run.engine.config, found["state_dict"], strict=True)
-    Progress(stepped=True).restore(run.engine, None)
-    restore_optimizers(run.engine, {0: (run.optimizer, found["optimizer_states"][0])})
-    archive.close()
-
-
-def _goes_on(folder: str, runs: list[tuple[int, int]]) -> None:
-    """Each run goes on from the checkpoint of the one before; a last one trains as the first would have."""
-    (stage, size), *others = runs
-    run = start(stage, size, "adamw")
-    run.train(0)
-    had = run.everything()
-    assert len(had) == 3
-    for number, (stage, size) in enumerate(others):
-        _save(run, f"{folder}/{number}")
-        run = start(stage, size, "adamw")
-        _load(run, f"{folder}/{number}")
-        found = run.everything()
-        assert found.keys() == had.keys()
-        for kind, values in had.items():
-            assert all(torch.equal(found[kind][name], value) for name, value in values.items()), (number, kind)
-    run.train(1)
-    straight = start(1, 1, "adamw")
-    straight.train(0)
-    straight.train(1)
-    wanted = all_weights(straight.engine)
-    for name, value in all_weights(run.engine).items():
-        torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=2e-6, msg=name)
-
-
 PATHS = [(2, [(3, 2), (1, 1), (2, 2)]), (4, [(1, 2), (3, 4), (0, 1), (3, 2), (0, 4)])]
 
 
@@ -221,7 +112,7 @@ PATHS = [(2, [(3, 2), (1, 1), (2, 2)]), (4, [(1, 2), (3, 4), (0, 1), (3, 2), (0,
 def test_checkpoints_go_on_at_another_number_of_expert_ranks(
     pool: Pool, tmp_path: Path, ranks: int, runs: list[tuple[int, int]]
 ) -> None:
-    pool.run(ranks, _goes_on, str(tmp_path), runs)
+    pool.run(ranks, go_on, str(tmp_path), runs, Mixture, square, 2e-6)
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -256,6 +147,13 @@ class Odd(Experts):
         self.weight = nn.Parameter(torch.ones(shape))
 
 
+def test_copies_say_what_they_are() -> None:
+    experts = Odd(4, 4, 2)
+    experts.spread(_Ranks())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="a copy of experts that are on several ranks"):
+        copy.deepcopy(experts).dispatch(torch.ones(2, 2), torch.tensor([0, 1]))
+
+
 def test_modules_that_cannot_be_cut_are_refused() -> None:
     tied, alone = Odd(4, 4, 2), nn.Linear(2, 4, bias=False)
     alone.weight = tied.weight
@@ -273,20 +171,17 @@ def test_modules_that_cannot_be_cut_are_refused() -> None:
 BLOCK = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 
 
-@pytest.mark.parametrize(
-    ("keys", "text"),
-    [
-        ({"tensor_parallel": {"autotp_size": 2}}, "there is tensor_parallel.autotp_size=2"),
-        ({"sequence_parallel_size": 2}, "there is sequence_parallel_size=2"),
-        ({"gradient_compression": {"algorithm": "topk"}}, "gradient_compression.algorithm needs the same parameters"),
-    ],
-)
-def test_keys_that_exclude_experts_over_ranks(keys: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        ZeroConfig.of({**BLOCK, **keys})
+def test_keys_that_exclude_experts_over_ranks() -> None:
+    with pytest.raises(ConfigError, match="gradient_compression.algorithm needs the same parameters"):
+        ZeroConfig.of({**BLOCK, "gradient_compression": {"algorithm": "topk"}})
 
 
 def test_sizes_have_to_divide_the_ranks() -> None:
     with pytest.raises(ConfigError, match="autoep_size=2 does not divide the 3 data ranks"):
         ParallelSizes.of(ZeroConfig.of(BLOCK), 3)
-    assert ParallelSizes.of(ZeroConfig.of(BLOCK), 4).with_part == 2
+    with pytest.raises(ConfigError, match="autoep_size=2 does not divide the 3 data and sequence ranks"):
+        ParallelSizes.of(ZeroConfig.of({**BLOCK, "sequence_parallel_size": 3}), 3)
+    sizes = ParallelSizes.of(ZeroConfig.of({**BLOCK, "tensor_parallel": {"autotp_size": 2}}), 8)
+    assert sizes.expert_rows().tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]], "each tensor rank among its own"
+    assert sizes.expert_parts().tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert sizes.parts().tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]

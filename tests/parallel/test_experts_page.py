@@ -10,20 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.support.docs_tools import BLOCKS, run_text
+from tests.support.docs_tools import names_of_script
 from tests.support.lightning_tools import QUIET, torchrun_env
 from tests.support.pool import Pool
-
-(CODE,) = (block.text for block in BLOCKS if block.marks.get("run by") == "test_experts_page")
 
 
 def _losses(ranks: int, rank: int = 0) -> list[float]:
     """Losses of all data, the mean over ranks."""
-    found: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(L, "Trainer", lambda strategy, **_: strategy)
-        torch.manual_seed(3)
-        run_text(CODE, "docs/experts.md", found)
+    torch.manual_seed(3)
+    found = names_of_script("test_experts_page")
     losses = list[float]()
 
     class Model(found["Model"]):  # type: ignore[name-defined, misc]
@@ -33,7 +28,7 @@ def _losses(ranks: int, rank: int = 0) -> list[float]:
     model = Model()
     rows = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(rows[rank::ranks], batch_size=8 // ranks)  # type: ignore[arg-type]
-    how = {"strategy": "auto" if ranks == 1 else found["trainer"], "devices": ranks, "max_epochs": 2}
+    how = {"strategy": "auto" if ranks == 1 else found["trainer"].strategy, "devices": ranks, "max_epochs": 2}
     L.Trainer(**{**QUIET, **how, "use_distributed_sampler": False}).fit(model, loader)
     return losses
 

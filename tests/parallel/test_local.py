@@ -44,7 +44,7 @@ def _train(stage: int, optimizer: str, tensor: int, sequence: bool) -> float:
     data = size // tensor
     mesh = DeviceMesh("cpu", torch.arange(size).view(data, tensor), mesh_dim_names=("data", "tensor"))["tensor"]
     model, reference = parallelize(Net(), mesh, sequence), Net()
-    specs = localize(model, mesh)
+    specs = localize(model, [mesh])
     world = World.join(CPU)
     given: dict[str, Any] = {
         "specs": specs,

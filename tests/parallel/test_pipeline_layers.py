@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -203,6 +204,9 @@ def _equal(
 
 def _layers(stage: int, pipeline: dict[str, Any], names: Iterable[str]) -> None:
     for name in names:
+        # torch 2.11 and 2.12 want contiguous outputs, and gradients of all that a stage receives (docs/pipelines.md).
+        if name in ("positions", "mask", "strided") and Version(torch.__version__) < Version("2.13"):
+            continue
         _equal(stage, LAYERS[name], "usual", "nothing", LENGTH, {"partition_method": "uniform", **pipeline})
 
 

@@ -104,6 +104,28 @@ def test_a_stage_without_blocks_checkpoints_nothing(pool: Pool, modules: str) ->
     assert pool.run(2, _uneven, [modules] if modules else []) == [refused] * 2
 
 
+def _budgeted() -> int:
+    """The second stage has the head alone, and answers the first one; returns how many modules are recomputed."""
+    embed, *blocks, _, _ = counted(3, 0.0)
+    layers = [embed, *blocks, LayerSpec(nn.Linear, WIDTH, 500)]
+    weights = list[dict[str, Tensor]]()
+    for keys in ({}, {"activation_checkpointing": {"memory_budget": 0.8, "modules": ["Counted"]}}):
+        torch.manual_seed(7)
+        run = start(Ranks(), 1, "sgd", lambda: layers, **keys)
+        for step in range(3):
+            run.step(step)
+        weights.append(all_weights(run.engine))
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+    handles = [handle for handle in run.engine.handles if isinstance(handle, Checkpointing)]
+    return sum(forward.recomputes for handle in handles for forward in handle._forwards)
+
+
+def test_a_memory_budget_of_one_stage(pool: Pool) -> None:
+    first, second = pool.run(2, _budgeted)
+    assert (0 < first < 3, second) == (True, 0)
+
+
 def _compiled(stage: int, layers: bool) -> int:
     """The module is compiled, and maybe layers by themselves; returns how many graphs layers have."""
     graphs = list[Any]()

@@ -9,19 +9,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.support.docs_tools import BLOCKS, run_text
+from tests.support.docs_tools import names_of_script
 from tests.support.lightning_tools import QUIET, torchrun_env
 from tests.support.pool import Pool
-
-(CODE,) = (block.text for block in BLOCKS if block.marks.get("run by") == "test_pipeline_page")
 
 
 def _losses(strategy: Any, devices: int) -> tuple[list[float], float, torch.Tensor]:
     """The losses of two epochs, that of validation, and predictions; ``strategy`` None: that of the page."""
-    found: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(L, "Trainer", lambda strategy, **_: strategy)
-        run_text(CODE, "docs/pipelines.md", found)
+    found = names_of_script("test_pipeline_page")
     losses = list[float]()
 
     class Model(found["Model"]):  # type: ignore[name-defined, misc]
@@ -34,7 +29,7 @@ def _losses(strategy: Any, devices: int) -> tuple[list[float], float, torch.Tens
 
     drawn = torch.randint(0, 256, (20, 9), generator=torch.Generator().manual_seed(1))
     loader = DataLoader(drawn, batch_size=8)  # type: ignore[arg-type]
-    chosen = found["trainer"] if strategy is None else strategy
+    chosen = found["trainer"].strategy if strategy is None else strategy
     how = {"strategy": chosen, "devices": devices, "max_epochs": 2, "use_distributed_sampler": False}  # that shuffles
     trainer, model = L.Trainer(**{**QUIET, **how}), Model()
     trainer.fit(model, loader, loader)

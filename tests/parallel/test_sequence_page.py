@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.support.docs_tools import BLOCKS, run_text
+from tests.support.docs_tools import names_of_script
 from tests.support.lightning_tools import QUIET, torchrun_env
 from tests.support.pool import Pool
 from tests.support.sequences import whole
-
-(CODE,) = (block.text for block in BLOCKS if block.marks.get("run by") == "test_sequence_page")
 
 
 def cut_here(rows: list[Tensor]) -> dict[str, Tensor]:
@@ -29,10 +27,7 @@ def cut_there(rows: list[Tensor]) -> dict[str, Tensor]:
 
 
 def _losses(alone: bool) -> list[float]:
-    found: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(L, "Trainer", lambda strategy, **_: strategy)
-        run_text(CODE, "docs/sequence-ranks.md", found)
+    found = names_of_script("test_sequence_page")
     losses = list[float]()
 
     class Model(found["Model"]):  # type: ignore[name-defined, misc]
@@ -43,7 +38,7 @@ def _losses(alone: bool) -> list[float]:
     model = Model()
     drawn = torch.randint(0, 256, (8, 10), generator=torch.Generator().manual_seed(1))
     loader = DataLoader(drawn, batch_size=2, collate_fn=cut_here if alone else cut_there)  # type: ignore[arg-type]
-    how = {"strategy": "auto" if alone else found["trainer"], "devices": 1 if alone else 2, "max_epochs": 2}
+    how = {"strategy": "auto" if alone else found["trainer"].strategy, "devices": 1 if alone else 2, "max_epochs": 2}
     L.Trainer(**{**QUIET, **how, "use_distributed_sampler": False}).fit(model, loader)
     return losses
 

@@ -281,7 +281,6 @@ def test_mistakes_are_named_before_the_first_step(pool: Pool) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"pipeline": {"stages": 2}}, "sequence_parallel_size=2 with pipeline.stages=2"),
     ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention needs whole sequences on each rank"),
     ({"sequence_parallel": {"gather": 3}}, "sequence_parallel.gather=3 does not divide sequence_parallel_size=2"),
     (

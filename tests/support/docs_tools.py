@@ -4,6 +4,7 @@ A comment right before a block says how the tests treat it (``Block.marks``):
 
     hidden      Python code that runs before the block, in its namespace
     ranks       ``2``: on two ranks of the pool; ``script``: also as a script, as it stands
+    script      the number of processes that it starts as it stands, in a slow test
     run by      another test module runs it
     printed by  Python code that prints the block
     output of   the command that prints the block; ``ds_config.json`` is the JSON block before it
@@ -19,6 +20,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -31,7 +33,7 @@ import lt_zero.optim
 from tests.support.paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MARKS = {"hidden", "ranks", "run by", "printed by", "output of", "not run"}
+MARKS = {"hidden", "ranks", "script", "run by", "printed by", "output of", "not run"}
 _COMMENT = re.compile(r"<!-- ([a-z ]+): ?(.*?)-->", re.DOTALL)
 
 
@@ -118,7 +120,26 @@ class SmallTrainer(L.Trainer):
     def __init__(self, **arguments: Any) -> None:
         defaults = {"logger": False, "max_epochs": 1, "limit_train_batches": 4, "enable_checkpointing": False}
         quiet = {"enable_progress_bar": False, "enable_model_summary": False}
-        super().__init__(**{**defaults, **quiet, **arguments, "accelerator": "cpu", "devices": 1})
+        here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
+        super().__init__(**{**defaults, **quiet, **arguments, **here})
+
+
+class AskedTrainer:
+    """Keeps the strategy that a script gives to its Trainer, and trains nothing."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.strategy = arguments["strategy"]
+
+    def fit(self, *_: Any) -> None: ...
+
+
+def names_of_script(test: str) -> dict[str, Any]:
+    """The names that the script which the module ``test`` runs has at its end; ``trainer`` is an AskedTrainer."""
+    (block,) = (block for block in BLOCKS if block.marks.get("run by") == test)
+    found: dict[str, Any] = {"__name__": "__main__"}
+    with patch.object(L, "Trainer", AskedTrainer):
+        run_text(block.text, str(block), found)
+    return found
 
 
 def execute(block: Block) -> None:

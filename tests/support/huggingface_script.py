@@ -15,13 +15,14 @@ SIZES = {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 36, "num_hidd
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "use_cache": False}
 
 
-def config(stage: int, configured_optimizer: bool = False) -> dict[str, Any]:
-    """A file as articles have it: what the Trainer knows is "auto"."""
+def config(stage: int, folder: Path, configured_optimizer: bool = False) -> dict[str, Any]:
+    """A file as articles have it: what the Trainer knows is "auto"; events go to ``folder/events``."""
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     zero = {"stage": stage, "overlap_comm": True, "stage3_gather_16bit_weights_on_model_save": True}
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     found: dict[str, Any] = {**dict.fromkeys(sizes, "auto"), "zero_optimization": zero | dict.fromkeys(keys, "auto")}
     found |= {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "initial_scale_power": 8}}
+    found["csv_monitor"] = {"enabled": True, "output_path": str(folder), "job_name": "events"}
     if configured_optimizer:
         found["optimizer"] = {
             "type": "AdamW",
@@ -66,7 +67,7 @@ def train(folder: Path, stage: int | None, options: dict[str, Any]) -> list[dict
         from accelerate import PartialState
 
         PartialState(backend="gloo")  # without a GPU Accelerate has no default
-        known = {"deepspeed": config(stage, bool(options.get("configured_optimizer")))}
+        known = {"deepspeed": config(stage, folder, bool(options.get("configured_optimizer")))}
         known["accelerator_config"] = {"use_configured_state": True}
     decay = 0.0 if options.get("configured_optimizer") else 0.01  # only the Trainer's own leaves out norms
     arguments = transformers.TrainingArguments(
@@ -93,6 +94,7 @@ def loop(folder: Path, stage: int | None, options: dict[str, Any]) -> list[dict[
         plugin = DeepSpeedPlugin(
             zero_stage=stage, gradient_accumulation_steps=gas, gradient_clipping=0.5, zero3_save_16bit_model=True
         )
+        plugin.deepspeed_config["csv_monitor"] = config(stage, folder)["csv_monitor"]
         gloo = [InitProcessGroupKwargs(backend="gloo")]
         accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=gloo)
     net = model(options)

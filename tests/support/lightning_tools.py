@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from collections.abc import Iterator
@@ -36,12 +35,9 @@ QUIET: dict[str, Any] = {
 ROWS, BATCH = 24, 4  # rows of data, rows per optimizer step over all ranks (before accumulation)
 
 
-HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(pl.Trainer.fit).parameters
-
-
 def trust(weights_only: bool | None) -> dict[str, Any]:
-    """The argument ``weights_only`` of ``Trainer.fit``, which it has since Lightning 2.6."""
-    return {"weights_only": weights_only} if HAS_WEIGHTS_ONLY else {}
+    """The argument ``weights_only`` of ``Trainer.fit``."""
+    return {"weights_only": weights_only}
 
 
 def torchrun_env() -> dict[str, str]:

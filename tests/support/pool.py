@@ -77,9 +77,9 @@ def _run(rank: int, world: int, store: str, fn: Callable[..., Any], args: Any, e
         if dist.is_initialized():
             dist.destroy_process_group()
         if "torch.distributed.tensor" in sys.modules:
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+            from lt_zero.common.compat import forget_meshes
 
-            _clear_sharding_prop_cache()  # what is cached for the mesh of one task has groups that are gone in the next
+            forget_meshes()  # what is cached for the mesh of one task has groups that are gone in the next
         gc.collect()  # a process group lives, with its threads, as long as cycles through the engine do
 
 

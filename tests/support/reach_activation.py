@@ -45,6 +45,18 @@ def checkpointed(lab: Lab, config: Config) -> Any:
     return [name for name, _ in found.found.chosen] if found else []
 
 
+def chosen(lab: Lab, config: Config) -> Any:
+    """Names of the modules that are recomputed after two steps."""
+    engine = engine_of(lab, config)
+    found = installed(engine)
+    assert found is not None
+    for _ in range(2):
+        engine.root(tokens(0, 0, 0)).square().mean().backward()
+        for listener in engine.after_step:
+            listener()
+    return [forward.name for forward in found._forwards if forward.recomputes]
+
+
 def _stored(lab: Lab, config: Config) -> Any:
     """The store of an engine whose device has memory of its own, after a forward, and its loss; None without one."""
     with (

@@ -1,4 +1,4 @@
-"""Folders that torch.distributed.checkpoint (DCP) wrote for Lightning's FSDPStrategy and ModelParallelStrategy.
+"""Folders of torch.distributed.checkpoint (DCP): of FSDPStrategy, ModelParallelStrategy, and programs of one's own.
 
 Note [What a DCP folder holds]
     ``.metadata`` is a pickle: the shape of each entry, the boxes that it is cut into, and the bytes of each box in a
@@ -26,7 +26,8 @@ from lt_zero.checkpoint.source import Spec
 from lt_zero.common.boxes import Box, check_cover
 from lt_zero.common.errors import CheckpointError
 
-_OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?")
+_OPTIMIZER = re.compile(r"optim(?:izer)?(?:_(\d+))?")
+_FLAT = re.compile(r"(state|param_groups)\.(.+)\.(\w+)")  # a key of a flattened optimizer
 _MODELS = ("state_dict", "model")  # ModelParallelStrategy, FSDPStrategy
 
 _Keys = tuple[Any, ...]  # the path of an entry in the nested state
@@ -46,10 +47,10 @@ class DcpSource(ForeignSource):
         self._file = self.path / ".metadata"
         self.parts.append((self._file, 0, None))
         with damage(self._file):
-            entries = self._entries(load_metadata(self._file))
+            entries = _unwrapped(self._entries(load_metadata(self._file)))
         meta = self.path / "meta.pt"
         if meta.is_file():
-            self.meta = self._plain(self._load(meta, "checkpoint"), meta)
+            self.meta = self.plain(self.load_file(meta, "checkpoint"), meta)
         model = next((root for root in _MODELS if any(keys[0] == root for keys in entries)), None)
         tensors = {
             ".".join(map(str, keys[1:] if model else keys)): entry
@@ -59,7 +60,10 @@ class DcpSource(ForeignSource):
         self._set_weights(tensors, {})  # DCP writes a tied tensor under each of its names
         roots = {str(keys[0]) for keys in entries if _OPTIMIZER.fullmatch(str(keys[0]))}
         for root in sorted(roots, key=lambda root: (len(root), root)):
-            self._optimizer({keys: entry for keys, entry in entries.items() if keys[0] == root})
+            self._optimizer({keys[1:]: entry for keys, entry in entries.items() if keys[0] == root}, root)
+        for keys, entry in entries.items():
+            if keys[0] not in roots and not (isinstance(entry, Saved) and model in (None, keys[0])):
+                self._leave_out(keys)
 
     def _entries(self, metadata: Any) -> dict[_Keys, Saved | _Bytes]:
         """The entries by path: a tensor, or the part of a file with another value."""
@@ -95,25 +99,38 @@ class DcpSource(ForeignSource):
             entries[keys] = Saved(spec, partial(self._tensor, spec, parts, fqn))
         return entries
 
-    def _optimizer(self, saved: dict[_Keys, Saved | _Bytes]) -> None:
+    def _leave_out(self, keys: _Keys) -> None:
+        self.notes.append(f"{'.'.join(map(str, keys))} of {self.path} was left out.")
+
+    def _optimizer(self, saved: dict[_Keys, Saved | _Bytes], root: str) -> None:
+        """Publish an optimizer. ``saved``: its entries, by their paths under the key ``root``."""
         groups: dict[Any, dict[str, Any]] = {}
         state: dict[str, dict[str, Any]] = {}
+        settings: dict[str, dict[str, Any]] = {}  # of a flattened optimizer, by parameter
         for keys, entry in saved.items():
-            path = ".".join(map(str, keys))
-            if len(keys) != 4 or keys[1] not in ("param_groups", "state"):
-                self.notes.append(f"{path} of {self.path} was left out.")
+            flat = _FLAT.fullmatch(str(keys[0])) if len(keys) == 1 else None
+            kind, of, key = flat.groups() if flat else keys if len(keys) == 3 else (None, None, None)
+            if kind not in ("param_groups", "state"):
+                self._leave_out((root, *keys))
                 continue
-            name, key = self._named(keys[2]), str(keys[3])
-            if keys[1] == "state" and isinstance(entry, Saved) and self._is_elementwise(name, key, entry.spec.shape):
-                state.setdefault(name, {})[key] = entry
+            name = self._named(of)
+            if kind == "state" and isinstance(entry, Saved) and self._is_elementwise(name, str(key), entry.spec.shape):
+                state.setdefault(name, {})[str(key)] = entry
                 continue
             value = entry.read() if isinstance(entry, Saved) else load(*entry, self._inert)
-            row = state.setdefault(name, {}) if keys[1] == "state" else groups.setdefault(keys[2], {})
-            row[key] = self._plain(value, self.path, path)
-        rows = [groups[number] for number in sorted(groups)]
-        for row in rows:
-            row["params"] = [self._named(name) for name in row.get("params", ())]
-        self._add_optimizer(rows, state)
+            rows: dict[Any, dict[str, Any]] = state if kind == "state" else settings if flat else groups
+            row = rows.setdefault(of if rows is groups else name, {})
+            row[str(key)] = self.plain(value, self.path, ".".join(map(str, (root, *keys))))
+        found = [groups[number] for number in sorted(groups)]
+        for group in found:
+            group["params"] = [self._named(name) for name in group.get("params", ())]
+        for name in (name for name in self.weights if name in settings):
+            own = {**settings[name], "params": None}
+            group = next((group for group in found if {**group, "params": None} == own), {})
+            if not group:
+                found.append(group := {**own, "params": []})
+            group["params"].append(name)
+        self._add_optimizer(found, state)
 
     def _tensor(self, spec: Spec, parts: list[_Part], fqn: str) -> Tensor:
         result = torch.empty(spec.shape, dtype=spec.dtype)
@@ -128,6 +145,20 @@ class DcpSource(ForeignSource):
                 return values
             box.of(result).copy_(values.detach())
         return result
+
+
+def _unwrapped(entries: dict[_Keys, Saved | _Bytes]) -> dict[_Keys, Saved | _Bytes]:
+    """Entries without a key that is around weights and optimizers. See Note [Programs of one's own]."""
+    firsts = {keys[0] for keys in entries}
+    inner = {str(keys[1]) for keys in entries if len(keys) > 1}
+    if (
+        len(firsts) == 1
+        and "model" in inner
+        and any(map(_OPTIMIZER.fullmatch, inner))
+        and all(len(keys) > 1 for keys in entries)
+    ):
+        return {keys[1:]: entry for keys, entry in entries.items()}
+    return entries
 
 
 def _counts(value: Any) -> tuple[int, ...]:

@@ -1,41 +1,33 @@
 """DeepSpeed's checkpoints (ZeRO stages 0 to 3), read without DeepSpeed. Checked against 0.19.8.
 
-Note [Stages 1 and 2]
-    Per parameter group there is one flat row: its parameters in the order of ``param_shapes``, each followed by
-    ``param_alignment_paddings`` elements, padded at the end so that all ranks get equal parts. Rank r's file has part
-    r: moments with all padding, fp32 weights without that at the end (``group_paddings`` tells how much is missing;
-    BF16_Optimizer, whose files have no ``zero_stage``, cuts nothing off; ``elastic_checkpoint`` cuts the moments too).
-
-Note [Stage 3]
-    Each parameter is cut into ``world`` equal parts by itself (the last one padded). Rank r's file has the r-th parts
-    of all parameters of a sub-group in one row. Sub-groups follow each other in the order of ``param_shapes``, of the
-    flat weights, and of the numbers in the inner optimizer's state. Model files have empty tensors for parameters.
-
-Note [Frozen parameters]
-    From stage 2 on they are in ``frozen_param_fragments`` (stage 3: a part in each rank's file), in stages 0 and 1
-    among the module's tensors.
+Note [Files of a folder]
+    A model rank (the number in ``mp_rank_``) is a rank of tensor parallelism, of a pipeline, or of both. It has a model
+    file (stage 3: one per rank of ZeRO) and an optimizer file per rank of ZeRO. model_rank.py reads these,
+    pipeline_layers.py puts stages together, tensor_ranks.py joins the slices of tensor ranks. Folders of
+    ``ds_to_universal.py`` have whole tensors in place of optimizer files (universal.py).
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, mapping, ties
+from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved
+from lt_zero.checkpoint.formats.model_rank import ModelRank
+from lt_zero.checkpoint.formats.pipeline_layers import LayerFiles, PipelineStages, pipeline_name
 from lt_zero.checkpoint.formats.reading import Stub, opened
-from lt_zero.checkpoint.source import Spec
+from lt_zero.checkpoint.formats.tensor_ranks import TensorRanks
+from lt_zero.checkpoint.formats.universal import UniversalTensors
 from lt_zero.common.errors import CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _EXPERTS = re.compile(r"(?:expp_rank_|layer_\d+_expert_|expert_\d+_)")
+_Column = ModelRank | PipelineStages  # what there is of a tensor rank
+_LATEST = ("latest", "latest_universal")  # files that name the last checkpoint of a folder
 _OWN_KEYS = {  # of a model file; the rest is what the caller of save_checkpoint gave
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
     *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps"),
@@ -45,21 +37,8 @@ _OWN_KEYS = {  # of a model file; the rest is what the caller of save_checkpoint
 }
 
 
-class _ParamLocation(NamedTuple):
-    """The location of a parameter: the number of its row, and its elements on each rank."""
-
-    group: int
-    shape: tuple[int, ...]
-    spans: tuple[tuple[int, int, int], ...]  # (rank, start, stop) in that rank's row, in the order of the elements
-
-    @property
-    def rank(self) -> int:
-        """The first rank that has some of the parameter."""
-        return self.spans[0][0] if self.spans else 0
-
-
 class DeepSpeedSource(ForeignSource):
-    """A checkpoint folder of DeepSpeed, or of Lightning's DeepSpeedStrategy.
+    """A checkpoint folder of DeepSpeed, or of Lightning's DeepSpeedStrategy. See Note [Files of a folder].
 
     Weights of trained parameters are the fp32 master weights. The loss scaler of an fp16 run is
     ``meta["ZeroPrecision"]``.
@@ -68,6 +47,7 @@ class DeepSpeedSource(ForeignSource):
         path: the folder with ``latest`` and a folder per tag, or one of the latter.
         tag: which one; default: the one in ``latest``.
         inert: see ``ForeignSource``.
+        cuts: see ``TensorRanks``, where they are ``rules``.
 
     Attributes:
         left_out: names of frozen parameters that were not saved.
@@ -76,7 +56,14 @@ class DeepSpeedSource(ForeignSource):
             Lightning wrote the checkpoint.
     """
 
-    def __init__(self, path: str | os.PathLike[str], tag: str | None = None, inert: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tag: str | None = None,
+        inert: Collection[str] = (),
+        cuts: Mapping[str, int] | None = None,
+    ) -> None:
+        self._cuts, self._is_pipeline = cuts, False
         super().__init__(_tag_folder(Path(path), tag), inert)
 
     @classmethod
@@ -86,93 +73,128 @@ class DeepSpeedSource(ForeignSource):
         return _has_models(folder) or (folder.is_dir() and any(map(_has_models, folder.iterdir())))
 
     def _open(self) -> None:
-        models = {file: self._load(file, "model states") for file in self._files_of(_MODEL)}
-        file, model = next(iter(models.items()))
-        self._inner: dict[Path, dict[str, Any]] = {}  # the optimizer's state, by the file of a rank
-        self._rows: list[list[Tensor]] = []  # by group: the fp32 weights of each rank, 1D
-        self._cut_off: list[list[int]] = []  # by group: the number of elements left out at the end of each row
-        self._places: dict[str, _ParamLocation] = {}
-        self._stage3 = False
-        shapes = [_shapes(group, file) for group in model.get("param_shapes") or []]
-        if shapes:
-            self._open_optimizers(shapes)
+        ranks = [ModelRank(self, files) for files in self._files_of(_MODEL)]
+        first = ranks[0]
+        self._is_pipeline = first.model.get("module") is None
+        universal = UniversalTensors(self, ranks) if UniversalTensors.are_in(self.path) else None
+        if universal is not None:
+            for rank in ranks:
+                rank.open_weights(universal.weights)
+        elif any(rank.shapes for rank in ranks):
+            for rank, files in zip(ranks, self._optimizer_files(len(ranks)), strict=True):
+                rank.open_optimizer(files)
+                rank.open_weights()
         else:
+            for rank in ranks:
+                rank.open_weights()
             self.notes.append(
-                f"{file} is of ZeRO stage 0, where optimizer states and master weights have no names: weights are "
-                "those of the module, and there is no optimizer state."
+                f"{first.file} is of ZeRO stage 0, where optimizer states and master weights have no names: weights "
+                "are those of the module, and there is no optimizer state."
             )
-        self.steps = int(model.get("global_steps") or 0)
-        self.meta = self._meta(model, file)
-        given = {key: value for key, value in self.meta.items() if key in model and key not in _OWN_KEYS}
+        self.steps = int(first.model.get("global_steps") or 0)
+        self.meta = self._meta(first, first.loss_scaler if universal is None else universal.loss_scaler)
+        given = {key: value for key, value in self.meta.items() if key in first.model and key not in _OWN_KEYS}
         self.loop = {
             "global_steps": self.steps,
-            "global_samples": int(model.get("global_samples") or 0),
+            "global_samples": int(first.model.get("global_samples") or 0),
             "loss_scale": self.meta.get("ZeroPrecision", {}),
             "client_state": given,
         }
-        self._open_weights(models)
-        if shapes:
-            self._open_states([[self._named(raw) for raw in group] for group in shapes])
+        columns = self._columns(ranks, universal) if self._is_pipeline else ranks
+        whole = columns[0] if len(columns) == 1 else self._joined(columns, ranks, universal)
+        groups, states = (whole.groups, whole.states) if universal is None else (universal.groups, universal.states)
+        self._set_weights(whole.weights, whole.shared)
+        self.left_out = [self._named(name) for name in whole.absent]
+        self.notes += [f"{name} was not saved (exclude_frozen_parameters)." for name in self.left_out]
+        if any(rank.shapes for rank in ranks):
+            named = [{**group, "params": [self._named(name) for name in group["params"]]} for group in groups]
+            self._add_optimizer(named, {self._named(name): entries for name, entries in states.items()})
 
-    def _files_of(self, pattern: re.Pattern[str]) -> list[Path]:
-        """The files of all ranks, in the order of ranks."""
-        found: dict[int, Path] = {}
+    def _files_of(self, pattern: re.Pattern[str]) -> list[list[Path]]:
+        """The files of all ranks of ZeRO, in their order, by model rank.
+
+        Raises:
+            CheckpointError: some are missing, or there are several for the same rank.
+        """
+        found: dict[tuple[int, int], Path] = {}
         for file in sorted(self.path.iterdir()):
             if _EXPERTS.match(file.name):
-                raise CheckpointError(f"{file} belongs to a mixture of experts, whose checkpoints cannot be read.")
+                raise CheckpointError(
+                    f"{file} belongs to a mixture of experts, whose files are not read. If AutoEP made it, convert the "
+                    "folder with DeepSpeed's ds_to_universal.py, and pass the result."
+                )
             match = pattern.fullmatch(file.name)
             if match is None:
                 continue
-            rank = int(match["rank"] or 0)
-            if int(match["mp"]) != 0 or rank in found:
+            place = int(match["mp"]), int(match["rank"] or 0)
+            if place in found and UniversalTensors.are_in(self.path):
+                continue  # an export has both, for runs of any stage
+            if place in found:
                 raise CheckpointError(
-                    f"{file} is one of several for the same rank: checkpoints of tensor-parallel runs cannot be read, "
-                    "and files of different runs must not be in one folder."
+                    f"{file} and {found[place].name} are of the same rank: files of different runs must not be in one "
+                    "folder. Take another checkpoint."
                 )
-            found[rank] = file
-        if sorted(found) != list(range(len(found))) or not found:
+            found[place] = file
+        models, ranks = ({place[axis] for place in found} for axis in range(2))
+        missing = {(mp, rank) for mp in range(max(models, default=0) + 1) for rank in range(max(ranks, default=0) + 1)}
+        missing -= set(found)
+        if missing:
+            lacking = ", ".join(f"mp_rank {mp}, ZeRO's rank {rank}" for mp, rank in sorted(missing)[:4])
             raise CheckpointError(
-                f"{self.path} has files of ranks {sorted(found)} only ({pattern.pattern}): some are missing."
+                f"{self.path} has files of ranks {sorted(found)} only ({pattern.pattern}): some are missing "
+                f"({lacking}). Copy them, or take another tag."
             )
-        return [found[rank] for rank in sorted(found)]
+        return [[found[mp, rank] for rank in range(len(ranks))] for mp in range(len(models))]
 
-    def _open_optimizers(self, shapes: list[dict[str, tuple[int, ...]]]) -> None:
-        """Read the optimizers' files and find the parameters in them. ``shapes``: of parameters, by group."""
-        for file in self._files_of(_OPTIMIZER):
-            content = self._load(file, "optimizer states")
-            self._inner[file] = mapping(content.get("optimizer_state_dict"), "optimizer_state_dict", file)
-        file, first = next(iter(self._inner.items()))
-        counts = first.get("partition_count")
-        counts = counts if isinstance(counts, list) else [counts]
-        if set(counts) != {len(self._inner)}:
+    def _optimizer_files(self, models: int) -> list[list[Path]]:
+        files = self._files_of(_OPTIMIZER)
+        if len(files) != models:
             raise CheckpointError(
-                f"{file} belongs to a run of {counts} ranks, but there are {len(self._inner)} *_optim_states.pt files "
-                f"in {self.path}. Copy the missing ones, or take another tag; expert parallelism cannot be read."
+                f"{self.path} has model files of {models} model ranks (mp_rank_XX), but optimizer files of "
+                f"{len(files)}: some are missing. Copy them, or take another tag."
             )
-        stage = first.get("zero_stage")
-        self._stage3 = (stage.args[0] if isinstance(stage, Stub) and stage.args else stage) == 3
-        key = "fp32_flat_groups" if self._stage3 else "single_partition_of_fp32_groups"
-        flat = {file: _tensors(inner.get(key), key, file) for file, inner in self._inner.items()}
-        for file, rows in flat.items():
-            if len(rows) != len(shapes):
-                raise CheckpointError(f"{file} has {len(rows)} groups, not {len(shapes)} ({key}).")
-        paddings = None if self._stage3 else first.get("param_alignment_paddings")
-        for group, sizes in enumerate(shapes):
-            ends = [inner.get("group_paddings") if "zero_stage" in inner else None for inner in self._inner.values()]
-            self._cut_off.append([int(end[group]) if end and not self._stage3 else 0 for end in ends])
-            self._rows.append([rows[group] for rows in flat.values()])
-            lengths = [row.numel() for row in self._rows[group]]
-            gaps = paddings[group] if paddings else [0] * len(sizes)
-            self._places |= _cut(group, sizes, lengths, file, None if self._stage3 else gaps, self._cut_off[group])
+        return files
 
-    def _meta(self, model: dict[str, Any], file: Path) -> dict[str, Any]:
-        meta: dict[str, Any] = self._plain({key: model[key] for key in model if key not in _OWN_KEYS}, file)
+    def _named(self, name: Any) -> str:
+        own = super()._named(name)
+        return pipeline_name(own) if self._is_pipeline else own
+
+    def _columns(self, ranks: Sequence[ModelRank], universal: UniversalTensors | None) -> list[PipelineStages]:
+        """Stages of a pipeline put together, by tensor rank."""
+        files = LayerFiles(self.path)
+        told = ranks[0].model.get("checkpoint_parallel_dimensions")
+        size = (told.get("tp_degree") if isinstance(told, dict) else None) or len(files.found) or 1
+        if type(size) is not int or len(ranks) % size:
+            raise CheckpointError(
+                f"{self.path} has files of {len(ranks)} model ranks (mp_rank_XX), and {size!r} tensor ranks do not "
+                "divide them: some are missing. Copy them, or take another tag."
+            )
+        if universal is None and not files.found:
+            raise CheckpointError(f"{self.path} has no layer files (layer_00-...), which a pipeline's checkpoint has.")
+        if universal is not None and not files.found:
+            self.notes.append(
+                f"{self.path} has no layer files: buffers and frozen parameters of the pipeline are not in it."
+            )
+        return [PipelineStages(self, ranks[rank::size], files.of(rank)) for rank in range(size)]
+
+    def _joined(
+        self, columns: Sequence[_Column], ranks: Sequence[ModelRank], universal: UniversalTensors | None
+    ) -> _Joined:
+        info = next((info for rank in ranks if (info := rank.model.get("universal_checkpoint_info"))), None)
+        cuts = TensorRanks(info, ranks[0].file, len(columns), self._cuts)
+        joined = _Joined(columns, cuts, set() if universal is None else set(universal.weights))
+        self.notes += joined.notes
+        return joined
+
+    def _meta(self, first: ModelRank, scaler: Any) -> dict[str, Any]:
+        """Return ``meta``. ``scaler``: the loss scaler's object."""
+        model, file = first.model, first.file
+        meta: dict[str, Any] = self.plain({key: model[key] for key in model if key not in _OWN_KEYS}, file)
         if model.get("lr_scheduler") is not None and "lr_schedulers" not in meta:
-            meta["lr_schedulers"] = [self._plain(model["lr_scheduler"], file, "lr_scheduler")]
+            meta["lr_schedulers"] = [self.plain(model["lr_scheduler"], file, "lr_scheduler")]
         for key in ("data_sampler", "random_ltd"):
             if model.get(key):
                 self.notes.append(f"{key} of {file} (data efficiency) was left out.")
-        scaler = next(iter(self._inner.values()), {}).get("loss_scaler")
         config = model.get("ds_config")
         fp16 = config.get("fp16") if isinstance(config, dict) else None
         if isinstance(scaler, Stub) and isinstance(fp16, dict) and fp16.get("enabled"):
@@ -188,102 +210,48 @@ class DeepSpeedSource(ForeignSource):
             }
         return meta
 
-    def _open_weights(self, models: dict[Path, dict[str, Any]]) -> None:
-        """Master weights, frozen parameters, and the other tensors of the module, by their names in the files."""
-        file, model = next(iter(models.items()))
-        module = mapping(model.get("module"), "module", file)
-        tensors = {name: value for name, value in module.items() if isinstance(value, Tensor)}
-        found = {name: Saved.of(tensor) for name, tensor in tensors.items()}
-        frozen = _shapes(model.get("frozen_param_shapes") or {}, file)
-        for name, shape in frozen.items():
-            parts: list[Tensor] = []
-            for where, states in models.items():
-                fragments = mapping(states.get("frozen_param_fragments"), "frozen_param_fragments", where)
-                parts += _tensors([fragments.get(name)], f"frozen parameter {name}", where, flat=False)
-            found[name] = Saved.of(parts[0])
-            if len(parts) > 1 or parts[0].shape != shape:
-                place = _cut(0, {name: shape}, [part.numel() for part in parts], file, None, [0] * len(parts))[name]
-                found[name] = self._assembled(name, place, parts)
-        for name, place in self._places.items():
-            found[name] = self._assembled(name, place, self._rows[place.group])
-        shared = model.get("shared_params")
-        shared = shared if isinstance(shared, dict) else ties(tensors)
-        shared = {tied: first for tied, first in shared.items() if tied in found and first in found}
-        found |= {tied: found[first] for tied, first in shared.items()}
-        # The module's other tensors are placeholders, see Note [Stage 3].
-        own = {*(model.get("buffer_names") or ()), *frozen, *self._places}
-        absent = [name for name in found if self._stage3 and shared.get(name, name) not in own]
-        self._set_weights({name: saved for name, saved in found.items() if name not in absent}, shared)
-        self.left_out = [self._named(name) for name in absent]
-        self.notes += [f"{name} was not saved (exclude_frozen_parameters)." for name in self.left_out]
 
-    def _open_states(self, names: list[list[str]]) -> None:
-        """Publish the optimizer. ``names``: of parameters, by group."""
-        key = "optimizer_state_dict" if self._stage3 else "base_optimizer_state"
-        inner = {file: rank.get(key) for file, rank in self._inner.items()}
-        file, first = next(iter(inner.items()))
-        if isinstance(first, dict):
-            saved = self._plain(first.get("param_groups"), file, "param_groups")
-            groups = [{**group, "params": [n for i in group["params"] for n in names[i]]} for group in saved]
-        else:
-            groups = [{"params": row} for row in names]
-            self.notes.append(f"{file} has no settings of parameter groups (elastic_checkpoint).")
-        # Fused optimizers count in the group what torch's count in the state.
-        steps = {name: group.pop("step") for group in groups if "step" in group for name in group["params"]}
-        states: list[list[dict[str, Any]]] = []  # by group and rank
-        for group in range(len(names)):
-            states.append([])
-            for where, rank in inner.items():
-                entries = rank.get("state") if isinstance(rank, dict) else rank
-                try:
-                    found = entries[group]  # type: ignore[index]
-                except (LookupError, TypeError):  # an optimizer without states
-                    found = {}
-                states[-1].append(mapping(found, "optimizer state", where))
-        state = {}
-        for raw, place in self._places.items():
-            name, entries = self._named(raw), self._entries(raw, place, states[place.group])
-            if entries:
-                counted = {"step": torch.tensor(float(steps[name]))} if name in steps and "step" not in entries else {}
-                state[name] = {**entries, **counted}
-        self._add_optimizer(groups, state)
+class _Joined:
+    """The whole model, from the slices of tensor ranks; attributes as those of ``ModelRank``.
 
-    def _entries(self, name: str, place: _ParamLocation, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The states of a parameter. ``states``: those of its group, per rank."""
-        length = self._rows[place.group][place.rank].numel()
-        sizes = {length, length + self._cut_off[place.group][place.rank]}
-        entries: dict[str, Any] = {}
-        for key, value in states[place.rank].items():
-            if isinstance(value, Tensor) and value.dim() == 1 and value.numel() in sizes:
-                entries[key] = self._assembled(f"{key} of {name}", place, [state.get(key) for state in states])
-            elif isinstance(value, Tensor) and not value.shape:
-                entries[key] = self._records.check(value).detach().clone()
-            elif isinstance(value, (int, float, bool, type(None))):
-                entries[key] = value
-            else:
-                note = f"The state {key!r} in {[*self._inner][place.rank]} is not element-wise; it was left out."
-                self.notes += [note] if note not in self.notes else []
-        return entries
+    ``known``: names of weights that need no joining.
+    """
 
-    def _assembled(self, what: str, place: _ParamLocation, rows: Sequence[Any]) -> Saved:
-        """A tensor with its elements in the rows of ranks."""
-        dtype = rows[place.rank].dtype
-
-        def read() -> Tensor:
-            result = torch.empty(place.shape, dtype=dtype)
-            flat, done = result.view(-1), 0
-            for rank, start, stop in place.spans:
-                row = rows[rank]
-                if not isinstance(row, Tensor) or row.dim() != 1 or stop > row.numel() or row.dtype != dtype:
+    def __init__(self, ranks: Sequence[_Column], cuts: TensorRanks, known: Collection[str]) -> None:
+        first = ranks[0]
+        self.shared, self.absent, self.groups = first.shared, first.absent, first.groups
+        self.weights: dict[str, Saved] = {}
+        self.states: dict[str, dict[str, Any]] = {}
+        self.notes: list[str] = []
+        for rank in ranks[1:]:
+            for one, two in ((first, rank), (rank, first)):
+                if gone := [name for name in one.weights if name not in two.weights]:
                     raise CheckpointError(
-                        f"The files of rank {rank} in {self.path} have no flat tensor of {dtype} with elements {start} "
-                        f"to {stop} for {what}, as those of rank {place.rank} do: they do not belong together."
+                        f"{two.file} has no {gone[0]}, which {one.file} has. Take another checkpoint."
                     )
-                flat[done : done + stop - start] = self._records.check(row).detach()[start:stop]
-                done += stop - start
-            return result
-
-        return Saved(Spec(place.shape, dtype), read)
+        for name in first.weights:
+            if name in known or name in self.shared:
+                self.weights[name] = first.weights[name]
+                continue
+            slices = [rank.weights[name] for rank in ranks]
+            cut = cuts.cut_of(name, [saved.spec.shape for saved in slices], name in first.buffers)
+            self.weights[name] = cut.joined(name, slices)
+            entries = [rank.states.get(name, {}) for rank in ranks]
+            self.states[name] = {}
+            for key, value in entries[0].items():
+                if isinstance(value, Saved):
+                    parts = [entry[key] for entry in entries]
+                    self.states[name][key] = cut.joined(f"{key} of {name}", parts, key)
+                else:
+                    self.states[name][key] = value
+            if cut.is_scaled and self.states[name]:
+                self.notes.append(
+                    f"DeepSpeed trained {name} times a factor, as its affine_map says; it is read without the factor, "
+                    "and its learning rate is from now on that of the whole parameter."
+                )
+        self.states = {name: entries for name, entries in self.states.items() if entries}
+        for tied, name in self.shared.items():
+            self.weights[tied] = self.weights[name]
 
 
 def _has_models(folder: Path) -> bool:
@@ -292,7 +260,7 @@ def _has_models(folder: Path) -> bool:
 
 def _tag_folder(path: Path, tag: str | None) -> Path:
     """The folder with the files."""
-    latest = path / "latest"
+    latest = next((path / name for name in _LATEST if (path / name).is_file()), path / _LATEST[0])
     if tag is None and latest.is_file():
         with opened(latest) as file:
             tag = file.read(4096).decode("utf-8", "replace").strip()
@@ -308,60 +276,3 @@ def _tag_folder(path: Path, tag: str | None) -> Path:
     if len(tags) != 1:
         raise CheckpointError(f"{path} has no file `latest`, and {len(tags)} tags: {tags}. Name one of them.")
     return path / tags[0]
-
-
-def _cut(
-    group: int,
-    shapes: Mapping[str, tuple[int, ...]],
-    lengths: Sequence[int],
-    file: Path,
-    gaps: Sequence[int] | None,
-    cut_off: Sequence[int],
-) -> dict[str, _ParamLocation]:
-    """Places of the parameters of a group; raises if the rows have another length than the shapes need.
-
-    Args:
-        lengths: saved elements of each rank's row.
-        gaps: elements between a parameter and the next in the row that ranks share; None: each is cut by itself.
-        cut_off: elements that are missing at the end of each rank's part of that row.
-    """
-    world, row, offset = len(lengths), lengths[0] + cut_off[0], 0
-    places = {}
-    for (name, shape), gap in zip(shapes.items(), [0] * len(shapes) if gaps is None else gaps, strict=True):
-        numel = math.prod(shape)
-        if gaps is None:
-            start, base, part = 0, offset, -(-numel // world)
-            offset += part
-        else:
-            start, base, part = offset, 0, row
-            offset += numel + gap
-        stop = start + numel
-        spans = tuple(
-            (rank, base + max(start - rank * part, 0), base + min(stop - rank * part, part))
-            for rank in range(world)
-            if max(start, rank * part) < min(stop, (rank + 1) * part)
-        )
-        places[name] = _ParamLocation(group, shape, spans)
-    needed, found = (offset * world, sum(lengths)) if gaps is None else (offset, min(offset, sum(lengths)))
-    equal = all(length + missing == row for length, missing in zip(lengths, cut_off, strict=True))
-    if not equal or found != needed or min(*cut_off, *(gaps or ()), 0) < 0:
-        raise CheckpointError(
-            f"{file} and its neighbours have {list(lengths)} elements of group {group} (and {list(cut_off)} of "
-            f"padding), but the parameters need {needed}: the files do not belong together, or the weights were "
-            "offloaded to NVMe and not saved. Take another checkpoint."
-        )
-    return places
-
-
-def _shapes(value: Any, file: Path) -> dict[str, tuple[int, ...]]:
-    shapes = mapping(value, "shapes of parameters", file)
-    for name, shape in shapes.items():
-        if not isinstance(name, str) or not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape):
-            raise CheckpointError(f"{file} is damaged: {name!r} has the shape {shape!r}. Take another checkpoint.")
-    return {name: tuple(shape) for name, shape in shapes.items()}
-
-
-def _tensors(value: Any, what: str, file: Path, flat: bool = True) -> list[Tensor]:
-    if not isinstance(value, list) or not all(isinstance(t, Tensor) and (t.dim() == 1 or not flat) for t in value):
-        raise CheckpointError(f"{file} has no {what}, or not as tensors: it is damaged or of an unknown version.")
-    return value

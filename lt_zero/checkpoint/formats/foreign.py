@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.reading import VERSION, has_checksums, load
+from lt_zero.checkpoint.formats.reading import VERSION, has_checksums, load, opened
 from lt_zero.checkpoint.formats.records import MappedRecords
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 
 _DEPTH = 64  # of nested containers
+_SMALL = 4 << 20  # bytes of a file that is not mapped
 _KEYS = (str, int, float, bool, bytes, type(None))
 _PLAIN = (*_KEYS, complex, torch.dtype, torch.device)
 
@@ -58,7 +59,7 @@ class ForeignSource:
         self._tensors: dict[str, Saved] = {}
         self._states: list[Mapping[str, Mapping[str, Any]]] = []
         self.parts: list[tuple[Path, int, int | None]] = []
-        self._records = MappedRecords()
+        self.records = MappedRecords()
         # Containers and their copies, by id: shared containers stay shared, as separate copies could be huge.
         self._copies: dict[int, tuple[Any, Any]] = {}
         with damage(self.path):
@@ -91,19 +92,31 @@ class ForeignSource:
     def _is_elementwise(self, name: str, key: str, shape: tuple[int, ...]) -> bool:
         return key != "step" and name in self.weights and self.weights[name].shape == shape
 
-    def _load(self, file: Path, what: str) -> dict[Any, Any]:
+    def load_file(self, file: Path, what: str) -> dict[Any, Any]:
         """The dictionary ``what`` in a file of ``torch.save``."""
         self.parts.append((file, 0, None))
-        return mapping(load(file, inert=self._inert, mapped=self._records), what, file)
+        return mapping(load(file, inert=self._inert, mapped=self.records), what, file)
 
-    def _plain(self, value: Any, where: object, path: str = "", outer: tuple[int, ...] = ()) -> Any:
+    def load_apart(self, file: Path) -> tuple[Any, MappedRecords]:
+        """The content of one of many files of ``torch.save``, and what its values are checked by.
+
+        A small file is read and checked now, as each mapping makes all later ones slower.
+        """
+        records = MappedRecords()
+        with opened(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+        if size < _SMALL:
+            return load(file, 0, size, self._inert), records
+        return load(file, inert=self._inert, mapped=records), records
+
+    def plain(self, value: Any, where: object, path: str = "", outer: tuple[int, ...] = ()) -> Any:
         """``value`` as containers, numbers and tensors; the rest is left out and noted, and ``None`` if all of it is.
 
         ``where`` and ``path``: the file, and the keys of the value in it, for messages. ``outer``: ids of the
         containers around it.
         """
         if isinstance(value, Tensor):
-            return self._records.check(value).detach().clone()
+            return self.records.check(value).detach().clone()
         if isinstance(value, _PLAIN):
             return value
         if not isinstance(value, (dict, list, tuple, set, frozenset)):
@@ -122,9 +135,9 @@ class ForeignSource:
                 if gone := [key for key in value if not _is_plain(key)]:
                     names = ", ".join(str(getattr(key, "kind", "") or key) for key in gone[:3])
                     self.notes.append(f"{path} of {where} has keys that are objects ({names}); they were left out.")
-                made: Any = {key: self._plain(value[key], where, f"{path}.{key}".lstrip("."), inner) for key in keys}
+                made: Any = {key: self.plain(value[key], where, f"{path}.{key}".lstrip("."), inner) for key in keys}
             else:
-                items = [self._plain(item, where, f"{path}[{n}]", inner) for n, item in enumerate(value)]
+                items = [self.plain(item, where, f"{path}[{n}]", inner) for n, item in enumerate(value)]
                 made = tuple(items) if isinstance(value, tuple) else type(value)(items)
             self._copies[id(value)] = value, made
         return self._copies[id(value)][1]
@@ -133,14 +146,14 @@ class ForeignSource:
         saved = self._tensors.get(name)
         if saved is None:
             raise CheckpointError(f"{self.path} has no parameter or buffer {name!r}.")
-        return self._records.check(saved.read()).detach().contiguous()
+        return self.records.check(saved.read()).detach().contiguous()
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
         states = self._states[optimizer] if 0 <= optimizer < len(self._states) else {}
         saved = states.get(name, {}).get(key)
         if not isinstance(saved, Saved):
             raise CheckpointError(f"{self.path} has no state {key!r} of {name!r} in optimizer {optimizer}.")
-        return self._records.check(saved.read()).detach().contiguous()
+        return self.records.check(saved.read()).detach().contiguous()
 
     def verify(self) -> list[str]:
         """Read every byte that has a checksum; returns the files without checksums, and raises if one is damaged."""

@@ -117,6 +117,7 @@ _STUBS = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.config.DeepSpeedConfig",
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
     "argparse.Namespace",
     "datetime.timedelta",
 )

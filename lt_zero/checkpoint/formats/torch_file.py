@@ -50,7 +50,7 @@ class FileSource(ForeignSource):
             file /= next(name for name in _NAMES if (file / name).is_file())
         tensors, content = self._read_index(file) if file.suffix == ".json" else self._read_file(file)
         rest = {key: value for key, value in content.items() if key not in ("state_dict", "optimizer_states")}
-        self.meta = self._plain(rest, self.path)
+        self.meta = self.plain(rest, self.path)
         self._set_weights({name: Saved.of(tensor) for name, tensor in tensors.items()}, ties(tensors))
         states = content.get("optimizer_states")
         found = [self._optimizer(state) for state in states] if isinstance(states, list) else []
@@ -70,7 +70,7 @@ class FileSource(ForeignSource):
             tensors, metadata = self._read_safetensors(path)
             tied = {name: tensors[first] for name, first in metadata if first in tensors and name not in tensors}
             return tensors | tied, {}
-        content = self._load(path, "state dict")
+        content = self.load_file(path, "state dict")
         is_checkpoint = isinstance(content.get("state_dict"), dict)
         weights = content["state_dict"] if is_checkpoint else content
         tensors = {str(name): value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -97,7 +97,7 @@ class FileSource(ForeignSource):
             places = {name: header[name]["data_offsets"] for name in tensors}
             records = [Record(name, 8 + size + low, high - low) for name, (low, high) in places.items()]
             some = next((tensor for tensor in tensors.values() if tensor.numel()), None)
-            self._records.add(path, identity_of(stream), sorted(records, key=lambda record: record.start), some)
+            self.records.add(path, identity_of(stream), sorted(records, key=lambda record: record.start), some)
         return tensors, metadata
 
     def _optimizer(self, state: Any) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]] | None:
@@ -114,7 +114,7 @@ class FileSource(ForeignSource):
             own = [self._named(name) for name in own]
             names |= dict(zip(numbers, own, strict=True))
             rest = {key: value for key, value in group.items() if key != "param_names"}
-            groups.append({**self._plain(rest, self.path), "params": own})
+            groups.append({**self.plain(rest, self.path), "params": own})
         entries: dict[str, dict[str, Any]] = {}
         for number, found in mapping(state.get("state"), "optimizer state", self.path).items():
             name = names.get(number)
@@ -123,7 +123,7 @@ class FileSource(ForeignSource):
             entries[name] = {
                 key: Saved.of(value)
                 if isinstance(value, Tensor) and self._is_elementwise(name, key, tuple(value.shape))
-                else self._plain(value, self.path)
+                else self.plain(value, self.path)
                 for key, value in mapping(found, "optimizer state", self.path).items()
             }
         return groups, entries

@@ -301,7 +301,7 @@ def fitting_state(
             return saved
         saved = _named(saved, dict(zip(numbers, whole, strict=True)))
     if saved.get("foreign"):
-        groups, dropped = settings_here(saved["param_groups"], optimizer.param_groups)
+        groups, dropped = settings_here(in_order(saved["param_groups"], names.groups), optimizer.param_groups)
         saved = {**saved, "param_groups": groups}
         if dropped and tell:
             warn(
@@ -313,6 +313,15 @@ def fitting_state(
         group |= {key: running[key] for key, value in group.items() if _is_missing(value) and key in running}
     saved = {**saved, "param_groups": groups}
     return number_states(saved, own, number, names.frozen, remedy, names.groups)
+
+
+def in_order(groups: Sequence[Mapping[str, Any]], running: Sequence[Sequence[str]]) -> Sequence[Mapping[str, Any]]:
+    """Groups of another format, whose order it may not tell, in that of the running ones if they have their names."""
+    order = {frozenset(names): number for number, names in enumerate(running)}
+    saved = [frozenset(group["params"]) for group in groups]
+    if len(order) != len(running) or sorted(order.get(names, -1) for names in saved) != sorted(order.values()):
+        return groups
+    return [groups[saved.index(names)] for names in order]
 
 
 def _named(saved: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:

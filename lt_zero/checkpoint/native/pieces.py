@@ -371,9 +371,10 @@ def load_full_optimizer_state(
         moves = place is not None and place[0].offloaded
         for key, value in cut.get(number, {}).items():
             # torch casts states to the parameter's dtype, but here they have that of the master weights.
-            if place is not None and isinstance(value, Tensor) and (loaded[key].dtype != value.dtype or moves):
+            if isinstance(value, Tensor) and (loaded[key].dtype != value.dtype or moves):
                 here = value.to("cpu" if moves else loaded[key].device, copy=True)
-                loaded[key] = place[0].moments.kept(here, key) if here.dim() > 0 else here
+                in_form = place is not None and value.dim() > 0 and place[0].moments.keeps(value)
+                loaded[key] = place[0].moments.kept(here, key) if place is not None and in_form else here
     for bucket, states in streamed.items():  # one bucket in memory at a time
         for parameter, piece, key, value in states:
             row = _piece_of(bucket, piece, value)

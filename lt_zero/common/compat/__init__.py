@@ -45,15 +45,15 @@ T = TypeVar("T")
 
 # First and last checked version of each package; `lt-zero doctor` compares them with the installed ones.
 CHECKED: dict[str, tuple[str, str]] = {
-    "torch": ("2.10", "2.13"),
-    "lightning": ("2.5", "2.6"),
+    "torch": ("2.11", "2.15"),
+    "lightning": ("2.6", "2.6"),
     "omegaconf": ("2.3", "2.3"),
     "hydra-core": ("1.3.2", "1.3.8"),
     "transformers": ("5.24", "5.24"),  # if it is installed
 }
 
 
-# ---- Checked on torch 2.10 to 2.13 -----------------------------------------------------------------------------------
+# ---- Checked on torch 2.11 to 2.15 -----------------------------------------------------------------------------------
 
 # Functions that torch.compile calls on a parameter's gradient when it traces a module. Checked on torch 2.13 only.
 TRACED = {torch.Tensor._is_view, torch.Tensor.is_conj, torch.Tensor.is_neg, torch.Tensor.untyped_storage}

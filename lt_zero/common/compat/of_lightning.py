@@ -1,4 +1,4 @@
-"""Private APIs of Lightning. Checked on lightning 2.5 to 2.6."""
+"""Private APIs of Lightning. Checked on lightning 2.6."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "all_gather": ("all_gather_into_tensor", "all_gather_single", "all_gather_base"),
     "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter_base"),
     "all_reduce": (),
+    "all_to_all": ("all_to_all_single",),
     "broadcast": (),
     "barrier": (),
     "all_gather_object": (),
@@ -70,21 +71,25 @@ class _Monitor(Block):
     enabled: bool = key(
         False,
         "attach this logger unless the Trainer already has one of its kind; it gets the metrics of "
-        "steps_per_print, at the Trainer's log_every_n_steps if that is null",
+        "steps_per_print, at the Trainer's log_every_n_steps if that is null. In a loop: each step, DeepSpeed's names",
     )
 
 
 class _Files(_Monitor):
-    output_path: Annotated[str, _empty_if_none] = key("", "directory; empty: Trainer(default_root_dir=...)")
-    job_name: str = key("DeepSpeedJobName", "subdirectory; each run gets its own version_<n> there")
+    output_path: Annotated[str, _empty_if_none] = key(
+        "", "directory; empty: Trainer(default_root_dir=...), in a loop the current one"
+    )
+    job_name: str = key(
+        "DeepSpeedJobName", "subdirectory; each run of a Trainer gets its own version_<n> there, a loop goes on in it"
+    )
 
 
 class CsvMonitor(_Files):
-    """The ``csv_monitor`` block: Lightning's ``CSVLogger``."""
+    """The ``csv_monitor`` block: Lightning's ``CSVLogger``; in a loop a file for each name, as DeepSpeed's."""
 
 
 class TensorBoard(_Files):
-    """The ``tensorboard`` block: Lightning's ``TensorBoardLogger``."""
+    """The ``tensorboard`` block: Lightning's ``TensorBoardLogger``; in a loop torch's ``SummaryWriter``."""
 
 
 class Wandb(_Monitor):
@@ -99,7 +104,7 @@ class Comet(_Monitor):
     """The ``comet`` block: Lightning's ``CometLogger``. Comet's own files and environment set what is null."""
 
     samples_log_interval: Positive = key(
-        100, "accepted, no effect; Trainer(log_every_n_steps=...) sets the interval, in optimizer steps"
+        100, "in a loop: samples between two values; a Trainer has log_every_n_steps for it, in optimizer steps"
     )
     project: str | None = key(None, "project of the experiment")
     workspace: str | None = key(None, "workspace of the project")

@@ -70,6 +70,9 @@ class Schema(Block):
         "print and log the time of forward, backward, waits and the optimizer, every steps_per_print "
         "(null: 10) optimizer steps",
     )
+    gradient_noise_scale: bool = key(
+        False, "log about how many samples a step should have, from the gradients of its micro-batches"
+    )
     memory_breakdown: bool = key(
         False, "print memory use at each phase of the first step, then every steps_per_print (null: 10) steps"
     )
@@ -127,10 +130,11 @@ class Schema(Block):
         "auto: fall back to torch operations, with one warning, where native kernels cannot be built; "
         "required: raise at set-up if a kernel is missing",
     )
-    quantize: Annotated[Literal[8] | None, BeforeValidator(to_whole_number)] = key(
+    quantize: Annotated[Literal[8, 4] | None, BeforeValidator(to_whole_number)] = key(
         None,
-        "8: parameters that are sharded rest in 8 bits, in blocks of 256 elements with a scale, and are decoded when "
-        "they are gathered; for inference only (DeepSpeed: weight_quantization)",
+        "bits in which sharded parameters that are not trained rest; they are decoded when they are gathered. 8: "
+        "integers, blocks of 256 elements share a scale; 4: NormalFloat (NF4), blocks of 64 (DeepSpeed: "
+        "weight_quantization)",
     )
     max_cpu_gb: Real | None = key(None, "maximum host memory to use per node, in GB (1e9 bytes)", gt=0)
     on_skipped_step: Literal["hold", "advance"] = key("hold", "whether skipped steps hold schedules, or advance them")

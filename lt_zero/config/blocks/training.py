@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_serializer
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_serializer, model_validator
 
+from lt_zero.common.errors import ConfigError
 from lt_zero.common.fields import Block, Dtype, Elements, Folder, MomentDtype, Names, Params, Positive, Real, Whole, key
+from lt_zero.common.numbers import to_number
+from lt_zero.common.units import parse_bytes
 
 _GROUP = {
     "type": "object",
@@ -117,6 +122,30 @@ class SchedulerBlock(Block):
     )
 
 
+def _memory_budget(value: Any) -> Any:
+    """A share as a float, a size as an int; any other value stays as it is."""
+    number = to_number(value)
+    if isinstance(number, str):
+        with suppress(ConfigError):
+            return parse_bytes(number, "memory_budget")
+        raise ValueError("it is no size; write a share of the memory without recomputation, such as 0.5, or 4GB")
+    if number is None:
+        return None
+    if (
+        isinstance(number, bool)
+        or not isinstance(number, (int, float))
+        or not 0 < number < math.inf
+        or (number > 1 and number != int(number))
+    ):
+        raise ValueError("it is neither a share above 0 and up to 1 nor a size such as 4GB")
+    return float(number) if number <= 1 else int(number)
+
+
+MemoryBudget = Annotated[
+    float | int, BeforeValidator(_memory_budget), WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})
+]
+
+
 class ActivationCheckpointing(Block):
     """The ``activation_checkpointing`` block (arXiv:1604.06174): activations are recomputed in backward.
 
@@ -127,6 +156,12 @@ class ActivationCheckpointing(Block):
         "none",
         "what to recompute: nothing, everything, or everything but matrix products and attention; the "
         "other keys of the block need full or selective",
+    )
+    memory_budget: MemoryBudget | None = key(
+        None,
+        "recompute as few modules as keep their activations' peak within this share of the peak without "
+        "recomputation, or this size, such as 4GB; chosen after two steps of full recomputation. mode is full if it "
+        "is not written",
     )
     every: Positive = key(1, "checkpoint every n-th module, starting with the first")
     modules: Names = key((), "class names, bare or dotted, of modules to checkpoint; empty: the repeated blocks")
@@ -141,6 +176,13 @@ class ActivationCheckpointing(Block):
     )
     synchronize_checkpoint_boundary: bool = key(False, "synchronize the device around each checkpointed module")
     profile: bool = key(False, "print the time of checkpointed modules in forward and backward")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_mode(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("memory_budget") is not None and "mode" not in values:
+            return {"mode": "full", **values}
+        return values
 
 
 class LongSequences(Block):

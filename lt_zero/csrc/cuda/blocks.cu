@@ -1,10 +1,12 @@
 // Block-wise compression; ../codec.h has what the CPU's kernels share.
 //
-// A row of the grid has a tensor and its buffer. A warp encodes a block, so that its maximum and its sum need no barrier. A thread works on 8 neighbours at a time, the
-// fewest elements whose codes fill whole bytes at every width: at a block of 256 each thread has 8 of them.
+// A row of the grid has a tensor and its buffer. A warp encodes a block, so that its maximum and its sum need no barrier.
+// A thread works on 8 neighbours at a time, the fewest elements whose codes fill whole bytes at every width: at a block
+// of 256 each thread has 8 of them.
 //
 // Notes:
-// - Blocks are read two or three times. They are small, so that all reads but the first find them in a cache.
+// - Blocks are read two or three times, in which all reads but the first find them in a cache. Those of 1 bit are too
+//   large for the first-level cache, and stay in registers.
 // - Decoding needs no scratch: a thread adds up the buffers in registers. Their addresses travel in the kernel's
 //   parameters; more of them than fit are added by several launches that carry the sum in `out`.
 #include "launch.cuh"
@@ -82,18 +84,55 @@ struct Input {
     }
 };
 
-// Calls body(i, n) for the units of [begin, end) that are this thread's of its warp.
-template <class Body>
-LT_DEVICE void for_each_unit(int64_t begin, int64_t end, Body body) {
-    for (int64_t i = begin + (int64_t)(threadIdx.x % kLanes) * kUnit; i < end; i += kLanes * kUnit)
-        body(i, end - i < kUnit ? (int)(end - i) : kUnit);
-}
+// Units of a thread that stay in registers: with 1 bit all of a block of 1,024.
+template <int BITS>
+constexpr int kHeld = BITS == 1 ? 4 : 0;
+
+// The elements of a block that are a thread's of its warp.
+template <class T, int BITS>
+class Own {
+  public:
+    LT_DEVICE Own(const Input<T> &input, int64_t begin, int64_t end)
+        : input(input), begin(begin), end(end), held(end - begin <= kHeld<BITS> * kLanes * kUnit) {
+        if (!held) return;
+#pragma unroll
+        for (int u = 0; u < kHeld<BITS>; ++u) {
+            const int64_t i = place(u);
+            if (i < end) units[u] = input.load(i, count(i));
+        }
+    }
+
+    // Calls body(i, n, c) for each unit: its first element, how many there are, and their values.
+    template <class Body>
+    LT_DEVICE void for_each(Body body) const {
+        if (held) {
+#pragma unroll
+            for (int u = 0; u < kHeld<BITS>; ++u) {
+                const int64_t i = place(u);
+                if (i < end) body(i, count(i), units[u]);
+            }
+        } else {
+#pragma unroll 1
+            for (int64_t i = place(0); i < end; i += kLanes * kUnit) body(i, count(i), input.load(i, count(i)));
+        }
+    }
+
+    LT_DEVICE int64_t numel() const { return end - begin; }
+
+  private:
+    const Input<T> &input;
+    const int64_t begin, end;
+    const bool held;
+    Lanes<kUnit> units[kHeld<BITS> > 0 ? kHeld<BITS> : 1];
+
+    LT_DEVICE int64_t place(int u) const { return begin + ((int64_t)u * kLanes + threadIdx.x % kLanes) * kUnit; }
+    LT_DEVICE int count(int64_t i) const { return end - i < kUnit ? (int)(end - i) : kUnit; }
+};
 
 template <class T, int BITS>
-LT_DEVICE float block_scale(const Input<T> &input, int64_t begin, int64_t end, int32_t &largest) {
+LT_DEVICE float block_scale(const Own<T, BITS> &own, int32_t &largest) {
     largest = 0;
-    for_each_unit(begin, end, [&](int64_t i, int n) {
-        Lanes<kUnit> c = input.load(i, n);
+    own.for_each([&](int64_t, int, Lanes<kUnit> c) {
 #pragma unroll
         for (int k = 0; k < kUnit; ++k) {
             int32_t bits = magnitude_bits(c[k].x);
@@ -105,12 +144,11 @@ LT_DEVICE float block_scale(const Input<T> &input, int64_t begin, int64_t end, i
     if (largest == 0 || largest >= INFINITE) return mean_scale(largest, 0.0, 1);
     const double shift = unit_shift(largest);
     double sum = 0.0;
-    for_each_unit(begin, end, [&](int64_t i, int n) {
-        Lanes<kUnit> c = input.load(i, n);
+    own.for_each([&](int64_t, int, Lanes<kUnit> c) {
 #pragma unroll
         for (int k = 0; k < kUnit; ++k) sum += (double)fabsf(c[k].x) + shift - shift;
     });
-    return mean_scale(largest, warp_total(sum), end - begin);
+    return mean_scale(largest, warp_total(sum), own.numel());
 }
 
 template <int BITS>
@@ -144,7 +182,7 @@ LT_DEVICE void clear_padding(uint8_t *out, int64_t numel, int64_t block, int bit
 }
 
 template <class T, int BITS>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, BITS == 1 ? 2 : 5)
     encode_kernel(int64_t numel, int64_t block, const T *x, float *residual, int64_t residual_row, uint8_t *out) {
     typedef typename CodesOf<BITS>::type Codes;
     x += blockIdx.y * numel;
@@ -156,15 +194,15 @@ __global__ void __launch_bounds__(kThreads)
     constexpr int64_t warps = kThreads / kLanes;
     for (int64_t b = blockIdx.x * warps + threadIdx.x / kLanes; b < blocks_in(numel, block); b += gridDim.x * warps) {
         const int64_t begin = b * block, end = begin + block < numel ? begin + block : numel;
+        const Own<T, BITS> own(input, begin, end);
         int32_t largest;
-        const float scale = block_scale<T, BITS>(input, begin, end, largest);
+        const float scale = block_scale(own, largest);
         const Levels levels = make_levels(scale, BITS);
         const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
         if (threadIdx.x % kLanes == 0) scales[b] = scale;
-        for_each_unit(begin, end, [&](int64_t i, int n) {
+        own.for_each([&](int64_t i, int n, Lanes<kUnit> c) {
             uint64_t codes = 0;
             if (largest < INFINITE) {
-                Lanes<kUnit> c = input.load(i, n);
 #pragma unroll
                 for (int k = 0; k < kUnit; ++k) {
                     float value;

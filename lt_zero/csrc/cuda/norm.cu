@@ -12,9 +12,21 @@ struct Mixed {
 
 template <class T>
 LT_DEVICE double chunk_squares(const Batch<1> &batch, const Chunk &chunk) {
-    constexpr int kWidth = kAccess<T>;
+    constexpr int kWidth = kAccess<T>, kLoads = (int)(kChunk / (kThreads * kWidth));
     View<T> data(batch, 0, chunk);
     double sum = 0.0;
+    if (chunk.end - chunk.begin == kChunk && data.template aligned<kWidth>()) {
+        // All loads are on their way before the first is used: only reading takes time here.
+        Lanes<kWidth> x[kLoads];
+#pragma unroll
+        for (int n = 0; n < kLoads; ++n)
+            x[n] = data.template load<kWidth>(chunk.begin + ((int64_t)n * kThreads + threadIdx.x) * kWidth);
+#pragma unroll
+        for (int n = 0; n < kLoads; ++n)
+#pragma unroll
+            for (int k = 0; k < kWidth; ++k) sum = add_square(sum, x[n][k]);
+        return sum;
+    }
     for_each_element<kWidth>(chunk, data.template aligned<kWidth>(), [&](auto width, int64_t i) {
         constexpr int W = decltype(width)::value;
         Lanes<W> x = data.template load<W>(i);

@@ -3,8 +3,9 @@
 //
 // Three histograms find the bits of the k-th largest, from the highest 11 on to the lowest 10. Then chunks count what is
 // above and what equals it, one block turns the counts into places, and chunks write their indices there. Only integers
-// are added, so that no result depends on scheduling.
+// are added, so that no result depends on scheduling. All elements are read five times.
 #include "launch.cuh"
+#include "view.cuh"
 
 #include "../codec.h"
 
@@ -12,7 +13,10 @@ namespace lt_cuda {
 
 constexpr int kBins = 1 << 11;
 constexpr int kScanThreads = 1024;
-constexpr int kPerThread = (int)(kChunk / kThreads);  // neighbouring elements: indices come out in order
+constexpr int kPerThread = (int)(kChunk / kThreads);
+constexpr int kAtOnce = 4;  // elements of an access
+constexpr int kWarps = kThreads / 32;
+constexpr unsigned kEveryLane = 0xffffffffu;
 
 // Device memory of a call; zeros at first.
 struct Selection {
@@ -34,6 +38,26 @@ struct Digit {
     }
 };
 
+// Where a thread's element `k` of a chunk stands in it: neighbouring threads have neighbouring accesses.
+LT_DEVICE int place_striped(int k) { return (k / kAtOnce * kThreads + (int)threadIdx.x) * kAtOnce + k % kAtOnce; }
+
+// A thread's elements of a chunk, in rising order; returns how many elements the chunk has.
+LT_DEVICE int64_t load_striped(const float *c, int64_t numel, int64_t chunk, float (&x)[kPerThread]) {
+    const int64_t begin = chunk * kChunk, count = numel - begin < kChunk ? numel - begin : kChunk;
+    if (count == kChunk && View<float>((void *)c).template aligned<kAtOnce>()) {
+#pragma unroll
+        for (int k = 0; k < kPerThread; k += kAtOnce) {
+            Lanes<kAtOnce> some = View<float>((void *)c).template load<kAtOnce>(begin + place_striped(k));
+#pragma unroll
+            for (int n = 0; n < kAtOnce; ++n) x[k + n] = some[n].x;
+        }
+    } else {
+#pragma unroll
+        for (int k = 0; k < kPerThread; ++k) x[k] = place_striped(k) < count ? c[begin + place_striped(k)] : 0.0f;
+    }
+    return count;
+}
+
 __global__ void __launch_bounds__(kThreads) start_selection(Selection *selection, int64_t k) {
     for (int bin = (int)threadIdx.x; bin < kBins; bin += kThreads) selection->bins[bin] = 0;
     if (threadIdx.x == 0) {
@@ -48,9 +72,15 @@ __global__ void __launch_bounds__(kThreads)
     for (int bin = (int)threadIdx.x; bin < kBins; bin += kThreads) bins[bin] = 0;
     __syncthreads();
     const int32_t threshold = selection->threshold;
-    for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < numel; i += (int64_t)gridDim.x * kThreads) {
-        const int32_t magnitude = magnitude_bits(c[i]);
-        if (digit.known(magnitude, threshold)) atomicAdd(&bins[magnitude >> digit.shift & ((1 << digit.bits) - 1)], 1u);
+    for (int64_t chunk = blockIdx.x; chunk < chunks_of(numel); chunk += gridDim.x) {
+        float x[kPerThread];
+        const int64_t count = load_striped(c, numel, chunk, x);
+#pragma unroll
+        for (int k = 0; k < kPerThread; ++k) {
+            const int32_t magnitude = magnitude_bits(x[k]);
+            if (place_striped(k) < count && digit.known(magnitude, threshold))
+                atomicAdd(&bins[magnitude >> digit.shift & ((1 << digit.bits) - 1)], 1u);
+        }
     }
     __syncthreads();
     for (int bin = (int)threadIdx.x; bin < kBins; bin += kThreads)
@@ -81,45 +111,54 @@ __global__ void __launch_bounds__(kThreads) choose_bin(const Digit digit, Select
     selection->threshold |= bin << digit.shift;
 }
 
-// Of a thread's elements of a chunk: body(i, magnitude).
-template <class Body>
-LT_DEVICE void for_each_of_thread(const float *c, int64_t numel, int64_t chunk, Body body) {
-    const int64_t begin = chunk * kChunk + (int64_t)threadIdx.x * kPerThread;
-    const int64_t end = begin + kPerThread < numel ? begin + kPerThread : numel;
-    for (int64_t i = begin; i < end; ++i) body(i, magnitude_bits(c[i]));
+// Of the elements of one access: how many are above the threshold, and in the upper half how many equal it. A chunk has
+// fewer than 2^16 of each, so that a sum of such counts is two sums.
+LT_DEVICE uint32_t count_access(const float *x, int k, int64_t count, int32_t threshold) {
+    uint32_t both = 0;
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+        const int32_t magnitude = magnitude_bits(x[k + n]);
+        if (place_striped(k + n) < count) both += magnitude > threshold ? 1u : magnitude == threshold ? 1u << 16 : 0u;
+    }
+    return both;
 }
 
-LT_DEVICE Tally count_of_thread(const float *c, int64_t numel, int64_t chunk, int32_t threshold) {
-    Tally tally = {0, 0};
-    for_each_of_thread(c, numel, chunk, [&](int64_t, int32_t magnitude) {
-        tally.above += magnitude > threshold;
-        tally.equal += magnitude == threshold;
-    });
-    return tally;
+LT_DEVICE uint32_t warp_count(uint32_t x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) x += __shfl_down_sync(kEveryLane, x, distance);
+    return x;
 }
 
-// tallies[t] = the sum of all before t; returns the sum of all. By one thread: what it saves is less than a barrier.
+__global__ void __launch_bounds__(kThreads)
+    count_chunks(const float *c, int64_t numel, const Selection *selection, Tally *tallies) {
+    __shared__ uint32_t counts[kWarps];
+    const int32_t threshold = selection->threshold;
+    for (int64_t chunk = blockIdx.x; chunk < chunks_of(numel); chunk += gridDim.x) {
+        float x[kPerThread];
+        const int64_t count = load_striped(c, numel, chunk, x);
+        uint32_t both = 0;
+#pragma unroll
+        for (int k = 0; k < kPerThread; k += kAtOnce) both += count_access(x, k, count, threshold);
+        both = warp_count(both);
+        if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = both;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            for (int warp = 1; warp < kWarps; ++warp) both += counts[warp];
+            tallies[chunk] = Tally{both & 0xffffu, both >> 16};
+        }
+        __syncthreads();
+    }
+}
+
+// tallies[t] = the sum of all before t. By one thread: what it saves is less than a barrier.
 template <int THREADS>
-LT_DEVICE Tally exclusive_sum(Tally *tallies) {
+LT_DEVICE void exclusive_sum(Tally *tallies) {
     Tally sum = {0, 0};
     for (int t = 0; t < THREADS; ++t) {
         const Tally own = tallies[t];
         tallies[t] = sum;
         sum.above += own.above;
         sum.equal += own.equal;
-    }
-    return sum;
-}
-
-__global__ void __launch_bounds__(kThreads)
-    count_chunks(const float *c, int64_t numel, const Selection *selection, Tally *tallies) {
-    __shared__ Tally counts[kThreads];
-    const int32_t threshold = selection->threshold;
-    for (int64_t chunk = blockIdx.x; chunk < chunks_of(numel); chunk += gridDim.x) {
-        counts[threadIdx.x] = count_of_thread(c, numel, chunk, threshold);
-        __syncthreads();
-        if (threadIdx.x == 0) tallies[chunk] = exclusive_sum<kThreads>(counts);
-        __syncthreads();
     }
 }
 
@@ -146,27 +185,57 @@ __global__ void __launch_bounds__(kScanThreads) place_chunks(int64_t chunks, Tal
     }
 }
 
-__global__ void __launch_bounds__(kThreads) write_indices(const float *c, int64_t numel, const Selection *selection,
-                                                          const Tally *tallies, int32_t *indices) {
-    __shared__ Tally counts[kThreads];
+__global__ void __launch_bounds__(kThreads, 2)
+    write_indices(const float *c, int64_t numel, const Selection *selection, const Tally *tallies, int32_t *indices) {
+    constexpr int accesses = kPerThread / kAtOnce;
+    __shared__ uint32_t before[accesses * kWarps];  // in the order of elements: access by access, of each its warps
     const int32_t threshold = selection->threshold;
     const int64_t ties = selection->rank;
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
     for (int64_t chunk = blockIdx.x; chunk < chunks_of(numel); chunk += gridDim.x) {
-        counts[threadIdx.x] = count_of_thread(c, numel, chunk, threshold);
+        float x[kPerThread];
+        const int64_t count = load_striped(c, numel, chunk, x);
+        uint32_t within[accesses];  // of an access: how many of its warp's elements come before the thread's
+#pragma unroll
+        for (int access = 0; access < accesses; ++access) {
+            const uint32_t own = count_access(x, access * kAtOnce, count, threshold);
+            uint32_t sum = own;
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const uint32_t other = __shfl_up_sync(kEveryLane, sum, distance);
+                if (lane >= distance) sum += other;
+            }
+            if (lane == 31) before[access * kWarps + warp] = sum;
+            within[access] = sum - own;
+        }
         __syncthreads();
-        if (threadIdx.x == 0) exclusive_sum<kThreads>(counts);
+        if (threadIdx.x == 0) {
+            uint32_t sum = 0;
+            for (int at = 0; at < accesses * kWarps; ++at) {
+                const uint32_t own = before[at];
+                before[at] = sum;
+                sum += own;
+            }
+        }
         __syncthreads();
-        int64_t above = tallies[chunk].above + counts[threadIdx.x].above;
-        int64_t equal = tallies[chunk].equal + counts[threadIdx.x].equal;
-        for_each_of_thread(c, numel, chunk, [&](int64_t i, int32_t magnitude) {
-            if (magnitude < threshold) return;
-            const bool tie = magnitude == threshold;
-            // Before this element all larger ones are taken, and of the equal ones the first `ties`.
-            if (!tie || equal < ties) indices[above + (equal < ties ? equal : ties)] = (int32_t)i;
-            above += !tie;
-            equal += tie;
-        });
-        // No barrier: until the next one, a thread reads and writes its own counts.
+        const Tally first = tallies[chunk];
+#pragma unroll
+        for (int access = 0; access < accesses; ++access) {
+            const uint32_t both = before[access * kWarps + warp] + within[access];
+            int64_t above = first.above + (both & 0xffffu), equal = first.equal + (both >> 16);
+#pragma unroll
+            for (int k = access * kAtOnce; k < (access + 1) * kAtOnce; ++k) {
+                const int32_t magnitude = magnitude_bits(x[k]);
+                if (place_striped(k) >= count || magnitude < threshold) continue;
+                const bool tie = magnitude == threshold;
+                // Before this element all larger ones are taken, and of the equal ones the first `ties`.
+                if (!tie || equal < ties)
+                    indices[above + (equal < ties ? equal : ties)] = (int32_t)(chunk * kChunk + place_striped(k));
+                above += !tie;
+                equal += tie;
+            }
+        }
+        __syncthreads();  // the next chunk's counts are written where these are read
     }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from statistics import fmean
 
 import lightning.pytorch as pl
@@ -161,10 +162,11 @@ class MemoryPhases(RunObserver):
 
     Args:
         every: optimizer steps, counted as ``trainer.global_step`` does.
+        write: also gets the step of the loggers, the rank, and bytes by kind at each moment.
     """
 
-    def __init__(self, every: int) -> None:
-        self.every = every
+    def __init__(self, every: int, write: Callable[[int, int, Mapping[str, Mapping[str, int]]], None]) -> None:
+        self.every, self._write = every, write
 
     def start(self, run: RunSnapshot) -> None:
         self._run = run
@@ -188,6 +190,7 @@ class MemoryPhases(RunObserver):
             with console.capture() as text:
                 show(memory_table(number, self._rows), console)
             module.print(text.get())
+            self._write(logged_step(module.trainer), self._run.rank, self._rows)
             self._shown, self._rows = True, {}
 
     def _due(self, number: int) -> bool:

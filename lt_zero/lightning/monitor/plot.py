@@ -1,8 +1,7 @@
-"""The command ``lt-zero plot``: plots the metrics that Lightning's ``CSVLogger`` has written."""
+"""The command ``lt-zero plot``: plots the metrics that the loggers of runs have written to files."""
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 import re
@@ -13,25 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
+from lt_zero.lightning.monitor.reading import NAME, STEP_MS, LoggedRun, LogsError, find_metrics, read_run
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_NAME = "metrics.csv"
-_STEP = "step"
-Columns = dict[str, tuple[list[float], list[float]]]  # by name: the steps in which a value was logged, and the values
-
-
-class PlotError(ValueError):
-    """There is nothing to plot, or it cannot be plotted. Names the file and the remedy."""
-
-
-class LoggedRun(NamedTuple):
-    """One file of metrics."""
-
-    name: str  # as the user wrote the path
-    path: Path
-    rows: int
-    columns: Columns
 
 
 class _Panel(NamedTuple):
@@ -62,88 +46,21 @@ _PANELS = (
     _Panel("learning rate", r"zero/(optimizer_\d+/)?lr(_\d+)?", r"lr-.*|lr"),
     _Panel("gradient norm", r"zero/(optimizer_\d+/)?grad_norm", r"grad_norm"),
     _Panel("loss scale", r"zero/loss_scale", r"loss_scale", log=True),
+    _Panel("time of a step, ms", STEP_MS, r"time/total_ms"),
     _Panel("samples/s", r"zero/samples_per_s"),
     _Panel("TFLOP/s per device", r"zero/tflops"),
     _Panel("memory, GB", r"zero/memory_gb"),
 )
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------
+def is_drawn(column: str) -> bool:
+    """True if a column of metrics has a place in the picture."""
+    return any(panel.kind(column) for panel in _PANELS)
 
 
-def find_metrics(path: str | os.PathLike[str]) -> Path:
-    """The file of metrics at or below ``path``: the newest version of the run that was written to last.
-
-    Raises:
-        PlotError: there is none.
-    """
-    path = Path(path)
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise PlotError(f"{path} does not exist. Name the folder of a run, or its {_NAME}.")
-    if (path / _NAME).is_file():
-        return path / _NAME
-    found = [file for file in path.rglob(_NAME) if file.is_file()]
-    if not found:
-        raise PlotError(
-            f"No {_NAME} in {path} or below. Set csv_monitor.enabled=true, or use Lightning's CSVLogger, to write one."
-        )
-    newest = max(found, key=lambda file: file.stat().st_mtime)
-
-    def version(file: Path) -> tuple[int, float]:
-        number = re.fullmatch(r"version_(\d+)", file.parent.name)
-        return int(number[1]) if number else -1, file.stat().st_mtime
-
-    return max((file for file in found if file.parent.parent == newest.parent.parent), key=version)
-
-
-def read_run(run: str | os.PathLike[str]) -> LoggedRun:
-    """The metrics of a run, a folder or a file. An incomplete last line (of a running training) is left out.
-
-    Raises:
-        PlotError: there is no such file, it is empty, or a line is malformed; names the line.
-    """
-    path = find_metrics(run)
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            lines = file.read().splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlotError(f"{path} cannot be read: {error}.") from error
-    if len(lines) > 1 and not lines[-1].endswith("\n"):
-        del lines[-1]
-    reader = csv.reader(lines, strict=True)
-    columns: Columns = {}
-    try:
-        header = next(reader, None)
-        if not header:
-            raise PlotError(f"{path} is empty: nothing was logged yet.")
-        if _STEP not in header:
-            raise PlotError(f"{path}, line 1: there is no column {_STEP!r}. Name a file of Lightning's CSVLogger.")
-        rows = 0
-        for row in reader:
-            _add(columns, header, row, f"{path}, line {reader.line_num}")
-            rows += 1
-    except csv.Error as error:
-        raise PlotError(f"{path}, line {reader.line_num}: {error}.") from error
-    return LoggedRun(str(run), path, rows, columns)
-
-
-def _add(columns: Columns, header: list[str], row: list[str], where: str) -> None:
-    if row and len(row) != len(header):
-        raise PlotError(f"{where}: {len(row)} values for {len(header)} columns. Repair the line or remove it.")
-    numbers = {}
-    for name, cell in zip(header, row, strict=False):
-        if name == _STEP or (cell and any(panel.kind(name) for panel in _PANELS)):
-            try:
-                numbers[name] = float(cell)
-            except ValueError:
-                problem = f"{where}, column {name!r}: {cell!r} is not a number. Repair the line or remove it."
-                raise PlotError(problem) from None
-    for name in numbers.keys() - {_STEP}:
-        steps, values = columns.setdefault(name, ([], []))
-        steps.append(numbers[_STEP])
-        values.append(numbers[name])
+def read_drawn(run: str | os.PathLike[str]) -> LoggedRun:
+    """The metrics of a run that are drawn. Errors are those of ``read_run``."""
+    return read_run(run, is_drawn)
 
 
 # ---- drawing -------------------------------------------------------------------------------------------------------
@@ -153,13 +70,13 @@ def draw(runs: Sequence[LoggedRun]) -> Figure:
     """Stacked plots over the same steps, with a color for each run and a line style for each column.
 
     Raises:
-        PlotError: a run has nothing to plot, or matplotlib is missing.
+        LogsError: a run has nothing to plot, or matplotlib is missing.
     """
     for run in runs:
         if run.rows == 0:
-            raise PlotError(f"{run.path} has no row yet: nothing was logged.")
+            raise LogsError(f"{run.path} has no row yet: nothing was logged.")
         if not run.columns:
-            raise PlotError(
+            raise LogsError(
                 f"{run.path} has nothing to plot: no zero/*, train_loss, loss, val_loss, lr-* or grad_norm. Set "
                 "csv_monitor.enabled=true to log zero/loss and others."
             )
@@ -167,7 +84,7 @@ def draw(runs: Sequence[LoggedRun]) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlotError(f"Plotting needs matplotlib ({error}). Run: pip install 'lt-zero[plot]'") from error
+        raise LogsError(f"Plotting needs matplotlib ({error}). Run: pip install 'lt-zero[plot]'") from error
     panels = [panel for panel in _PANELS if any(panel.drawn(run) for run in runs)]
     figure = Figure(figsize=(8, 0.8 + 1.7 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -177,7 +94,7 @@ def draw(runs: Sequence[LoggedRun]) -> Figure:
         labels = [run.name for run in runs]
     for panel, axes in zip(panels, grid[:, 0], strict=True):
         _fill(axes, panel, runs, labels)
-    grid[-1, 0].set_xlabel(_STEP)
+    grid[-1, 0].set_xlabel(", ".join(dict.fromkeys(run.unit for run in runs)))
     if len(runs) == 1:
         figure.suptitle(runs[0].name, fontsize="medium", parse_math=False)
     return figure
@@ -213,24 +130,29 @@ def plot(runs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str])
     """Plot runs over each other into a PNG file, which is overwritten if it exists.
 
     Raises:
-        PlotError: there is nothing to plot, or the file cannot be written.
+        LogsError: there is nothing to plot, or the file cannot be written.
     """
-    figure = draw([read_run(run) for run in runs])
+    return plot_read([read_drawn(run) for run in runs], output)
+
+
+def plot_read(runs: Sequence[LoggedRun], output: str | os.PathLike[str]) -> Path:
+    """``plot`` of runs that were read."""
+    figure = draw(runs)
     path = Path(output)
     if path.suffix.lower() != ".png":
-        raise PlotError(f"--output {path}: the format is PNG. Write a name such as {path.with_suffix('.png')}.")
+        raise LogsError(f"--output {path}: the format is PNG. Write a name such as {path.with_suffix('.png')}.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png", dpi=130)
     except OSError as error:
-        raise PlotError(f"--output {path} cannot be written: {error.strerror or error}.") from error
+        raise LogsError(f"--output {path} cannot be written: {error.strerror or error}.") from error
     return path
 
 
 def plot_command(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN_DIR...", help=f"Folder of a run, or its {_NAME}; several are plotted together."),
+        typer.Argument(metavar="RUN_DIR...", help=f"Folder of a run, or its {NAME}; several are plotted together."),
     ],
     output: Annotated[Path, typer.Option(help="The PNG file to write.")] = Path("plot.png"),
 ) -> None:
@@ -238,7 +160,7 @@ def plot_command(
     try:
         written = plot(runs, output)
         files = [find_metrics(run) for run in runs]
-    except PlotError as error:
+    except LogsError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(str(error), markup=False)
         raise typer.Exit(1) from None
     console = Console(soft_wrap=True, highlight=False)

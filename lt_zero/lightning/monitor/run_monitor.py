@@ -4,6 +4,7 @@ steps_per_print, csv_monitor, ...       a line and metrics every N steps    step
 wall_clock_breakdown, memory_breakdown  time and memory of a step           breakdown.py, timing.py
 flops_profiler                          operations per module               flops_profiler.py, flops.py
 comms_logger                            a table of collectives              comm/comm_log.py
+lt_zero.jsonl                           all that is no metric               run_record.py
 dump_state, log_level, disable_python_gc, trials of lt-zero tune            here
 """
 
@@ -40,6 +41,7 @@ from lt_zero.lightning.monitor.breakdown import EVERY, MemoryPhases, StepClock
 from lt_zero.lightning.monitor.flops import FlopCount
 from lt_zero.lightning.monitor.flops_profiler import Profiler
 from lt_zero.lightning.monitor.loggers import attach_loggers
+from lt_zero.lightning.monitor.run_record import RunRecord
 from lt_zero.lightning.monitor.step_metrics import RunObserver, StepPrinter
 from lt_zero.lightning.setup import RunSnapshot
 from lt_zero.planning.trial import Trial
@@ -60,17 +62,20 @@ class RunMonitor:
     def __init__(self, config: ZeroConfig, trial: Trial | None = None) -> None:
         every, profiles = config.steps_per_print, config.flops_profiler
         logs = any(b.enabled for b in (config.csv_monitor, config.tensorboard, config.wandb, config.comet))
-        watched = logs or every is not None
+        watched = logs or every is not None or config.gradient_noise_scale
         self._config = config
         self.flops = FlopCount() if watched or profiles.enabled else None
         self._profiler = Profiler(profiles, self.flops) if profiles.enabled and self.flops is not None else None
         self._observers: list[RunObserver] = []
+        self._record = RunRecord()
+        if watched or config.wall_clock_breakdown or config.memory_breakdown or config.comms_logger.enabled:
+            self._observers.append(self._record)
         if config.wall_clock_breakdown:
             self._observers.append(StepClock(every or EVERY))
         elif watched:
             self._observers.append(StepClock(every, times=False))
         if config.memory_breakdown:
-            self._observers.append(MemoryPhases(every or EVERY))
+            self._observers.append(MemoryPhases(every or EVERY, self._record.write_memory))
         if watched:
             self._observers.append(StepPrinter(every, self.flops))
         if trial is not None:
@@ -124,6 +129,7 @@ class RunMonitor:
 
     def _show_comms(self, log: CommLog, rank: int) -> None:
         if rank == 0 and (records := log.records(wait=self._clean)):
+            self._record.write_collectives(records, rank)
             show(comm_table(records), Console(width=None if sys.stdout.isatty() else 160))
 
     # ---- a step --------------------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ class Pipeline(nn.Module):
     """
 
     _lacks_example = "Pass those of a micro-batch: Pipeline(..., example=inputs), or write parameters."
+    of_model = False  # True: ``of`` made it of a model of transformers
 
     def __init__(
         self,
@@ -367,6 +368,7 @@ class _OfModel(Pipeline):
     """
 
     _lacks_example = "The layers of a model cannot be called by themselves: write parameters or uniform."
+    of_model = True
 
     def __init__(
         self,

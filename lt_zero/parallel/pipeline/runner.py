@@ -88,6 +88,8 @@ class Runner(ProcessLocal):
         wanted: micro-batches of a whole batch.
         begin: called before the first forward; returns the loss scale.
         weight: what the loss will be multiplied with before backward: 1 / accumulated batches.
+        alike: data ranks exchange something inside of layers, and so run as many micro-batches.
+        first: called on all ranks after their first batch with gradients.
     """
 
     def __init__(
@@ -101,7 +103,10 @@ class Runner(ProcessLocal):
         wanted: int,
         begin: Callable[[], float],
         weight: Callable[[], float],
+        alike: bool = False,
+        first: Callable[[], None] | None = None,
     ) -> None:
+        self._alike, self._first_batch = alike, first
         self.pipeline, self.engine, self._row, self._group = pipeline, engine, row, group
         self._data_rank, self._data_ranks, self._wanted = data_rank, data_ranks, wanted
         self._begin, self._weight, self._position = begin, weight, pipeline.position
@@ -168,6 +173,9 @@ class Runner(ProcessLocal):
             self.batch = _Batch([], None, 1.0, None, False)
         if not trains:
             return loss
+        if (check := self._first_batch) is not None:
+            self._first_batch = None
+            check()
         self._owed += 1
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
         return _Ran.apply(anchor, loss, self, scale * weight)  # type: ignore[no-untyped-call]
@@ -209,11 +217,13 @@ class Runner(ProcessLocal):
         flags[0], flags[1], flags[2] = signature not in self._forms, count, -count
         flags[3 + self._data_rank], flags[3 + ranks + self._data_rank] = mine, _MASK - mine
         world.host_max(flags, "the form of a batch").wait()
-        if flags[1] != -flags[2] and any(bucket.sharding.grads for bucket in self.engine.buckets):
+        reduces = any(bucket.sharding.grads for bucket in self.engine.buckets)
+        if flags[1] != -flags[2] and (self._alike or reduces):
+            why = "experts on several ranks get tokens" if self._alike else "ZeRO stages 2 and 3 reduce gradients"
             raise RuntimeError(
                 f"Data ranks cut their batches into {-int(flags[2])} to {int(flags[1])} micro-batches, as these have "
-                "different numbers of samples, and ZeRO stages 2 and 3 reduce gradients for each. Give all ranks as "
-                "many samples (drop_last=True of the data loader), or use stage 1."
+                f"different numbers of samples, and {why} for each. Give all ranks as many samples (drop_last=True of "
+                f"the data loader){'' if self._alike else ', or use stage 1'}."
             )
         if bool((flags[3 : 3 + ranks] + flags[3 + ranks :] == _MASK).all()):
             return bool(flags[0])
@@ -335,9 +345,10 @@ class Runner(ProcessLocal):
         except Exception as error:
             add_note(error, f"In loss_fn of the pipeline, micro-batch {int(number)}.")
             raise
-        if not isinstance(loss, Tensor) or loss.dim() > 0:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"loss_fn of the pipeline returned {shown}: return the mean loss of a micro-batch, 0D.")
+        loss = loss.reshape(())
         self.batch.losses.append(loss.detach())
         return (loss.float() if loss.dtype == torch.float16 else loss) * self.batch.factor
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.engine import Engine
+from lt_zero.parallel.pipeline.layers import pipeline_of
 from lt_zero.parallel.random import draw_seed, seed_of, seeded
 from lt_zero.parallel.sequence.batches import HOOK, SIZE, cut_for, cuts_itself, had_labels, model_takes
 from lt_zero.parallel.sequence.huggingface import models_of, switch
@@ -33,10 +35,11 @@ class SequenceRun:
     Args:
         ranks: with parts of the same sequences.
         tensor: ranks that share the heads of a model.
+        stages: of pipelines.
     """
 
-    def __init__(self, ranks: SequenceRanks, tensor: int) -> None:
-        self.ranks, self._tensor = ranks, tensor
+    def __init__(self, ranks: SequenceRanks, tensor: int, stages: int = 1) -> None:
+        self.ranks, self._tensor, self._stages = ranks, tensor, stages
 
     def switch(self, module: nn.Module) -> None:
         """Let models of transformers know of the parts.
@@ -44,6 +47,14 @@ class SequenceRun:
         Raises:
             ConfigError: one would mix tokens in another way than by attention that is switched.
         """
+        pipeline = pipeline_of(module, self._stages)
+        if pipeline is not None and pipeline.of_model:
+            raise ConfigError.about(
+                SIZE,
+                f"{SIZE}={self.ranks.size}: Pipeline.of runs the layers of a model of transformers, whose masks and "
+                "loss are those of whole rows. Write the layers as a Pipeline, with sequence_attention(), "
+                "or remove pipeline.stages.",
+            )
         takes = switch(module, self.ranks, self._tensor)
         if models_of(module):
             model_takes(self.ranks, takes)
@@ -88,10 +99,16 @@ class SequenceRun:
         """Context in which this rank draws other numbers. See Note [Random numbers of sequence ranks]."""
         return seeded(seed_of(draw_seed(), self.ranks.rank), device_type)
 
-    def watch(self, engine: Engine) -> None:
-        """Check before the first backward that parts of sequences have seen each other."""
-        before = self.ranks.group.exchanges, means_taken()
-        engine.before_backward.append(_Once(partial(_check_first, self.ranks, weakref.ref(engine), *before)))
+    def watch(self, engine: Engine) -> Callable[[], None]:
+        """Check that parts of sequences have seen each other, and how their loss was computed.
+
+        That is before the first backward. Stages of a pipeline have some of the layers each, so that they check it when
+        the returned function is called on all ranks, after the first batch. Collective then.
+        """
+        first = _FirstLoss(self.ranks, weakref.ref(engine), self.ranks.group.exchanges, means_taken())
+        if pipeline_of(engine.root, self._stages) is None:
+            engine.before_backward.append(_Once(partial(first.check, lambda value: [value])))
+        return partial(first.check, partial(engine.world.host_gather, name="the first loss"))
 
 
 class _Once:
@@ -105,25 +122,36 @@ class _Once:
         call()
 
 
-def _check_first(ranks: SequenceRanks, engine: weakref.ref[Engine], exchanges: int, means: int) -> None:
-    """Check the first loss, before which there were so many exchanges, and means over tokens.
+@dataclass(frozen=True)
+class _FirstLoss:
+    """The first loss, before which there were so many exchanges, and means over tokens."""
 
-    Raises:
-        ConfigError: no attention has exchanged anything; or tokens have labels, and their mean is that of each rank.
-    """
-    known = engine()
-    if known is None:
-        return
-    text = f"{SIZE}={ranks.size}: {type(known.root).__name__} has computed a loss, but"
-    if ranks.group.exchanges == exchanges:
-        raise ConfigError.about(
-            SIZE,
-            f"{text} its tokens have not seen those of other ranks. Compute attention with "
-            "lt_zero.parallel.sequence_attention(), or remove the key.",
-        )
-    if had_labels(ranks) and means_taken() == means:
-        raise ConfigError.about(
-            SIZE,
-            f"{text} as a mean over the tokens of each rank, which have labels in different numbers. Compute it with "
-            "lt_zero.parallel.token_mean(losses, labels != -100), with shift_labels for next tokens.",
-        )
+    ranks: SequenceRanks
+    engine: weakref.ref[Engine]
+    exchanges: int
+    means: int
+
+    def check(self, of_ranks: Callable[[Any], list[Any]]) -> None:
+        """Check how it was computed; ``of_ranks``: what those who compute it together say.
+
+        Raises:
+            ConfigError: no attention has exchanged anything; or tokens have labels, and a mean was taken of each part.
+        """
+        ranks, known = self.ranks, self.engine()
+        if known is None:
+            return
+        mine = ranks.group.exchanges > self.exchanges, had_labels(ranks), means_taken() > self.means
+        exchanged, labelled, averaged = map(any, zip(*of_ranks(mine), strict=True))
+        text = f"{SIZE}={ranks.size}: {type(known.root).__name__} has computed a loss, but"
+        if not exchanged:
+            raise ConfigError.about(
+                SIZE,
+                f"{text} its tokens have not seen those of other ranks. Compute attention with "
+                "lt_zero.parallel.sequence_attention(), or remove the key.",
+            )
+        if labelled and not averaged:
+            raise ConfigError.about(
+                SIZE,
+                f"{text} as a mean over the tokens of each rank, which have labels in different numbers. Compute it "
+                "with lt_zero.parallel.token_mean(losses, labels != -100), with shift_labels for next tokens.",
+            )

@@ -63,6 +63,12 @@ T __shfl_down_sync(unsigned, T value, int distance) {
 }
 
 template <class T>
+T __shfl_up_sync(unsigned, T value, int distance) {
+    unsigned from = threadIdx.x - (unsigned)distance;  // of the first lanes a huge number, and so in no warp of theirs
+    return emulation::shuffle(value, from / 32 == threadIdx.x / 32 ? from : threadIdx.x);
+}
+
+template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
     return emulation::shuffle(value, threadIdx.x ^ (unsigned)mask);
 }

@@ -50,7 +50,7 @@ def switch(module: T, kind: type[Switched], call: str) -> T:
         return module
     name = type(module).__name__
     if isinstance(module, Switched):
-        raise ValueError(f"{call}: the {name} computes in tiles of another kind already.")
+        raise ValueError(f"{call}: the {name} has been given another forward already.")
     if compiled_module(module) is not module:
         raise ValueError(f"{call}: the module is a result of torch.compile. Pass the module, and compile the result.")
     if "forward" in vars(module):

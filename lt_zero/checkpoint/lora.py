@@ -1,0 +1,218 @@
+"""Merges low-rank adapters (LoRA, arXiv:2106.09685) into the weights of a checkpoint while it is exported.
+
+Names are those of peft: beside ``q_proj.base_layer.weight`` stand ``q_proj.lora_A.default.weight`` (rank r rows) and
+``q_proj.lora_B.default.weight`` (rank r columns); an embedding has ``lora_embedding_A`` and ``_B``. The merged weight
+``q_proj.weight`` is W + s B A with s = lora_alpha / r, or / sqrt(r) with ``use_rslora``: computed in fp32, and rounded
+once to the dtype of W. What ``modules_to_save`` trained replaces the original. Everything else keeps its values.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lt_zero.checkpoint.source import CheckpointSource, SavedOptimizer, Spec
+from lt_zero.common.errors import CheckpointError
+
+_FILE = "adapter_config.json"
+_FACTOR = re.compile(
+    r"^(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.(?P<adapter>[^.]+?))??(\.weight)?$"
+)
+_SAVED = re.compile(
+    r"^(?P<module>.+)\.(modules_to_save\.(?P<adapter>[^.]+)|(?P<original>original_module))\.(?P<rest>.+)$"
+)
+_MODEL = re.compile(r"(^|(?<=\.))base_model\.model\.")  # peft's wrappers around the model
+_REFUSED = {
+    "lora_magnitude_vector": "DoRA scales each row by a norm, which is not W + s B A",
+    "lora_bias": "adapters with a bias",
+    "lora_A_bias": "adapters with a bias",
+}
+
+
+@dataclass(frozen=True)
+class LoraScaling:
+    """The factor of B A, as in peft's ``adapter_config.json``.
+
+    Attributes:
+        alpha, rslora: it is alpha / r, or with ``rslora`` alpha / sqrt(r).
+        alpha_pattern: other alphas, by a pattern of the module's name.
+        transposed: square weights are stored transposed (``fan_in_fan_out``); of others the shape tells.
+    """
+
+    alpha: float
+    rslora: bool = False
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    transposed: bool = False
+
+    @classmethod
+    def of(cls, given: float | str | os.PathLike[str]) -> LoraScaling:
+        """From ``lora_alpha``, or from the path of ``adapter_config.json`` or of its folder.
+
+        Raises:
+            CheckpointError: the file cannot be read, or describes adapters of another kind.
+        """
+        try:
+            alpha = float(given)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            path = Path(given)  # type: ignore[arg-type]
+        else:
+            if not math.isfinite(alpha):
+                raise ValueError(f"merge_lora={given}: lora_alpha must be finite.")
+            return cls(alpha)
+        path = path / _FILE if path.is_dir() else path
+        try:
+            content = json.loads(path.read_text())
+            kind, alpha = content.get("peft_type", "LORA"), float(content["lora_alpha"])
+            patterns = {str(name): float(value) for name, value in (content.get("alpha_pattern") or {}).items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            text = f"merge_lora={str(given)!r}: {path} is no {_FILE} with lora_alpha ({error!r})."
+            raise CheckpointError(f"{text} Name that file, its folder, or lora_alpha as a number.") from error
+        if kind != "LORA" or content.get("use_dora"):
+            what = "DoRA" if kind == "LORA" else kind
+            raise CheckpointError(f"{path} describes {what}, not LoRA: merge it with peft's merge_and_unload.")
+        rslora, transposed = bool(content.get("use_rslora")), bool(content.get("fan_in_fan_out"))
+        return cls(alpha, rslora, patterns, transposed)
+
+    def of_module(self, module: str, rank: int) -> float:
+        """The factor of a module (dotted name) whose factors have rank ``rank``."""
+        found = (a for pattern, a in self.alpha_pattern.items() if re.match(rf"(.*\.)?({pattern})$", module))
+        return next(found, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+
+
+class _Merge(NamedTuple):
+    """Saved names of a weight and of its two factors; and whether these are an embedding's."""
+
+    weight: str
+    a: str
+    b: str
+    embedding: bool
+
+
+class MergedSource:
+    """A checkpoint without adapters: they are merged into the weights that they belong to.
+
+    Args:
+        source: the checkpoint.
+        scaling: of the adapters.
+
+    Raises:
+        CheckpointError: there are no adapters, or several; or their weights are missing, or do not fit.
+    """
+
+    def __init__(self, source: CheckpointSource, scaling: LoraScaling) -> None:
+        self._source, self._scaling = source, scaling
+        self.meta: Mapping[str, Any] = source.meta
+        self.optimizers: Sequence[SavedOptimizer] = ()  # their states are those of the factors
+        factors, self._saved = self._sorted()
+        merges = [self._merge(module, sides) for module, sides in factors.items()]
+        self._merges = {merge.weight: (module, merge) for module, merge in zip(factors, merges, strict=True)}
+        self.weights: Mapping[str, Spec] = {new: source.weights[old] for new, old in self._saved.items()}
+        self.aliases: Mapping[str, str] = self._ties()
+
+    def _sorted(self) -> tuple[dict[str, dict[str, tuple[str, bool]]], dict[str, str]]:
+        """The factors by module and side (A, B), and the exported names of all other weights."""
+        factors: dict[str, dict[str, tuple[str, bool]]] = {}
+        saved: dict[str, str] = {}
+        adapters = set[str]()
+        for name in self._source.weights:
+            for word, why in _REFUSED.items():
+                if word in name:
+                    raise CheckpointError(f"{name} cannot be merged: {why}. Merge with peft's merge_and_unload.")
+            if (factor := _FACTOR.match(name)) is not None:
+                adapters.add(factor["adapter"] or "")
+                factors.setdefault(factor["module"], {})[factor["side"]] = name, factor["embedding"] is not None
+                continue
+            if ".lora_" in name:
+                text = f"{name} belongs to an adapter, and is neither of its two factors"
+                raise CheckpointError(f"{text}. Merge with peft's merge_and_unload.")
+            if (kept := _SAVED.match(name)) is not None:
+                adapters |= {kept["adapter"]} - {None}
+                if kept["original"]:
+                    continue
+            new = f"{kept['module']}.{kept['rest']}" if kept is not None else name
+            saved[_plain(new)] = name
+        if not factors:
+            raise CheckpointError(
+                "The checkpoint has no adapters (names with lora_A and lora_B): leave out merge_lora."
+            )
+        if len(adapters) > 1:
+            names = ", ".join(sorted(adapters))
+            raise CheckpointError(f"The checkpoint has several adapters: {names}. Save one (peft's delete_adapter).")
+        return factors, saved
+
+    def _merge(self, module: str, sides: Mapping[str, tuple[str, bool]]) -> _Merge:
+        if len(sides) != 2:
+            raise CheckpointError(f"{module} has lora_{next(iter(sides))} and not the other factor: nothing to merge.")
+        (a, embedding), (b, _) = sides["A"], sides["B"]
+        names = (f"{module}.base_layer.weight", f"{module}.weight")
+        weight = next((name for name in names if name in self._source.weights), None)
+        if weight is None:
+            raise CheckpointError(
+                f"{module} has adapters, and the checkpoint lacks the weight that they belong to: it was saved without "
+                "frozen weights (checkpoint.save_frozen=false). Load it into the model, and save it with them."
+            )
+        first, second = self._source.weights[a].shape, self._source.weights[b].shape
+        if _transposed(first, second, self._source.weights[weight].shape, embedding, False) is None:
+            shapes = f"{list(second)} and {list(first)}"
+            raise CheckpointError(
+                f"The factors of {module} have the shapes {shapes}, which do not fit {weight} with "
+                f"{list(self._source.weights[weight].shape)}. Merge with peft's merge_and_unload."
+            )
+        return _Merge(weight, a, b, embedding)
+
+    def _ties(self) -> dict[str, str]:
+        exported = {old: new for new, old in self._saved.items()}
+        ties: dict[str, str] = {}
+        for name, owner in self._source.aliases.items():
+            if name in exported and owner in exported:
+                # A name with an adapter gets values of its own.
+                if name not in self._merges and owner not in self._merges:
+                    ties[exported[name]] = exported[owner]
+            elif name in exported:
+                raise CheckpointError(f"{name} is tied to {owner}, which merging removes: export without merge_lora.")
+        return ties
+
+    def read(self, name: str) -> Tensor:
+        """The tensor of an exported name, merged. Raises CheckpointError: the file is damaged."""
+        saved = self._saved[name]
+        weight = self._source.read(saved)
+        if saved not in self._merges:
+            return weight
+        module, merge = self._merges[saved]
+        a, b = self._source.read(merge.a), self._source.read(merge.b)
+        square = self._scaling.transposed
+        turned = _transposed(tuple(a.shape), tuple(b.shape), tuple(weight.shape), merge.embedding, square)
+        delta = b.flatten(1).float() @ a.flatten(1).float()
+        delta = (delta.T if turned else delta) * self._scaling.of_module(_plain(module), a.shape[0])
+        return (weight.float() + delta.reshape(weight.shape)).to(weight.dtype).contiguous()
+
+    def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
+        """Raise KeyError: there are no states."""
+        raise KeyError((optimizer, name, key))
+
+
+def _plain(name: str) -> str:
+    """The name of a parameter, or module, without peft's wrappers."""
+    return _MODEL.sub("", name, count=1).replace(".base_layer.", ".")
+
+
+def _transposed(
+    a: tuple[int, ...], b: tuple[int, ...], weight: tuple[int, ...], embedding: bool, square: bool
+) -> bool | None:
+    """True if B A has to be transposed for a weight; ``square``: the answer if both fit. None: it does not fit."""
+    if len(a) < 2 or len(b) < 2 or a[0] != b[1] or math.prod(b[2:]) != 1:
+        return None
+    product = (b[0], *a[1:])
+    if embedding:
+        return True if product[::-1] == weight else None
+    if product == weight:
+        return square and len(set(product)) == 1
+    return True if product[::-1] == weight and len(weight) == 2 else None
