@@ -107,7 +107,9 @@ def check_build(
     """
     if not limits.checks_wanted():
         return
-    setup = Setup(group, group.size, kind_of(group.device), states=0.0, fused=False, training=training, saves=False)
+    setup = Setup(
+        group, group.size, kind_of(group.device), states=0.0, kernels=frozenset(), training=training, saves=False
+    )
     cast = forecast(plan, config, policy, setup)
     taken: Counter[str] = Counter()  # bytes that parameters take now, by the kind of device
     for bucket in plan.buckets:
@@ -157,11 +159,12 @@ def setup_of(
     """Facts of a run for its forecast; arguments as for ``check_optimizers``."""
     known = [states_of(optimizer) for optimizer in optimizers]
     states = max((count for count, _ in known), default=0.0)
-    fused = engine.config.fused_step and all(fused for _, fused in known)
+    fused = engine.config.fused_step and all(kernel for _, kernel in known)
+    kernels = frozenset(kernel for _, kernel in known) if fused else frozenset[str]()
     accumulates = accumulates or engine.config.micro_batches > 1  # of a pipeline
     of_device = kind_of(engine.device)
     group, per_node = engine.groups[0], engine.world.size
-    return Setup(group, per_node, of_device, states, fused, accumulates, saves=saves, averages=averages)
+    return Setup(group, per_node, of_device, states, kernels, accumulates, saves=saves, averages=averages)
 
 
 def _check(

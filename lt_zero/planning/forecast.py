@@ -349,10 +349,13 @@ class _Sums:
         copies = [
             int(row.shard_numel * row.step.itemsize * self._copies_of(row))
             for row in trained
-            if row.staged and not (self.setup.fused and row.step == row.master == torch.float32)
+            if row.staged and not (self._is_fused(row) and row.step == row.master == torch.float32)
         ]
         place = self.memory if any(row.states != DEVICE for row in trained) else DEVICE
         return [(self.memory, OFFLOAD, most), (place, STEP, max(copies, default=0))]
+
+    def _is_fused(self, row: StoragePlan) -> bool:
+        return self.setup.fused and all(row.moments.is_taken_by(kernel) for kernel in self.setup.kernels)
 
     def _copies_of(self, row: StoragePlan) -> float:
         """Copies of a bucket's weights, gradients and moments in which the optimizer steps it."""

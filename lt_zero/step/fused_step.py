@@ -341,9 +341,9 @@ class FusedStep:
         self._told = False
 
     @staticmethod
-    def fits(optimizer: Optimizer) -> bool:
-        """True if a kernel computes the updates of optimizers of this class."""
-        return type(optimizer) in KERNELS
+    def operation_of(optimizer: Optimizer) -> str:
+        """The operation of ``lt_zero.ops`` that computes the updates of optimizers of this class; '' if none does."""
+        return KERNELS[type(optimizer)].operation if type(optimizer) in KERNELS else ""
 
     def takes(self, buckets: Iterable[Bucket]) -> set[Bucket]:
         """The ``buckets`` that the kernel steps."""

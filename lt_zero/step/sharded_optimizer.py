@@ -166,7 +166,7 @@ class ShardedOptimizer(ProcessLocal):
         engine.exchange.connect(optimizer, self.fragments)
         if isinstance(optimizer, ExchangingOptimizer):
             engine.before_reading.append(self._end_interval)
-        fused = engine.config.fused_step and FusedStep.fits(optimizer)
+        fused = engine.config.fused_step and bool(FusedStep.operation_of(optimizer))
         self.fused = FusedStep(self.fragments, self._norms) if fused else None
         self.grads = ReducedGrads(self.fragments)
         self.overlap = Overlap(self.fragments, self.fused, self.grads)
