@@ -157,6 +157,9 @@ class MomentForm(Protocol):
     def kept(self, value: Tensor, key: str) -> Tensor:
         """``value`` in this form; a new tensor, unless it is already."""
 
+    def form_of(self, value: Tensor) -> MomentForm:
+        """The form in which a state ``value`` of an optimizer is stored."""
+
 
 @dataclass(frozen=True)
 class PlainMoments:
@@ -196,6 +199,9 @@ class PlainMoments:
 
     def kept(self, value: Tensor, key: str) -> Tensor:
         return values_of(value).to(self.dtype) if value.is_floating_point() else value
+
+    def form_of(self, value: Tensor) -> MomentForm:
+        return PlainMoments(value.dtype)
 
 
 @dataclass(frozen=True)
@@ -237,6 +243,9 @@ class CodedMoments:
         made = CodedTensor(rows, value.shape, key not in _SQUARES)
         encode(value, made.signed, rows)
         return made
+
+    def form_of(self, value: Tensor) -> MomentForm:
+        return self if value.is_floating_point() else PlainMoments(value.dtype)
 
 
 def moments_in(dtype: torch.dtype) -> MomentForm:

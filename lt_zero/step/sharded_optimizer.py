@@ -35,7 +35,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.inplace_edits import check_all
 from lt_zero.engine.layout import Piece
 from lt_zero.io.thread_pool import SwapError
-from lt_zero.ops.moments import PlainMoments, stored_part
+from lt_zero.ops.moments import stored_part
 from lt_zero.optim.exchanging import ExchangingOptimizer
 from lt_zero.optim.lamb import Lamb
 from lt_zero.step.full_norms import FullNorms
@@ -532,7 +532,7 @@ class ShardedOptimizer(ProcessLocal):
             for key, value in state.items():
                 if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
                     continue
-                form = bucket.moments if value.is_floating_point() else PlainMoments(value.dtype)
+                form = bucket.moments.form_of(value)
                 store = bucket.state_store(key, form)
                 if store is not None and not store.owns(stored_part(value)):
                     store.write()

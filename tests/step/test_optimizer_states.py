@@ -17,8 +17,12 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero.common.errors import ConfigError
 from lt_zero.io.pinned import rounded
+from lt_zero.lightning.model_report import memory_report
+from lt_zero.loop.access import full_state, local_state, set_full_state, set_local_state
 from lt_zero.offload import host_store
+from lt_zero.ops.moments import CodedMoments
 from lt_zero.optim import Lion
+from lt_zero.planning.check import measured
 from tests.support.checkpoint_tools import everything, resume
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.matrix import only, only_rows
@@ -300,6 +304,34 @@ def test_embeddings_and_small_parameters_stay_wide() -> None:
     forms = {span.name: b.moments.name for b in engine.buckets for span in b.layout.spans}
     assert forms == {"1.weight": "int8"} | dict.fromkeys(("0.weight", "1.bias", "2.weight", "2.bias"), "float32")
     assert all(span.lo % 256 == 0 for b in engine.buckets if b.moments.name == "int8" for span in b.layout.spans)
+
+
+def _accessed(path: str | None) -> None:
+    zero = blocks(path, params=False) if path else {}
+    model = nn.Linear(64, 48)
+    with CODES():
+        engine = lt_zero.shard(model, config_of(2, zero=zero, **INT8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sharded = lt_zero.ShardedOptimizer(engine, optimizer)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    # All that is kept, in memory: less than half of two fp32 moments.
+    held, whole = memory_report(engine, [sharded])["optimizer"]
+    assert path or held == whole == 2 * (64 * 48 * 260 // 256 + 4 * 48)
+    assert not path or measured(engine, [sharded]).get("moments", 0) == 0
+    weight, row = model.weight, torch.linspace(-1, 1, 64 * 48)
+    want = CodedMoments().kept(row, "exp_avg") + 0.0
+    set_full_state(weight, row.view(48, 64), "exp_avg")
+    assert torch.equal(full_state(weight, "exp_avg"), want.view(48, 64))
+    set_local_state(weight, -row, "exp_avg")
+    assert torch.equal(local_state(weight, "exp_avg"), -want)  # type: ignore[arg-type]
+    if path:
+        engine.offload_manager.close()
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_coded_moments_are_read_and_set_as_others(tmp_path: Path, files: bool) -> None:
+    _accessed(str(tmp_path) if files else None)
 
 
 # ---- planned and refused -------------------------------------------------------------------------------------------
