@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from lt_zero.io.pinned import aligned_buffer
 from lt_zero.offload import host_store, nvme_store
 from lt_zero.offload.host_store import FedStore, HostLink, HostStore, StreamedStore
 from lt_zero.offload.store import Place, Speed, Store
-from lt_zero.ops.moments import PlainMoments
+from lt_zero.ops.moments import CodedMoments, PlainMoments, decode
 from tests.support.matrix import only_rows
 from tests.support.offload_runs import in_memory, same, train
 from tests.support.overlap_runs import offload
@@ -156,6 +157,26 @@ def test_a_gather_is_launched_after_the_copy_that_it_reads() -> None:
         assert shard.tolist() == [2.0] * 3
     store.sent()
     store.wait_sent()
+
+
+def test_one_file_has_a_state_of_all_buckets_in_their_forms(tmp_path: Path) -> None:
+    forms, numels = [CodedMoments(), PlainMoments(torch.float32)], [102_400, 20_480]
+    files = nvme_store.NvmeFiles(tmp_path, 0, Aio(), numels, forms)
+    coded, wide = (
+        files.place(i, None).state("exp_avg", n, form) for i, (n, form) in enumerate(zip(numels, forms, strict=True))
+    )
+    assert coded is not None
+    assert wide is not None
+    assert coded.write().numel() == 104_000
+    assert wide.write().numel() == 20_480
+    assert files.bytes_on_disk == 26 * 4096 + 20 * 4096  # whole blocks of a disk
+    with mock.patch.object(files.folder, "require") as required:
+        files.require(2)
+    required.assert_called_once_with(2 * (104_000 + 4 * 20_480))
+    coded.end_use()
+    coded.wait_written()
+    assert decode(coded.tensor.contiguous(), 1, True).isnan().all(), "values that are away"
+    files.close()
 
 
 @pytest.mark.parametrize("pin", [True, False])
