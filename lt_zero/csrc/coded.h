@@ -46,8 +46,10 @@ LT_FN Coding make_coding(const float *numbers, const void *starts, bool is_signe
 
 LT_FN float decoded(const Coding &coding, uint8_t code, float scale) {
     if (!coding.is_signed) return coding.levels[code] * scale;
-    float level = coding.levels[code & 127];
-    return (code & 128 ? -level : level) * scale;
+    uint32_t bits = bits_of(coding.levels[code & 127]) | (uint32_t)(code & 128) << 24;  // branches would be mispredicted
+    float level;
+    memcpy(&level, &bits, sizeof level);
+    return level * scale;
 }
 
 // `scale` is above 0, and at least |x|.
