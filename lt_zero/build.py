@@ -47,7 +47,7 @@ from lt_zero.engine.gather import Unit
 from lt_zero.engine.guard import Owner, owner_of
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
-from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding, with_sizes
+from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_blocks, warn_of_padding, with_sizes
 from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.engine.storage_plan import plan_storage
@@ -170,6 +170,8 @@ def _shard(
             check_modules(module, config.activation_checkpointing, group)
         if group.world.rank == 0:
             warn_of_padding(plan, zero, group.mesh.shards)
+            if config.quantize is not None:
+                warn_of_blocks(plan, config.quantize)
         check_build(plan, config, policy, group, training)
         tiles = undo.pop_all()
     if config.sparse_attention is not None:

@@ -54,6 +54,8 @@ tests/checkpoint/test_damage.py::test_damage_is_an_error_on_every_rank
     - A flipped bit, a truncated file, or a file of another kind is an error on all ranks.
 tests/checkpoint/test_damage.py::test_manifests_that_make_no_sense
     - A file name in a manifest that leads out of the checkpoint is refused.
+tests/checkpoint/test_export_universal.py::test_a_state_that_names_no_file_writes_none
+    - A weight or state whose name leads out of the folder of an export is refused.
 tests/io/test_private_folder.py::test_a_link_that_takes_a_folders_name_is_not_followed
     - The folders in `nvme_path` are removed when their process ends, and those of killed processes by the next
       one, which follows no link.

@@ -350,7 +350,10 @@ class Meter:
             each.under_way = 0
 
     def costs(self) -> list[ModuleCost]:
-        """The figures of all modules that ran, in the order of their first forwards. Waits for the device."""
+        """The figures of all modules, in the order of their first forwards, then the others. Waits for the device.
+
+        Those that were not recomputed while bytes were measured have no ``passes``.
+        """
         times = {}
         if self._timer is not None:
             accelerator.synchronize(self._device)
@@ -359,7 +362,12 @@ class Meter:
                 name: round(1e6 * found.milliseconds[0] / max(1, found.calls[0]))
                 for name, found in self._timer.times.items()
             }
-        return [replace(each.cost, nanoseconds=times.get(name, 0)) for name, each in self._measured.items()]
+        found = [
+            replace(each.cost, nanoseconds=times.get(name, 0), passes=each.cost.passes if each.cost.working else 0)
+            for name, each in self._measured.items()
+        ]
+        others = {name: module for name, module in self._modules.items() if name not in self._measured}
+        return found + [ModuleCost(name, type(module).__name__) for name, module in others.items()]
 
 
 def _state(module: nn.Module) -> list[Tensor]:
@@ -413,4 +421,6 @@ class BudgetTrial:
         for theirs, costs in told:
             for name, cost in costs.items() if theirs == names else ():
                 merged[name] = merged[name].most(cost) if name in merged else cost
-        return plan_budget(list(merged.values()), self.budget, self.aside) if merged else None
+        if not any(cost.passes for cost in merged.values()):
+            return None
+        return plan_budget(list(merged.values()), self.budget, self.aside)

@@ -84,9 +84,7 @@ def import_checkpoint(
         unchecked = opened.verify() if isinstance(opened, Archive | ForeignSource) else None
     if isinstance(unchecked, list) and unchecked:
         more = f" and {len(unchecked) - _SHOWN} more" if len(unchecked) > _SHOWN else ""
-        warn(
-            f"{', '.join(unchecked[:_SHOWN])}{more}: without checksums, so damaged values cannot be detected.",
-        )
+        warn(f"{', '.join(unchecked[:_SHOWN])}{more}: without checksums, so damaged values cannot be detected.")
     path = os.fspath(source)
     world = World(None, torch.device("cpu"))
     with progress_bar(f"Importing {os.path.basename(target)}", rank=0, in_bytes=True, shown=progress) as work:

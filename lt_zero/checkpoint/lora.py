@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.source import CheckpointSource, SavedOptimizer, Spec
@@ -34,7 +35,15 @@ _REFUSED = {
     "lora_magnitude_vector": "DoRA scales each row by a norm, which is not W + s B A",
     "lora_bias": "adapters with a bias",
     "lora_A_bias": "adapters with a bias",
+    ".token_adapter.": "trained tokens are no product of two factors",
 }
+_OTHERS = {  # keys of the configuration, with what they make of an adapter
+    "use_dora": "DoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "trainable_token_indices": "trained tokens",
+    **{key: key for key in ("use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "arrow_config")},
+}
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # others are codes, or need scales
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,14 @@ class LoraScaling:
     Attributes:
         alpha, rslora: it is alpha / r, or with ``rslora`` alpha / sqrt(r).
         alpha_pattern: other alphas, by a pattern of the module's name.
-        transposed: square weights are stored transposed (``fan_in_fan_out``); of others the shape tells.
+        transposed: square weights are stored transposed (``fan_in_fan_out``), None: as all others are. Of these the
+            shape tells.
     """
 
     alpha: float
     rslora: bool = False
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    transposed: bool = False
+    transposed: bool | None = None
 
     @classmethod
     def of(cls, given: float | str | os.PathLike[str]) -> LoraScaling:
@@ -75,8 +85,9 @@ class LoraScaling:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             text = f"merge_lora={str(given)!r}: {path} is no {_FILE} with lora_alpha ({error!r})."
             raise CheckpointError(f"{text} Name that file, its folder, or lora_alpha as a number.") from error
-        if kind != "LORA" or content.get("use_dora"):
-            what = "DoRA" if kind == "LORA" else kind
+        others = [what for key, what in _OTHERS.items() if content.get(key)]
+        if kind != "LORA" or others:
+            what = others[0] if kind == "LORA" else kind
             raise CheckpointError(f"{path} describes {what}, not LoRA: merge it with peft's merge_and_unload.")
         rslora, transposed = bool(content.get("use_rslora")), bool(content.get("fan_in_fan_out"))
         return cls(alpha, rslora, patterns, transposed)
@@ -114,13 +125,14 @@ class MergedSource:
         factors, self._saved = self._sorted()
         merges = [self._merge(module, sides) for module, sides in factors.items()]
         self._merges = {merge.weight: (module, merge) for module, merge in zip(factors, merges, strict=True)}
+        self._square = self._squares_are_transposed()
         self.weights: Mapping[str, Spec] = {new: source.weights[old] for new, old in self._saved.items()}
         self.aliases: Mapping[str, str] = self._ties()
 
     def _sorted(self) -> tuple[dict[str, dict[str, tuple[str, bool]]], dict[str, str]]:
         """The factors by module and side (A, B), and the exported names of all other weights."""
         factors: dict[str, dict[str, tuple[str, bool]]] = {}
-        saved: dict[str, str] = {}
+        others: dict[str, str] = {}
         adapters = set[str]()
         for name in self._source.weights:
             for word, why in _REFUSED.items():
@@ -137,8 +149,17 @@ class MergedSource:
                 adapters |= {kept["adapter"]} - {None}
                 if kept["original"]:
                     continue
-            new = f"{kept['module']}.{kept['rest']}" if kept is not None else name
-            saved[_plain(new)] = name
+            others[name] = f"{kept['module']}.{kept['rest']}" if kept is not None else name
+        saved: dict[str, str] = {}
+        for name, new in others.items():
+            module, layer, rest = new.rpartition(".base_layer.")
+            exported = _plain(f"{module}.{rest}" if layer and module in factors else new)
+            if exported in saved:
+                raise CheckpointError(
+                    f"{saved[exported]} and {name} would both be {exported} without adapters. Merge with peft's "
+                    "merge_and_unload."
+                )
+            saved[exported] = name
         if not factors:
             raise CheckpointError(
                 "The checkpoint has no adapters (names with lora_A and lora_B): leave out merge_lora."
@@ -160,6 +181,9 @@ class MergedSource:
                 "frozen weights (checkpoint.save_frozen=false). Load it into the model, and save it with them."
             )
         first, second = self._source.weights[a].shape, self._source.weights[b].shape
+        if (dtype := self._source.weights[weight].dtype) not in _DTYPES:
+            text = f"{weight} is of {dtype}, whose values are not those of the weight"
+            raise CheckpointError(f"{text}. Decode it before (peft's merge_and_unload).")
         if _transposed(first, second, self._source.weights[weight].shape, embedding, False) is None:
             shapes = f"{list(second)} and {list(first)}"
             raise CheckpointError(
@@ -167,6 +191,25 @@ class MergedSource:
                 f"{list(self._source.weights[weight].shape)}. Merge with peft's merge_and_unload."
             )
         return _Merge(weight, a, b, embedding)
+
+    def _squares_are_transposed(self) -> bool:
+        """True if square weights are stored transposed; raises CheckpointError if only some of the others are."""
+        if self._scaling.transposed is not None:
+            return self._scaling.transposed
+        square, found = None, set[bool | None]()
+        for _, merge in self._merges.values():
+            a, b, shape = (self._source.weights[name].shape for name in (merge.a, merge.b, merge.weight))
+            ways = {_transposed(a, b, shape, merge.embedding, turned) for turned in (False, True)}
+            if len(ways) > 1:
+                square = merge.weight
+            elif not merge.embedding and len(shape) == 2:
+                found |= ways
+        if square is not None and len(found) > 1:
+            raise CheckpointError(
+                f"{square} is square, and of other weights with adapters some are stored transposed: merge_lora has to "
+                "be peft's adapter_config.json, which tells (fan_in_fan_out)."
+            )
+        return True in found
 
     def _ties(self) -> dict[str, str]:
         exported = {old: new for new, old in self._saved.items()}
@@ -188,8 +231,7 @@ class MergedSource:
             return weight
         module, merge = self._merges[saved]
         a, b = self._source.read(merge.a), self._source.read(merge.b)
-        square = self._scaling.transposed
-        turned = _transposed(tuple(a.shape), tuple(b.shape), tuple(weight.shape), merge.embedding, square)
+        turned = _transposed(tuple(a.shape), tuple(b.shape), tuple(weight.shape), merge.embedding, self._square)
         delta = b.flatten(1).float() @ a.flatten(1).float()
         delta = (delta.T if turned else delta) * self._scaling.of_module(_plain(module), a.shape[0])
         return (weight.float() + delta.reshape(weight.shape)).to(weight.dtype).contiguous()
@@ -200,8 +242,8 @@ class MergedSource:
 
 
 def _plain(name: str) -> str:
-    """The name of a parameter, or module, without peft's wrappers."""
-    return _MODEL.sub("", name, count=1).replace(".base_layer.", ".")
+    """The name of a parameter, or module, without peft's wrapper around the model."""
+    return _MODEL.sub("", name, count=1)
 
 
 def _transposed(

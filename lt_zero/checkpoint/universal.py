@@ -47,7 +47,7 @@ def earlier_of(out: Path, overwrite: bool) -> list[str]:
     latest = out / LATEST
     found = [LATEST] if latest.exists() else []
     with naming(out):
-        tag = latest.read_text()[:_LONGEST].strip() if found else ""
+        tag = latest.read_text(errors="replace")[:_LONGEST].strip() if found else ""
     if tag and Path(tag).name == tag and (out / tag / FOLDER).is_dir():
         found.append(tag)
     if found and not overwrite:
@@ -78,9 +78,7 @@ def write_universal(out: Path, cast: Cast, training_state: bool, earlier: list[s
     """
     tag = tag_of(cast.source)
     saved = _only_optimizer(cast) if training_state else SavedOptimizer([])
-    for name in cast.weights:
-        if "/" in name or "\0" in name or name in _RESERVED:
-            raise CheckpointError(f"{name!r} cannot name a folder, and a universal checkpoint has one for each name.")
+    _check_file_names(cast, saved)
     names = _Names.of(cast, saved)
     with whole_folder(out, [tag, LATEST], earlier) as staging:
         for name in names.trained:
@@ -97,6 +95,20 @@ def write_universal(out: Path, cast: Cast, training_state: bool, earlier: list[s
             (staging / LATEST).write_text(tag)
             sync_folder(staging / tag)
     return [out / tag / _MODELS[0], out / LATEST]
+
+
+def _check_file_names(cast: Cast, saved: SavedOptimizer) -> None:
+    """Raise CheckpointError if the name of a weight or state, which a stranger may have chosen, names no file here."""
+    for name in cast.weights:
+        if "/" in name or "\0" in name or name in _RESERVED:
+            raise CheckpointError(f"{name!r} cannot name a folder, and a universal checkpoint has one for each name.")
+    for name, entries in saved.state.items():
+        for key in (key for key, value in entries.items() if isinstance(value, Spec)):
+            if "/" in key or "\0" in key or key in (WEIGHT, STEP):
+                raise CheckpointError(
+                    f"The state {key!r} of {name} cannot name a file, and a universal checkpoint has one for each "
+                    "state. Export without training_state."
+                )
 
 
 class _Names:

@@ -11,7 +11,9 @@ Steps are counted as in the metrics beside the file. A run that is resumed in th
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 from lt_zero.common.users_code import warn
 
 NAME = "lt_zero.jsonl"
+_BLOCK = 1 << 16  # bytes that are read at a time
 _SECONDS = 5.0  # between two lines of times of steps
 
 
@@ -38,6 +41,8 @@ class RunFile:
         self._since: float | None = None
         self._written = time.perf_counter()
         self._steps = 0
+        with contextlib.suppress(OSError):  # the first line says why
+            cut_incomplete_line(self._path)
         self._write("start", at=at, **about, unix=time.time())
 
     def end_step(self, at: int) -> None:
@@ -81,6 +86,29 @@ class RunFile:
         except OSError as error:
             self._works = False
             warn(f"{self._path} cannot be written ({error.strerror or error}): lt-zero logs will lack its facts.")
+
+
+def cut_incomplete_line(path: Path) -> None:
+    """Remove what follows the last line break of a file: its writer was killed, or the disk was full.
+
+    Otherwise the next line would be one with it, and perhaps still a valid one.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = size = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            if (found := file.read(end - start).rfind(b"\n")) >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
 
 
 def read_facts(folder: Path) -> list[dict[str, Any]]:

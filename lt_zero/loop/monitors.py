@@ -24,7 +24,7 @@ from torch import Tensor
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
-from lt_zero.common.run_file import RunFile
+from lt_zero.common.run_file import RunFile, cut_incomplete_line
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
@@ -47,10 +47,14 @@ class CsvFiles:
     def __init__(self, block: CsvMonitor) -> None:
         self._folder = _folder(block)
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._seen = set[Path]()
 
     def write(self, events: list[Event]) -> None:
         for name, value, step in events:
             path = self._folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
+            if path not in self._seen:
+                cut_incomplete_line(path)
+                self._seen.add(path)
             with path.open("a", encoding="utf-8", newline="") as file:
                 rows = csv.writer(file)
                 if file.tell() == 0:

@@ -293,8 +293,13 @@ def _from_class(block: str, cls: type) -> Factory:
     except (ValueError, TypeError) as error:
         text = "Its constructor has no readable signature. Build it in configure_optimizers."
         raise _wrong(block, cls.__qualname__, text) from error
-    own = cls.__module__.startswith(("torch.optim.", "lt_zero.optim."))
-    return Factory(signature, partial(_without, cls, ()), own)
+    return Factory(signature, partial(_without, cls, ()), is_known(cls))
+
+
+def is_known(cls: type) -> bool:
+    """True if an optimizer or scheduler is torch's or lt_zero's."""
+    # Adafactor and Muon say that their module is torch.optim, the others a module inside of it.
+    return f"{cls.__module__}.".startswith(("torch.optim.", "lt_zero.optim."))
 
 
 def _imported(path: str) -> type:

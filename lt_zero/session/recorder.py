@@ -31,6 +31,7 @@ from lt_zero.common.compat import in_running_backward
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.module_hooks import Hook
 from lt_zero.common.tensor_tree import iter_tensors
+from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_parameters, gather_own, joined
@@ -143,6 +144,7 @@ class Recorder:
         self._found: _Found = {}
         self._step = 0  # that is running; 0: none has begun
         self._depth = 0  # of calls of modules
+        self._works = True  # the file can be written
         self._began = False  # the first weights are written
         with engine.world.agree("opening the record", ConfigError):
             if engine.world.rank == 0:
@@ -256,10 +258,14 @@ class Recorder:
                     merged[key], stage_of[key] = made, stage
                 elif key[0] in (INPUT, OUTPUT) and stage_of[key] == stage:  # other stages see the same data again
                     merged[key] = merged[key].plus(made)
-        if engine.world.rank == 0:
+        if engine.world.rank == 0 and self._works:
             rows = [{"kind": kind, "name": name, **asdict(made)} for (kind, name), made in merged.items()]
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "skipped": skipped, "tensors": rows}) + "\n")
+            try:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"step": step, "skipped": skipped, "tensors": rows}) + "\n")
+            except OSError as error:  # other ranks go on, so this one has to
+                self._works = False
+                warn(f"{self._path} cannot be written ({error.strerror or error}): the record ends before step {step}.")
 
 
 def record(engine: Engine, number: int, config: ZeroConfig, together: int) -> None:

@@ -24,6 +24,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.users_code import warn
 from lt_zero.optim.exchanging import ExchangingOptimizer
 from lt_zero.optim.lamb import Lamb
+from lt_zero.optim.registry import is_known
 
 # Names of classes, which decide where a trial is inconclusive.
 _FLAT = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Lion"}
@@ -77,7 +78,7 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) ->
             f"flat pieces of parameters. Use {ours}, or set zero_optimization.shard_along=parameter, or take an "
             "element-wise optimizer such as AdamW."
         )
-    if type(optimizer).__module__.startswith(("torch.optim.", "lt_zero.optim.")):
+    if is_known(type(optimizer)):
         return
     found = divides(optimizer, whole)
     if found is False and (whole or divides(optimizer, whole=True) is False):
@@ -116,8 +117,7 @@ def check_parts(optimizer: Optimizer, parts: Mapping[int, str]) -> None:
     if found is None or isinstance(optimizer, Lamb):
         return
     names = {cls.__name__ for cls in type(optimizer).__mro__}
-    ours = type(optimizer).__module__.startswith(("torch.optim.", "lt_zero.optim."))
-    if names & _WHOLE or (not ours and divides(optimizer, whole=False) is False):
+    if names & _WHOLE or (not is_known(type(optimizer)) and divides(optimizer, whole=False) is False):
         raise TypeError(
             f"{type(optimizer).__name__} computes its update from whole matrices or their norms, but groups of ranks "
             f"have a part of {found!r} each. Take an element-wise optimizer such as AdamW, or lt_zero.optim.Lamb "
@@ -131,8 +131,8 @@ def check_moments(optimizer: Optimizer, dtype: torch.dtype | None) -> None:
     Raises:
         ConfigError: the optimizer may keep weights or step sizes, or exchanges its states.
     """
-    name, module = type(optimizer).__name__, type(optimizer).__module__
-    known = module.startswith(("torch.optim.", "lt_zero.optim.")) and name not in _NOT_MOMENTS
+    name = type(optimizer).__name__
+    known = is_known(type(optimizer)) and name not in _NOT_MOMENTS
     if dtype in (None, torch.float32) or (known and not isinstance(optimizer, ExchangingOptimizer)):
         return
     key, kind = "optimizer_states.dtype", str(dtype).removeprefix("torch.")

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import lt_zero
 from lt_zero import ActivationCheckpointing, ConfigError, ZeroConfig
-from lt_zero.activation.budget import KEY, Meter, ModuleCost, peak_of, plan_budget
+from lt_zero.activation.budget import KEY, BudgetTrial, Meter, ModuleCost, peak_of, plan_budget
 from lt_zero.activation.checkpointing import Checkpointing, install, installed
 from lt_zero.planning.activations import Ledger, estimate_activations
 from tests.support.checkpointed_nets import net, same
@@ -146,6 +146,24 @@ def test_the_peak_is_the_forecast(mode: Any, budgets: tuple[float, ...]) -> None
         assert 0 < len(plan.recomputed) < len(costs)
         assert _measured_peak(model, x) == pytest.approx(plan.peak, rel=0.05)
         assert _measured_peak(model, x) <= 1.05 * budget * whole
+    recomputing.remove()
+
+
+def test_modules_that_do_not_run_in_the_first_step_stay_recomputed() -> None:
+    """As those that are skipped at random, or frozen until later: nobody knows what they keep."""
+    torch.manual_seed(0)
+    model, mask = Blocks((4,) * 4), torch.ones(96, 96, dtype=torch.bool).tril()
+    modules = {f"blocks.{name}": block for name, block in model.blocks.named_children()}
+    meter, plans = Meter(modules, torch.device("cpu"), False), list[Any]()
+    recomputing = Checkpointing(model, ActivationCheckpointing(mode="full"), meter=meter)
+    trial = BudgetTrial(1.0, meter, tuple(modules), False, lambda told: [told], plans.append)
+    for ran in ((0, 3), (0, 1, 3)):
+        x = torch.randn(2, 96, WIDTH)
+        for number in ran:
+            x = model.blocks[number](x, mask)
+        x.sum().backward()
+        trial.end_step()
+    assert plans[0].recomputed == {"blocks.1", "blocks.2"}
     recomputing.remove()
 
 

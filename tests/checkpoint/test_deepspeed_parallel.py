@@ -101,13 +101,41 @@ def test_experts_of_autoep_are_whole_in_a_universal_folder(tmp_path: Path) -> No
         open_source(folder)
 
 
+@pytest.mark.parametrize("shape", [(3, 2), (5,)])
+def test_a_tensor_of_another_shape_is_no_parameter(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Only a flat one is given its shape."""
+    states = {"module": {}, "param_shapes": [{"w": torch.Size([2, 3])}], "buffer_names": [], "global_steps": 7}
+    (tmp_path / "zero" / "w").mkdir(parents=True)
+    torch.save(states, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"param_groups": [{"lr": 0.1, "params": [0]}]}, tmp_path / "zero" / "optimizer_state.pt")
+    torch.save({"param": torch.arange(6.0)}, tmp_path / "zero" / "w" / "fp32.pt")
+    assert torch.equal(open_source(tmp_path).read("w"), torch.arange(6.0).view(2, 3))
+    torch.save({"param": torch.zeros(shape)}, tmp_path / "zero" / "w" / "fp32.pt")
+    with pytest.raises(CheckpointError, match=r"fp32\.pt has the shape .*but the parameter \[2, 3\]"):
+        open_source(tmp_path)
+
+
 def change_tensor(folder: Path) -> None:
     file = folder / "zero" / "up.weight" / "exp_avg.pt"
     torch.save({"param": torch.zeros(5)}, file)
 
 
+def lose_last_rank(folder: Path) -> None:
+    """The numbers of the other files have no gap."""
+    for file in folder.glob("*mp_rank_01*"):
+        file.unlink()
+
+
+PIPE = FOLDER / "pipe_bf16" / "global_step3"
 DAMAGES: list[tuple[Path, Callable[[Path], Any], str]] = [
-    (AUTOTP, lambda copy: (copy / "mp_rank_01_model_states.pt").unlink(), "model files of 1 model ranks.*of 2"),
+    (AUTOTP, lambda copy: (copy / "mp_rank_01_model_states.pt").unlink(), "of a run of 2 model ranks.*has files of 1"),
+    (AUTOTP, lose_last_rank, "is of a run of 2 model ranks.*has files of 1: some are missing"),
+    (PIPE, lose_last_rank, "is of a run of 2 model ranks.*has files of 1: some are missing"),
+    (
+        PIPE,
+        lambda copy: shutil.copy(copy / "layer_01-model_states.pt", copy / "layer_1-model_states.pt"),
+        "are of the same layer",
+    ),
     (AUTOTP, lambda copy: (copy / "mp_rank_00_model_states.pt").unlink(), r"missing \(mp_rank 0"),
     (
         AUTOTP,
@@ -130,6 +158,34 @@ def test_what_is_missing_or_damaged_is_named(number: int, tmp_path: Path) -> Non
     damage(copy)
     with pytest.raises(CheckpointError, match=told):
         open_source(copy)
+
+
+def write_ranks(folder: Path, steps: dict[tuple[int, int], int], saved: tuple[int, ...] = (7, 7)) -> None:
+    """Write files of stage 1 whose optimizers have counted ``steps``, by model rank and ZeRO's rank."""
+    for (model, rank), count in steps.items():
+        states = {"module": {}, "param_shapes": [{"w": torch.Size([2, 2])}], "buffer_names": []}
+        states |= {"global_steps": saved[model], "universal_checkpoint_info": {"universal_checkpoint_version": 0.4}}
+        torch.save(states, folder / f"mp_rank_{model:02d}_model_states.pt")
+        inner = {"state": {0: {"step": count, "exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        content = {"base_optimizer_state": inner, "single_partition_of_fp32_groups": [torch.ones(2)], "zero_stage": 1}
+        content |= {"partition_count": 2, "group_paddings": [0]}
+        file = folder / f"zero_pp_rank_{rank}_mp_rank_{model:02d}_optim_states.pt"
+        torch.save({"optimizer_state_dict": content}, file)
+
+
+def test_files_of_other_steps_are_not_mixed(tmp_path: Path) -> None:
+    places = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    write_ranks(tmp_path, dict.fromkeys(places, 7))
+    assert open_source(tmp_path).weights["w"].shape == (4, 2)
+    write_ranks(tmp_path, dict(zip(places, (7, 6, 7, 7), strict=True)))
+    with pytest.raises(CheckpointError, match=r"zero_pp_rank_1_mp_rank_00\S* has counted 6\.0 steps.*00\S* 7\.0"):
+        open_source(tmp_path)
+    write_ranks(tmp_path, dict(zip(places, (7, 7, 6, 6), strict=True)))
+    with pytest.raises(CheckpointError, match=r"beside \S*mp_rank_01\S* have counted 6\.0 steps"):
+        open_source(tmp_path)
+    write_ranks(tmp_path, dict.fromkeys(places, 7), (7, 8))
+    with pytest.raises(CheckpointError, match=r"mp_rank_01\S* was saved after 8 steps"):
+        open_source(tmp_path)
 
 
 def joined(info: Any, name: str, *slices: Tensor, key: str = "fp32", rules: dict[str, int] | None = None) -> Tensor:
@@ -212,6 +268,13 @@ REFUSED: list[tuple[dict[str, Any] | None, list[Tensor], str]] = [
     ({"affine_map": {"version": 2}}, [WHOLE, WHOLE], "version 2 of affine_map"),
     (scaled(dest=[3, [1]]), [WHOLE[0], WHOLE[0]], "lies outside"),
     (scaled(source=[0, [-1]]), [WHOLE[0], WHOLE[0]], "lies outside"),
+    (scaled(source=[0, [0]]), [WHOLE[0], WHOLE[0]], "lies outside"),
+    (
+        {"affine_map": {"version": 1, "params": {"w": {"logical_shape": [1 << 60], "ranks": {}}}}},
+        [WHOLE, WHOLE],
+        "are only a part",
+    ),
+    ({"parameter_to_average_patterns": ["w"]}, [WHOLE.long(), WHOLE.long()], "has no mean of tensor ranks"),
     (scaled(shape=[5]), [WHOLE[0, :5], WHOLE[0, :5]], "no tensor rank has all"),
     (None, [WHOLE[:4], WHOLE[4:]], "does not tell how tensor ranks cut w.*--cut"),
 ]

@@ -91,6 +91,10 @@ def test_a_folder_is_replaced_on_request(tmp_path: Path) -> None:
     assert open_source(tmp_path).optimizers == ()
     export(STAGE1, tmp_path, "fp32", FORMAT, training_state=True, overwrite=True)
     assert len(open_source(tmp_path).optimizers) == 1
+    (tmp_path / "latest_universal").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="has a universal checkpoint"):
+        export(STAGE1, tmp_path, "fp32", FORMAT)
+    (tmp_path / "latest_universal").write_text("global_step4_universal")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step4_universal", "latest_universal", "notes.txt"]
 
 
@@ -113,6 +117,15 @@ class Made:
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
         return torch.full((2,), 2.0)
+
+
+@pytest.mark.parametrize("key", ["../../../../stranger", "/tmp/stranger", "fp32", "step"])
+def test_a_state_that_names_no_file_writes_none(key: str, tmp_path: Path) -> None:
+    """Names of states come from the checkpoint: none may lead out of the folder, or to the file of another."""
+    spec = Spec((2,), torch.float32)
+    with pytest.raises(CheckpointError, match=f"The state '{key}' of net.b cannot name a file"):
+        export(Made({"exp_avg": spec, key: spec}), tmp_path / "out", "fp32", FORMAT, training_state=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_parameter_without_states_gets_those_of_deepspeed(tmp_path: Path) -> None:

@@ -88,6 +88,19 @@ def test_ties_of_weights_without_adapters_stay() -> None:
     assert torch.equal(merged.read("b.weight"), tensors["b.weight"]), "its module has no adapter"
 
 
+def test_without_a_configuration_a_square_weight_is_as_the_others_are() -> None:
+    """GPT-2's Conv1D: c_attn is not square, c_proj is."""
+    own = {"mine.base_layer.weight": torch.ones(2)}  # no wrapper of peft
+    square = adapted("c_proj", torch.randn(4, 4))
+    product = square["c_proj.lora_B.default.weight"] @ square["c_proj.lora_A.default.weight"] / 3
+    for turned in (False, True):
+        other = adapted("c_attn", torch.randn(4, 12), transposed=turned)
+        merged = MergedSource(Memory(square | other | own), LoraScaling(1.0))
+        want = square["c_proj.base_layer.weight"] + (product.T if turned else product)
+        torch.testing.assert_close(merged.read("c_proj.weight"), want)
+        assert set(merged.weights) == {"c_proj.weight", "c_attn.weight", "mine.base_layer.weight"}
+
+
 WHOLE = adapted("a", torch.zeros(4, 5))
 
 
@@ -101,6 +114,13 @@ WHOLE = adapted("a", torch.zeros(4, 5))
         (WHOLE | {"a.base_layer.weight": torch.zeros(4, 6)}, r"\[4, 3\] and \[3, 5\], which do not fit"),
         (WHOLE | {"a.lora_magnitude_vector.default.weight": torch.zeros(4)}, "DoRA"),
         (WHOLE | {"a.lora_B.default.bias": torch.zeros(4)}, "neither of its two factors"),
+        (WHOLE | {"a.weight": torch.zeros(4, 5)}, "a.base_layer.weight and a.weight would both be a.weight"),
+        (WHOLE | {"a.base_layer.weight": torch.zeros(4, 5, dtype=torch.int8)}, "is of torch.int8"),
+        (WHOLE | {"e.token_adapter.trainable_tokens_delta.default": torch.zeros(1, 5)}, "trained tokens"),
+        (
+            WHOLE | adapted("b", torch.zeros(5, 4), transposed=True) | adapted("c", torch.zeros(4, 4)),
+            r"c\.base_layer\.weight is square.*adapter_config\.json",
+        ),
     ],
 )
 def test_what_cannot_be_merged_is_told(tensors: dict[str, Tensor], text: str) -> None:

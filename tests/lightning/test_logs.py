@@ -172,6 +172,9 @@ def test_what_cannot_be_shown(tmp_path: Path) -> None:
         (tmp_path / "run" / NAME).write_text(line)
         with pytest.raises(LogsError, match=message):
             peaks(whole(tmp_path / "run"))
+    (tmp_path / "run" / NAME).write_text('{"kind": "collectives", "steps": 1, "records": [{"operation": "x"}]}\n')
+    shown = CliRunner().invoke(app, ["logs", str(tmp_path / "run")])
+    assert (shown.exit_code, "is damaged (KeyError: 'calls'). Remove the line" in shown.output) == (1, True)
     (tmp_path / "run" / NAME).write_text('{"kind": "start", "at": 0}\n{"kind": "st')
     assert [fact["kind"] for fact in whole(tmp_path / "run").facts] == ["start"]  # the run still writes
 

@@ -69,6 +69,9 @@ def test_files_have_the_means_of_ranks(pool: Pool, tmp_path: Path) -> None:
 def test_a_run_goes_on_in_its_files(tmp_path: Path) -> None:
     blocks = {**block(tmp_path), "scheduler": WARMUP, "gradient_clipping": 1.0}
     train(2, tmp_path / "saved", **blocks)
+    for name, rest in (("Train_Samples_lr.csv", "1"), (NAME, '{"kind": "ste')):  # as of a killed run
+        with (tmp_path / "job" / name).open("a") as file:
+            file.write(rest)
     train(4, resume=tmp_path / "saved", **blocks)
     found = files_in(tmp_path / "job")
     assert sorted(found) == [f"Train_Samples_{name}.csv" for name in ("grad_norm", "lr", "train_loss")]

@@ -131,6 +131,7 @@ def _blind() -> Staged:
     return Staged(block=Tokenwise)
 
 
+@pytest.mark.slow
 def test_ranks_draw_other_masks_and_mistakes_of_a_stage_are_found(pool: Pool) -> None:
     masks = pool.run(4, _others)
     assert masks[0].shape == masks[1].shape == (2, LENGTH // 2, WIDTH)

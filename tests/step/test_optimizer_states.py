@@ -21,6 +21,7 @@ from lt_zero.loop.access import full_state, local_state, set_full_state, set_loc
 from lt_zero.offload import host_store
 from lt_zero.ops.moments import CodedMoments
 from lt_zero.optim import Lion
+from lt_zero.optim.registry import is_known
 from lt_zero.planning.check import measured
 from tests.support.checkpoint_tools import everything, resume
 from tests.support.lightning_tools import GPT, sharded_trainer
@@ -349,6 +350,15 @@ def test_the_forecast_has_half_the_moments(fused: bool) -> None:
         assert nbytes == pytest.approx(found[name], rel=0.05)
     assert found["bf16"] * 2 == found["fp32"]
     assert found["int8"] == pytest.approx(2 * (2 * 256 * 64 * 260 / 256 + 4 * 320), rel=0.05)
+
+
+def test_all_optimizers_of_torch_are_known() -> None:
+    found = {
+        cls for cls in vars(torch.optim).values() if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+    }
+    assert len(found) > 12
+    assert all(map(is_known, found - {torch.optim.Optimizer}))
+    assert not is_known(OwnAdam)
 
 
 class OwnAdam(torch.optim.AdamW):

@@ -75,6 +75,7 @@ class DeepSpeedSource(ForeignSource):
     def _open(self) -> None:
         ranks = [ModelRank(self, files) for files in self._files_of(_MODEL)]
         first = ranks[0]
+        self._check_one_run(ranks)
         self._is_pipeline = first.model.get("module") is None
         universal = UniversalTensors(self, ranks) if UniversalTensors.are_in(self.path) else None
         if universal is not None:
@@ -84,6 +85,7 @@ class DeepSpeedSource(ForeignSource):
             for rank, files in zip(ranks, self._optimizer_files(len(ranks)), strict=True):
                 rank.open_optimizer(files)
                 rank.open_weights()
+            _check_counts(ranks)
         else:
             for rank in ranks:
                 rank.open_weights()
@@ -145,6 +147,26 @@ class DeepSpeedSource(ForeignSource):
                 f"({lacking}). Copy them, or take another tag."
             )
         return [[found[mp, rank] for rank in range(len(ranks))] for mp in range(len(models))]
+
+    def _check_one_run(self, ranks: Sequence[ModelRank]) -> None:
+        """Check what model files say of each other. Raises CheckpointError: the last ranks are missing, or some differ.
+
+        Missing files of the last ranks leave no gap in the numbers of others.
+        """
+        first = ranks[0]
+        size = first.model.get("mp_world_size")
+        if type(size) is int and size > len(ranks):
+            raise CheckpointError(
+                f"{first.file} is of a run of {size} model ranks (mp_rank_XX), but {self.path} has files of "
+                f"{len(ranks)}: some are missing. Copy them, or take another tag."
+            )
+        counts = {file: model.get("global_steps") for rank in ranks for file, model in rank.models.items()}
+        for file, steps in counts.items():
+            if steps != counts[first.file]:
+                raise CheckpointError(
+                    f"{file} was saved after {steps} steps, but {first.file.name} after {counts[first.file]}: they do "
+                    "not belong together. Take another checkpoint."
+                )
 
     def _optimizer_files(self, models: int) -> list[list[Path]]:
         files = self._files_of(_OPTIMIZER)
@@ -252,6 +274,17 @@ class _Joined:
         self.states = {name: entries for name, entries in self.states.items() if entries}
         for tied, name in self.shared.items():
             self.weights[tied] = self.weights[name]
+
+
+def _check_counts(ranks: Sequence[ModelRank]) -> None:
+    """Raise CheckpointError if optimizers of model ranks have counted different numbers of steps."""
+    for rank in ranks[1:]:
+        for group, (one, two) in enumerate(zip(ranks[0].counts, rank.counts, strict=False)):
+            if None not in (one, two) and one != two:
+                raise CheckpointError(
+                    f"The optimizer files beside {rank.file} have counted {two} steps of group {group}, but those "
+                    f"beside {ranks[0].file.name} {one}: they do not belong together. Take another checkpoint."
+                )
 
 
 def _has_models(folder: Path) -> bool:

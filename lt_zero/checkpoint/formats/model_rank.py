@@ -57,6 +57,7 @@ class ModelRank:
     Attributes:
         file: the first of ``files``.
         model: its content.
+        models: the contents of all ``files``.
         shapes: of trained parameters, by group (stage 3: by sub-group).
         frozen: shapes of frozen parameters, from stage 2 on.
         buffers: names of buffers.
@@ -64,6 +65,7 @@ class ModelRank:
         shared: tied name -> the name whose values it has.
         absent: names of parameters that were not saved.
         groups: torch's ``param_groups``, with names in ``params``.
+        counts: of steps, by group (stage 3: by sub-group); None where none are counted.
         states: of trained parameters; a ``Saved`` for an element-wise tensor.
         loss_scaler: an object of DeepSpeed, or None.
 
@@ -73,8 +75,8 @@ class ModelRank:
 
     def __init__(self, source: ForeignSource, files: Sequence[Path]) -> None:
         self._source, self.file = source, files[0]
-        self._models = {file: source.load_file(file, "model states") for file in files}
-        self.model = self._models[self.file]
+        self.models = {file: source.load_file(file, "model states") for file in files}
+        self.model = self.models[self.file]
         self.shapes = [_shapes(group, self.file) for group in self.model.get("param_shapes") or []]
         self.frozen = _shapes(self.model.get("frozen_param_shapes") or {}, self.file)
         self.buffers = list(map(str, self.model.get("buffer_names") or ()))
@@ -82,6 +84,7 @@ class ModelRank:
         self.shared: dict[str, str] = {}
         self.absent: list[str] = []
         self.groups: list[dict[str, Any]] = []
+        self.counts: list[float | None] = []
         self.states: dict[str, dict[str, Any]] = {}
         self.loss_scaler: Any = None
         self._inner: dict[Path, dict[str, Any]] = {}  # the optimizer's state, by the file of a rank
@@ -131,7 +134,7 @@ class ModelRank:
         found = {name: self._checked(tensor) for name, tensor in tensors.items()}
         for name, shape in self.frozen.items():
             parts: list[Tensor] = []
-            for where, states in self._models.items():
+            for where, states in self.models.items():
                 fragments = mapping(states.get("frozen_param_fragments"), "frozen_param_fragments", where)
                 parts += _tensors([fragments.get(name)], f"frozen parameter {name}", where, flat=False)
             found[name] = self._checked(parts[0])
@@ -180,11 +183,33 @@ class ModelRank:
                 except (LookupError, TypeError):  # an optimizer without states
                     found = {}
                 states[-1].append(mapping(found, "optimizer state", where))
+            self._check_steps(group, states[-1], list(inner.values()))
         for name, place in self._places.items():
             entries = self._entries(name, place, states[place.group])
             if entries:
                 counted = {"step": torch.tensor(float(steps[name]))} if name in steps and "step" not in entries else {}
                 self.states[name] = {**entries, **counted}
+
+    def _check_steps(self, group: int, states: Sequence[Mapping[str, Any]], inner: Sequence[Any]) -> None:
+        """Check that ranks have counted as many steps, and keep the number.
+
+        ``states``: of a group, per rank. ``inner``: the optimizer's state, per rank; fused optimizers count in groups.
+        """
+        groups: list[Any] = [rank.get("param_groups") or [{}] if isinstance(rank, dict) else [{}] for rank in inner]
+        found = [state.get("step", own[0].get("step")) for state, own in zip(states, groups, strict=True)]
+        counts = [self._count(step) for step in found]
+        for file, count in zip(self._inner, counts, strict=True):
+            if count != counts[0]:
+                raise CheckpointError(
+                    f"{file} has counted {count} steps of group {group}, but {next(iter(self._inner)).name} "
+                    f"{counts[0]}: the files do not belong together. Take another checkpoint."
+                )
+        self.counts.append(counts[0])
+
+    def _count(self, step: Any) -> float | None:
+        if isinstance(step, Tensor):
+            return float(self._source.records.check(step)) if step.numel() == 1 else None
+        return float(step) if isinstance(step, (int, float)) else None
 
     def _entries(self, name: str, place: _ParamLocation, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The states of a parameter. ``states``: those of its group, per rank."""

@@ -40,14 +40,20 @@ def pipeline_name(name: str) -> str:
 
 
 class LayerFiles:
-    """The layer files of a folder, by tensor rank and number."""
+    """The layer files of a folder, by tensor rank and number. Raises CheckpointError if there are two for a place."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.found: dict[int, dict[int, Path]] = {}
         for file in sorted(folder.iterdir()):
             if match := _LAYER.fullmatch(file.name):
-                self.found.setdefault(int(match["rank"] or 0), {})[int(match["layer"])] = file
+                own = self.found.setdefault(int(match["rank"] or 0), {})
+                if (known := own.get(int(match["layer"]))) is not None:
+                    raise CheckpointError(
+                        f"{file} and {known.name} are of the same layer: files of different runs must not be in one "
+                        "folder. Take another checkpoint."
+                    )
+                own[int(match["layer"])] = file
 
     def of(self, rank: int) -> dict[int, Path]:
         """Files of a tensor rank by number.

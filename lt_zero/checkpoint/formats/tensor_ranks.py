@@ -104,6 +104,8 @@ class Cut(NamedTuple):
                     f"{what} has {saved.spec.numel} elements of {saved.spec.dtype} in the files of tensor rank {rank}, "
                     f"and should have {needed} of {dtype}: the files do not belong together. Take another checkpoint."
                 )
+        if self.averaged and not dtype.is_floating_point:
+            raise CheckpointError(f"{what} is of {dtype}, which has no mean of tensor ranks. Take another checkpoint.")
         shape = self.shape if self.rows is None else (self.rows, *self.shape[1:])
 
         def read() -> Tensor:
@@ -262,7 +264,7 @@ class TensorRanks:
         known = math.prod(n for n in view if n >= 0)
         view = [n if n >= 0 else numel // max(known, 1) for n in view]
         if math.prod(view) != numel or any(
-            sum(row) != size or len(row) != self._size for row, size in zip(widths, sizes, strict=True)
+            sum(row) != size or len(row) != self._size or min(row) < 0 for row, size in zip(widths, sizes, strict=True)
         ):
             raise CheckpointError(
                 f"{self._where}: {name} has {numel} elements on all tensor ranks, which do not fit its sub-parameters "
@@ -288,16 +290,28 @@ class TensorRanks:
             inside = all(
                 _is_inside(piece.shape, side, n) for side, n in zip((piece.whole, piece.local), numels, strict=True)
             )
+            # Elements of the whole must not lie on each other.
+            inside &= all(stride > 0 for n, stride in zip(piece.shape, piece.whole[1], strict=False) if n > 1)
             if not inside or piece.scale == 0 or not math.isfinite(piece.scale):
                 raise CheckpointError(
                     f"{self._where}: the affine_map of {name} of shape {shape} has {piece}, which lies outside "
                     f"of it or of the slices {[list(shape) for shape in shapes]}. Take another checkpoint."
                 )
+        if min(shape, default=0) < 0 or sum(piece.numel for piece in pieces) < math.prod(shape):
+            raise CheckpointError(
+                f"{self._where}: the affine_map says that {name} has the shape {shape}, of which the slices "
+                f"{[list(shape) for shape in shapes]} are only a part. Take another checkpoint."
+            )
         return Cut(shape, tuple(pieces))
 
     def _match(self, patterns: Iterable[str], name: str) -> str | None:
         """The pattern that matches a name, as DeepSpeed matches (from the beginning); None if none does."""
-        found = [pattern for pattern in patterns if self._compiled[pattern].match(name[:_NAME])]
+        if len(name) > _NAME and (patterns := list(patterns)):
+            raise CheckpointError(
+                f"{name[:_NAME]}... is too long a name to be compared with the patterns in {self._where}. Say how it "
+                f"is cut: {_REMEDY.format(name=f'{name[:20]}*')}"
+            )
+        found = [pattern for pattern in patterns if self._compiled[pattern].match(name)]
         if len(found) > 1:
             raise CheckpointError(
                 f"{name} matches two patterns in {self._where}: {found[0]!r} and {found[1]!r}. Say how it is cut: "

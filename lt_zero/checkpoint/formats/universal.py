@@ -114,10 +114,10 @@ class UniversalTensors:
         if isinstance(content, dict) and content.get("is_expert_param"):
             shape = None  # model files have the shape of one rank's experts
         shape = tuple(tensor.shape) if shape is None or self._is_sliced else shape
-        if tensor.numel() != math.prod(shape):
+        if tensor.numel() != math.prod(shape) or (tensor.dim() > 1 and tuple(tensor.shape) != shape):
             raise CheckpointError(
-                f"{file} has {tensor.numel()} elements, but the parameter has the shape {list(shape)}: the files do "
-                "not belong together. Take another checkpoint."
+                f"{file} has the shape {list(tensor.shape)}, but the parameter {list(shape)}: the files do not belong "
+                "together. Take another checkpoint."
             )
 
         def read() -> Tensor:

@@ -376,17 +376,24 @@ def load_full_optimizer_state(
                 in_form = place is not None and value.dim() > 0 and place[0].moments.keeps(value)
                 loaded[key] = place[0].moments.kept(here, key) if place is not None and in_form else here
     for bucket, states in streamed.items():  # one bucket in memory at a time
-        for parameter, piece, key, value in states:
-            row = _piece_of(bucket, piece, value)
-            form = bucket.moments if row.is_floating_point() else PlainMoments(row.dtype)
-            store = bucket.state_store(key, form)
-            assert store is not None
-            store.write()
-            optimizer.state[parameter][key] = form.view(store.lend, piece.offset, row.shape, key).copy_(row)
-        bucket.put_away()
+        _write_states(bucket, states, optimizer)
         for _ in {id(state[0]) for state in states}:
             tick()
     sharded.store_states()
+
+
+def _write_states(
+    bucket: Bucket, states: Sequence[tuple[Parameter, Piece, str, Tensor]], optimizer: torch.optim.Optimizer
+) -> None:
+    """Load element-wise states of a bucket, which stay in files."""
+    for parameter, piece, key, value in states:
+        row = _piece_of(bucket, piece, value)
+        form = bucket.moments if row.is_floating_point() else PlainMoments(row.dtype)
+        store = bucket.state_store(key, form)
+        assert store is not None
+        store.write()
+        optimizer.state[parameter][key] = form.view(store.lend, piece.offset, row.shape, key).copy_(row)
+    bucket.put_away()
 
 
 def _name_of(dtype: torch.dtype) -> str:

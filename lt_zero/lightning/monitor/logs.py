@@ -186,7 +186,7 @@ def _metrics(run: LoggedRun) -> Table | None:
 def _lines(run: LoggedRun) -> Iterator[str]:
     """Lines of single facts."""
     skipped = run.columns.get("zero/skipped_steps")
-    if skipped is not None and skipped[1]:
+    if skipped is not None and math.isfinite(skipped[1][-1]):
         yield f"Skipped steps: {_number(skipped[1][-1])}."
     if (found := times(run)) is not None:
         slowest = ", ".join(f"{ms:,.1f} ms at {run.unit} {step:,.0f}" for ms, step in found.slowest)
@@ -196,8 +196,9 @@ def _lines(run: LoggedRun) -> Iterator[str]:
         longest = sorted(parts.items(), key=lambda part: -part[1])
         shown = ", ".join(f"{name.removeprefix('time/').removesuffix('_ms')} {ms:,.1f}" for name, ms in longest)
         yield f"Parts of a step, medians in ms: {shown}."
-    if "zero/late_rank" in run.columns and "zero/lateness_ms" in run.columns:
-        ranks = [int(rank) for rank in run.columns["zero/late_rank"][1]]
+    late_ranks = run.columns.get("zero/late_rank", ([], []))[1]
+    ranks = [int(rank) for rank in late_ranks if math.isfinite(rank)]
+    if ranks and "zero/lateness_ms" in run.columns:
         late = max(set(ranks), key=ranks.count)
         share = ranks.count(late) / len(ranks)
         wait = median(run.columns["zero/lateness_ms"][1])
@@ -232,11 +233,17 @@ def print_logs(run: LoggedRun, console: Console) -> None:
         LogsError: nothing was recorded yet, or a line is damaged.
     """
     made: list[Callable[[LoggedRun], Table | None]] = [_metrics, _memory, _collectives]
-    metrics, memory, collectives = (make(run) for make in made)
-    lines = list(_lines(run))
+    try:
+        metrics, memory, collectives = (make(run) for make in made)
+        lines, head = list(_lines(run)), heading(run)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        if isinstance(error, LogsError):
+            raise
+        text = f"{FACTS} beside {run.path} is damaged ({type(error).__name__}: {error})"
+        raise LogsError(f"{text}. Remove the line, or the file: metrics are shown without it.") from error
     if metrics is None and not lines and memory is None and collectives is None:
         raise LogsError(f"{run.path} has no value yet: wait for the first step that is logged, or name another run.")
-    console.print(heading(run), markup=False)
+    console.print(head, markup=False)
     if metrics is not None:
         show(metrics, console)
     for line in lines:
