@@ -246,6 +246,7 @@ def predict(options: Options) -> Rounds:
 
 def adam_group(isa: str, threads: int, readme: bool) -> Group:
     where, wide = f"{isa}, {threads} thread{'s' * (threads > 1)}", "step: torch fused"
+    coded = ("moments in 8 bits: torchao", "moments in 8 bits: lt_zero")
 
     def row(kind: str, what: str) -> Row:
         names = tuple(f"{kind}: {name}" for name in ("torch fused", "DeepSpeedCPUAdam", "lt_zero"))
@@ -254,12 +255,8 @@ def adam_group(isa: str, threads: int, readme: bool) -> Group:
     rows = (
         row("step", "AdamW alone, fp32"),
         row("bf16 to bf16", "AdamW from bf16 to bf16 with norm, unscale, clip"),
-        Row(
-            f"AdamW, moments in bf16, 50M, {where}",
-            (wide,),
-            (wide, "moments in bf16: lt_zero"),
-            "step: memory bandwidth",
-        ),
+        Row(f"AdamW, moments in bf16, 50M, {where}", (wide,), (wide, "moments in bf16: lt_zero")),
+        Row(f"AdamW, moments in 8 bits, 50M, {where}", (coded[0], wide), coded),
     )
     return Group(f"adam-{isa}-{threads}", partial(adam, isa, threads), rows)
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import lt_zero
 
-DTYPES = ("fp32", "bf16")
+DTYPES = ("fp32", "bf16", "int8")
 SETTINGS = ((0.95, 300), (0.95, 2000), (0.999, 300), (0.999, 2000))  # beta2, steps
 
 

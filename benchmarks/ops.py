@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.ops import library
+from lt_zero.ops.moments import coded_nbytes
 from lt_zero.ops.sparsify import pack_sparse
 from lt_zero.optim import Lamb, Lion
 
@@ -70,6 +71,20 @@ def deepspeed_adam(state: State) -> Any:
         optimizer.step()
     except Exception as error:
         print(f"DeepSpeedCPUAdam is left out: {type(error).__name__}: {str(error)[:200]}")
+        return None
+    return optimizer
+
+
+def torchao_adam(state: State) -> Any:
+    """torchao's AdamW with moments in 8 bits; None if it is not installed."""
+    try:
+        from torchao.optim import AdamW8bit
+
+        optimizer = AdamW8bit([torch.nn.Parameter(state.p)], lr=1e-3, weight_decay=0.01, block_size=256)
+        optimizer.param_groups[0]["params"][0].grad = state.g
+        optimizer.step()
+    except Exception as error:
+        print(f"torchao's AdamW8bit is left out: {type(error).__name__}: {str(error)[:200]}")
         return None
     return optimizer
 
@@ -142,6 +157,8 @@ def adam_cases(state: State, device: str) -> Cases:
     lists = [[state.p], [state.g], [state.m], [state.v]]
     low = [[state.p], [state.low], [state.m], [state.v], [state.out]]
     short = [[state.p], [state.g], [state.m.bfloat16()], [state.v.bfloat16()]]
+    rows = [[torch.zeros(coded_nbytes(n), dtype=torch.uint8, device=device)] for _ in range(2)]
+    codes = [[state.p], [state.g], *rows]
 
     def whole() -> None:
         ops.norm_squared([state.low])
@@ -154,12 +171,15 @@ def adam_cases(state: State, device: str) -> Cases:
         "step: torch fused": (fused.step, 28 * n),
         "step: lt_zero": (lambda: ops.adam_step(*lists, **OPTIONS), 28 * n),
         "moments in bf16: lt_zero": (lambda: ops.adam_step(*short, **OPTIONS), 20 * n),
+        "moments in 8 bits: lt_zero": (lambda: ops.adam_step(*codes, **OPTIONS), 16 * n),
         "bf16 to bf16: torch fused": (sequence(state, fused.step), 30 * n),
         "bf16 to bf16: lt_zero": (whole, 30 * n),
     }
     if device == "cpu" and (peer := deepspeed_adam(state)) is not None:
         cases["step: DeepSpeedCPUAdam"] = (peer.step, 28 * n)
         cases["bf16 to bf16: DeepSpeedCPUAdam"] = (sequence(state, peer.step), 30 * n)
+    if (peer := torchao_adam(state)) is not None:
+        cases["moments in 8 bits: torchao"] = (peer.step, 16 * n)
     return cases
 
 

@@ -76,6 +76,11 @@ Folder = Annotated[Path, BeforeValidator(_folder)]
 Dtype = Annotated[
     torch.dtype, BeforeValidator(_dtype), WithJsonSchema({"type": "string", "enum": [*DTYPE_NAMES.values()]})
 ]
+MomentDtype = Annotated[
+    torch.dtype,
+    BeforeValidator(lambda value: torch.int8 if str(value).lower() in ("int8", "torch.int8", "8") else _dtype(value)),
+    WithJsonSchema({"type": "string", "enum": [*DTYPE_NAMES.values(), "int8"]}),
+]
 Whole = Annotated[int, BeforeValidator(to_whole_number), Field(strict=True)]
 Elements = Annotated[int, BeforeValidator(to_whole_number), Field(ge=0, strict=True)]
 Positive = Annotated[int, BeforeValidator(to_whole_number), Field(gt=0, strict=True)]

@@ -74,10 +74,6 @@ class DtypePolicy:
         master = self.master_of(dtype)
         return master if self.low_step else torch.promote_types(master, torch.float32)
 
-    def moments_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which the optimizer's states of such weights are kept between steps."""
-        return self.moments or self.step_of(dtype)
-
     def wire_of(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype in which gradients of such weights must be reduced; None: any."""
         return None if dtype == torch.float64 else self.wire

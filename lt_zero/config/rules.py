@@ -237,9 +237,9 @@ def _precision(config: Schema) -> Iterator[Problem]:
         text = "fp16.min_loss_scale=0 with a dynamic scale: the scale could shrink to 0."
         yield Problem("fp16.min_loss_scale", f"{text} Write 1, or a small number such as 1e-5.")
     moments = config.optimizer_states.dtype
-    if moments not in (None, torch.float32, torch.bfloat16):
+    if moments not in (None, torch.float32, torch.bfloat16, torch.int8):
         name = str(moments).removeprefix("torch.")
-        text = f"optimizer_states.dtype={name}: squares of gradients need the range of fp32. Write bf16 or fp32."
+        text = f"optimizer_states.dtype={name}: squares of gradients need the range of fp32. Write fp32, bf16 or int8."
         yield Problem("optimizer_states.dtype", text)
     if bf16.bf16_optimizer_states and moments == torch.float32:
         text = "optimizer_states.dtype=fp32 contradicts bf16.bf16_optimizer_states=true. Remove one."

@@ -14,7 +14,7 @@ extern "C" {
 
 #define LT_ABI_VERSION 1
 
-enum lt_dtype { LT_FP32 = 0, LT_BF16 = 1, LT_FP16 = 2 };
+enum lt_dtype { LT_FP32 = 0, LT_BF16 = 1, LT_FP16 = 2, LT_CODES = 3 };  // LT_CODES: of states, lt_zero/ops/moments.py
 
 enum lt_error { LT_OK = 0, LT_BAD_ARGUMENT = 1, LT_OUT_OF_MEMORY = 2, LT_CORRUPT = 3 };
 #define LT_CUDA_ERROR 1000  // CUDA's own codes are added to it
@@ -29,12 +29,14 @@ typedef struct {
     void *const *state2;        // [count] second optimizer state, updated
     void *const *out;           // [count] low-precision copies of the updated weights, or NULL
     int32_t grad_dtype;         // lt_dtype
-    int32_t state_dtype;        // LT_FP32 or LT_BF16
+    int32_t state_dtype;        // LT_FP32 or LT_BF16; of adam_step also LT_CODES
     int32_t out_dtype;          // lt_dtype; ignored without out
     int32_t maximize;           // the gradient's sign is flipped
     const float *scale;         // gradients are multiplied by *scale * *clip; NULL counts as 1
     const float *clip;
     const float *found_inf;     // if not NULL and *found_inf != 0, nothing is written
+    const float *levels;        // of LT_CODES: numbers and starts of lt_zero/ops/moments.py, on the device
+    const void *starts;
 } lt_tensors;
 
 typedef struct {

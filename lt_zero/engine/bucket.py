@@ -44,6 +44,7 @@ from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep, Job
 from lt_zero.offload.store import Place, Places, Store, device_place, put_away
+from lt_zero.ops.moments import MomentForm
 
 
 class State(Enum):
@@ -143,7 +144,7 @@ class Bucket:
         self.shapes = [span.shape for span in self.layout.spans]
         # Dtypes to restore when the engine is removed; an fp64 run stays fp64.
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
-        self.step_dtype, self.state_dtype = storage.step, storage.moments
+        self.step_dtype, self.moments = storage.step, storage.moments
         self.shard_range = self.layout.shard(group.mesh.shard_rank) if self.is_cut else (0, self.layout.numel)
         self.pieces = self.layout.pieces(*self.shard_range)  # this rank's pieces
         self._piece_of = {piece.index: [piece] for piece in self.pieces}  # a bucket may have thousands
@@ -429,12 +430,12 @@ class Bucket:
         """True if a step has to read the master weights first, and to write them back afterwards."""
         return self.weights.master is not None and self.weights.master.streamed
 
-    def state_store(self, key: str, dtype: torch.dtype) -> Store | None:
+    def state_store(self, key: str, form: MomentForm) -> Store | None:
         """The store of the optimizer's element-wise state ``key``; None if states stay beside their fragments."""
         # A store of another dtype was loaded from a run with other dtypes, and is replaced.
-        if key in self.states and self.states[key].dtype == dtype:
+        if key in self.states and self.states[key].dtype == form.dtype:
             return self.states[key]
-        store = self.places.step.state(key, self.shard.numel(), dtype)
+        store = self.places.step.state(key, self.shard.numel(), form)
         if store is not None:
             self.states[key] = store
         return store

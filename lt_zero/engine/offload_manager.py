@@ -50,7 +50,6 @@ class OffloadManager:
     has_files: bool = False  # on some rank
     partially_stepped: str = ""  # buckets whose weights are a step ahead; see overlap.py, Note [Beside backward]
     host_link: HostLink | None = None
-    state_nbytes: int = 4  # of an element of the widest optimizer state
     failure: SwapError | None = None  # the first error of a background step
     others: list[Callable[[], SwapError | None]] = field(default_factory=list)  # return errors of other files
 
@@ -105,7 +104,7 @@ class OffloadManager:
         """Raise SwapError if a disk has no room for ``states`` states per element. Collective with files."""
         if self.optim is not None:
             with world.agree("reserving room for optimizer states", SwapError):
-                self.optim.require(states * self.state_nbytes)
+                self.optim.require(states)
 
     def announce(self, buckets: Sequence[Bucket], states: int) -> str:
         """Measure the disks on all ranks at once: a line for the user, '' if there are no files. Collective.
@@ -118,10 +117,10 @@ class OffloadManager:
         read = written = 0  # bytes of this rank per optimizer step with one backward, clipping included
         for bucket in buckets:
             numel, weights = bucket.shard.numel(), bucket.weights
-            kept = numel * (weights.master_dtype.itemsize + bucket.state_dtype.itemsize * states)
+            kept = numel * (weights.master_dtype.itemsize + bucket.moments.bytes_per_element * states)
             if bucket.streamed:
                 grads = numel * bucket.grads.dtype.itemsize
-                read, written = read + kept + 2 * grads, written + kept + grads
+                read, written = read + int(kept) + 2 * grads, written + int(kept) + grads
             if bucket.sharding.params and weights.gather_source.streamed:
                 read += 2 * numel * weights.gather_source.dtype.itemsize  # in forward and in backward
                 written += numel * bucket.dtype.itemsize if bucket.streamed and weights.copy is not NO_COPY else 0
@@ -173,11 +172,10 @@ def open_offload_manager(
         return manager
     manager.active, manager.how = True, optim
     pin = accelerator.is_accelerator(device) and optim.pin_memory and params.pin_memory
-    manager.state_nbytes = max((bucket.state_dtype.itemsize for bucket in buckets), default=0)
     manager.has_files = bool(_TIERS.keys() & {optim.device, params.device})
     if manager.has_files:
         return_large_blocks()
-        files = (world.rank, config.aio, [b.shard.numel() for b in buckets])
+        files = (world.rank, config.aio, [b.shard.numel() for b in buckets], [b.moments for b in buckets])
         with (
             world.agree("opening the folder for states", SwapError),
             progress_bar("Preparing the files of states in nvme_path"),

@@ -36,6 +36,7 @@ from lt_zero.config.rules import one_bit
 from lt_zero.engine.find_units import UnitRules, class_matches, clean_name, find_units
 from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Fp32Modules, find_fp32_modules
 from lt_zero.engine.layout import ALIGN, BucketLayout, Owners, Sharding, join, plan_bucket, split_by_size
+from lt_zero.ops.moments import MomentForm, moments_in
 from lt_zero.ops.nf4 import RESTING
 
 _MUCH = 0.25  # padding, per element of the parameters, that is warned about
@@ -76,6 +77,7 @@ class Kind(NamedTuple):
     compresses: bool
     group: GroupFacts | None  # over which they are sharded; None: that of the engine
     is_wide: bool  # the group has ranks with another model
+    moments: MomentForm | None  # how its moments are kept; None: as the step computes them
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +93,7 @@ class BucketPlan:
     compresses: bool = False  # its gradients may be sent compressed
     group: GroupFacts | None = None  # over which it is sharded; None: that of the engine
     is_wide: bool = False  # the group has ranks with another model: grad_reducer.py, Note [Wide buckets]
+    moments: MomentForm | None = None  # how its moments are kept; None: as the step computes them
     narrows: bool = False  # parameters come in a higher precision than ``dtype``
     most: int | None = None  # elements on the ranks that have the most of it; None: all have as many
     gradient_of: GradientOf = attrgetter("grad")  # in the shape of the parameter's spec
@@ -197,12 +200,14 @@ def plan_engine(
     units, whole = find_units(root, rules), stay_whole(root, zero, sizes) | set(wide)
     named = [(unit.name or "the root module", [(n, p) for n, p in unit.parameters if p not in whole]) for unit in units]
     small = [(n, p) for unit in units for n, p in unit.parameters if p in whole]  # mostly
-    dense = sent_dense(root, config)
+    dense, moments = sent_dense(root, config), moments_in(policy.moments) if policy.moments is not None else None
+    kept_wide = keep_wide_moments(root, sizes, moments) if moments is not None else set()
 
     def kind_of(p: Parameter) -> Kind:
         dtype = policy.dtype_of(p, p in fp32_modules.parameters)
         compresses = dense is not None and p.requires_grad and p not in dense and dtype != torch.float64
-        return Kind(dtype, p.requires_grad, compresses, groups.get(p) if groups is not None else None, p in wide)
+        group = groups.get(p) if groups is not None else None
+        return Kind(dtype, p.requires_grad, compresses, group, p in wide, None if p in kept_wide else moments)
 
     given = _specs_of(root, specs)
 
@@ -324,6 +329,13 @@ def sent_dense(root: nn.Module, config: ZeroConfig) -> set[Parameter] | None:
     return found
 
 
+def keep_wide_moments(root: nn.Module, sizes: Mapping[Parameter, int], form: MomentForm) -> set[Parameter]:
+    """The parameters whose moments are too sensitive, or too few, to be kept in this form."""
+    wide = {p for module in root.modules() if isinstance(module, form.not_of) for p in module.parameters()}
+    with without_torch_function():
+        return wide | {p for p in root.parameters() if sizes.get(p, p.data.numel()) < form.least}
+
+
 def _check_names(root: nn.Module, zero: ZeroOptimization) -> None:
     """Refuse class and module names that match nothing: typing errors that would have no effect."""
     key, leaf = "zero_optimization.leaf_module", zero.leaf_module
@@ -421,10 +433,10 @@ def _cut(
                 parameters, theirs = tuple(members[i][1] for i in group), tuple(specs[i] for i in group)
                 most = sum(numels[i] for i in group) if any(p in sizes for _, p in parameters) else None
                 narrows = any(p.dtype.itemsize > kind.dtype.itemsize for _, p in parameters)
-                what = (kind.compresses, kind.group, kind.is_wide, narrows)
+                what = (kind.compresses, kind.group, kind.is_wide, kind.moments, narrows)
                 how = (kind.dtype, kept, of_rank, *what, most, gradient_of)
                 codec = RESTING[config.quantize] if config.quantize and kept.params and not kind.trains else None
-                align = codec.block if codec is not None else ALIGN
+                align = max(codec.block if codec is not None else ALIGN, kind.moments.align if kind.moments else ALIGN)
                 found[first].append(BucketPlan(name, parameters, theirs, *how, align))
     return found
 

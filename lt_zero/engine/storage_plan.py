@@ -24,6 +24,7 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.layout import Sharding
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.ops.codecs import Codec
+from lt_zero.ops.moments import MomentForm, PlainMoments
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
 
@@ -69,7 +70,7 @@ class StoragePlan:
         master: dtype of the master weights.
         accumulate: dtype of the accumulator.
         step: dtype of what the optimizer sees.
-        moments: dtype of its states between steps.
+        moments: how its states are kept between steps.
         wire: dtype in which gradients have to be sent; None: any.
         trains: it has master weights and gradients.
         narrows: parameters come in a wider dtype than ``dtype``.
@@ -90,7 +91,7 @@ class StoragePlan:
     master: torch.dtype
     accumulate: torch.dtype
     step: torch.dtype
-    moments: torch.dtype
+    moments: MomentForm
     wire: torch.dtype | None
     trains: bool
     narrows: bool
@@ -155,7 +156,7 @@ class StoragePlan:
     @property
     def staged(self) -> bool:
         """True if the optimizer steps copies in another dtype. See sharded_optimizer.py, Note [Staged buckets]."""
-        return not self.step == self.master == self.accumulate == self.moments
+        return not self.step == self.master == self.accumulate == self.moments.dtype
 
     @property
     def cast_nbytes(self) -> int:
@@ -224,7 +225,7 @@ def plan_storage(
             master=policy.master_of(dtype),
             accumulate=policy.accumulate_of(dtype),
             step=policy.step_of(dtype),
-            moments=policy.moments_of(dtype),
+            moments=bucket.moments or PlainMoments(policy.step_of(dtype)),
             wire=wire,
             trains=bucket.trains and training,
             narrows=bucket.narrows,

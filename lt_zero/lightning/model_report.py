@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from lt_zero.common.tables import show
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.gather import Unit
+from lt_zero.ops.moments import stored_part
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 
@@ -70,10 +71,10 @@ def dtype_table(engine: Engine, console: Console | None = None) -> Table:
 
 def _dtypes(bucket: Bucket, engine: Engine) -> tuple[str, ...]:
     kept = ", kept" if engine.policy.compute not in (None, bucket.dtype) else ""
-    dtypes = [bucket.dtype]
+    dtypes: list[object] = [bucket.dtype]
     if bucket.wants_grad:
         wire, master = bucket.grads.send_dtype(bucket.dtype), bucket.weights.master_dtype
-        dtypes += [bucket.dtype, wire, bucket.grads.dtype, master, bucket.state_dtype]
+        dtypes += [bucket.dtype, wire, bucket.grads.dtype, master, bucket.moments.name]
     names = [str(d).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp") for d in dtypes]
     return (f"{'trained' if bucket.wants_grad else 'frozen'}{kept}", *names, *["-"] * (6 - len(names)))
 
@@ -94,18 +95,20 @@ def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[st
             whole_grads += size * held.dtype.itemsize
         grads += held.nbytes + (held.local.nbytes if held.local is not None else 0)
     for sharded in optimizers:
-        elements, nbytes = Counter[Bucket](), Counter[Bucket]()  # of whole parameters; of the states of one element
+        # Of whole parameters; of the states of one element.
+        elements, nbytes = Counter[Bucket](), defaultdict[Bucket, float](float)
         for parameter in sharded.parameters():
             values = sharded.optimizer.state.get(parameter, {}).values()
             tensors = [value for value in values if isinstance(value, Tensor) and value.dim() > 0]
-            states += sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors)  # NaN while they are on NVMe
+            kept = [stored_part(value) for value in tensors]
+            states += sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in kept)  # NaN while they are on NVMe
             if id(parameter) in engine.owner:
                 bucket, index = engine.owner[id(parameter)]
                 elements[bucket] += bucket.layout.spans[index].numel
                 for piece in bucket.pieces_of(index):  # none if this rank has no part of it
-                    here = sum(t.element_size() for t in tensors if t.numel() == piece.numel)
-                    nbytes[bucket] = max(nbytes[bucket], here)
-        whole_states += sum(count * nbytes[bucket] for bucket, count in elements.items())
+                    own = sum(k.nbytes for k, t in zip(kept, tensors, strict=True) if t.numel() == piece.numel)
+                    nbytes[bucket] = max(nbytes[bucket], own / piece.numel)
+        whole_states += int(sum(count * nbytes[bucket] for bucket, count in elements.items()))
     return {
         "weights": (weights, whole_weights),
         "gradients": (grads, whole_grads),

@@ -150,7 +150,7 @@ def set_full_state(parameter: Parameter, value: Tensor, key: str) -> None:
     for piece in pieces:
         if (stored := bucket.states.get(key)) is not None:
             stored.write()
-        state[key].view(-1).copy_(row[piece.lo : piece.hi])
+        state[key].copy_(row[piece.lo : piece.hi].view(state[key].shape))
     bucket.put_away()
 
 
@@ -243,7 +243,7 @@ def set_local_state(parameter: Parameter, value: Tensor | None, key: str) -> Non
         raise KeyError(f"{_name(bucket, index)!r} has no element-wise state {key!r}. Call it after the first step.")
     if (stored := bucket.states.get(key)) is not None:
         stored.write()
-    state[key].view(-1).copy_(_checked(bucket, index, piece, value))
+    state[key].copy_(_checked(bucket, index, piece, value).view(state[key].shape))
     bucket.put_away()
 
 

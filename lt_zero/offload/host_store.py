@@ -167,12 +167,14 @@ class StreamedStore(HostStore):
     def __init__(self, numel: int, dtype: torch.dtype, link: HostLink | None) -> None:
         super().__init__(dtype, lambda: self.tensor, link)
         self.numel = numel
+        # Shown for values that are away or lost. In bytes: a scale whose bits are all ones is a NaN (ops/moments.py).
+        self.lost = 255 if dtype == torch.uint8 else torch.nan
         self._lent: list[tuple[weakref.ref[Tensor], int]] = []
 
     @property
     def tensor(self) -> Tensor:
         if self._tensor is None:
-            return torch.full((), torch.nan, dtype=self.dtype).expand(self.numel)
+            return torch.full((), self.lost, dtype=self.dtype).expand(self.numel)
         return self._tensor
 
     def lend(self, offset: int, shape: torch.Size, kind: Callable[[Tensor], Tensor] | None = None) -> Tensor:

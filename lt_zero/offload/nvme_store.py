@@ -41,8 +41,9 @@ from lt_zero.io.swap_file import Nowhere, SwapFile
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
 from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
 from lt_zero.offload.record_sizes import record_nbytes
-from lt_zero.offload.store import CODES, Place, Speed, Store
+from lt_zero.offload.store import CODES, STATE, Place, Speed, Store
 from lt_zero.ops.codecs import INT8
+from lt_zero.ops.moments import MomentForm
 
 
 class _At(Enum):
@@ -180,8 +181,8 @@ class NvmeStore(StreamedStore):
 
     def _fail(self, error: SwapError) -> None:
         self._report(error)
-        if self._buffer is not None and self.dtype.is_floating_point:
-            self.tensor.fill_(torch.nan)
+        if self._buffer is not None and (self.dtype.is_floating_point or self.dtype == torch.uint8):
+            self.tensor.fill_(self.lost)
 
 
 class NvmeFiles:
@@ -192,6 +193,7 @@ class NvmeFiles:
         rank: of this process.
         aio: block size, threads and queue depth of the I/O.
         numels: elements of this rank's shard of each bucket.
+        moments: how optimizer states of each bucket are kept.
         room: buckets that may be in memory at a time; see ``store.stream``.
         pin: pin the buffers, which are copied to and from a GPU: copies of pageable memory block the host.
 
@@ -201,11 +203,19 @@ class NvmeFiles:
     """
 
     def __init__(
-        self, path: Path, rank: int, aio: Aio, numels: Sequence[int], room: int = 3, pin: bool = False
+        self,
+        path: Path,
+        rank: int,
+        aio: Aio,
+        numels: Sequence[int],
+        moments: Sequence[MomentForm],
+        room: int = 3,
+        pin: bool = False,
     ) -> None:
         self.folder = SwapFolder(path, rank)
         self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
         self._numels, self.room, self.where = list(numels), room, str(self.folder.path.parent)
+        self._moments = list(moments)
         self._files: dict[str, SwapFile | Nowhere] = {}
         self.problem: SwapError | None = None
         self._buffers = BufferPool(spare=room + 1, make=partial(host_buffer, pin=True)) if pin else BufferPool()
@@ -216,13 +226,20 @@ class NvmeFiles:
         """The place of the stores of bucket ``record``; ``link`` to the device, if that is not the CPU."""
 
         def store(kind: str, numel: int, dtype: torch.dtype) -> Store:
-            sizes = [record_nbytes(n, dtype, INT8 if kind == CODES else None) for n in self._numels]
-            file = self._file_of(f"{kind}-{str(dtype).removeprefix('torch.')}", sizes)
+            if kind.startswith(STATE) and dtype == self._moments[record].dtype:
+                file = self._file_of(kind, self._moment_sizes())
+            else:
+                sizes = [record_nbytes(n, dtype, INT8 if kind == CODES else None) for n in self._numels]
+                file = self._file_of(f"{kind}-{str(dtype).removeprefix('torch.')}", sizes)
             return NvmeStore(numel, dtype, file, record, self._buffers, self._note, link, scratch=kind == "grad")
 
         return Place(
             store, offloads=True, streamed=True, feed=partial(FedStore, link=link) if link is not None else None
         )
+
+    def _moment_sizes(self) -> list[int]:
+        """Bytes of an element-wise state of each bucket."""
+        return [form.nbytes(n) for form, n in zip(self._moments, self._numels, strict=True)]
 
     def _file_of(self, name: str, sizes: list[int]) -> SwapFile | Nowhere:
         """The file of a kind of values of all buckets; ``sizes``: bytes of each."""
@@ -243,13 +260,13 @@ class NvmeFiles:
     def _note(self, error: SwapError) -> None:
         self.problem = self.problem or error
 
-    def require(self, bytes_per_element: int) -> None:
-        """Check that the disk has space for states that do not exist yet.
+    def require(self, states: int) -> None:
+        """Check that the disk has space for so many states per element, which do not exist yet.
 
         Raises:
             SwapError: the free space is too small.
         """
-        self.folder.require(bytes_per_element * sum(self._numels))
+        self.folder.require(states * sum(self._moment_sizes()))
 
     def streaming(self) -> AbstractContextManager[None]:
         """Context that keeps freed buffers for the next bucket."""

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from lt_zero.offload.copy_streams import CopyEvent
+from lt_zero.ops.moments import MomentForm
 
 CODES = "codes"  # kind of stores of encoded weights, as uint8
+STATE = "state "  # kinds of optimizer states begin so
 Gap = tuple[int, int]  # elements [lo, hi) of a shard that belong to no parameter
 
 
@@ -192,12 +194,12 @@ class Place:
     streamed: bool = False
     feed: Callable[[Tensor], Store] | None = None
 
-    def state(self, key: str, numel: int, dtype: torch.dtype) -> Store | None:
+    def state(self, key: str, numel: int, form: MomentForm) -> Store | None:
         """A new store for the optimizer's element-wise state ``key``, with zeros in memory; None: it stays beside its
         fragment.
         """
         # An optimizer may call a state "master".
-        return self.store(f"state {key}", numel, dtype) if self.streamed else None
+        return self.store(f"{STATE}{key}", form.length(numel), form.dtype) if self.streamed else None
 
     def fed(self, copy: Store) -> Store:
         """``copy`` as the compute copy of master weights that are kept here."""

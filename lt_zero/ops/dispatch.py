@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lt_zero.ops import library
 from lt_zero.ops.header import CONSTANTS, STRUCTS
+from lt_zero.ops.moments import TAKE_CODES, coded_nbytes, tables
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,6 +32,7 @@ DTYPES = {
     torch.bfloat16: CONSTANTS["LT_BF16"],
     torch.float16: CONSTANTS["LT_FP16"],
 }
+_CODES = CONSTANTS["LT_CODES"]
 LOW_STATE = (torch.float32, torch.bfloat16)
 GPU_CHUNK = 1 << 24  # on a GPU every chunk costs launches, and its temporaries memory
 CHUNK = 1 << 17  # elements that a reference works on at a time: its temporaries stay in the cache
@@ -215,7 +217,7 @@ def step_operator(reference: Callable[P, None], structure: type[ctypes.Structure
         params, grads, *states, outs = tensors
         given = {**defaults, **given}
         has_states = given.get("momentum") != 0.0  # SGD without momentum reads no state
-        described = step_tensors(params, grads, states if has_states else (), outs, **given)
+        described = step_tensors(params, grads, states if has_states else (), outs, codes=name in TAKE_CODES, **given)
         lib = native(params[0].device)
         if lib is None:
             reference(*tensors, **given)  # type: ignore[arg-type]
@@ -281,11 +283,12 @@ def step_tensors(
     scale: Tensor | None = None,
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
+    codes: bool = False,
     **options: Any,
 ) -> ctypes.Structure:
     """Check the arguments of a step and return its ``lt_tensors``, which keeps its arrays alive, but not the tensors.
 
-    Other ``options`` are ignored.
+    ``codes``: states may be records of codes. Other ``options`` are ignored.
 
     Raises:
         ValueError: a list does not match ``params``, or a dtype is not supported.
@@ -295,7 +298,10 @@ def step_tensors(
         raise ValueError(f"step is {step}; steps are counted from 1.")
     check_list("params", params, params, [torch.float32])
     grad_dtype = check_list("grads", grads, params, list(DTYPES))
-    state_dtypes = {check_list("state", state, params, LOW_STATE) for state in states}
+    coded = codes and are_coded(*states)
+    if coded:
+        _check_codes(states, params)
+    state_dtypes = set() if coded else {check_list("state", state, params, LOW_STATE) for state in states}
     if len(state_dtypes) > 1:
         raise ValueError(f"the optimizer's states have the dtypes {sorted(map(str, state_dtypes))}; one is needed.")
     out_dtype = check_list("outs", outs, params, list(DTYPES)) if outs else torch.float32
@@ -310,13 +316,33 @@ def step_tensors(
         state2=pointers(states[1]) if len(states) > 1 else None,
         out=pointers(outs),
         grad_dtype=DTYPES[grad_dtype],
-        state_dtype=DTYPES[next(iter(state_dtypes), torch.float32)],
+        state_dtype=_CODES if coded else DTYPES[next(iter(state_dtypes), torch.float32)],
         out_dtype=DTYPES[out_dtype],
         maximize=maximize,
         scale=address(scale),
         clip=address(clip),
         found_inf=address(found_inf),
+        levels=address(tables(device).numbers) if coded else None,
+        starts=address(tables(device).starts) if coded else None,
     )
+
+
+def are_coded(*states: Sequence[Tensor]) -> bool:
+    """True if states are records of codes (moments.py)."""
+    return any(tensor.dtype == torch.uint8 for state in states for tensor in state[:1])
+
+
+def _check_codes(states: Sequence[Sequence[Tensor]], params: Sequence[Tensor]) -> None:
+    for number, state in enumerate(states):
+        if len(state) != len(params):
+            raise ValueError(f"state {number} has {len(state)} tensors, but {len(params)} are needed.")
+        for row, param in zip(state, params, strict=True):
+            nbytes, fits = coded_nbytes(param.numel()), row.is_contiguous() and row.data_ptr() % 4 == 0
+            if row.dtype != torch.uint8 or row.numel() != nbytes or row.device != param.device or not fits:
+                raise ValueError(
+                    f"state {number} has {row.numel()} elements of {row.dtype} on {row.device}; {nbytes} contiguous "
+                    f"bytes on {param.device}, at a multiple of 4, are needed for codes of {param.numel()} elements."
+                )
 
 
 # ---- for references --------------------------------------------------------------------------------------------------

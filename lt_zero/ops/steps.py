@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_zero.ops import moments
 from lt_zero.ops.dispatch import (
     address,
+    are_coded,
     call,
     check_list,
     chunks,
@@ -56,7 +58,7 @@ def adam_step_reference(
     Args:
         params: fp32 master weights, contiguous, any shape; updated.
         grads: of the same sizes, in fp32, bf16 or fp16.
-        exp_avgs, exp_avg_sqs: first and second moments in fp32 or bf16; updated.
+        exp_avgs, exp_avg_sqs: first and second moments in fp32 or bf16, or as codes (1D uint8, moments.py); updated.
         outs: receive the updated weights, rounded to their dtype (fp32, bf16 or fp16).
         lr, beta1, beta2, eps, weight_decay: as in ``torch.optim.AdamW``.
         step: the number of this step, from 1.
@@ -71,6 +73,13 @@ def adam_step_reference(
     if skipped(found_inf):
         return
     factor = factor_of(scale, clip)
+    coded, decoded = [exp_avgs, exp_avg_sqs], are_coded(exp_avgs, exp_avg_sqs)
+    if decoded:
+        sizes = [p.numel() for p in params]
+        exp_avgs, exp_avg_sqs = (
+            [moments.decode(rows, numel, signed) for rows, numel in zip(state, sizes, strict=True)]
+            for state, signed in zip(coded, (True, False), strict=True)
+        )
     # Corrections of the bias are in fp64, as in torch. The kernels compute the lines below in this order: another one
     # changes the last bit.
     step_size, correction2 = lr / (1.0 - beta1**step), (1.0 - beta2**step) ** 0.5
@@ -86,6 +95,9 @@ def adam_step_reference(
         store(exp_avg, m)
         store(exp_avg_sq, v)
         store(out, p)
+    for state, values, signed in zip(coded, (exp_avgs, exp_avg_sqs), (True, False), strict=True) if decoded else ():
+        for rows, value in zip(state, values, strict=True):
+            moments.encode(value, signed, rows)
 
 
 adam_step = step_operator(adam_step_reference, STRUCTS["lt_adam"])

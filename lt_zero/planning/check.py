@@ -32,6 +32,7 @@ from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.io.pinned import return_freed_memory, return_large_blocks, rounded
+from lt_zero.ops.moments import stored_part
 from lt_zero.planning import limits
 from lt_zero.planning.estimate import Machine, cheapest, states_of
 from lt_zero.planning.forecast import (
@@ -61,8 +62,8 @@ def measured(engine: Engine, optimizers: Iterable[ShardedOptimizer] = ()) -> dic
         total.update(_of_bucket(bucket))
     stored = [store for bucket in engine.buckets for store in bucket.stores() if store.streamed]
     values = [v for s in optimizers for p in s.parameters() for v in s.optimizer.state.get(p, {}).values()]
-    tensors = [v for v in values if isinstance(v, Tensor) and v.dim() > 0 and not any(t.owns(v) for t in stored)]
-    states = {v.untyped_storage().data_ptr(): v for v in tensors}
+    held = [stored_part(v) for v in values if isinstance(v, Tensor) and v.dim() > 0]
+    states = {v.untyped_storage().data_ptr(): v for v in held if not any(store.owns(v) for store in stored)}
     beside = sum(s.nbytes for bucket in engine.buckets for s in bucket.beside.values() if not s.streamed)
     total[MOMENTS] = sum(v.untyped_storage().nbytes() for v in states.values()) + beside
     manager = engine.offload_manager
@@ -107,7 +108,9 @@ def check_build(
     """
     if not limits.checks_wanted():
         return
-    setup = Setup(group, group.size, kind_of(group.device), states=0.0, fused=False, training=training, saves=False)
+    setup = Setup(
+        group, group.size, kind_of(group.device), states=0.0, kernels=frozenset(), training=training, saves=False
+    )
     cast = forecast(plan, config, policy, setup)
     taken: Counter[str] = Counter()  # bytes that parameters take now, by the kind of device
     for bucket in plan.buckets:
@@ -157,11 +160,12 @@ def setup_of(
     """Facts of a run for its forecast; arguments as for ``check_optimizers``."""
     known = [states_of(optimizer) for optimizer in optimizers]
     states = max((count for count, _ in known), default=0.0)
-    fused = engine.config.fused_step and all(fused for _, fused in known)
+    fused = engine.config.fused_step and all(kernel for _, kernel in known)
+    kernels = frozenset(kernel for _, kernel in known) if fused else frozenset[str]()
     accumulates = accumulates or engine.config.micro_batches > 1  # of a pipeline
     of_device = kind_of(engine.device)
     group, per_node = engine.groups[0], engine.world.size
-    return Setup(group, per_node, of_device, states, fused, accumulates, saves=saves, averages=averages)
+    return Setup(group, per_node, of_device, states, kernels, accumulates, saves=saves, averages=averages)
 
 
 def _check(

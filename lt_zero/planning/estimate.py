@@ -149,14 +149,14 @@ def _planned(
     policy = dtype_policy(config, resolve_mode(config, precision or "32-true"))
     if module is not stage.model:
         policy = replace(policy, keep_fp32=())  # the names of modules are unknown
-    states, fused = states_of(optimizer)
+    states, kernel = states_of(optimizer)
     groups = _Groups(ranks, world, config.zero_optimization, device, per_node)
     setup = Setup(
         groups.of_stage,
         per_node,
         device,
         states,
-        fused=fused and config.fused_step,
+        kernels=frozenset({kernel} if kernel and config.fused_step else ()),
         accumulates=accumulate_grad_batches * config.micro_batches > 1,
         saves=saves,
         elsewhere=stage.elsewhere,
@@ -250,8 +250,8 @@ def _cut_module(
     return made, config, parts_of_all(made, tensor, expert)
 
 
-def states_of(optimizer: str | float | Optimizer) -> tuple[float, bool]:
-    """The number of element-wise states of an optimizer (mean of its groups), and whether the native kernel steps it.
+def states_of(optimizer: str | float | Optimizer) -> tuple[float, str]:
+    """The number of element-wise states of an optimizer (mean of its groups), and the kernel that steps it, or ''.
 
     Raises:
         ValueError: the optimizer is unknown.
@@ -259,7 +259,7 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, bool]:
     if isinstance(optimizer, (int, float)):
         if optimizer < 0:
             raise ValueError(f"optimizer={optimizer}: bytes of state per parameter are not negative.")
-        return optimizer / torch.float32.itemsize, False
+        return optimizer / torch.float32.itemsize, ""
     if isinstance(optimizer, str):
         name = optimizer.lower()
         every = {**vars(optim), **vars(torch.optim)}
@@ -281,7 +281,7 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, bool]:
     counts = states_by_group(optimizer)
     sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
     mean = sum(count * size for count, size in zip(counts, sizes, strict=True)) / max(1, sum(sizes))
-    return mean if any(sizes) else max(counts, default=0), FusedStep.fits(optimizer)
+    return mean if any(sizes) else max(counts, default=0), FusedStep.operation_of(optimizer)
 
 
 class Setting(NamedTuple):

@@ -35,6 +35,7 @@ from lt_zero.io.pinned import rounded
 from lt_zero.io.staging_ring import RING_BUFFER
 from lt_zero.offload.record_sizes import record_nbytes
 from lt_zero.ops.codecs import Codec
+from lt_zero.ops.moments import MomentForm, PlainMoments
 from lt_zero.planning.setup import Setup
 
 PLACES = (DEVICE, HOST, NVME)
@@ -62,22 +63,26 @@ def planned(
     return exchange, plan_storage(plan, config, policy, setup.group, apart, codecs, setup.training)
 
 
-def _kept(row: StoragePlan, setup: Setup) -> list[tuple[torch.dtype, float]]:
-    """Dtypes of what is kept beside the master weights of a bucket, and how many of each: moments, averages."""
-    return [(row.moments, setup.states), (torch.promote_types(row.precision, torch.float32), setup.averages)]
+def _kept(row: StoragePlan, setup: Setup) -> list[tuple[MomentForm, float]]:
+    """Forms of what is kept beside the master weights of a bucket, and how many of each: moments, averages."""
+    return [(row.moments, setup.states), (PlainMoments(_averages_in(row)), setup.averages)]
+
+
+def _averages_in(row: StoragePlan) -> torch.dtype:
+    return torch.promote_types(row.precision, torch.float32)
 
 
 def _kept_nbytes(row: StoragePlan, setup: Setup) -> float:
     """Bytes of these for one element."""
-    return sum(dtype.itemsize * count for dtype, count in _kept(row, setup))
+    return sum(form.bytes_per_element * count for form, count in _kept(row, setup))
 
 
 def read_nbytes(row: StoragePlan, setup: Setup) -> int:
     """Bytes that a step of a bucket reads from files: master weights, gradients, each of the optimizer's states."""
     total = sum(rounded(record_nbytes(row.shard_numel, dtype)) for dtype in (row.master, row.accumulate))
-    for dtype, count in _kept(row, setup):
-        total += int(count) * rounded(record_nbytes(row.shard_numel, dtype))
-        total += rounded(int(row.shard_numel * dtype.itemsize * (count - int(count))))
+    for form, count in _kept(row, setup):
+        total += int(count) * rounded(form.nbytes(row.shard_numel))
+        total += rounded(int(row.shard_numel * form.bytes_per_element * (count - int(count))))
     return total
 
 
@@ -193,8 +198,11 @@ class _Sums:
             for row, numel in zip(self.rows, self.moment_numels, strict=True)
             if row.trains and row.states != NVME
         ]
-        files = {(number, *kept) for row in self.stored for number, kept in enumerate(_kept(row, self.setup))}
-        total += [(NVME, MOMENTS, int(self._file(dtype) * count)) for _, dtype, count in files]
+        if self.stored:
+            own = sum(rounded(row.moments.nbytes(row.shard_numel)) for row in self.rows)
+            total.append((NVME, MOMENTS, int(own * self.setup.states)))
+        averages = {_averages_in(row) for row in self.stored}
+        total += [(NVME, MOMENTS, int(self._file(dtype) * self.setup.averages)) for dtype in averages]
         # Free buffers that are kept for the next stored tensor (io.pinned.BufferPool).
         sizes = [row.shard_numel * row.master.itemsize for row in self.rows if NVME in (row.states, row.weights)]
         pools = 1 if all(row.states == NVME for row in self.rows if row.weights == NVME) else 2
@@ -341,15 +349,18 @@ class _Sums:
         copies = [
             int(row.shard_numel * row.step.itemsize * self._copies_of(row))
             for row in trained
-            if row.staged and not (self.setup.fused and row.step == row.master == torch.float32)
+            if row.staged and not (self._is_fused(row) and row.step == row.master == torch.float32)
         ]
         place = self.memory if any(row.states != DEVICE for row in trained) else DEVICE
         return [(self.memory, OFFLOAD, most), (place, STEP, max(copies, default=0))]
 
+    def _is_fused(self, row: StoragePlan) -> bool:
+        return self.setup.fused and all(row.moments.is_taken_by(kernel) for kernel in self.setup.kernels)
+
     def _copies_of(self, row: StoragePlan) -> float:
         """Copies of a bucket's weights, gradients and moments in which the optimizer steps it."""
         same = [dtype == row.step for dtype in (row.master, row.accumulate)]
-        return same.count(False) + (0 if row.moments == row.step else self.setup.states)
+        return same.count(False) + (0 if row.moments.dtype == row.step else self.setup.states)
 
     def building(self) -> list[Part]:
         """One bucket in full precision while its shard is built (``Bucket.load_initial``)."""
@@ -365,7 +376,9 @@ class _Sums:
         rows, trained, setup = self.rows, self.trained, self.setup
         files = max((read_nbytes(row, setup) for row in self.stored), default=0)
         if not self.config.sharded_checkpoints:  # full_params.gather_own
-            widest = [max(r.precision.itemsize, r.moments.itemsize if r.trains and setup.states else 0) for r in rows]
+            widest = [
+                max(r.precision.itemsize, r.moments.value_nbytes if r.trains and setup.states else 0) for r in rows
+            ]
             sizes = [r.numel * itemsize for r, itemsize in zip(rows, widest, strict=True) if r.shard_numel != r.numel]
             joined = max((math.prod(spec.global_shape) for spec in self.plan.parts), default=0)  # full_params.joined
             copied = max(sizes, default=0) + joined * torch.float32.itemsize

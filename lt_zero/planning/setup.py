@@ -93,12 +93,17 @@ class Setup:
     per_node: int  # ranks on one node, which share its host memory and NVMe
     device: str = "cuda"  # "cpu", or "cuda" for every kind of accelerator: see ``kind_of``
     states: float = 2.0  # element-wise states of the optimizer; 2 for Adam
-    fused: bool = True  # the optimizer is stepped by the native kernel, which takes any dtype of gradients
+    kernels: frozenset[str] = frozenset({"adam_step"})  # of ``lt_zero.ops``, that step it; none: torch does
     accumulates: bool = False  # several micro-batches per step
     training: bool = True  # there are gradients
     saves: bool = True  # there are checkpoints
     averages: int = 0  # of the weights, kept in fp32 beside the states
     elsewhere: int = 0  # parameters of the model that other ranks of a pipeline have
+
+    @property
+    def fused(self) -> bool:
+        """True if kernels step the optimizer, which take any dtype of gradients."""
+        return bool(self.kernels)
 
     @property
     def world(self) -> int:

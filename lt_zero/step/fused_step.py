@@ -26,7 +26,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from lt_zero import ops
 from lt_zero.common.compat import step_hooks, without_grad
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.layout import ALIGN
 from lt_zero.optim.lamb import Lamb, corrected_rate, trust_rates
 from lt_zero.optim.lion import Lion
 from lt_zero.step.full_norms import FullNorms
@@ -178,9 +177,10 @@ class Run:
         self.bucket, self._kernel, self._initial = bucket, kernel, initial
         self.lo = members[0].piece.offset
         self.hi = members[-1].piece.offset + members[-1].piece.numel
-        numel, dtype, device = self.hi - self.lo, bucket.state_dtype, members[0].fragment.device
-        self._stored = [bucket.state_store(key, dtype) for key in keys]
-        self._own = [torch.zeros(numel, dtype=dtype, device=device) for store in self._stored if store is None]  # 1D
+        self._form, device = bucket.moments, members[0].fragment.device
+        length, dtype = self._form.length(self.hi - self.lo), self._form.dtype
+        self._stored = [bucket.state_store(key, self._form) for key in keys]
+        self._own = [torch.zeros(length, dtype=dtype, device=device) for store in self._stored if store is None]  # 1D
         self.steps = torch.zeros(len(members), dtype=torch.float32, device="cpu")  # 1D; on the CPU as torch's counters
         self._counted = torch.zeros_like(self.steps)  # increments of the last step
         self._new = [False] * len(members)  # without state before the last step
@@ -190,15 +190,21 @@ class Run:
         for step, member in zip(self.steps, members, strict=True):
             lo, shape = member.piece.offset - self.lo, member.fragment.shape
             views = {"step": step} if kernel.counts and keys else {}
-            for key, state, stored in zip(keys, self.states, self._stored, strict=True):
-                row = state[lo : lo + member.piece.numel].view(shape)
-                views[key] = row if stored is None else stored.lend(member.piece.offset, shape)
+            for number, (key, stored) in enumerate(zip(keys, self._stored, strict=True)):
+                if stored is None:
+                    views[key] = self._form.view(partial(_part_of, self._own[number]), lo, shape, key)
+                else:
+                    views[key] = self._form.view(stored.lend, member.piece.offset, shape, key)
             self._views.append(views)
 
     @property
     def states(self) -> list[Tensor]:
-        """The element-wise states (1D); stored tensors have to be in memory."""
-        return self._own or [stored.tensor[self.lo : self.hi] for stored in self._stored if stored is not None]
+        """The element-wise states (1D), as they are kept; stored tensors have to be in memory."""
+        return self._own or [self.rows(store.tensor, self.lo, self.hi) for store in self._stored if store is not None]
+
+    def rows(self, state: Tensor, lo: int, hi: int) -> Tensor:
+        """The part of a state (1D), as it is kept, that has the elements [lo, hi)."""
+        return state[self._form.length(lo) : self._form.length(lo) + self._form.length(hi - lo)]
 
     def holds(self, states: list[Options]) -> bool:
         """True if ``states`` are this run's views, not replaced by others."""
@@ -335,9 +341,9 @@ class FusedStep:
         self._told = False
 
     @staticmethod
-    def fits(optimizer: Optimizer) -> bool:
-        """True if a kernel computes the updates of optimizers of this class."""
-        return type(optimizer) in KERNELS
+    def operation_of(optimizer: Optimizer) -> str:
+        """The operation of ``lt_zero.ops`` that computes the updates of optimizers of this class; '' if none does."""
+        return KERNELS[type(optimizer)].operation if type(optimizer) in KERNELS else ""
 
     def takes(self, buckets: Iterable[Bucket]) -> set[Bucket]:
         """The ``buckets`` that the kernel steps."""
@@ -347,6 +353,7 @@ class FusedStep:
             bucket
             for bucket in buckets
             if bucket.step_dtype == bucket.weights.master_dtype == torch.float32
+            and bucket.moments.is_taken_by(self._kernel.operation)
             and ops.available(torch.device("cpu") if bucket.offloaded else bucket.flat.device)
         }
 
@@ -425,7 +432,7 @@ class FusedStep:
             if not member.used and all(value is None for value in found.values()):
                 continue
             number, piece = number_of[id(member.parameter)], member.piece
-            if not members or members[-1][0] != number or piece.offset - end >= ALIGN:
+            if not members or members[-1][0] != number or piece.offset - end >= bucket.moments.align:
                 members.append((number, []))
                 states.append([])
             members[-1][1].append(member)
@@ -464,10 +471,10 @@ class FusedStep:
         for part in parts:
             bucket = part.run.bucket
             (grads, factor), out = bucket.grads.stored(), targets[bucket]
-            key = (*part.options.values(), grads.dtype, out is None or out.dtype, bucket.state_dtype, id(factor))
+            key = (*part.options.values(), grads.dtype, out is None or out.dtype, bucket.moments.name, id(factor))
             if key not in calls:
                 calls[key] = Rows(self._kernel, factor, part.options)
-            states = [state[part.lo : part.hi] for state in part.run.states]
+            states = [part.run.rows(state, part.lo, part.hi) for state in part.run.states]
             calls[key].add(bucket, part.index, part.run.lo + part.lo, part.run.lo + part.hi, states, out)
         for bucket, target in targets.items():
             bucket.weights.written = target is not None
@@ -490,6 +497,10 @@ class FusedStep:
         for run, members in self._last:
             run.uncount(members, self._optimizer.state)
         self._last = []
+
+
+def _part_of(rows: Tensor, lo: int, shape: torch.Size) -> Tensor:
+    return rows[lo : lo + shape.numel()].view(shape)
 
 
 def _covers(bucket: Bucket, parts: list[Part]) -> bool:

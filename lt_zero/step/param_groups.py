@@ -26,6 +26,7 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.layout import Piece
 from lt_zero.engine.same_on_ranks import Snapshot, compare, digest_of
+from lt_zero.ops.moments import MomentForm, PlainMoments
 
 _MEMBERS = ("params", "param_names")
 _PLAIN = frozenset((float, bool, str, type(None)))
@@ -191,21 +192,22 @@ class ShardedParamGroups:
                         cut = value.reshape(-1)[piece.lo : piece.hi].clone()
                         cut = cut.view(shape) if cut.numel() == value.numel() else cut
                         # The constructor used the dtype of the compute copy.
-                        state[key] = cut.to(bucket.state_dtype) if cut.is_floating_point() else cut
+                        state[key] = bucket.moments.kept(cut, key)
 
 
 def widen_moments(state: dict[str, Any], numel: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Replace the moments of a fragment of ``numel`` elements by copies in ``dtype``; returns what was replaced."""
-    kept = {key: value for key, value in state.items() if _is_moment(value, numel) and value.dtype != dtype}
-    state.update({key: value.to(dtype) for key, value in kept.items()})
+    form = PlainMoments(dtype)
+    kept = {key: value for key, value in state.items() if _is_moment(value, numel) and not form.keeps(value)}
+    state.update({key: form.kept(value, key) for key, value in kept.items()})
     return kept
 
 
-def keep_moments(state: dict[str, Any], numel: int, dtype: torch.dtype, kept: Mapping[str, Tensor]) -> None:
-    """Round a fragment's moments to ``dtype``, into the tensors that ``widen_moments`` has replaced."""
+def keep_moments(state: dict[str, Any], numel: int, form: MomentForm, kept: Mapping[str, Tensor]) -> None:
+    """Bring a fragment's moments into ``form``, in the tensors that ``widen_moments`` has replaced."""
     for key, value in state.items():
-        if _is_moment(value, numel) and value.dtype != dtype:
-            state[key] = kept[key].copy_(value) if key in kept else value.to(dtype)
+        if _is_moment(value, numel) and not form.keeps(value):
+            state[key] = kept[key].copy_(value) if key in kept else form.kept(value, key)
 
 
 def _is_moment(value: Any, numel: int) -> bool:

@@ -35,6 +35,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.inplace_edits import check_all
 from lt_zero.engine.layout import Piece
 from lt_zero.io.thread_pool import SwapError
+from lt_zero.ops.moments import stored_part
 from lt_zero.optim.exchanging import ExchangingOptimizer
 from lt_zero.optim.lamb import Lamb
 from lt_zero.step.full_norms import FullNorms
@@ -165,7 +166,7 @@ class ShardedOptimizer(ProcessLocal):
         engine.exchange.connect(optimizer, self.fragments)
         if isinstance(optimizer, ExchangingOptimizer):
             engine.before_reading.append(self._end_interval)
-        fused = engine.config.fused_step and FusedStep.fits(optimizer)
+        fused = engine.config.fused_step and bool(FusedStep.operation_of(optimizer))
         self.fused = FusedStep(self.fragments, self._norms) if fused else None
         self.grads = ReducedGrads(self.fragments)
         self.overlap = Overlap(self.fragments, self.fused, self.grads)
@@ -399,7 +400,7 @@ class ShardedOptimizer(ProcessLocal):
             self._staging = False
             for member, before in zip(members, kept, strict=True):
                 if (state := self.optimizer.state.get(member.fragment)) is not None:
-                    keep_moments(state, member.piece.numel, bucket.state_dtype, before)
+                    keep_moments(state, member.piece.numel, bucket.moments, before)
             for member, row in zip(members, rows, strict=True):
                 member.fragment.grad = None
                 member.fragment.data = row
@@ -531,10 +532,11 @@ class ShardedOptimizer(ProcessLocal):
             for key, value in state.items():
                 if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
                     continue
-                store = bucket.state_store(key, value.dtype)
-                if store is not None and not store.owns(value):
+                form = bucket.moments.form_of(value)
+                store = bucket.state_store(key, form)
+                if store is not None and not store.owns(stored_part(value)):
                     store.write()
-                    state[key] = store.lend(piece.offset, value.shape).copy_(value)
+                    state[key] = form.view(store.lend, piece.offset, value.shape, key).copy_(value)
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self.engine.finish_steps()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lt_zero.io.pinned import aligned_buffer
 from lt_zero.offload import host_store, nvme_store
 from lt_zero.offload.host_store import FedStore, HostLink, HostStore, StreamedStore
 from lt_zero.offload.store import Place, Speed, Store
+from lt_zero.ops.moments import CodedMoments, PlainMoments, decode
 from tests.support.matrix import only_rows
 from tests.support.offload_runs import in_memory, same, train
 from tests.support.overlap_runs import offload
@@ -67,7 +69,7 @@ class Archive:
     """Compressed bytes of all buckets."""
 
     def __init__(
-        self, where: Any, rank: int, aio: Any, numels: Sequence[int], room: int = 3, pin: bool = False
+        self, where: Any, rank: int, aio: Any, numels: Sequence[int], moments: Any, room: int = 3, pin: bool = False
     ) -> None:
         self.room, self.where, self.problem = room, "memory", None
         self.spare_nbytes = self.bytes_on_disk = 0
@@ -85,7 +87,7 @@ class Archive:
     def speed(self, nbytes: int) -> Speed:
         return Speed(1e9, 1e9)
 
-    def require(self, bytes_per_element: int) -> None:
+    def require(self, states: int) -> None:
         return None
 
     def rest(self) -> None:
@@ -157,6 +159,26 @@ def test_a_gather_is_launched_after_the_copy_that_it_reads() -> None:
     store.wait_sent()
 
 
+def test_one_file_has_a_state_of_all_buckets_in_their_forms(tmp_path: Path) -> None:
+    forms, numels = [CodedMoments(), PlainMoments(torch.float32)], [102_400, 20_480]
+    files = nvme_store.NvmeFiles(tmp_path, 0, Aio(), numels, forms)
+    coded, wide = (
+        files.place(i, None).state("exp_avg", n, form) for i, (n, form) in enumerate(zip(numels, forms, strict=True))
+    )
+    assert coded is not None
+    assert wide is not None
+    assert coded.write().numel() == 104_000
+    assert wide.write().numel() == 20_480
+    assert files.bytes_on_disk == 26 * 4096 + 20 * 4096  # whole blocks of a disk
+    with mock.patch.object(files.folder, "require") as required:
+        files.require(2)
+    required.assert_called_once_with(2 * (104_000 + 4 * 20_480))
+    coded.end_use()
+    coded.wait_written()
+    assert decode(coded.tensor.contiguous(), 1, True).isnan().all(), "values that are away"
+    files.close()
+
+
 @pytest.mark.parametrize("pin", [True, False])
 def test_buffers_of_files_are_pinned_if_they_are_copied_to_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pin: bool
@@ -168,7 +190,7 @@ def test_buffers_of_files_are_pinned_if_they_are_copied_to_a_gpu(
         return aligned_buffer(nbytes)
 
     monkeypatch.setattr(nvme_store, "host_buffer", buffer)
-    files = nvme_store.NvmeFiles(tmp_path, 0, Aio(), [5000], pin=pin)
+    files = nvme_store.NvmeFiles(tmp_path, 0, Aio(), [5000], [PlainMoments(torch.float32)], pin=pin)
     store = files.place(0, None).store("master", 5000, torch.float32)
     store.overwrite().fill_(1.0)
     store.end_use()

@@ -201,7 +201,7 @@ def test_states_are_counted_by_group() -> None:
         ]
     )
     assert states_by_group(optimizer) == [1, 2]
-    assert states_of(optimizer) == (1.25, False)
+    assert states_of(optimizer) == (1.25, "")
     assert states_by_group(torch.optim.Adafactor([Parameter(torch.zeros(3, 3))])) == [0]
 
 

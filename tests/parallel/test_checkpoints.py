@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.load import as_lightning, restore_weights
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
 from lt_zero.checkpoint.native.save import bundle, make_directory, write
+from lt_zero.ops.moments import CodedMoments
 from lt_zero.session.checkpoints import Progress, restore_optimizers
 from tests.support.matrix import only_rows
 from tests.support.parallel_nets import Net, Ranks, Run, all_states, all_weights, reference_step, start
@@ -104,6 +106,46 @@ def test_goes_on_elsewhere(pool: Pool, saved: Saved, source: Ranks, before: int,
         reference_step(reference, expected, step, source.data if step < STEPS else ranks.data)
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(after[name], parameter.detach(), rtol=1e-5, atol=2e-6)
+
+
+CODED = partial(Net, hidden=48)  # 6 x 48 elements: blocks of 256 are others where two ranks have 24 columns each
+
+
+def _coded(ranks: Ranks, stage: int, path: str, first: int) -> list[dict[str, dict[str, Tensor]]]:
+    """What the run had when it was saved, or restored, and one step later."""
+    with mock.patch("lt_zero.ops.moments.SMALLEST", 100):
+        run = start(ranks, stage, "adamw", CODED, optimizer_states={"dtype": "int8"})
+    if first:
+        load(run, path)
+    else:
+        run.train(range(STEPS))
+        save(run, path)
+    assert {b.moments.name for b in run.engine.buckets} == {"int8", "float32"}
+    had = everything(run)
+    run.train(range(STEPS, STEPS + 1))
+    return [had, everything(run)]
+
+
+def _same(got: dict[str, dict[str, Tensor]], want: dict[str, dict[str, Tensor]]) -> bool:
+    return all(torch.equal(got[kind][name], value) for kind, values in want.items() for name, value in values.items())
+
+
+def test_moments_in_8_bits_are_encoded_once_more_where_a_mesh_cuts_other_parts(pool: Pool, tmp_path: Path) -> None:
+    """On the same mesh, at another stage, all bits stay. Blocks are of what a rank has of a parameter."""
+    path, pair = str(tmp_path / "0.ckpt"), MESHES[1]
+    had, later = pool.run(2, _coded, pair, 1, path, 0)[0]
+    restored, after = pool.run(2, _coded, pair, 3, path, STEPS)[0]
+    assert _same(restored, had)
+    assert _same(after, later)
+    whole = pool.run(1, _coded, MESHES[0], 2, path, STEPS)[0][0]
+    assert _same({"weights": whole["weights"]}, {"weights": had["weights"]})
+    changed = 0
+    for key in ("exp_avg", "exp_avg_sq"):
+        for name, value in had[key].items():
+            expected = CodedMoments().kept(value, key).decoded() if value.numel() > 100 else value  # type: ignore[attr-defined]
+            assert torch.equal(whole[key][name], expected), (key, name)
+            changed += not torch.equal(expected, value)
+    assert changed > 0
 
 
 @pytest.mark.parametrize(("ranks", "stage"), only_rows([(MESHES[4], 1)], itertools.product(MESHES, STAGES)))

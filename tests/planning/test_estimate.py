@@ -517,7 +517,7 @@ def test_states_of_optimizers(optimizer: str | float, states: float) -> None:
 
 def test_states_of_an_instance() -> None:
     parameters = [nn.Parameter(torch.zeros(3))]
-    assert states_of(torch.optim.AdamW(parameters)) == (2, True)
+    assert states_of(torch.optim.AdamW(parameters)) == (2, "adam_step")
     assert states_of(torch.optim.AdamW(parameters, amsgrad=True))[0] == 3
     assert states_of(torch.optim.SGD(parameters, lr=1, momentum=0.9))[0] == 1
     assert not parameters[0].grad

@@ -27,6 +27,7 @@ from lt_zero.engine.layout import Piece
 from lt_zero.engine.lazy_tensor import Fragment, LazyTensor, elements_of, whole
 from lt_zero.engine.whole_model import sent
 from lt_zero.offload.store import Store, put_away
+from lt_zero.ops.moments import PlainMoments
 from lt_zero.step.average import average_of
 from lt_zero.step.param_groups import compare_options
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
@@ -354,12 +355,12 @@ def load_full_optimizer_state(
                 if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != spec.global_shape:
                     cut[number][key] = whole(value)
                     continue
-                if value.is_floating_point() and value.dtype != bucket.state_dtype:
-                    converted.add((_name_of(value.dtype), _name_of(bucket.state_dtype)))
+                if value.is_floating_point() and _name_of(value.dtype) != bucket.moments.name:
+                    converted.add((_name_of(value.dtype), bucket.moments.name))
                 if bucket.places.step.streamed:
                     streamed.setdefault(bucket, []).append((parameter, piece, key, value))
                 else:
-                    cut[number][key] = _piece_of(bucket, piece, value)
+                    cut[number][key] = bucket.moments.kept(_piece_of(bucket, piece, value), key)
         if bucket not in streamed:
             tick()
     if converted and engine.world.rank == 0:
@@ -371,7 +372,9 @@ def load_full_optimizer_state(
         for key, value in cut.get(number, {}).items():
             # torch casts states to the parameter's dtype, but here they have that of the master weights.
             if isinstance(value, Tensor) and (loaded[key].dtype != value.dtype or moves):
-                loaded[key] = value.to("cpu" if moves else loaded[key].device, copy=True)
+                here = value.to("cpu" if moves else loaded[key].device, copy=True)
+                in_form = place is not None and value.dim() > 0 and place[0].moments.keeps(value)
+                loaded[key] = place[0].moments.kept(here, key) if place is not None and in_form else here
     for bucket, states in streamed.items():  # one bucket in memory at a time
         _write_states(bucket, states, optimizer)
         for _ in {id(state[0]) for state in states}:
@@ -385,10 +388,11 @@ def _write_states(
     """Load element-wise states of a bucket, which stay in files."""
     for parameter, piece, key, value in states:
         row = _piece_of(bucket, piece, value)
-        store = bucket.state_store(key, row.dtype)
+        form = bucket.moments if row.is_floating_point() else PlainMoments(row.dtype)
+        store = bucket.state_store(key, form)
         assert store is not None
         store.write()
-        optimizer.state[parameter][key] = store.lend(piece.offset, row.shape).copy_(row)
+        optimizer.state[parameter][key] = form.view(store.lend, piece.offset, row.shape, key).copy_(row)
     bucket.put_away()
 
 
@@ -397,9 +401,8 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _piece_of(bucket: Bucket, piece: Piece, value: Tensor) -> Tensor:
-    """This rank's elements in the dtype of the running optimizer's states, which may differ from the saved one."""
+    """This rank's elements, in the dtype in which they were saved."""
     row = elements_of(value, piece.lo, piece.hi, bucket.layout.spans[piece.index].spec.local_box)
-    row = row.to(bucket.state_dtype) if row.is_floating_point() else row
     shape = bucket.shapes[piece.index]
-    row = row if isinstance(value, LazyTensor) or row.dtype != value.dtype else row.clone()
+    row = row if isinstance(value, LazyTensor) else row.clone()
     return row.view(shape) if piece.numel == torch.Size(shape).numel() else row

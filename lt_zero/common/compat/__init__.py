@@ -297,6 +297,18 @@ def aliased_arguments(func: Any) -> tuple[frozenset[int], frozenset[str]]:
     return frozenset(i for i, _ in found), frozenset(name for _, name in found)
 
 
+@functools.cache
+def written_arguments(func: Any) -> frozenset[str]:
+    """Names of the arguments that an operator of torch writes to."""
+    found = (argument for argument in func._schema.arguments if argument.alias_info is not None)
+    return frozenset(argument.name for argument in found if argument.alias_info.is_write)
+
+
+def argument_names(func: Any) -> list[str]:
+    """Names of an operator's arguments, in order."""
+    return [argument.name for argument in func._schema.arguments]
+
+
 def storage_info(file: str, offset: int, nbytes: int) -> Any:
     """The location of a chunk of a sharded checkpoint for torch's FileSystemReader."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -12,7 +12,7 @@ import torch
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_serializer, model_validator
 
 from lt_zero.common.errors import ConfigError
-from lt_zero.common.fields import Block, Dtype, Elements, Folder, Names, Params, Positive, Real, Whole, key
+from lt_zero.common.fields import Block, Dtype, Elements, Folder, MomentDtype, Names, Params, Positive, Real, Whole, key
 from lt_zero.common.numbers import to_number
 from lt_zero.common.units import parse_bytes
 
@@ -83,7 +83,11 @@ class DataTypes(Block):
 class OptimizerStates(Block):
     """The ``optimizer_states`` block: how an optimizer's moments are kept between steps."""
 
-    dtype: Dtype | None = key(None, "dtype of moments, fp32 or bf16; null: that in which the step is computed")
+    dtype: MomentDtype | None = key(
+        None,
+        "dtype of moments: fp32, bf16, or int8 for codes in blocks of 256 elements; null: that in which the step is "
+        "computed",
+    )
 
 
 class OptimizerBlock(Block):

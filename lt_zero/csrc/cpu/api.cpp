@@ -158,6 +158,14 @@ bool tensors_ok(const lt_tensors *t, int states) {
            (t->count == 0 || states < 1 || t->state1) && (t->count == 0 || states < 2 || t->state2);
 }
 
+// Moments in 8 bits: `t` is a copy that names another dtype, for the other checks.
+bool codes_ok(const lt_tensors *t) {
+    if (!t || t->state_dtype != LT_CODES || !t->levels || !t->starts) return false;
+    lt_tensors others = *t;
+    others.state_dtype = LT_FP32;
+    return tensors_ok(&others, 2);
+}
+
 bool pairs_ok(const lt_pairs *t) {
     return t && sizes_ok(t->count, t->numel) && (t->count == 0 || (t->dst && t->src)) && is_dtype(t->dst_dtype) &&
            is_dtype(t->src_dtype);
@@ -175,8 +183,8 @@ int sweep(const List &list, int threads, Work work) {
 
 template <class Options>
 int step(const lt_tensors *t, const Options *o, int states, int threads,
-         void (*kernel)(const lt_tensors &, const Options &, int64_t, int64_t, int64_t)) {
-    if (!o || !tensors_ok(t, states)) return LT_BAD_ARGUMENT;
+         void (*kernel)(const lt_tensors &, const Options &, int64_t, int64_t, int64_t), bool takes_codes = false) {
+    if (!o || !(tensors_ok(t, states) || (takes_codes && codes_ok(t)))) return LT_BAD_ARGUMENT;
     if (t->found_inf && *t->found_inf != 0.0f) return LT_OK;
     return sweep(*t, threads, [&](const Block &b) { kernel(*t, *o, b.tensor, b.lo, b.hi); });
 }
@@ -204,7 +212,7 @@ LT_API const char *lt_cpu_error(int code) {
 }
 
 LT_API int lt_cpu_adam_step(const lt_tensors *t, const lt_adam *o, int threads) {
-    return step(t, o, 2, threads, lt_kernels().adam);
+    return step(t, o, 2, threads, lt_kernels().adam, true);
 }
 
 LT_API int lt_cpu_lion_step(const lt_tensors *t, const lt_lion *o, int threads) {

@@ -9,6 +9,7 @@
 #include "cpu/topk.h"
 #include "cpu/vec.h"
 #include "update.h"
+#include "cpu/moments.h"
 
 namespace LT_NAMESPACE {
 
@@ -86,6 +87,7 @@ static void with_row(const lt_tensors &t, int64_t k, Body body) {
 
 static void adam(const lt_tensors &t, const lt_adam &options, int64_t k, int64_t lo, int64_t hi) {
     const AdamRule rule = make_rule(options);
+    if (t.state_dtype == LT_CODES) return coded_adam(t, Row(t, k), rule, lo, hi);
     with_row(t, k, [&](const auto &row) {
         for_each_vector(lo, hi, [&](auto at, int64_t i) {
             row.prefetch(i);

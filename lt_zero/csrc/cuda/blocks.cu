@@ -11,25 +11,13 @@
 //   parameters; more of them than fit are added by several launches that carry the sum in `out`.
 #include "launch.cuh"
 #include "view.cuh"
+#include "warp.cuh"
 
 #include "../codec.h"
 
 namespace lt_cuda {
 
 constexpr int kUnit = 8;  // elements of a thread's access
-constexpr int kLanes = 32;
-constexpr unsigned kWarpMask = 0xffffffffu;
-
-template <class T>
-LT_DEVICE T warp_max(T x) {
-#pragma unroll
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-        T other = __shfl_xor_sync(kWarpMask, x, distance);
-        x = other > x ? other : x;
-    }
-    return x;
-}
-
 // Exact for the sums of codec.h, and so the same in every lane.
 LT_DEVICE double warp_total(double x) {
 #pragma unroll

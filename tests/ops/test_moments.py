@@ -1,0 +1,122 @@
+"""Moments in 8 bits: what is decoded has the same codes, and a step is the same on the CPU, on CUDA and in torch."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lt_zero import ops
+from lt_zero.ops.dispatch import step_tensors
+from lt_zero.ops.header import STRUCTS
+from lt_zero.ops.moments import BLOCK, CodedMoments, CodedTensor, PlainMoments, coded_nbytes, decode, encode, tables
+from tests.support.emulated_cuda import compile_emulated, races
+
+CPU = torch.device("cpu")
+SIZES = [1, 255, 256, 257, 70_001]
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def drawn(numel: int, signed: bool, magnitude: float = 1.0) -> Tensor:
+    x = torch.randn(numel) * torch.rand(numel).pow(8) * magnitude
+    x[::7] = 0.0
+    return x if signed else x.abs()
+
+
+def codes_of(x: Tensor, signed: bool) -> Tensor:
+    out = torch.full((coded_nbytes(x.numel()),), 7, dtype=torch.uint8)
+    encode(x, signed, out)
+    return out
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_encoding_what_was_decoded_gives_the_same_codes(signed: bool) -> None:
+    torch.manual_seed(0)
+    for numel in SIZES:
+        for magnitude in (1.0, 1e-15, 1e-30, 1e-38, 1e30):
+            x = drawn(numel, signed, magnitude)
+            codes = codes_of(x, signed)
+            values = decode(codes, numel, signed)
+            assert torch.equal(codes_of(values, signed), codes), (numel, magnitude)
+            blocks = torch.nn.functional.pad(x, (0, -numel % BLOCK)).view(-1, BLOCK).abs().amax(1)
+            bound = (blocks * (0.0107 if signed else 0.0036)).repeat_interleave(BLOCK)[:numel] + 1.1e-30
+            assert ((values - x).abs() <= bound).all(), (numel, magnitude)  # half a step of the uppermost decade
+            assert ((values == 0) == (x == 0))[blocks.repeat_interleave(BLOCK)[:numel] > 1e-30].all() or signed
+
+
+def test_every_code_is_reached_and_steps_are_found_in_the_table() -> None:
+    table = tables(CPU)
+    for signed, count in ((True, 128), (False, 256)):
+        levels, middles = table.of(signed)
+        assert levels.numel() == count
+        assert (levels[1:] > levels[:-1]).all()
+        upper = middles.view(torch.int32) >> 16
+        assert upper.unique().numel() == count - 1, "a kernel compares with one of them"
+        assert codes_of(levels, signed)[:count].tolist() == list(range(count))
+
+
+def test_a_block_with_a_value_that_is_not_finite() -> None:
+    x = torch.ones(2 * BLOCK)
+    for bad in (torch.inf, torch.nan):
+        x[3] = bad
+        values = decode(codes_of(x, True), x.numel(), True)
+        assert values[:BLOCK].isnan().all()
+        assert (values[BLOCK:] == 1).all()
+
+
+def lists(dtype: torch.dtype, out: bool) -> list[list[Tensor]]:
+    torch.manual_seed(1)
+    found = [[torch.randn(n) for n in SIZES], [(torch.randn(n) * torch.rand(n).pow(4)).to(dtype) for n in SIZES]]
+    found += [[codes_of(drawn(n, signed, 0.1), signed) for n in SIZES] for signed in (True, False)]
+    return [*found, [torch.zeros(n, dtype=torch.bfloat16) for n in SIZES] if out else []]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel_is_the_reference(dtype: torch.dtype) -> None:
+    mine, theirs = (lists(dtype, dtype == torch.bfloat16) for _ in range(2))
+    for step in (1.0, 2.0, 3.0):
+        ops.adam_step(*mine, step=step, **OPTIONS)
+        ops.adam_step_reference(*theirs, step=step, **OPTIONS)
+        for some, others in zip(mine, theirs, strict=True):
+            assert all(map(torch.equal, some, others)), step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cuda_emulated_is_the_cpu(tmp_path: Path, dtype: torch.dtype) -> None:
+    library = compile_emulated(tmp_path, ["adam", "runtime"])
+    mine, theirs = (lists(dtype, True) for _ in range(2))
+    options = STRUCTS["lt_adam"](step=2.0, decoupled=1, **OPTIONS)
+    described = step_tensors(mine[0], mine[1], (mine[2], mine[3]), mine[4], codes=True)
+    assert library.lt_cuda_adam_step(ctypes.byref(described), ctypes.byref(options), None) == 0
+    ops.adam_step(*theirs, step=2.0, **OPTIONS)
+    for some, others in zip(mine, theirs, strict=True):
+        assert all(map(torch.equal, some, others))
+    assert races(library) == []
+
+
+def test_arguments_that_do_not_fit() -> None:
+    rows = lists(torch.float32, False)
+    with pytest.raises(ValueError, match=r"260 contiguous bytes on cpu.* for codes of 1 elements"):
+        ops.adam_step(rows[0], rows[1], [r[:-4] for r in rows[2]], rows[3], step=1.0, **OPTIONS)
+    with pytest.raises(ValueError, match="uint8"):
+        ops.lion_step(rows[0], rows[1], rows[2], lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0)
+
+
+def test_a_coded_tensor_is_read_and_written_as_any_other() -> None:
+    form, x = CodedMoments(), drawn(600, True).view(20, 30)
+    coded = form.kept(x, "exp_avg")
+    assert isinstance(coded, CodedTensor)
+    values = PlainMoments(torch.float32).kept(coded, "exp_avg")
+    assert (coded.shape, coded.dtype, values.shape) == (x.shape, torch.float32, x.shape)
+    assert torch.equal(coded + 1, values + 1)
+    assert torch.equal(coded.clone(), values)
+    assert coded.mul_(2) is coded
+    assert torch.equal(PlainMoments(torch.float32).kept(coded, ""), values * 2)
+    coded.copy_(values)
+    torch.testing.assert_close(coded.decoded(), values, rtol=0, atol=0)
+    assert torch.equal(form.kept(coded, "exp_avg"), values)
