@@ -34,7 +34,9 @@ class Backend:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._real = {name: getattr(dist.ProcessGroup, name) for name in self.NAMES if hasattr(dist.ProcessGroup, name)}
+        # As the class has them: what getattr returns would not be bound to an instance when it is put back.
+        own = vars(dist.ProcessGroup)
+        self._real = {name: own[name] for name in self.NAMES if name in own}
 
     def __enter__(self) -> Backend:
         for name, real in self._real.items():

@@ -60,7 +60,7 @@ def test_adam_without_bias_correction(decoupled: bool) -> None:
         state = [corrected_not(*s, g, decoupled) for s, g in zip(state, grads, strict=True)]
         assert parameter.tolist() == pytest.approx([w for w, _, _ in state], abs=1e-12)
     assert set(optimizer.state[parameter]) == {"step", "exp_avg", "exp_avg_sq"}, "what torch's Adam has"
-    assert not FusedStep.fits(optimizer), "the kernel corrects"
+    assert not FusedStep.operation_of(optimizer), "the kernel corrects"
 
 
 @pytest.mark.parametrize("maximize", [False, True])
