@@ -5,10 +5,10 @@ answer them: a CPU runs the code for streams then, with each access checked for 
 they are built for CUDA and loaded by ops/.
 
 Note [Streams and events of one kind]
-    torch has streams and events for any accelerator (torch.Stream, torch.Event), and those of torch.cuda, which are
-    subclasses. Each keeps its handle in its own place: a torch.Stream that is told to wait for a torch.cuda.Event looks
-    at a place that was never filled, and waits for nothing, without an error. So on CUDA all of them are torch.cuda's,
-    whose events can also let a host thread sleep, and elsewhere all are the general ones.
+    torch has streams and events for any accelerator (torch.Stream, torch.Event), and others for CUDA
+    (torch.cuda.Stream, torch.cuda.Event). The two kinds must not be mixed: a torch.Stream does not wait for a
+    torch.cuda.Event, and raises no error. So on CUDA this module makes torch.cuda's only, whose events can also let a
+    host thread sleep. Elsewhere it makes the general ones only.
 """
 
 from __future__ import annotations
