@@ -66,3 +66,13 @@ def test_sums_rows_and_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
         NF4.decode_sum([torch.zeros(3, dtype=torch.uint8)], total)
     with pytest.raises(ValueError, match="at least one"):
         NF4.decode_sum([], total)
+
+
+def test_levels_are_quantiles_of_a_normal_distribution() -> None:
+    """Appendix E of arXiv:2305.14314: seven negative ones, 0 and eight positive ones, relative to the largest."""
+    outermost = (1 - 1 / 32 + 1 - 1 / 30) / 2
+    positive, negative = (
+        torch.special.ndtri(torch.linspace(outermost, 0.5, count, dtype=torch.float64)[:-1]) for count in (9, 8)
+    )
+    wanted = torch.cat([positive, positive.new_zeros(1), -negative]).sort().values / positive.max()
+    torch.testing.assert_close(torch.tensor(LEVELS, dtype=torch.float64), wanted, rtol=0, atol=1e-6)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.support.docs_tools import names_of_script
-from tests.support.lightning_tools import QUIET, torchrun_env
+from tests.support.docs_tools import losses_of_page
+from tests.support.lightning_tools import torchrun_env
 from tests.support.pool import Pool
 from tests.support.sequences import whole
 
@@ -27,20 +24,9 @@ def cut_there(rows: list[Tensor]) -> dict[str, Tensor]:
 
 
 def _losses(alone: bool) -> list[float]:
-    found = names_of_script("test_sequence_page")
-    losses = list[float]()
-
-    class Model(found["Model"]):  # type: ignore[name-defined, misc]
-        def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-            losses.append(float(outputs["loss"]))
-
-    torch.manual_seed(3)
-    model = Model()
     drawn = torch.randint(0, 256, (8, 10), generator=torch.Generator().manual_seed(1))
     loader = DataLoader(drawn, batch_size=2, collate_fn=cut_here if alone else cut_there)  # type: ignore[arg-type]
-    how = {"strategy": "auto" if alone else found["trainer"].strategy, "devices": 1 if alone else 2, "max_epochs": 2}
-    L.Trainer(**{**QUIET, **how, "use_distributed_sampler": False}).fit(model, loader)
-    return losses
+    return losses_of_page("test_sequence_page", loader, alone)
 
 
 def _over_ranks() -> list[float]:

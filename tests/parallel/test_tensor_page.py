@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.support.docs_tools import names_of_script
-from tests.support.lightning_tools import QUIET, torchrun_env
+from tests.support.docs_tools import losses_of_page
+from tests.support.lightning_tools import torchrun_env
 from tests.support.pool import Pool
 
 
 def _losses(alone: bool) -> list[float]:
-    found = names_of_script("test_tensor_page")
-    losses = list[float]()
-
-    class Model(found["Model"]):  # type: ignore[name-defined, misc]
-        def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-            losses.append(float(outputs["loss"]))
-
-    torch.manual_seed(3)
-    model = Model()
     rows = torch.randn(24, 32, generator=torch.Generator().manual_seed(1))
-    how = {"strategy": "auto" if alone else found["trainer"].strategy, "devices": 1 if alone else 2, "max_epochs": 2}
-    loader = DataLoader(rows, batch_size=8)  # type: ignore[arg-type]
-    L.Trainer(**{**QUIET, **how, "use_distributed_sampler": False}).fit(model, loader)
-    return losses
+    return losses_of_page("test_tensor_page", DataLoader(rows, batch_size=8), alone)  # type: ignore[arg-type]
 
 
 def _over_ranks() -> list[float]:

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 import lt_zero
 import lt_zero.ops
 import lt_zero.optim
+from tests.support.lightning_tools import QUIET
 from tests.support.paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -140,6 +141,21 @@ def names_of_script(test: str) -> dict[str, Any]:
     with patch.object(L, "Trainer", AskedTrainer):
         run_text(block.text, str(block), found)
     return found
+
+
+def losses_of_page(test: str, loader: DataLoader[Any], alone: bool) -> list[float]:
+    """The losses of ``Model`` of the script that the module ``test`` runs, on one process or as its trainer says."""
+    found = names_of_script(test)
+    losses = list[float]()
+
+    class Model(found["Model"]):  # type: ignore[name-defined, misc]
+        def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+            losses.append(float(outputs["loss"]))
+
+    torch.manual_seed(3)
+    how = {"strategy": "auto" if alone else found["trainer"].strategy, "devices": 1 if alone else 2, "max_epochs": 2}
+    L.Trainer(**{**QUIET, **how, "use_distributed_sampler": False}).fit(Model(), loader)
+    return losses
 
 
 def execute(block: Block) -> None:
