@@ -35,8 +35,7 @@ typedef struct {
     const float *scale;         // gradients are multiplied by *scale * *clip; NULL counts as 1
     const float *clip;
     const float *found_inf;     // if not NULL and *found_inf != 0, nothing is written
-    const float *levels;        // of LT_CODES: numbers and starts of lt_zero/ops/moments.py, on the device
-    const void *starts;
+    const float *levels;        // of LT_CODES: the numbers of lt_zero/ops/moments.py, on the device
 } lt_tensors;
 
 typedef struct {
@@ -92,6 +91,7 @@ typedef struct {
     int64_t block;              // elements, a multiple of 16 up to 65536
     int32_t bits;               // of an element: 8, 4, 2 or 1
     int32_t dtype;              // lt_dtype of x, or of what is decoded
+    int32_t normal;             // of 4 bits: levels of NormalFloat (lt_zero/ops/nf4.py) instead of uniform ones
 } lt_blocks;
 
 // A tensor [batch, heads, length, dim] whose last dimension is contiguous; strides in elements.

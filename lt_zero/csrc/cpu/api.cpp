@@ -160,7 +160,7 @@ bool tensors_ok(const lt_tensors *t, int states) {
 
 // Moments in 8 bits: `t` is a copy that names another dtype, for the other checks.
 bool codes_ok(const lt_tensors *t) {
-    if (!t || t->state_dtype != LT_CODES || !t->levels || !t->starts) return false;
+    if (!t || t->state_dtype != LT_CODES || !t->levels) return false;
     lt_tensors others = *t;
     others.state_dtype = LT_FP32;
     return tensors_ok(&others, 2);
