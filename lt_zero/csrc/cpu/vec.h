@@ -52,6 +52,16 @@ static inline Vec operator*(Vec a, Vec b) { return a.x * b.x; }
 static inline Vec operator/(Vec a, Vec b) { return a.x / b.x; }
 static inline Vec operator-(Vec a) { return -a.x; }
 
+#if !defined(__AVX2__)
+// A vector of what each lane's number is mapped to. Made by assignments to lanes, it would be read from memory before
+// they have all arrived there.
+template <class T, class Map>
+static inline T each_lane(Map map) {
+    static_assert(W == 4, "one argument for each lane");
+    return T{map(0), map(1), map(2), map(3)};
+}
+#endif
+
 static inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
     return (Lanes)_mm512_fmadd_ps((__m512)a.x, (__m512)b.x, (__m512)c.x);
@@ -60,9 +70,7 @@ static inline Vec fma(Vec a, Vec b, Vec c) {
 #elif defined(__aarch64__)
     return (Lanes)vfmaq_f32((float32x4_t)c.x, (float32x4_t)a.x, (float32x4_t)b.x);
 #else
-    Vec r;
-    for (int i = 0; i < W; i++) r.x[i] = fmaf(a.x[i], b.x[i], c.x[i]);
-    return r;
+    return each_lane<Lanes>([&](int i) { return fmaf(a.x[i], b.x[i], c.x[i]); });
 #endif
 }
 
@@ -93,9 +101,7 @@ static inline Vec sqrt(Vec a) {
 #elif defined(__aarch64__)
     return (Lanes)vsqrtq_f32((float32x4_t)a.x);
 #else
-    Vec r;
-    for (int i = 0; i < W; i++) r.x[i] = sqrtf(a.x[i]);
-    return r;
+    return each_lane<Lanes>([&](int i) { return sqrtf(a.x[i]); });
 #endif
 }
 
@@ -141,9 +147,7 @@ static inline Vec look_up(const float *table, Ints index) {
         return (Lanes)_mm256_i32gather_ps(table, (__m256i)index, 4);
     }
 #else
-    Vec r;
-    for (int i = 0; i < W; i++) r.x[i] = table[index[i]];
-    return r;
+    return each_lane<Lanes>([&](int i) { return table[index[i]]; });
 #endif
 }
 
@@ -204,11 +208,9 @@ static inline Vec from_half(const void *p) {
 #elif defined(__aarch64__)
     return (Lanes)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t *)p)));
 #else
-    Vec r;
     uint16_t h[W];
     memcpy(h, p, sizeof h);
-    for (int i = 0; i < W; i++) r.x[i] = half_to_float(h[i]);
-    return r;
+    return each_lane<Lanes>([&](int i) { return half_to_float(h[i]); });
 #endif
 }
 
@@ -260,11 +262,7 @@ static inline Ints from_bytes(const void *p) {
 #elif defined(__AVX2__)
     return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
 #else
-    uint8_t bytes[W];
-    memcpy(bytes, p, sizeof bytes);
-    Ints r;
-    for (int i = 0; i < W; i++) r[i] = bytes[i];
-    return r;
+    return each_lane<Ints>([&](int i) { return (int32_t)((const uint8_t *)p)[i]; });
 #endif
 }
 
