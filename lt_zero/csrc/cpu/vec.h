@@ -147,6 +147,12 @@ static inline Vec look_up(const float *table, Ints index) {
         return (Lanes)_mm256_i32gather_ps(table, (__m256i)index, 4);
     }
 #else
+#if defined(__aarch64__)
+    if constexpr (COUNT == 16) {  // by bytes: the four of number k are 4 k ... 4 k + 3
+        const uint8x16x4_t bytes = vld1q_u8_x4((const uint8_t *)table);
+        return (Lanes)vqtbl4q_u8(bytes, (uint8x16_t)(index * 0x04040404 + 0x03020100));
+    }
+#endif
     return each_lane<Lanes>([&](int i) { return table[index[i]]; });
 #endif
 }
