@@ -82,6 +82,16 @@ typedef struct {
     const float *scale;         // or NULL
 } lt_pairs;
 
+// fp32 to bf16, rounded up or down at random; lt_zero/ops/rounding.py describes it.
+typedef struct {
+    int64_t numel;
+    int64_t first, row, stride; // where the elements are in their parameter
+    uint64_t seed;              // of the parameter
+    uint64_t step;
+    const float *src;
+    void *dst;
+} lt_rounding;
+
 // Flat tensors of `numel` elements, one row behind the other, in blocks with a scale each. Each row has a buffer of its
 // own, and these follow each other, too; lt_zero/ops/quantize.py describes them.
 typedef struct {
@@ -141,6 +151,7 @@ int lt_cpu_lamb_apply(const lt_tensors *, const lt_lamb *, const float *rate, in
 int lt_cpu_norm_squared(const lt_mixed *, double *result, int threads);  // added up in fp64, in an order of its own
 int lt_cpu_accumulate(const lt_pairs *, int threads);  // dst += factor * src, dst in fp32
 int lt_cpu_cast_scale(const lt_pairs *, int threads);  // dst = factor * src, rounded once
+int lt_cpu_round_stochastic(const lt_rounding *, int threads);
 
 // out = codes and scales of x + residual; residual (fp32, or NULL) = what they do not represent.
 int lt_cpu_encode_blocks(const lt_blocks *, const void *x, float *residual, void *out, int threads);

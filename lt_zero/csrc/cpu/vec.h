@@ -246,10 +246,9 @@ static inline Vec from_bfloat(const void *p) {
 #endif
 }
 
-static inline void to_bfloat(void *p, Vec a) {
-    Bits bits = (Bits)a.x;
-    Bits rounded = bits + 0x7fff + (bits >> 16 & 1);
-    Bits h = (a.x == a.x ? rounded : Bits{} + 0x7fc00000) >> 16;  // NaN stays NaN
+// Stores the upper halves.
+static inline void store_upper(void *p, Bits bits) {
+    const Bits h = bits >> 16;
 #if defined(__AVX2__) && !defined(__AVX512F__)
     const __m128i lo = _mm256_castsi256_si128((__m256i)h), hi = _mm256_extracti128_si256((__m256i)h, 1);
     _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(lo, hi));
@@ -257,6 +256,12 @@ static inline void to_bfloat(void *p, Vec a) {
     Halves halves = __builtin_convertvector(h, Halves);
     memcpy(p, &halves, sizeof halves);
 #endif
+}
+
+static inline void to_bfloat(void *p, Vec a) {
+    Bits bits = (Bits)a.x;
+    Bits rounded = bits + 0x7fff + (bits >> 16 & 1);
+    store_upper(p, a.x == a.x ? rounded : Bits{} + 0x7fc00000);  // NaN stays NaN
 }
 
 // ---- 8 bits ------------------------------------------------------------------------------------------------------
