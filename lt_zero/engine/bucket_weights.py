@@ -14,7 +14,7 @@ from lt_zero.common.compat import without_grad
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import BackgroundStep
-from lt_zero.offload.store import Gap, Place, Places, Store, put_away
+from lt_zero.offload.store import WEIGHTS, Gap, Place, Places, Store, put_away
 from lt_zero.ops.codecs import Codec
 
 
@@ -65,11 +65,11 @@ class MasterWeights:
             return store
 
         if not plan.trains:
-            self.frozen = stored(self.places.gather, "weights", plan.precision)
+            self.frozen = stored(self.places.gather, WEIGHTS, plan.precision)
         else:
             self.master = stored(self.places.step, "master", plan.precision)
         if plan.copies_weights:
-            self.copy = stored(self.places.gather, "weights", plan.dtype)
+            self.copy = stored(self.places.gather, WEIGHTS, plan.dtype)
         elif plan.trains and not self.sharded:
             self.copy = Store.of(self.shard)
         if plan.trains and self.copy is not NO_COPY:
