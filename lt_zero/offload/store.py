@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -294,3 +294,14 @@ def stream(
     for stores in leaving:
         for store in stores:
             store.wait_written()
+
+
+class Sized(Protocol):
+    """A code with a fixed number of bytes."""
+
+    def nbytes(self, numel: int) -> int: ...
+
+
+def record_nbytes(numel: int, dtype: torch.dtype, codec: Sized | None = None) -> int:
+    """Bytes of a tensor of ``numel`` elements; ``codec``: it rests encoded. Files round them up to full blocks."""
+    return numel * dtype.itemsize if codec is None else codec.nbytes(numel)
