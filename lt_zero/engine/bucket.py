@@ -138,6 +138,8 @@ class Bucket:
         dtype, sharding = plan.dtype, plan.sharding
         self.params = [p for _, p in plan.parameters]
         self.is_cut = storage.is_cut  # this rank steps, and gets the gradients of, a shard
+        self.is_whole = storage.is_whole  # which may be all elements
+        self.staged = storage.staged  # see sharded_optimizer.py, Note [Staged buckets]
         self.layout = plan.layout_in(group.mesh.shards, group.size)
         self.counted = storage.counted  # elements, where ranks of all groups have to decide alike
         self.shapes = [span.shape for span in self.layout.spans]
@@ -365,11 +367,6 @@ class Bucket:
 
     # ---- parameters --------------------------------------------------------------------------------------------
 
-    @property
-    def is_whole(self) -> bool:
-        """True if this rank steps all elements, and gets their gradients, not those of a shard."""
-        return self.storage.is_whole
-
     def pieces_of(self, index: int) -> list[Piece]:
         """This rank's piece of parameter ``index``: none or one."""
         return self._piece_of.get(index, [])
@@ -401,11 +398,6 @@ class Bucket:
         """True if the bucket has trainable parameters and all of them have a gradient from the running backward."""
         trainable = [p for p in self.params if p.requires_grad]
         return bool(trainable) and all([p.grad is not None for p in trainable])
-
-    @property
-    def staged(self) -> bool:
-        """True if the optimizer steps copies in another dtype. See sharded_optimizer.py, Note [Staged buckets]."""
-        return self.storage.staged
 
     # ---- stores ------------------------------------------------------------------------------------------------
 
