@@ -41,8 +41,8 @@ from lt_zero.engine.layout import Piece, gaps_between
 from lt_zero.engine.lazy_tensor import elements_of, whole
 from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.storage_plan import StoragePlan
-from lt_zero.offload.background import BackgroundStep, Job
-from lt_zero.offload.store import Place, Places, Store, device_place, put_away
+from lt_zero.offload.background import Job
+from lt_zero.offload.store import BackgroundStep, Place, Places, Store, device_place, put_away
 from lt_zero.ops.moments import MomentForm
 
 
