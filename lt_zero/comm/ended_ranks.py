@@ -32,7 +32,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -41,7 +41,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm.work import CollectiveId, CollectiveMonitor
 from lt_zero.common.errors import add_note
-from lt_zero.common.users_code import is_users
+from lt_zero.common.users_code import innermost, is_users, user_line
 from lt_zero.common.variables import switched
 
 _T = TypeVar("_T")
@@ -314,27 +314,6 @@ def summary(error: BaseException) -> str:
     """Type, first line and place of an error."""
     text = str(error).strip().split("\n", 1)[0][:300]
     return f"{type(error).__name__}{f': {text}' if text else ''} ({user_line(innermost(error.__traceback__))})"
-
-
-# ---- frames --------------------------------------------------------------------------------------------------------
-
-
-def innermost(trace: TracebackType | None) -> FrameType | None:
-    """The frame in which an exception was raised."""
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace.tb_frame if trace is not None else None
-
-
-def user_line(frame: FrameType | None) -> str:
-    """``file:line`` of the innermost frame outside of this package, Lightning and torch."""
-    first = frame
-    while frame is not None and not is_users(frame):
-        frame = frame.f_back
-    shown = frame or first
-    if shown is None:
-        return "an unknown place"
-    return f"{shown.f_code.co_filename.removeprefix(os.path.join(os.getcwd(), ''))}:{shown.f_lineno}"
 
 
 # ---- the end of the process ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -270,10 +271,10 @@ def closing_if_unanswered(probed: bool, link_timeout: float = LINK_TIMEOUT_S) ->
     seconds = link_timeout if probed else link_timeout + _LATER_S
     before = _sockets()
     yield
-    for name, number in _sockets().items() - before.items():
+    for inode, number in _sockets().items() - before.items():
         # The socket may have been closed since it was listed.
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as opened:
-            if name in before or opened.type != socket.SOCK_STREAM or opened.family == socket.AF_UNIX:
+            if inode in before or opened.type != socket.SOCK_STREAM or opened.family == socket.AF_UNIX:
                 continue
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(math.ceil(seconds / 4), _LONGEST_IDLE_S))
@@ -304,14 +305,17 @@ def joining(link_timeout: float = LINK_TIMEOUT_S) -> Iterator[None]:
         ) from error
 
 
-def _sockets() -> dict[str, int]:
-    """The sockets of this process: their names in /proc, and a descriptor of each."""
+def _sockets() -> dict[int, int]:
+    """The sockets of this process: their inodes, and a descriptor of each."""
     found = {}
     with suppress(OSError):
-        for entry in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # closed since
-                if (name := os.readlink(f"/proc/self/fd/{entry}")).startswith("socket:"):
-                    found[name] = int(entry)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            try:
+                about = os.fstat(number)
+            except OSError:  # closed since
+                continue
+            if stat.S_ISSOCK(about.st_mode):
+                found[about.st_ino] = number
     return found
 
 

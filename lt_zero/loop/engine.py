@@ -35,7 +35,7 @@ from lt_zero.checkpoint.native.load import (
 )
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.save import LOOP
-from lt_zero.checkpoint.open import LATEST, load_same, opened_source, read_latest
+from lt_zero.checkpoint.open import LATEST, latest_of, load_same, opened_source
 from lt_zero.comm.launchers import local_rank
 from lt_zero.comm.process_groups import own_gpu
 from lt_zero.comm.world import World, together
@@ -458,9 +458,7 @@ class TrainingEngine(EngineQueries):
         named = _same_tag(world, tag, "engine.load_checkpoint")
         self.session.saver.wait(world)  # it may be the one being written
         if named is None:
-            with world.agree("reading the latest checkpoint's name", CheckpointError):
-                found = read_latest(load_dir) if world.rank == 0 else None
-            named = world.host_broadcast(found, "the latest checkpoint")
+            named = latest_of(world, load_dir)
         if named is None:
             return None, {}
         path = inside(load_dir, named)
@@ -482,16 +480,10 @@ class TrainingEngine(EngineQueries):
             restore_weights(self.module, self.engine, self._config, weights, load_module_strict, left_out)
         self.zero_grad()  # of other weights
         self._pending, self._scaled = 0, False
-        if only_weights:
-            return path, dict(own.get("client_state", {}))
-        if state is not None and self._sharded is not None:
-            Progress.of(saved).restore(self.engine, self.loss_scale_controller)
-            restore_optimizers(self.engine, {0: (self._sharded.optimizer, state)})
-        if load_lr_scheduler_states and how.load_lr_scheduler_states:
-            self._load_schedule(schedules, path)
-        self.global_steps = int(own.get("global_steps", saved.get("global_step", 0)))
-        self.micro_steps = int(own.get("micro_steps", self.global_steps * self._gas))
-        self.global_samples = int(own.get("global_samples", 0))
+        if not only_weights:
+            self._go_on(saved, own, state)
+            if load_lr_scheduler_states and how.load_lr_scheduler_states:
+                self._load_schedule(schedules, path)
         return path, dict(own.get("client_state", {}))
 
     def _fitting_state(self, names: OnAllRanks | None, states: Sequence[Any], path: str) -> Mapping[str, Any] | None:
@@ -502,6 +494,15 @@ class TrainingEngine(EngineQueries):
             text = f"has {len(states)} optimizers, and the engine one. Load with load_optimizer_states=False"
             raise CheckpointError(f"The checkpoint {path} {text}.")
         return fitting_state(states[0], self.optimizer, self.engine, names, 0, self.world.rank == 0)
+
+    def _go_on(self, saved: Mapping[str, Any], own: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
+        """Go on from the step of a checkpoint with these entries, with the optimizer's ``state`` unless it is None."""
+        if state is not None and self._sharded is not None:
+            Progress.of(saved).restore(self.engine, self.loss_scale_controller)
+            restore_optimizers(self.engine, {0: (self._sharded.optimizer, state)})
+        self.global_steps = int(own.get("global_steps", saved.get("global_step", 0)))
+        self.micro_steps = int(own.get("micro_steps", self.global_steps * self._gas))
+        self.global_samples = int(own.get("global_samples", 0))
 
     def _load_schedule(self, saved: Sequence[Any] | None, path: str) -> None:
         if self.lr_scheduler is not None and saved:

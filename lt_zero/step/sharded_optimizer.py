@@ -30,7 +30,6 @@ from torch.utils.hooks import RemovableHandle
 from lt_zero.common.arguments import expect
 from lt_zero.common.compat import bare_step, version_of, without_grad
 from lt_zero.common.module_hooks import ProcessLocal
-from lt_zero.common.users_code import warn
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.inplace_edits import check_all
@@ -179,12 +178,7 @@ class ShardedOptimizer(ProcessLocal):
         self.fused = FusedStep(self.fragments, self._norms) if fused else None
         self.grads = ReducedGrads(self.fragments)
         self.overlap = Overlap(self.fragments, self.fused, self.grads)
-        if manager.partially_stepped:
-            warn(
-                f"Training goes on although the weights of {manager.partially_stepped} are a step ahead "
-                "of the others: load a checkpoint.",
-            )
-            manager.partially_stepped = ""
+        manager.accept_partially_stepped()
         self.fragments.adopt_state()
         # Hooks and one attribute: the optimizer keeps its class, and copies and pickles have neither.
         before = ShardedOptimizer.of(optimizer)
