@@ -39,11 +39,10 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.config.rules import one_bit
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.divergence import remedy
 from lt_zero.engine.engine import Engine, has_groups
 from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
 from lt_zero.engine.full_params import install_load_hooks, use_outside
-from lt_zero.engine.gather import Unit
+from lt_zero.engine.gather import Unit, remedy
 from lt_zero.engine.guard import Owner, owner_of
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
@@ -56,6 +55,7 @@ from lt_zero.exchange.plan import plan_codecs, plan_exchange
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.offload.host_store import is_apart
 from lt_zero.ops.library import missing
+from lt_zero.ops.rounding import NEAREST, RoundStochastic, WeightRounding
 from lt_zero.planning.check import check_build
 from lt_zero.tiles.huggingface import install as install_tiles
 
@@ -210,7 +210,8 @@ def _build(
     of_bucket = {bucket: groups.get(bucket.parameters[0][1], group) for bucket in plan.buckets}
     planned = plan_exchange(config, plan, policy, group)
     codecs = partial(plan_codecs, config, planned, training)
-    storage = plan_storage(plan, config, policy, group, is_apart(device), codecs, training)
+    rounding = _rounding_of(policy, world)
+    storage = plan_storage(plan, config, policy, group, is_apart(device), codecs, training, rounding)
     exchange = exchange_of(planned, config, plan, group, of_bucket.values())
     shared = owner, deque[Bucket]()
     made = {b: Bucket(b, storage[b], its, gathers_of(storage[b]), *shared) for b, its in of_bucket.items()}
@@ -235,6 +236,13 @@ def _build(
     if training:
         install(engine)
     return engine
+
+
+def _rounding_of(policy: DtypePolicy, world: World) -> WeightRounding:
+    """The rounding of the weights of a step. Collective if it is stochastic: all ranks take the seed of rank 0."""
+    if not policy.stochastic:
+        return NEAREST
+    return RoundStochastic(world.host_gather(torch.initial_seed(), "seed of stochastic rounding")[0])
 
 
 def _check_specs(module: nn.Module, specs: Iterable[ParamSpec]) -> None:

@@ -103,28 +103,28 @@ def export(
         CheckpointError: the checkpoint cannot be read, or the files cannot be written, or the folder has weights;
             existing files are unchanged.
     """
-    if not hasattr(checkpoint, "weights"):
-        remedy = "pass a checkpoint's path. Weights that train are exported by strategy.export"
-        expect(checkpoint, (str, os.PathLike), "lt_zero.export(checkpoint=...)", remedy)
-    expect_path(out, "lt_zero.export(out=...)")
+    _expect_places(checkpoint, out)
     kind, target = _dtype(dtype), _target(checkpoint, out, format, shard_size, overwrite)
     if training_state or target.format == _UNIVERSAL:
-        _check_resumable(target, dtype, strip_prefix)
-        if merge_lora is not None:
-            raise ValueError("merge_lora cannot be combined with training_state: the optimizer trains the factors.")
-    source = open_source(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
-    if merge_lora is not None:
-        source = MergedSource(source, LoraScaling.of(merge_lora))
+        _check_resumable(target, dtype, strip_prefix, merge_lora is not None)
+    source = _opened(checkpoint, merge_lora)
     if strip_prefix is None and (target.format == "safetensors" or target.shard_size is not None):
         _warn_of_prefix(source.weights)
     with progress_bar(f"Exporting {target.path.name}", rank=0, in_bytes=True, shown=progress) as work:
         cast = Cast(source, kind, keep_fp32, work.advance, strip_prefix or "")
-        specs = [cast.spec(name) for name in cast.names]
-        specs += _training_state(source, target.format) if training_state else []
+        specs = [*map(cast.spec, cast.names), *(_training_state(source, target.format) if training_state else ())]
         work.total = sum(spec.nbytes for spec in specs)
         files = _write(cast, target, specs, training_state)
     cast.warn()
     return files
+
+
+def _opened(
+    checkpoint: CheckpointSource | str | os.PathLike[str], merge_lora: float | str | os.PathLike[str] | None
+) -> CheckpointSource:
+    """The checkpoint, open, with its adapters merged if ``merge_lora`` says how they are scaled."""
+    source = open_source(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
+    return source if merge_lora is None else MergedSource(source, LoraScaling.of(merge_lora))
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -134,18 +134,27 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     return kind
 
 
-def _check_resumable(target: _Target, dtype: torch.dtype | str, strip_prefix: str | None) -> None:
+def _expect_places(checkpoint: CheckpointSource | str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+    """Raise TypeError if something else is passed."""
+    if not hasattr(checkpoint, "weights"):
+        remedy = "pass a checkpoint's path. Weights that train are exported by strategy.export"
+        expect(checkpoint, (str, os.PathLike), "lt_zero.export(checkpoint=...)", remedy)
+    expect_path(out, "lt_zero.export(out=...)")
+
+
+def _check_resumable(target: _Target, dtype: torch.dtype | str, strip_prefix: str | None, merges: bool) -> None:
     """Raise ValueError if a run could not resume from the file."""
     if target.format == _UNIVERSAL:
         if _dtype(dtype) != torch.float32:
             raise ValueError(f"format {_UNIVERSAL} has weights in fp32: add --dtype fp32 (dtype is {dtype}).")
-        return
-    if target.format != "ckpt" or _dtype(dtype) != torch.float32:
+    elif target.format != "ckpt" or _dtype(dtype) != torch.float32:
         raise ValueError(
             f"training_state requires format ckpt or {_UNIVERSAL} and dtype fp32, not {target.format} and {dtype}."
         )
-    if strip_prefix:
+    elif strip_prefix:
         raise ValueError("strip_prefix cannot be combined with training_state: runs resume under the saved names.")
+    if merges:
+        raise ValueError("merge_lora cannot be combined with training_state: the optimizer trains the factors.")
 
 
 def _write(cast: Cast, target: _Target, specs: Sequence[Spec], training_state: bool) -> list[Path]:

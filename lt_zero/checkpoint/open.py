@@ -110,6 +110,18 @@ def read_latest(folder: str | os.PathLike[str]) -> str | None:
     return found
 
 
+def latest_of(world: World, folder: str | os.PathLike[str]) -> str | None:
+    """``read_latest`` on rank 0, for all ranks. Collective.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    with world.agree("reading the latest checkpoint's name", CheckpointError):
+        found = read_latest(folder) if world.rank == 0 else None
+    name: str | None = world.host_broadcast(found, "the latest checkpoint")
+    return name
+
+
 def open_source(
     path: str | os.PathLike[str],
     tag: str | None = None,

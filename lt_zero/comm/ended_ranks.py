@@ -32,7 +32,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -41,7 +41,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm.work import CollectiveId, CollectiveMonitor
 from lt_zero.common.errors import add_note
-from lt_zero.common.users_code import is_users
+from lt_zero.common.users_code import innermost, is_users, user_line
 from lt_zero.common.variables import switched
 
 _T = TypeVar("_T")
@@ -92,6 +92,7 @@ class EndedRanks:
     Attributes:
         hosts: the name of each rank's host, for messages; [] if they are not known.
         posted: whether this rank has told of its end.
+        told, own: the error that it has told, "" without one; whether that was its own.
         lost: ranks to which the connection was lost, and the kernel's word for it.
         server_gone: whether the process of global rank 0, which may serve the store, was found to have ended.
     """
@@ -109,7 +110,7 @@ class EndedRanks:
         self._begun: Counter[str] = Counter()
         self._scope: str | None = None  # what has ended, as this rank has told
         self._told = 0  # number of this rank's first error in the list of errors
-        self._own = False  # whether it was an error of its own
+        self.told, self.own = "", False
         self._read = 0  # errors of the list that this rank has read
         self._errors: dict[int, End] = {}
         self._lock = threading.Lock()
@@ -140,7 +141,7 @@ class EndedRanks:
     def _take_back(self) -> None:
         if self.posted:
             self._store.delete_key(str(self._rank))
-        self.posted, self._told, self._scope = False, 0, None
+        self.posted, self._told, self._scope, self.told = False, 0, None, ""
 
     def end_run(self) -> None:
         """End the run; without an error unless one was told."""
@@ -162,7 +163,7 @@ class EndedRanks:
                 number = self._store.add("errors", 1)
                 self._store.set(f"error/{number}", message)
                 self._signal.add("asks", 1)
-                self._told, self._own = self._told or number, own
+                self._told, self.told, self.own = self._told or number, text, own
 
     def await_readers(self, seconds: float) -> None:
         """Wait until the others have read this rank's error, or have ended or told of ends too, at most some seconds.
@@ -171,7 +172,7 @@ class EndedRanks:
         """
         until, serves = time.monotonic() + seconds, self._ranks[self._rank] == 0
         with contextlib.suppress(RuntimeError):
-            while self._told and (self._own or serves) and not self._store_has_ended() and time.monotonic() < until:
+            while self._told and (self.own or serves) and not self._store_has_ended() and time.monotonic() < until:
                 ended = {self._rank, *self.ended()}
                 if self._store.add(f"heard/{self._told}", 0) + len(ended) >= self._world:
                     return
@@ -313,27 +314,6 @@ def summary(error: BaseException) -> str:
     """Type, first line and place of an error."""
     text = str(error).strip().split("\n", 1)[0][:300]
     return f"{type(error).__name__}{f': {text}' if text else ''} ({user_line(innermost(error.__traceback__))})"
-
-
-# ---- frames --------------------------------------------------------------------------------------------------------
-
-
-def innermost(trace: TracebackType | None) -> FrameType | None:
-    """The frame in which an exception was raised."""
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace.tb_frame if trace is not None else None
-
-
-def user_line(frame: FrameType | None) -> str:
-    """``file:line`` of the innermost frame outside of this package, Lightning and torch."""
-    first = frame
-    while frame is not None and not is_users(frame):
-        frame = frame.f_back
-    shown = frame or first
-    if shown is None:
-        return "an unknown place"
-    return f"{shown.f_code.co_filename.removeprefix(os.path.join(os.getcwd(), ''))}:{shown.f_lineno}"
 
 
 # ---- the end of the process ------------------------------------------------------------------------------------------

@@ -50,27 +50,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from lt_zero.comm import shared_memory
-from lt_zero.comm import work as work_module
+from lt_zero.comm import shared_memory, work
 from lt_zero.comm.agreement import Agreement
-from lt_zero.comm.ended_ranks import (
-    EndedRanks,
-    described,
-    innermost,
-    summary,
-    tell_at_end,
-    user_line,
-)
+from lt_zero.comm.ended_ranks import EndedRanks, described, summary, tell_at_end
+from lt_zero.comm.next_run import RunStart
 from lt_zero.comm.process_groups import abort_nccl, backend_of, close_connections, closing_if_unanswered, exists
 from lt_zero.comm.verdict import GONE, OVER, RAN, RankState, Remedy, diverged, sentence
-from lt_zero.comm.work import CALL, CollectiveId, CollectiveMonitor
+from lt_zero.comm.work import CALL, CollectiveId, CollectiveMonitor, collective_of, in_collective, in_layer
 from lt_zero.common.compat import process_groups
+from lt_zero.common.users_code import user_line
 
 log = logging.getLogger(__name__)
 
-_POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # do not need this rank
 _STORE_TIMEOUT = timedelta(seconds=20)
 _END_PATIENCE = 1.0  # seconds to wait for a closed connection
 
@@ -126,6 +119,8 @@ class HangDetector:
         self._end: str | None = None  # why another rank has ended
         self.remedy: Remedy = lambda launch, other: RAN
         self.ends = EndedRanks(store, self._ranks, self._rank, host, watch)
+        limits = self._patience.poll, self._patience.limit
+        self._run_start = RunStart(store, self._rank, self._world, watch, self.ends, *limits)
         this = weakref.ref(self)
 
         def check(ranks: list[int]) -> None:
@@ -366,8 +361,14 @@ class HangDetector:
             self._end = None if self.ends.go_on() else self._end
 
     def begin_run(self) -> None:
-        """Begin a run: answer other ranks, and forget the errors of the last one."""
+        """Begin a run: answer other ranks, and forget the errors of the last one. Collective after the first run.
+
+        Raises:
+            RuntimeError: an error has ended the last run, see next_run.py.
+        """
         self.start()
+        verdict = self._watch.verdict
+        self._run_start.meet(verdict or self.ends.told, own=self.ends.own and verdict is None)
         self.ends.scopes.clear()  # after an error
         self.ends.begin("run")
         self._end = None
@@ -479,9 +480,9 @@ class _Reporter:
 
         No more than these: a script that goes on after the error makes its next groups over the default one.
         """
-        if frame.f_code.co_filename == work_module.__file__:
+        if frame.f_code.co_filename == work.__file__:
             return []  # another engine's detector closes its groups
-        if not _in_layer(frame):
+        if not in_layer(frame):
             group = frame.f_locals.get("group")
             return list(filter(None, [group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD]))
         until = time.monotonic() + self._stuck
@@ -493,7 +494,7 @@ class _Reporter:
 
     def _needs(self, frame: FrameType) -> list[int] | None:
         """Global ranks of another package's collective in which this frame waits; None if it waits in none."""
-        return _collective_of(frame) or (self.layers if _in_layer(frame) else None) or None
+        return collective_of(frame) or (self.layers if in_layer(frame) else None) or None
 
     def _frame(self) -> FrameType | None:
         """Innermost frame of the thread; if it polls a barrier, the frame that waits for the barrier.
@@ -506,7 +507,7 @@ class _Reporter:
         while frame is not None and frame.f_code.co_filename == shared_memory.__file__:
             frame = frame.f_back
         if self.layers and self._watch.waiting is None and (frame is None or self._needs(frame) is None):
-            return next(filter(_in_layer, frames.values()), frame)
+            return next(filter(in_layer, frames.values()), frame)
         return frame
 
     def _answer(self, asks: int) -> None:
@@ -517,7 +518,7 @@ class _Reporter:
         if launch is not None:
             text = RankState.waiting(launch, place).text
         elif frame is not None and (ranks := self._needs(frame)) is not None:
-            what = "a layer" if _in_layer(frame) else f"{frame.f_code.co_name} of torch.distributed"
+            what = "a layer" if in_layer(frame) else f"{frame.f_code.co_name} of torch.distributed"
             now, text = frame, f"waits in {what} ({place})"
         if now is None or now is not self._in:
             self._in, self._since = now, time.monotonic()
@@ -573,31 +574,3 @@ class RollCall(threading.Thread):
         self._stop_asked.set()
         if os.getpid() == self._pid and self is not threading.current_thread():
             self.join(_STORE_TIMEOUT.total_seconds())
-
-
-# ---- frames --------------------------------------------------------------------------------------------------------
-
-
-def _collective_of(frame: FrameType) -> list[int] | None:
-    """The global ranks of the collective in which this frame waits; None if it waits in none."""
-    code = frame.f_code
-    if code.co_filename == work_module.__file__:  # of another engine
-        return list(range(dist.get_world_size()))
-    if code.co_filename != distributed_c10d.__file__ or code.co_name in _POINT_TO_POINT:
-        return None
-    group = frame.f_locals.get("group")
-    return dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None)
-
-
-def _in_layer(frame: FrameType) -> bool:
-    """True if a frame waits for a functional collective, as layers launch them. Such a collective has no group."""
-    called = frame.f_locals.get("self") if frame.f_code.co_filename == torch._ops.__file__ else None
-    return str(called).startswith("_c10d_functional.wait_tensor")
-
-
-def in_collective(error: BaseException) -> bool:
-    """True if an error came out of torch.distributed, or of a wait for it."""
-    frame = innermost(error.__traceback__)
-    if frame is None:
-        return False
-    return frame.f_code.co_filename in (distributed_c10d.__file__, work_module.__file__) or _in_layer(frame)

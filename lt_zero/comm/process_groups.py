@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -171,7 +172,8 @@ def await_all(timeout: timedelta | None = None) -> None:
         ranks = f"Rank{'s' if len(gone) > 1 else ''} {', '.join(gone)}"
         raise RuntimeError(
             f"{ranks} ended before the model was set up: killed (for want of memory, by the scheduler), or by an error"
-            f" or an exit of the script. See the last that was printed there, and dmesg. ({error})"
+            " or an exit of the script. See the last that was printed there, and dmesg. Or an error of an earlier run"
+            f" in these processes has closed their connections: then start the processes again. ({error})"
         ) from None
 
 
@@ -269,10 +271,10 @@ def closing_if_unanswered(probed: bool, link_timeout: float = LINK_TIMEOUT_S) ->
     seconds = link_timeout if probed else link_timeout + _LATER_S
     before = _sockets()
     yield
-    for name, number in _sockets().items() - before.items():
+    for inode, number in _sockets().items() - before.items():
         # The socket may have been closed since it was listed.
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as opened:
-            if name in before or opened.type != socket.SOCK_STREAM or opened.family == socket.AF_UNIX:
+            if inode in before or opened.type != socket.SOCK_STREAM or opened.family == socket.AF_UNIX:
                 continue
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(math.ceil(seconds / 4), _LONGEST_IDLE_S))
@@ -303,14 +305,17 @@ def joining(link_timeout: float = LINK_TIMEOUT_S) -> Iterator[None]:
         ) from error
 
 
-def _sockets() -> dict[str, int]:
-    """The sockets of this process: their names in /proc, and a descriptor of each."""
+def _sockets() -> dict[int, int]:
+    """The sockets of this process: their inodes, and a descriptor of each."""
     found = {}
     with suppress(OSError):
-        for entry in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # closed since
-                if (name := os.readlink(f"/proc/self/fd/{entry}")).startswith("socket:"):
-                    found[name] = int(entry)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            try:
+                about = os.fstat(number)
+            except OSError:  # closed since
+                continue
+            if stat.S_ISSOCK(about.st_mode):
+                found[about.st_ino] = number
     return found
 
 

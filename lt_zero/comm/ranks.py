@@ -28,13 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm import host_maximum
-from lt_zero.comm.ended_ranks import user_line
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.host_maximum import HostMaxima
 from lt_zero.comm.process_groups import backend_of
 from lt_zero.comm.shared_memory import FENCES, Barrier, Maxima, SharedArena
 from lt_zero.comm.work import CALL, Channel, CollectiveId, CollectiveMonitor, Done, Work, WorkList
 from lt_zero.common.module_hooks import ProcessLocal
+from lt_zero.common.users_code import user_line
 
 
 class LaunchOrder:

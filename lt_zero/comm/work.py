@@ -23,9 +23,15 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
 from lt_zero.comm.shared_memory import Barrier
+from lt_zero.common.users_code import innermost
 
 CALL = "roll call"  # the operation of a launch that is a call of the user
 MEETING = "meeting"  # of a launch that is a point of the run
@@ -33,6 +39,7 @@ FENCE = "fence"
 _SLICE = 0.5  # seconds
 _ASK = 5.0  # seconds at most between two questions, each a message that stays in the peer's queue
 _REMEMBERED = 4096  # launches that are kept per channel, for messages
+_POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # do not need this rank
 _FACTOR = 0x01000193  # of the checksum; odd, so that multiplication loses no bits
 
 
@@ -236,3 +243,31 @@ class WorkList:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
+
+
+# ---- waits of this and other packages, by their frames --------------------------------------------------------------
+
+
+def collective_of(frame: FrameType) -> list[int] | None:
+    """The global ranks of the collective in which this frame waits; None if it waits in none."""
+    code = frame.f_code
+    if code.co_filename == __file__:  # of another engine
+        return list(range(dist.get_world_size()))
+    if code.co_filename != distributed_c10d.__file__ or code.co_name in _POINT_TO_POINT:
+        return None
+    group = frame.f_locals.get("group")
+    return dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None)
+
+
+def in_layer(frame: FrameType) -> bool:
+    """True if a frame waits for a functional collective, as layers launch them. Such a collective has no group."""
+    called = frame.f_locals.get("self") if frame.f_code.co_filename == torch._ops.__file__ else None
+    return str(called).startswith("_c10d_functional.wait_tensor")
+
+
+def in_collective(error: BaseException) -> bool:
+    """True if an error came out of torch.distributed, or of a wait for it."""
+    frame = innermost(error.__traceback__)
+    if frame is None:
+        return False
+    return frame.f_code.co_filename in (distributed_c10d.__file__, __file__) or in_layer(frame)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+import time
 
 import torch
 from torch import Tensor
@@ -35,11 +36,27 @@ class FlatStorage:
             self.tensor = torch.zeros(numel, dtype=dtype, device=device)
         self._nbytes = nbytes
         self._storage = self.tensor.untyped_storage()
+        self._own = 0  # references of its owner
 
     @property
     def references(self) -> int:
         """The number of tensors that lie in this storage (``tensor`` and views of it), and of references to itself."""
         return storage_references(self._storage) + sys.getrefcount(self._storage)
+
+    def note_own(self) -> None:
+        """Note that all references are the owner's now."""
+        self._own = self.references
+
+    @property
+    def held(self) -> bool:
+        """True if somebody refers to the memory who did not at ``note_own``; False before that."""
+        return 0 < self._own < self.references
+
+    def await_readers(self, tries: int = 20) -> None:
+        """Wait for I/O threads to let go of the memory: they do so a moment after their transfer was waited for."""
+        while tries > 0 and self.held:
+            time.sleep(0.0005)
+            tries -= 1
 
     def allocate(self) -> None:
         """Make the memory usable again; its content is undefined."""

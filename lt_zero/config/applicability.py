@@ -122,6 +122,7 @@ _TRAINING = (  # keys of optimizers, gradients and steps
     ),
     "broadcast_buffers",
     *("steps_per_print", "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"),
+    "bf16.stochastic_rounding",
     *("fp16.fp16_master_weights_and_grads", *(f"zero_optimization.{key}" for key in _ZERO)),
 )
 
@@ -163,24 +164,27 @@ _LOCAL_NAMES = ("nvme_path", "pin_memory")
 _SHOWN = 5  # maximum keys in an error
 
 
+def _common(values: dict[str, Any]) -> dict[str, str]:
+    """The values that all ranks must have, by key."""
+    return {
+        dotted(path): repr(value)
+        for path, value in leaves(values)
+        if path[0] not in _LOCAL and path[-1] not in _LOCAL_NAMES
+    }
+
+
 def check_same(config: ZeroConfig, host_gather: Callable[[Any, str], list[Any]]) -> None:
     """Compare the configurations of all ranks. Collective.
 
     Raises:
         ConfigError: on all ranks, if they differ; shows the values of two of them.
     """
-    known, told = (
-        {
-            dotted(path): repr(value)
-            for path, value in leaves(found)
-            if path[0] not in _LOCAL and path[-1] not in _LOCAL_NAMES
-        }
-        for found in (resolved(config), shown(config))
-    )
+    known = _common(resolved(config))
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     digests = host_gather(digest, "configuration")
     if len(set(digests)) == 1:
         return
+    told = _common(shown(config))
     values = {key: (told.get(key, HIDDEN), hashlib.sha256(value.encode()).digest()) for key, value in known.items()}
     ranks = host_gather(values, "configurations")
     other = next(rank for rank, found in enumerate(digests) if found != digests[0])

@@ -17,7 +17,6 @@ they shared the flat tensor's counter, autograd would report "modified by an inp
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,14 +35,14 @@ from lt_zero.common.flat_storage import FlatStorage, brief_empty, flat_empty
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket_weights import MasterWeights
 from lt_zero.engine.grad_accumulator import GradAccumulator
-from lt_zero.engine.guard import Owner, disown, guard, own, sentinel, unguard
+from lt_zero.engine.guard import Owner, disown, guard, own, sentinels, unguard
 from lt_zero.engine.inplace_edits import InplaceEdits
 from lt_zero.engine.layout import Piece, gaps_between
 from lt_zero.engine.lazy_tensor import elements_of, whole
 from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.storage_plan import StoragePlan
-from lt_zero.offload.background import BackgroundStep, Job
-from lt_zero.offload.store import Place, Places, Store, device_place, put_away
+from lt_zero.offload.background import Job
+from lt_zero.offload.store import BackgroundStep, Place, Places, Store, device_place, put_away
 from lt_zero.ops.moments import MomentForm
 
 
@@ -139,17 +138,18 @@ class Bucket:
         dtype, sharding = plan.dtype, plan.sharding
         self.params = [p for _, p in plan.parameters]
         self.is_cut = storage.is_cut  # this rank steps, and gets the gradients of, a shard
+        self.is_whole = storage.is_whole  # which may be all elements
+        self.staged = storage.staged  # see sharded_optimizer.py, Note [Staged buckets]
         self.layout = plan.layout_in(group.mesh.shards, group.size)
         self.counted = storage.counted  # elements, where ranks of all groups have to decide alike
         self.shapes = [span.shape for span in self.layout.spans]
         # Dtypes to restore when the engine is removed; an fp64 run stays fp64.
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
-        self.step_dtype, self.moments = storage.step, storage.moments
+        self.step_dtype, self.moments, self.rounding = storage.step, storage.moments, storage.rounding
         self.shard_range = self.layout.shard(group.mesh.shard_rank) if self.is_cut else (0, self.layout.numel)
         self.pieces = self.layout.pieces(*self.shard_range)  # this rank's pieces
         self._piece_of = {piece.index: [piece] for piece in self.pieces}  # a bucket may have thousands
         self._storage = FlatStorage(self.layout.numel, dtype, group.device) if sharding.params else None
-        self._references = 0  # the engine's own references to the storage
         self.lent = False  # released, and its memory is kept: user code, or autograd, holds weights or views of them
         self.handed_over = False  # Python objects hold the parameters themselves until the next gather
         self.changes = 0  # number of steps that changed the weights
@@ -226,10 +226,7 @@ class Bucket:
             self.weights.keep(self.shard)
         self.edits.note()
         if self.sharding.params:
-            with torch.inference_mode(False):
-                # The clone gives each sentinel an address of its own; the expanded tensor has one for all.
-                one_each = sentinel(self.flat, (len(self.params),)).clone()
-                self._sentinels = [one.expand(shape) for one, shape in zip(one_each.unbind(), self.shapes, strict=True)]
+            self._sentinels = sentinels(self.flat, self.shapes)
         self.release()
         self.put_away()
 
@@ -248,7 +245,7 @@ class Bucket:
         with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
             assert self._storage is not None
             if not self.lent:
-                self._references = self._storage.references
+                self._storage.note_own()
             self._storage.allocate()
             # The background step owns what the gather reads until its job is done.
             self._background.wait()
@@ -318,7 +315,8 @@ class Bucket:
             self.edits.check(released=True)
             self.state = State.RELEASED
             self._hide()
-            self._await_readers()
+            if self.weights.gather_source.streamed:
+                self._storage.await_readers()
         self.live.numel -= self.counted
         self._free()
 
@@ -332,16 +330,9 @@ class Bucket:
                     parameter.data = value
             self._guard()
 
-    def _await_readers(self) -> None:
-        """Wait for I/O threads to let go of the memory: they do so a moment after their transfer was waited for."""
-        tries = 20 if self.weights.gather_source.streamed else 0
-        while tries > 0 and self._storage is not None and self._storage.references > self._references:
-            time.sleep(0.0005)
-            tries -= 1
-
     def _free(self) -> None:
         assert self._storage is not None
-        self.lent = self._references > 0 and self._storage.references > self._references
+        self.lent = self._storage.held
         if not self.lent:
             self._storage.free()
 
@@ -376,11 +367,6 @@ class Bucket:
 
     # ---- parameters --------------------------------------------------------------------------------------------
 
-    @property
-    def is_whole(self) -> bool:
-        """True if this rank steps all elements, and gets their gradients, not those of a shard."""
-        return self.storage.is_whole
-
     def pieces_of(self, index: int) -> list[Piece]:
         """This rank's piece of parameter ``index``: none or one."""
         return self._piece_of.get(index, [])
@@ -412,11 +398,6 @@ class Bucket:
         """True if the bucket has trainable parameters and all of them have a gradient from the running backward."""
         trainable = [p for p in self.params if p.requires_grad]
         return bool(trainable) and all([p.grad is not None for p in trainable])
-
-    @property
-    def staged(self) -> bool:
-        """True if the optimizer steps copies in another dtype. See sharded_optimizer.py, Note [Staged buckets]."""
-        return self.storage.staged
 
     # ---- stores ------------------------------------------------------------------------------------------------
 

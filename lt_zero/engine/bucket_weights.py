@@ -13,8 +13,7 @@ from lt_zero import ops
 from lt_zero.common.compat import without_grad
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.storage_plan import StoragePlan
-from lt_zero.offload.background import BackgroundStep
-from lt_zero.offload.store import WEIGHTS, Gap, Place, Places, Store, put_away
+from lt_zero.offload.store import WEIGHTS, BackgroundStep, Gap, Place, Places, Store, put_away
 from lt_zero.ops.codecs import Codec
 
 

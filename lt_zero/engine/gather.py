@@ -18,12 +18,20 @@ import torch
 from torch import nn
 
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.work import CollectiveId
 from lt_zero.common.compat import outside_of_transforms
 from lt_zero.common.tensor_tree import ReplacedTensors
 from lt_zero.common.timing import NOTHING, TimedSpan
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.engine.bucket import Bucket, Live, State
 from lt_zero.engine.partition import GroupFacts
+
+_RAN = (
+    "Every rank has to run the same modules, and the same calls that need all ranks, in the same order: look for a"
+    " branch or a loop that depends on the rank or its data. Texts of different lengths: generate with"
+    " `synced_gpus=True`, or inside of `lt_zero.gathered(module)` on every rank. Experts that only some ranks call:"
+    " name their list in zero_optimization.leaf_module.names."
+)
 
 
 class Unit:
@@ -301,3 +309,18 @@ class Gatherer:
             bucket.guard()
         else:
             bucket.release()
+
+
+def remedy(one: CollectiveId, other: CollectiveId | None) -> str:
+    """Tell the user what to do if ranks ran these two collectives."""
+    # Only gathers of weights differ for the reasons below.
+    if other is None or not ("all-gather" in one.operation and "all-gather" in other.operation):
+        return _RAN
+    inside = one.name.rpartition(".")[0]
+    if inside and other.name != one.name and other.name.rpartition(".")[0] == inside:
+        return (
+            f"The ranks called different members of {inside!r}. If the data decides which are called (experts), write"
+            f' zero_optimization.leaf_module.names: ["{inside}"], and they are gathered together; otherwise look for a'
+            " branch or a loop that depends on the rank."
+        )
+    return _RAN

@@ -15,8 +15,7 @@ from lt_zero.common.compat import without_grad
 from lt_zero.engine.layout import BucketLayout, Piece
 from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.storage_plan import StoragePlan
-from lt_zero.offload.background import BackgroundStep
-from lt_zero.offload.store import Places, Store
+from lt_zero.offload.store import BackgroundStep, Places, Store
 from lt_zero.ops.flat import wide
 
 # (id of a deferred factor, device) -> that factor, and its product with another one. Buckets with equal factors keep

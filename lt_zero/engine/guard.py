@@ -10,7 +10,7 @@ path costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -152,3 +152,11 @@ def sentinel(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A tensor of the parameter's shape, dtype and device that takes the memory of one element and reads as NaN."""
     fill = float("nan") if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
     return torch.full((), fill, dtype=parameter.dtype, device=parameter.device).expand(shape)
+
+
+def sentinels(like: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """A ``sentinel`` of each of ``shapes``."""
+    with torch.inference_mode(False):
+        # The clone gives each sentinel an address of its own; the expanded tensor has one for all.
+        one_each = sentinel(like, (len(shapes),)).clone()
+        return [one.expand(shape) for one, shape in zip(one_each.unbind(), shapes, strict=True)]

@@ -14,6 +14,7 @@ from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.units import format_bytes
+from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OffloadOptimizer
 from lt_zero.engine.bucket import Bucket
@@ -99,6 +100,12 @@ class OffloadManager:
                     "weights are from two different steps. Load a checkpoint; to step only after backward, set "
                     "zero_optimization.offload_optimizer.overlap_step=false."
                 )
+
+    def accept_partially_stepped(self) -> None:
+        """Go on with buckets that are a step ahead, if there are any, with a warning."""
+        if self.partially_stepped:
+            ahead, self.partially_stepped = self.partially_stepped, ""
+            warn(f"Training goes on although the weights of {ahead} are a step ahead of the others: load a checkpoint.")
 
     def require(self, world: World, states: int) -> None:
         """Raise SwapError if a disk has no room for ``states`` states per element. Collective with files."""

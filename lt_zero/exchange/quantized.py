@@ -1,4 +1,4 @@
-"""Weights that rest in 8 bits, for inference: the codes are gathered, and decoded on each rank.
+"""Weights that rest in fewer bits, for inference: encoded in memory or files; the codes are gathered, and decoded.
 
 Symmetric integers of blocks of 256 elements that share a scale, as in ZeRO++ (arXiv:2306.10209, section 3.1). Unlike
 there the codes are all that is kept: what is decoded are the weights, for checkpoints and exports, too.
@@ -6,13 +6,90 @@ there the codes are all that is kept: what is decoded are the weights, for check
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import torch
+from torch import Tensor
 
 from lt_zero.comm.work import Work
+from lt_zero.common.flat_storage import flat_empty
 from lt_zero.engine.bucket import Bucket, GatherStrategy
-from lt_zero.offload.coded_store import coded_place
-from lt_zero.offload.store import Place
+from lt_zero.offload.store import CODES, Place, Store
 from lt_zero.ops.codecs import Codec
+
+
+class CodedStore(Store):
+    """Keeps a tensor encoded in another store. Writes are encoded at the end of a use.
+
+    Args:
+        codes: keeps the bytes.
+        numel, dtype: of the tensor.
+        codec: how it is encoded; edits are encoded again, with the elements of the same block.
+        device: where the tensor is decoded.
+    """
+
+    def __init__(self, codes: Store, numel: int, dtype: torch.dtype, codec: Codec, device: torch.device) -> None:
+        super().__init__(dtype, lambda: flat_empty(numel, dtype, device))
+        self.codes, self._codec, self._device = codes, codec, device
+        self._coded_nbytes, self.streamed = codec.nbytes(numel), codes.streamed
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.codes.nbytes
+
+    def read(self) -> Tensor:
+        if self._tensor is not None:
+            return self._tensor
+        values = self._make()
+        self._codec.decode_sum([self.codes.read().to(values.device)], values)
+        return values
+
+    def write(self) -> Tensor:
+        self._tensor = self.read()
+        return self._tensor
+
+    def discard(self) -> None:
+        super().discard()
+        self.codes.discard()
+
+    def prefetch(self) -> None:
+        self.codes.prefetch()
+
+    def end_use(self) -> None:
+        if self._tensor is not None:
+            codes = self.codes.overwrite()
+            codes.copy_(self._codec.encode(self._tensor))
+            self._tensor = None
+        self.codes.end_use()
+
+    def wait_written(self) -> None:
+        self.codes.wait_written()
+
+    def wait_sent(self) -> None:
+        self.codes.wait_sent()
+
+    @contextmanager
+    def source(self, shard: Tensor) -> Iterator[Tensor | None]:
+        """Context as of any store, but it gives the codes on the device (1D uint8), and ``shard`` is not filled."""
+        # Encode edits first: the gather reads only the codes.
+        self.end_use()
+        here = torch.empty(self._coded_nbytes, dtype=torch.uint8, device=self._device)
+        with self.codes.source(here):
+            yield here
+
+    def sent(self) -> None:
+        self.codes.sent()
+
+
+def coded_place(place: Place, codec: Codec, device: torch.device) -> Place:
+    """``place`` with its stores encoded."""
+
+    def store(kind: str, numel: int, dtype: torch.dtype) -> Store:
+        return CodedStore(place.store(CODES, codec.nbytes(numel), torch.uint8), numel, dtype, codec, device)
+
+    return replace(place, store=store)
 
 
 class RestingGather(GatherStrategy):

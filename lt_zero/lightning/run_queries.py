@@ -1,8 +1,9 @@
-"""Questions of users to a strategy while it runs, and after it: weights, norms and reports."""
+"""A run under a strategy: its parts, and the questions of users while it runs, and after it."""
 
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,15 +14,23 @@ from torch.optim import Optimizer
 from lt_zero.checkpoint.export import Format
 from lt_zero.comm.comm_log import CommLog, CommRecord
 from lt_zero.comm.world import World
+from lt_zero.config import ZeroConfig
+from lt_zero.config.applicability import Face
 from lt_zero.lightning.checkpoint_service import CheckpointService
+from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.model_report import memory_report
+from lt_zero.lightning.monitor.run_monitor import RunMonitor
 from lt_zero.lightning.precision import sharded_of
+from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.setup import RunSnapshot
 from lt_zero.session.checkpoints import export_weights, whole_weights
+from lt_zero.session.session import Session
 
 
 class RunQueries(DDPStrategy):
-    """The public methods of ``ZeroStrategy`` that users call, and Lightning does not."""
+    """The parts of a run under ``ZeroStrategy``, and its public methods that users call, and Lightning does not."""
+
+    _reconciler: Reconciler
 
     @property
     def run(self) -> RunSnapshot:
@@ -34,9 +43,35 @@ class RunQueries(DDPStrategy):
         raise NotImplementedError
 
     @property
+    def config(self) -> ZeroConfig:
+        """The configuration, as far as it is resolved."""
+        return self._reconciler.config
+
+    @property
+    def stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    # Parts of a run, made when they are used first.
+
+    @cached_property
+    def session(self) -> Session:
+        """Set-up, steps and saves, as of every face."""
+        return Session(Face.TRAINER)
+
+    @cached_property
+    def data(self) -> DataPosition:
+        """The position in the data."""
+        return DataPosition()
+
+    @cached_property
     def checkpoints(self) -> CheckpointService:
         """The service behind Lightning's saves and loads."""
-        raise NotImplementedError
+        return CheckpointService(self.data)
+
+    @cached_property
+    def monitor(self) -> RunMonitor:
+        """Monitors and loggers of the run."""
+        return RunMonitor(self.config, self.session.trial)
 
     def memory_report(self) -> dict[str, tuple[int, int]]:
         """Bytes of model states per kind: (on this rank now, what a replicated run holds)."""

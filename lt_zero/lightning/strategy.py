@@ -6,7 +6,7 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from lt_zero.common import accelerator
 from lt_zero.common.compat import set_device_mesh
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
-from lt_zero.config.applicability import Face, ignored_keys, tell_ignored
+from lt_zero.config.applicability import ignored_keys, tell_ignored
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.config.load import examine
 from lt_zero.engine.engine import Engine
@@ -38,17 +38,14 @@ from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.lightning import setup as set_up
 from lt_zero.lightning.arguments import check_launch, explained, with_sizes_of_mesh
-from lt_zero.lightning.checkpoint_service import CheckpointService
-from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.metrics import count_all_ranks, count_data_ranks
-from lt_zero.lightning.monitor.run_monitor import RunMonitor
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.run_queries import RunQueries
 from lt_zero.lightning.setup import RunSnapshot, Signals
 from lt_zero.parallel.mesh import DeviceMesh
 from lt_zero.parallel.plan import keeping_ties
-from lt_zero.session.session import Session, move_buffers
+from lt_zero.session.session import move_buffers
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -132,28 +129,6 @@ class ZeroStrategy(RunQueries):
             start_method=start_method,
         )
 
-    # ---- parts of a run, made when they are used first ---------------------------------------------------------
-
-    @cached_property
-    def session(self) -> Session:
-        """Set-up, steps and saves, as of every face."""
-        return Session(Face.TRAINER)
-
-    @cached_property
-    def data(self) -> DataPosition:
-        """The position in the data."""
-        return DataPosition()
-
-    @cached_property
-    def checkpoints(self) -> CheckpointService:
-        """The service behind Lightning's saves and loads."""
-        return CheckpointService(self.data)
-
-    @cached_property
-    def monitor(self) -> RunMonitor:
-        """Monitors and loggers of the run."""
-        return RunMonitor(self.config, self.session.trial)
-
     @override
     def __getstate__(self) -> dict[str, Any]:
         """A copy (of a pickled or deep-copied Trainer) starts unused: without threads, files and process groups."""
@@ -182,15 +157,6 @@ class ZeroStrategy(RunQueries):
         return self.lightning_module
 
     # ---- what the user can ask ---------------------------------------------------------------------------------
-
-    @property
-    def config(self) -> ZeroConfig:
-        """The configuration, as far as it is resolved."""
-        return self._reconciler.config
-
-    @property
-    def stage(self) -> int:
-        return self.config.zero_optimization.stage
 
     @property
     def engine(self) -> Engine:

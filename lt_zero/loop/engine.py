@@ -35,7 +35,7 @@ from lt_zero.checkpoint.native.load import (
 )
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.save import LOOP
-from lt_zero.checkpoint.open import LATEST, load_same, opened_source, read_latest
+from lt_zero.checkpoint.open import LATEST, latest_of, load_same, opened_source
 from lt_zero.comm.launchers import local_rank
 from lt_zero.comm.process_groups import own_gpu
 from lt_zero.comm.world import World, together
@@ -218,6 +218,7 @@ class TrainingEngine(EngineQueries):
         """
         if self._sharded is None:
             raise RuntimeError("engine.backward needs an optimizer: pass one to lt_zero.initialize, or configure one.")
+        self.moved.refuse("engine.backward")
         expect(loss, Tensor, "The loss of engine.backward", "pass a tensor with one element")
         if loss.numel() != 1:
             raise ValueError(
@@ -247,6 +248,7 @@ class TrainingEngine(EngineQueries):
         """
         if self._sharded is None or self.optimizer is None:
             raise RuntimeError("engine.step needs an optimizer: pass one to lt_zero.initialize, or configure one.")
+        self.moved.refuse("engine.step")
         if self._quiet:
             raise RuntimeError("engine.step() was called inside of engine.no_sync(). Call it after the context.")
         if self.loss_scale_controller.scaler is not None and not self._scaled:
@@ -345,6 +347,7 @@ class TrainingEngine(EngineQueries):
         Raises:
             CheckpointError: that save has failed.
         """
+        self.moved.reload()
         ended.add(self.engine)
         self.monitor.end(self.loss_scale_controller)
         self.session.end()
@@ -361,6 +364,7 @@ class TrainingEngine(EngineQueries):
 
     def module_state_dict(self) -> dict[str, Any]:
         """The module's state dict with full weights on the CPU of rank 0, {} elsewhere. Collective."""
+        self.moved.refuse("engine.module_state_dict")
         return whole_weights(self.engine, "engine.module_state_dict")
 
     @without_gc
@@ -387,6 +391,7 @@ class TrainingEngine(EngineQueries):
         Raises:
             CheckpointError: on all ranks, also if their tags differ; earlier checkpoints are kept.
         """
+        self.moved.refuse("engine.save_checkpoint")
         expect_path(save_dir, "engine.save_checkpoint(save_dir=...)")
         save_dir = save_dir or os.curdir
         tag = _same_tag(self.world, tag, "engine.save_checkpoint") or f"global_step{self.global_steps}"
@@ -440,6 +445,7 @@ class TrainingEngine(EngineQueries):
             CheckpointError: on all ranks; before anything is loaded if tags differ, or the optimizer does not fit.
             ValueError: ``custom_load_fn`` is given, an argument of DeepSpeed's.
         """
+        self.moved.refuse("engine.load_checkpoint")
         expect_path(load_dir, "engine.load_checkpoint(load_dir=...)")
         load_dir = load_dir or os.curdir
         if custom_load_fn is not None:
@@ -452,9 +458,7 @@ class TrainingEngine(EngineQueries):
         named = _same_tag(world, tag, "engine.load_checkpoint")
         self.session.saver.wait(world)  # it may be the one being written
         if named is None:
-            with world.agree("reading the latest checkpoint's name", CheckpointError):
-                found = read_latest(load_dir) if world.rank == 0 else None
-            named = world.host_broadcast(found, "the latest checkpoint")
+            named = latest_of(world, load_dir)
         if named is None:
             return None, {}
         path = inside(load_dir, named)
@@ -476,16 +480,10 @@ class TrainingEngine(EngineQueries):
             restore_weights(self.module, self.engine, self._config, weights, load_module_strict, left_out)
         self.zero_grad()  # of other weights
         self._pending, self._scaled = 0, False
-        if only_weights:
-            return path, dict(own.get("client_state", {}))
-        if state is not None and self._sharded is not None:
-            Progress.of(saved).restore(self.engine, self.loss_scale_controller)
-            restore_optimizers(self.engine, {0: (self._sharded.optimizer, state)})
-        if load_lr_scheduler_states and how.load_lr_scheduler_states:
-            self._load_schedule(schedules, path)
-        self.global_steps = int(own.get("global_steps", saved.get("global_step", 0)))
-        self.micro_steps = int(own.get("micro_steps", self.global_steps * self._gas))
-        self.global_samples = int(own.get("global_samples", 0))
+        if not only_weights:
+            self._go_on(saved, own, state)
+            if load_lr_scheduler_states and how.load_lr_scheduler_states:
+                self._load_schedule(schedules, path)
         return path, dict(own.get("client_state", {}))
 
     def _fitting_state(self, names: OnAllRanks | None, states: Sequence[Any], path: str) -> Mapping[str, Any] | None:
@@ -496,6 +494,15 @@ class TrainingEngine(EngineQueries):
             text = f"has {len(states)} optimizers, and the engine one. Load with load_optimizer_states=False"
             raise CheckpointError(f"The checkpoint {path} {text}.")
         return fitting_state(states[0], self.optimizer, self.engine, names, 0, self.world.rank == 0)
+
+    def _go_on(self, saved: Mapping[str, Any], own: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
+        """Go on from the step of a checkpoint with these entries, with the optimizer's ``state`` unless it is None."""
+        if state is not None and self._sharded is not None:
+            Progress.of(saved).restore(self.engine, self.loss_scale_controller)
+            restore_optimizers(self.engine, {0: (self._sharded.optimizer, state)})
+        self.global_steps = int(own.get("global_steps", saved.get("global_step", 0)))
+        self.micro_steps = int(own.get("micro_steps", self.global_steps * self._gas))
+        self.global_samples = int(own.get("global_samples", 0))
 
     def _load_schedule(self, saved: Sequence[Any] | None, path: str) -> None:
         if self.lr_scheduler is not None and saved:
@@ -514,6 +521,7 @@ class TrainingEngine(EngineQueries):
         Raises:
             CheckpointError, ValueError: on all ranks.
         """
+        self.moved.refuse("engine.save_16bit_model")
         with self.world.agree("making the folder", CheckpointError):
             if is_url(save_dir):
                 raise CheckpointError(f"{save_dir} is a URL, and this file is local. Name a local folder, and copy it.")
@@ -534,6 +542,7 @@ class TrainingEngine(EngineQueries):
 
         Collective.
         """
+        self.moved.refuse("engine._zero3_consolidated_16bit_state_dict")
         left_out = frozen_names(self.engine, exclude_frozen_parameters)
         state = whole_weights(self.engine, "engine._zero3_consolidated_16bit_state_dict", left_out)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):

@@ -137,38 +137,6 @@ class Job:
             self._ended.set()
 
 
-class BackgroundStep:
-    """The background step that owns a bucket, if any. Other threads wait before they access the bucket's stores.
-
-    Attributes:
-        job: that has the bucket; None: there is nothing to wait for.
-    """
-
-    def __init__(self) -> None:
-        self.job: Job | None = None
-        self._then: list[Callable[[], None]] = []
-
-    def begin(self, job: Job) -> None:
-        """Give the bucket to ``job`` until ``wait``."""
-        self.job = job
-
-    def wait(self) -> bool:
-        """Wait until this thread may use the bucket; returns whether a job had it. No-op in the background thread."""
-        if self.job is None or not self.job.wait():
-            return False
-        self.job, then, self._then = None, self._then, []
-        for work in then:
-            work()
-        return True
-
-    def then(self, work: Callable[[], None]) -> None:
-        """Call ``work`` now, or when the job was waited for."""
-        if self.job is None:
-            work()
-        else:
-            self._then.append(work)
-
-
 @dataclass
 class _Queue:
     """State of the thread. Holds no ``Background``, with which the thread ends."""

@@ -40,8 +40,7 @@ from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.swap_file import Nowhere, SwapFile
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
 from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
-from lt_zero.offload.record_sizes import record_nbytes
-from lt_zero.offload.store import CODES, STATE, WEIGHTS, Place, Speed, Store
+from lt_zero.offload.store import CODES, STATE, WEIGHTS, Place, Speed, Store, record_nbytes
 from lt_zero.ops.codecs import INT8
 from lt_zero.ops.moments import MomentForm
 

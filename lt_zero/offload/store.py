@@ -3,6 +3,7 @@
 A bucket owns its tensors as stores (engine/bucket.py): master weights, what gathers read, the accumulator, optimizer
 states. A ``Place`` makes the stores of one bucket. What differs between device memory, host memory and files is in
 their classes: ``Store`` here, ``HostStore`` (host_store.py), ``NvmeStore`` (nvme_store.py).
+While a thread steps a bucket (background.py), its stores are the thread's: others wait for ``BackgroundStep`` first.
 
 Note [Pairs of a store]
     A store launches no collectives. The code that does asks it for the tensor (``source`` of a gather, ``target`` of a
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -220,6 +221,45 @@ class Places:
     gather: Place
 
 
+class Awaited(Protocol):
+    """Work on a bucket in another thread (``Job``, background.py)."""
+
+    def wait(self) -> bool:
+        """Wait for its end; returns False at once in the thread that does it."""
+
+
+class BackgroundStep:
+    """The background step that owns a bucket, if any. Other threads wait before they access the bucket's stores.
+
+    Attributes:
+        job: that has the bucket; None: there is nothing to wait for.
+    """
+
+    def __init__(self) -> None:
+        self.job: Awaited | None = None
+        self._then: list[Callable[[], None]] = []
+
+    def begin(self, job: Awaited) -> None:
+        """Give the bucket to ``job`` until ``wait``."""
+        self.job = job
+
+    def wait(self) -> bool:
+        """Wait until this thread may use the bucket; returns whether a job had it. No-op in the background thread."""
+        if self.job is None or not self.job.wait():
+            return False
+        self.job, then, self._then = None, self._then, []
+        for work in then:
+            work()
+        return True
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Call ``work`` now, or when the job was waited for."""
+        if self.job is None:
+            work()
+        else:
+            self._then.append(work)
+
+
 def device_place(
     allocate: Callable[[int, torch.dtype], Tensor], shared: Callable[[int, torch.dtype], Tensor] | None = None
 ) -> Place:
@@ -295,3 +335,14 @@ def stream(
     for stores in leaving:
         for store in stores:
             store.wait_written()
+
+
+class Sized(Protocol):
+    """A code with a fixed number of bytes."""
+
+    def nbytes(self, numel: int) -> int: ...
+
+
+def record_nbytes(numel: int, dtype: torch.dtype, codec: Sized | None = None) -> int:
+    """Bytes of a tensor of ``numel`` elements; ``codec``: it rests encoded. Files round them up to full blocks."""
+    return numel * dtype.itemsize if codec is None else codec.nbytes(numel)

@@ -27,11 +27,11 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
+from lt_zero.comm.layer_ranks import TokenRanks
 from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.sequence import SequenceGroup
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.token_ranks import TokenRanks
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.compat import forget_meshes

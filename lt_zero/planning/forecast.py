@@ -31,9 +31,9 @@ from lt_zero.engine.grad_reducer import IN_FLIGHT
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan, largest_sends, plan_storage
 from lt_zero.exchange.plan import ExchangeKind, ExchangePlan, plan_codecs, plan_exchange
+from lt_zero.io.checked_file import RING_BUFFER
 from lt_zero.io.pinned import rounded
-from lt_zero.io.staging_ring import RING_BUFFER
-from lt_zero.offload.record_sizes import record_nbytes
+from lt_zero.offload.store import record_nbytes
 from lt_zero.ops.codecs import Codec
 from lt_zero.ops.moments import MomentForm, PlainMoments
 from lt_zero.planning.setup import Setup

@@ -20,6 +20,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.compat import replace_reentrant_checkpoints
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_same, tell_without_effect
 from lt_zero.config.precision import DtypePolicy
@@ -35,7 +36,6 @@ from lt_zero.planning.check import check_optimizers
 from lt_zero.planning.trial import FOLDER, Trial
 from lt_zero.session.checkpoints import Saver, Saving
 from lt_zero.session.recorder import record
-from lt_zero.session.wire import advice_on_wire
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.param_groups import compare_optimizers, compare_options
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
@@ -420,3 +420,29 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
         for name, buffer in child.named_buffers(recurse=False):
             if not buffer.is_meta and buffer.device != device:
                 setattr(child, name, buffer.to(device))
+
+
+def advice_on_wire(engine: Engine, config: ZeroConfig) -> str:
+    """The bytes that ``communication_data_type`` would save between nodes; "" if it is set, or would save none.
+
+    Gradients of 16 bits are sent in fp32 where the backend would round each partial sum to 16 bits.
+    """
+    if config.communication_data_type is not None:
+        return ""
+    sent = saved = 0
+    dtypes, per = set[str](), "step"
+    for bucket in engine.buckets:
+        plan, crosses = bucket.weights.plan, len(bucket.group.nodes) > 1
+        wire = bucket.grads.send_dtype(bucket.dtype) if bucket.wants_grad else bucket.dtype
+        if not crosses or plan.codecs.reductions is not None or wire.itemsize <= bucket.dtype.itemsize:
+            continue
+        sent += bucket.layout.numel * wire.itemsize
+        saved += bucket.layout.numel * (wire.itemsize - bucket.dtype.itemsize)
+        dtypes.add(str(bucket.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp"))
+        per = "micro-batch" if bucket.sharding.grads else per
+    if not saved:
+        return ""
+    return (
+        f"Gradients are reduced over {len(engine.world.nodes)} nodes in fp32, {format_bytes(sent)} per {per}: "
+        f"communication_data_type={'/'.join(sorted(dtypes))} would save {format_bytes(saved)} of them, and round sums."
+    )

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lt_zero.comm.vocabulary import ProcessGroup, maximum, rows_before, total
+from lt_zero.comm.layer_ranks import ProcessGroup, maximum, rows_before, total
 from lt_zero.common.arguments import wrong
 from lt_zero.ops.flat import wide
 

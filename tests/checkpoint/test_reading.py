@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import errno
 import io
 import json
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -185,6 +187,14 @@ def test_huge_memo_takes_no_room(tmp_path: Path) -> None:
         (tmp_path / ".metadata").write_bytes(put)
         with pytest.raises(CheckpointError, match=r"\.metadata is damaged.*PUT of"):
             load_metadata(tmp_path / ".metadata")
+
+
+def test_an_error_names_classes_of_a_damaged_file(tmp_path: Path) -> None:
+    metadata = dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata.planner_data = {"a": (decimal.Decimal(1),)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"a has the path \(<decimal\.Decimal>,\)"):
+        DcpSource(tmp_path)
 
 
 def test_deep_nesting(tmp_path: Path) -> None:

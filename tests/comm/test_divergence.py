@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero.comm.ranks import LaunchOrder
 from lt_zero.comm.work import CollectiveId
-from lt_zero.engine.divergence import remedy
 from lt_zero.engine.engine import Engine
+from lt_zero.engine.gather import remedy
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from tests.support.lightning_tools import error_of_fit, quick
 from tests.support.matrix import cover

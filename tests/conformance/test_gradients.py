@@ -130,7 +130,7 @@ def _gradients(plain: Plain, settings: Settings, face: Face) -> None:
         _overflows(face)
 
 
-small = partial(Net, depth=2)  # every parameter is read often
+small = partial(Net, depth=1)  # every parameter is read often
 
 
 def _run_gradients(face: str, settings: Settings, folder: str) -> None:

@@ -81,16 +81,16 @@ def _run(face: str, stage: int, ranks: Ranks, path: str, loads: bool) -> Any:
 
 TO_OTHERS = [("fabric", "loop"), ("loop", "fabric"), *((face, face) for face in ("trainer", "fabric", "loop"))]
 MESHES = [Ranks(2, 2), Ranks(1, 2), Ranks(1, 4), Ranks(3, 2), Ranks(3)]
-FAST = [
-    ("fabric", "loop", Ranks(2, 2), Ranks(3), 3),
-    ("trainer", "trainer", Ranks(1, 4), Ranks(2, 2), 2),
-]
+FAST = [("fabric", "loop", Ranks(2, 2), Ranks(3), 3)]  # of a Trainer: tests/parallel/test_trainer.py
 EVERY = [
     (*faces, *meshes, stage)
     for faces, meshes, stage in itertools.product(TO_OTHERS, itertools.permutations(MESHES, 2), range(4))
 ]
-SLOW = ("loop", "fabric", Ranks(1, 2), Ranks(1, 4), 1)
-ROWS = list(dict.fromkeys([*FAST, SLOW, *EVERY[::19]]))  # 19 has no factor with the numbers of faces, pairs and stages
+SLOW = [
+    ("trainer", "trainer", Ranks(1, 4), Ranks(2, 2), 2),
+    ("loop", "fabric", Ranks(1, 2), Ranks(1, 4), 1),
+]
+ROWS = list(dict.fromkeys([*FAST, *SLOW, *EVERY[::19]]))  # 19 has no factor with the numbers of faces, pairs and stages
 
 
 @pytest.mark.parametrize(("saves", "loads", "before", "after", "stage"), only_rows(FAST, ROWS))

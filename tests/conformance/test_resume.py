@@ -69,7 +69,8 @@ RESUMES = [
 
 @pytest.mark.parametrize(
     ("face", "settings"),
-    only_rows([("trainer", 1), ("fabric", 0), ("loop", 1)], itertools.product(FACES, range(len(RESUMES)))),
+    # Of a Trainer: tests/checkpoint/test_checkpoint.py.
+    only_rows([("fabric", 0), ("loop", 1)], itertools.product(FACES, range(len(RESUMES)))),
 )
 def test_a_resumed_run_goes_on_exactly(pool: Pool, tmp_path: Path, face: str, settings: int) -> None:
     pool.run(2, _resumed, face, RESUMES[settings], str(tmp_path))
@@ -161,7 +162,8 @@ MOVES = [
 
 @pytest.mark.parametrize(
     ("face", "number"),
-    only_rows([("trainer", 0), ("fabric", 1), ("loop", 0)], itertools.product(FACES, range(len(MOVES)))),
+    # Of a Trainer: tests/checkpoint/test_reshard.py; of a loop: tests/loop/test_engine_loop.py.
+    only_rows([("fabric", 1)], itertools.product(FACES, range(len(MOVES)))),
 )
 def test_a_run_goes_on_at_another_world_size_and_stage(pool: Pool, tmp_path: Path, face: str, number: int) -> None:
     before, after, ranks = MOVES[number]

@@ -221,10 +221,10 @@ BUGS = {
         "two: two groups, stage 3",
     ),
     "a file gets values before they are on the host": Bug(
-        "lt_zero.io.staging_ring:StagingRing.parts", "copied.synchronize()", "pass", "a save in the foreground"
+        "lt_zero.io.checked_file:StagingRing.parts", "copied.synchronize()", "pass", "a save in the foreground"
     ),
     "a buffer is filled while a file reads it": Bug(
-        "lt_zero.io.staging_ring:StagingRing._room", "sink.wait_written(end)", "pass", "a save in the foreground"
+        "lt_zero.io.checked_file:StagingRing._room", "sink.wait_written(end)", "pass", "a save in the foreground"
     ),
     "gathered codes are decoded before they are there": Bug(
         "lt_zero.comm.compression:gather_encoded",

@@ -147,8 +147,6 @@ def test_what_an_engine_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         pass
     with pytest.raises(ValueError, match="custom_load_fn=.*gathered"):
         engine.load_checkpoint(tmp_path, custom_load_fn=print)
-    with pytest.raises(NotImplementedError, match="offload_optimizer"):
-        engine.offload_states()
     with pytest.raises(RuntimeError, match="csv_monitor"):
         engine.monitor.write_events([])
     monkeypatch.chdir(tmp_path)

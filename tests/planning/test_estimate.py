@@ -28,7 +28,7 @@ from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan
 from lt_zero.engine.whole_model import full_state_dict
 from lt_zero.exchange import plan
 from lt_zero.io.pinned import rounded
-from lt_zero.offload import host_store, record_sizes
+from lt_zero.offload import host_store, store
 from lt_zero.offload.nvme_store import NvmeStore
 from lt_zero.optim import build_optimizer
 from lt_zero.planning.check import RESTING, measured
@@ -307,7 +307,7 @@ def _mutations(path: str) -> Iterator[Mutation]:
         "choose_offloaded",
         lambda numels, buckets, zero: [(False, False)] * len(numels),
     )
-    yield Mutation(RESTING, in_files, record_sizes, "record_nbytes", lambda numel, dtype, codec=None: 9 * numel)
+    yield Mutation(RESTING, in_files, store, "record_nbytes", lambda numel, dtype, codec=None: 9 * numel)
     yield Mutation(MASTER, coded, plan, "plan_codecs", _nothing_encoded)
     yield Mutation(RESIDUALS, signs, plan.ExchangePlan, "compression", lambda self, bucket, group: None)
     yield Mutation(RESIDUALS, momenta, plan.ExchangePlan, "copies_momenta", lambda self, row: row.trains)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.fabric.utilities import registry
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -25,11 +27,14 @@ from lt_zero.comm import hang_detection
 from lt_zero.comm.hang_detection import Patience
 from tests.support.models import VOCAB, Net
 
+# Each Trainer asks for callbacks of other packages, for which all that are installed are looked through.
+registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[attr-defined]
 QUIET: dict[str, Any] = {
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
+    "num_sanity_val_steps": 0,  # a seventh of a short run
     "accelerator": "cpu",
 }
 ROWS, BATCH = 24, 4  # rows of data, rows per optimizer step over all ranks (before accumulation)

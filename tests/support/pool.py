@@ -60,7 +60,7 @@ def _run(rank: int, world: int, store: str, fn: Callable[..., Any], args: Any, e
     import torch
     import torch.distributed as dist
 
-    saved = dict(os.environ)
+    saved, modules = dict(os.environ), len(sys.modules)
     os.environ.update(env)
     os.chdir(ROOT)  # the processes are forked from wherever the first test was
     try:
@@ -81,6 +81,8 @@ def _run(rank: int, world: int, store: str, fn: Callable[..., Any], args: Any, e
 
             forget_meshes()  # what is cached for the mesh of one task has groups that are gone in the next
         gc.collect()  # a process group lives, with its threads, as long as cycles through the engine do
+        if len(sys.modules) > modules:
+            gc.freeze()  # what this task imported lives for ever: later collections need not look at it
 
 
 class Pool:

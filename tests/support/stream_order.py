@@ -32,8 +32,7 @@ from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.lazy_tensor import Fragment
-from lt_zero.io.checked_file import Sink
-from lt_zero.io.staging_ring import StagingRing
+from lt_zero.io.checked_file import Sink, StagingRing
 from lt_zero.ops import dispatch, library
 from lt_zero.parallel.mesh import mesh_of
 from lt_zero.session import checkpoints

@@ -52,9 +52,8 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.common.units import exact_bytes
 from lt_zero.common.users_code import warn
 from lt_zero.engine.lazy_tensor import Fragment, LazyTensor
-from lt_zero.io.checked_file import FileRecord, Sink
+from lt_zero.io.checked_file import FileRecord, Sink, StagingRing
 from lt_zero.io.pinned import host_buffer
-from lt_zero.io.staging_ring import StagingRing
 
 LT_ZERO = "lt_zero"  # key of this package's entries in a Lightning checkpoint
 TRAINED_WEIGHTS = "lt_zero_trained"  # key of trained weights beside averages
