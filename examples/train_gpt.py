@@ -113,7 +113,7 @@ def trainer_arguments(config: Config) -> Config:
         given["accelerator"] = "gpu" if torch.cuda.is_available() else "cpu"
     if given["devices"] == "auto":
         given["devices"] = torch.cuda.device_count() if given["accelerator"] == "gpu" else 2
-    given["enable_checkpointing"] = config["save_every"] is not None
+    given["enable_checkpointing"] |= config["save_every"] is not None
     if given["val_check_interval"] is None:
         batches = given["max_steps"] * given["accumulate_grad_batches"]
         given["val_check_interval"] = max(1, batches // config["data"]["validations"])

@@ -219,6 +219,7 @@ def test_command_writes_table_figures_and_pictures(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # ten processes
 def test_fewer_bits_and_a_memory_budget_take_less(tmp_path: Path) -> None:
     names = f"moments-{isas()[0]}-1,frozen,memory-budget"
     command = [sys.executable, "benchmarks/bench_all.py", "--quick", "--only", names, "--out", str(tmp_path)]

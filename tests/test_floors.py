@@ -43,6 +43,11 @@ def tree_of(file: str) -> ast.Module:
     return ast.parse(FILES[file].read_text(encoding="utf-8"))
 
 
+@functools.cache
+def nodes_of(file: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(file)))
+
+
 def names(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
@@ -53,7 +58,7 @@ def names(node: ast.AST) -> Iterator[str]:
 @functools.cache
 def all_imports() -> dict[str, set[str]]:
     """File -> every dotted name it imports, wherever the statement stands."""
-    return {file: {name for node in ast.walk(tree_of(file)) for name in names(node)} for file in FILES}
+    return {file: {name for node in nodes_of(file) for name in names(node)} for file in FILES}
 
 
 def file_of(name: str) -> str | None:
@@ -149,7 +154,7 @@ def test_devices_are_asked_about_in_one_place() -> None:
     """Kernels are loaded for one kind of device, which ``ops/`` names."""
     for file in FILES:
         if room(file) != "ops" and file != "common/accelerator":
-            found = [node.lineno for node in ast.walk(tree_of(file)) if _kinds_of_devices(node)]  # type: ignore[attr-defined]
+            found = [node.lineno for node in nodes_of(file) if _kinds_of_devices(node)]  # type: ignore[attr-defined]
             assert not found, f"{file}: {found}"
 
 
@@ -157,7 +162,7 @@ def test_files_and_functions_are_short() -> None:
     kinds, long = (ast.FunctionDef, ast.AsyncFunctionDef), set()
     assert not [file for file, path in FILES.items() if path.read_text(encoding="utf-8").count("\n") > LONG_FILE]
     for file in FILES:
-        for node in (node for node in ast.walk(tree_of(file)) if isinstance(node, kinds)):
+        for node in (node for node in nodes_of(file) if isinstance(node, kinds)):
             if (node.end_lineno or node.lineno) - node.lineno + 1 > LONG_FUNCTION:
                 long.add(f"{file}:{node.name}")
     assert long <= LONG
@@ -166,7 +171,7 @@ def test_files_and_functions_are_short() -> None:
 def test_one_class_has_a_name() -> None:
     files: dict[str, set[str]] = {}
     for file in FILES:
-        for node in ast.walk(tree_of(file)):
+        for node in nodes_of(file):
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name, set()).add(file)
     assert not {name: found for name, found in files.items() if len(found) > 1}
@@ -176,7 +181,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     relative = {"What", "Whether", "Which", "How", "Of", "Where", "Whose", "Whom", "Who"}
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     for file in FILES:
-        nodes = (node for node in ast.walk(tree_of(file)) if isinstance(node, kinds))
+        nodes = (node for node in nodes_of(file) if isinstance(node, kinds))
         firsts = {text.split()[0] for node in nodes if (text := ast.get_docstring(node))}
         assert not firsts & relative, file
 
@@ -192,7 +197,7 @@ def test_no_test_imports_a_test() -> None:
 
 def assigned(file: str) -> Iterator[str]:
     """The attributes that a file assigns to, as they are written."""
-    for node in ast.walk(tree_of(file)):
+    for node in nodes_of(file):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
             each = target.elts if isinstance(target, ast.Tuple) else [target]
@@ -207,7 +212,7 @@ def test_the_core_does_not_know_which_exchange_it_has() -> None:
         kinds |= {node.name for node in tree_of(file).body if isinstance(node, ast.ClassDef)}
     for file in (file for file in FILES if room(file) in ("engine", "step")):
         assert not graph()[file] & {*exchanges, "optim/onebit", "optim/zero_one"}, file
-        for node in ast.walk(tree_of(file)):
+        for node in nodes_of(file):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass", "type"):
                 asked = set(re.findall(r"\w+", ast.unparse(node)))
                 assert not asked & {*kinds, "exchange", "gathers"}, (file, ast.unparse(node))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,14 @@ class EngineQueries(nn.Module):
     _pending: int
     _skipped_before: int
     _norm: Tensor | None
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise TypeError: an engine is neither copied nor pickled, its module is."""
+        raise TypeError(
+            "An engine of lt_zero.initialize cannot be copied or pickled: it has process groups, and this rank's part "
+            "of the states. Copy engine.module (at stage 3 inside of lt_zero.gathered(engine.module)); save "
+            "engine.module_state_dict(), whole weights on rank 0, or call engine.save_checkpoint."
+        )
 
     # ---- the last step ---------------------------------------------------------------------------------------------
 

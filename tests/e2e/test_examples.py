@@ -44,6 +44,7 @@ def _fabric_loop(folder: str) -> list[float]:
     return [whole, _main("fabric_loop", *short, "--steps", "4")]
 
 
+@pytest.mark.slow
 def test_fabric_loop(pool: Pool, tmp_path: Path) -> None:
     """It goes on, at another stage, where it was saved."""
     whole, parts = pool.run(2, _fabric_loop, str(tmp_path))[0]

@@ -85,7 +85,6 @@ def _fit(strategy: Any, steps: int, path: str | None = None, folder: str | None 
         accumulate_grad_batches=2,
         limit_val_batches=0 if folder else 1,
         val_check_interval=6,
-        num_sanity_val_steps=0,
         callbacks=saves,
     )
     trainer.fit(module, ckpt_path=path)

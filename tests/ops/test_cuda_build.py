@@ -615,7 +615,8 @@ def refuses_bad_codes(lib: ctypes.CDLL, x: Tensor) -> None:
     def blocks(**changes: int) -> Any:
         return ctypes.byref(STRUCTS["lt_blocks"](**({"numel": 4, "block": 16, "bits": 8, "dtype": 0} | changes)))
 
-    for change in ({"numel": -1}, {"block": 24}, {"block": 0}, {"block": 1 << 17}, {"bits": 3}, {"dtype": 3}, {"normal": 1}):
+    bad = [{"numel": -1}, {"block": 24}, {"block": 0}, {"block": 1 << 17}, {"bits": 3}, {"dtype": 3}, {"normal": 1}]
+    for change in bad:
         assert lib.lt_cuda_encode_blocks(blocks(**change), here, None, here16, None) == BAD_ARGUMENT, change
         assert lib.lt_cuda_decode_blocks(blocks(**change), 1, one, 1.0, here, None) == BAD_ARGUMENT, change
     assert lib.lt_cuda_encode_blocks(blocks(), here, None, here16 + 8, None) == BAD_ARGUMENT
