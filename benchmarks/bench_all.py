@@ -2,11 +2,15 @@
 
     python benchmarks/bench_all.py [--deepspeed-python /path/to/venv/bin/python]
     python benchmarks/bench_all.py --only step,load
+    python benchmarks/bench_all.py --only frozen,memory-budget --add
     python benchmarks/bench_all.py --docs
 
 Cases of a measurement take turns, and ratios are taken within a round. A measurement is disturbed if other programs or
 the hypervisor took CPU time meanwhile, or if quartiles of lt_zero's ratios are far apart; it is repeated, at most
 twice, after all others and as long as the budget lasts. All attempts are in the .json, with the figures of each round.
+
+``--add`` puts what was measured into the stored results, with its own date, machine and versions, and leaves all other
+rows as they are.
 
 Results are those of the kernels' best instruction set; as on a CPU without AVX-512 they are with
 ``LT_ZERO_ISA=avx2 ATEN_CPU_CAPABILITY=avx2``. ``--docs`` measures nothing: it puts the ratios of all results files
@@ -203,6 +207,16 @@ def content_of(results: list[Result], options: Options, before: float) -> dict[s
     return head | {"groups": [result.content() for result in results]}
 
 
+def added(stored: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
+    """Stored results with the groups of ``content`` in them, which keep where and when they were measured."""
+    head = {key: content[key] for key in ("date", "isa", "cpu", "versions", "load", "quick")}
+    new = {group["name"]: group | {"measured": head} for group in content["groups"]}
+    old = {group["name"]: group for group in stored["groups"]}
+    order = list(dict.fromkeys([*(group.name for group in groups()), *old]))
+    every = old | new
+    return stored | {"groups": [every[name] for name in order if name in every]}
+
+
 def write(content: dict[str, Any], folder: Path) -> Path:
     """The table, the figures and, with matplotlib, the pictures; returns the path of the table."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -228,6 +242,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=20, help="minutes; nothing is repeated after it")
     parser.add_argument("--path", type=Path, default=Path("/tmp"), help="a folder on the disk to measure")
     parser.add_argument("--out", type=Path, help="folder; default benchmarks/results, or build/bench-all for a part")
+    parser.add_argument("--add", action="store_true", help="to the stored results of this instruction set")
     parser.add_argument("--docs", action="store_true", help="only put the stored ratios into the pages, and draw them")
     args = parser.parse_args()
     args.only = args.only.split(",") if args.only else names
@@ -236,7 +251,9 @@ def parse() -> argparse.Namespace:
     if not args.deepspeed_python and importlib.util.find_spec("deepspeed"):
         args.deepspeed_python = sys.executable
     whole = args.only == names and not args.quick
-    args.out = args.out or (bench_report.RESULTS if whole else ROOT / "build" / "bench-all")
+    args.out = args.out or (bench_report.RESULTS if whole or args.add else ROOT / "build" / "bench-all")
+    if args.add and ("memory" in args.only or not (args.out / f"all_{best_isa()}.json").exists()):
+        parser.error(f"--add: name groups with --only, without memory; {args.out} has to have results of {best_isa()}")
     return args
 
 
@@ -265,6 +282,9 @@ def main() -> None:
         content["memory"] = (
             step_memory.traces(1, 64, ["ddp", "lt_zero-3"]) if args.quick else step_memory.traces(8, 512)
         )
+    if args.add:
+        kept = (args.out / f"all_{content['isa']}.json").read_text(encoding="utf-8")
+        content = added(json.loads(kept), content)
     file = write(content, args.out)
     print(bench_report.page(content))
     print(file)

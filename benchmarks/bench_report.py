@@ -144,9 +144,19 @@ def setting(found: Found) -> str:
     return f"{found['date']}, {where}; load {found['load'][0]:.1f} before, {found['load'][1]:.1f} after.{quick}"
 
 
+def added_later(found: Found) -> Iterator[str]:
+    """A line for each time at which rows were added to the results."""
+    times: dict[str, list[str]] = {}
+    for group in found["groups"]:
+        if "measured" in group:
+            times.setdefault(setting(group["measured"]), []).extend(row["what"] for row in group["rows"])
+    yield from (f"Measured apart: {'; '.join(rows)}: {when}" for when, rows in times.items())
+
+
 def page(found: Found) -> str:
     """The results file."""
     lines = [f"# Against peers, {found['isa']}", "", setting(found), ""]
+    lines += [line for each in added_later(found) for line in (each, "")]
     lines += ["Each ratio is the median of ratios within rounds in which all cases took turns; lower is better.", ""]
     lines += [*table(found), "", "## All cases", "", *details(found), "", "## Runs", "", *attempts(found)]
     return "\n".join(lines) + "\n"
@@ -215,7 +225,8 @@ _PLACE = re.compile(f"{re.escape(BEGIN)}\n(.*?){re.escape(END)}", re.DOTALL)
 
 THEMES = {  # of the groups of measurements, by the beginnings of their names; what matches none is in the last
     "Training steps": ("step", "offload", "nvme"),
-    "AdamW": ("adam",),
+    "AdamW": ("adam", "moments"),
+    "Memory": ("predict", "frozen", "memory-budget"),
     "Files": ("load", "save", "export"),
     "Processes": ("",),
 }
@@ -266,6 +277,7 @@ def of_performance(results: Mapping[str, Found]) -> str:
     lines += ["", "### Machines", ""]
     for path, found in results.items():
         lines += [f"- {setting(found)} Quartiles and raw figures: `{path}` and the `.json` beside it."]
+        lines += [f"    - {each}" for each in added_later(found)]
     return "\n".join(lines) + "\n\n"
 
 

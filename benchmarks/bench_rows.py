@@ -16,6 +16,8 @@ from typing import Any
 import checkpoint
 import export
 import host_cost
+import low_bit
+import memory_budget
 import offload
 import predict_memory
 import small_model
@@ -110,6 +112,7 @@ DEEPSPEED_PEERS = {"ddp": "DDP"} | {  # apart: with all the others, their proces
     for stage in (1, 2, 3)
     for library, name in (("deepspeed", "DeepSpeed"), ("lt_zero", "lt_zero"))
 }
+FUSED, NARROW = "step", "moments in"  # beginnings of the names of cases of AdamW
 OFFLOAD_PEERS = {"ddp": "DDP"} | {
     f"{library}-{stage}-cpu": f"{name} stage {stage}"
     for stage in (2, 3)
@@ -171,6 +174,11 @@ def adam(isa: str, threads: int, options: Options) -> Rounds:
         raise RuntimeError(f"the kernels are {found['isa'] or 'not native'}, not {isa}: see `lt-zero ops report`")
     rounds: Rounds = found["rounds"]
     return rounds
+
+
+def moments(isa: str, threads: int, options: Options) -> Rounds:
+    """Of ``adam`` the cases with moments in fewer bits, and those that they are compared with."""
+    return {name: found for name, found in adam(isa, threads, options).items() if name.startswith((FUSED, NARROW))}
 
 
 def best_isa() -> str:
@@ -241,12 +249,29 @@ def predict(options: Options) -> Rounds:
     return interleaved({name: partial(peak, way) for way, name in ways.items()}, 1, warm_up=0)
 
 
+def frozen(options: Options) -> Rounds:
+    """MB of weights on a rank, and MB that it receives in a step, with adapters on frozen weights."""
+    words = ["--layers", str(options.size(4, 1)), "--width", str(options.size(768, 320)), "--rounds", "1"]
+    names = {"bf16": "bf16", "bf16, 8 bits": "lt_zero, 8 bits", "bf16, 4 bits": "lt_zero, 4 bits"}
+    found: Rounds = {}
+    for case, name in names.items():
+        figures = low_bit.in_processes([*words, "--case", case], 2)
+        found |= {f"weights: {name}": [figures["bytes"] / 1e6], f"received: {name}": [figures["sent"] / 1e6]}
+    return found
+
+
+def budget(options: Options) -> Rounds:
+    """MB at most in a step, without weights and states."""
+    sizes = {"--depth": options.size(12, 2), "--width": options.size(256, 64), "--rounds": 1}
+    found = child("memory_budget.py", *(str(word) for pair in sizes.items() for word in pair))
+    return {name: [figures["peak"]] for name, figures in found.items()}
+
+
 # ---- the groups ----------------------------------------------------------------------------------------------------
 
 
 def adam_group(isa: str, threads: int, readme: bool) -> Group:
-    where, wide = f"{isa}, {threads} thread{'s' * (threads > 1)}", "step: torch fused"
-    coded = ("moments in 8 bits: torchao", "moments in 8 bits: lt_zero")
+    where = where_of(isa, threads)
 
     def row(kind: str, what: str) -> Row:
         names = tuple(f"{kind}: {name}" for name in ("torch fused", "DeepSpeedCPUAdam", "lt_zero"))
@@ -255,10 +280,22 @@ def adam_group(isa: str, threads: int, readme: bool) -> Group:
     rows = (
         row("step", "AdamW alone, fp32"),
         row("bf16 to bf16", "AdamW from bf16 to bf16 with norm, unscale, clip"),
-        Row(f"AdamW, moments in bf16, 50M, {where}", (wide,), (wide, "moments in bf16: lt_zero")),
-        Row(f"AdamW, moments in 8 bits, 50M, {where}", (coded[0], wide), coded),
     )
     return Group(f"adam-{isa}-{threads}", partial(adam, isa, threads), rows)
+
+
+def moments_group(isa: str, threads: int) -> Group:
+    where, fused, wide = where_of(isa, threads), f"{FUSED}: torch fused", f"{FUSED}: lt_zero"
+    peer, coded = f"{NARROW} 8 bits: torchao", f"{NARROW} 8 bits: lt_zero"
+    rows = (
+        Row(f"AdamW, moments in bf16, 50M, {where}", (fused,), (fused, f"{NARROW} bf16: lt_zero")),
+        Row(f"AdamW, moments in 8 bits, 50M, {where}", (peer, wide), (peer, coded)),
+    )
+    return Group(f"moments-{isa}-{threads}", partial(moments, isa, threads), rows)
+
+
+def where_of(isa: str, threads: int) -> str:
+    return f"{isa}, {threads} thread{'s' * (threads > 1)}"
 
 
 def isas() -> list[str]:
@@ -284,6 +321,7 @@ def groups() -> list[Group]:
     python = "Python per step and unit, 8 ranks"
     imports = ("lightning.pytorch", "lt_zero", "lt_zero.ZeroStrategy")
     small = "step of a ConvNet of 57,000 parameters in Fabric, 2 ranks"
+    adapted = "adapters, stage 3, 2 ranks"
     helps = ("Python that imports typer and rich", "lt-zero --help")
     return [
         Group("step", partial(steps, STEP_PEERS), (step,)),
@@ -291,6 +329,7 @@ def groups() -> list[Group]:
         Group("step-small", small_steps, (Row(small, (small_model.FABRIC,), readme=True),)),
         Group("offload", partial(steps, OFFLOAD_PEERS), tuple(offloaded)),
         *(adam_group(isa, threads, isa == isas()[0] and threads == 1) for isa in isas() for threads in (1, 2)),
+        *(moments_group(isas()[0], threads) for threads in (1, 2)),
         Group("load", load, (loads,)),
         Group("save", save, (Row("durable save of 1.0 GB", ("torch.save",), None, "plain write, fsync", True),)),
         Group(
@@ -322,4 +361,27 @@ def groups() -> list[Group]:
             "MB",
             timed=False,
         ),
+        Group(
+            "frozen",
+            frozen,
+            (
+                Row(f"frozen weights of 23.6M parameters, {adapted}: memory", *few_bits("weights")),
+                Row(f"the same: received by a rank in a step, {adapted}", *few_bits("received")),
+            ),
+            "MB",
+            timed=False,
+        ),
+        Group(
+            "memory-budget",
+            budget,
+            (Row("peak of activations and gradients of a 11.6M GPT", (memory_budget.NONE,)),),
+            "MB",
+            timed=False,
+        ),
     ]
+
+
+def few_bits(what: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The reference and the cases of frozen weights."""
+    names = tuple(f"{what}: {name}" for name in ("bf16", "lt_zero, 8 bits", "lt_zero, 4 bits"))
+    return names[:1], names

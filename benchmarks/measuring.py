@@ -104,15 +104,19 @@ class Sampler:
 # ---- rounds --------------------------------------------------------------------------------------------------------
 
 
-def timed(action: Callable[[], object], wait: Callable[[], object] | None = None) -> Callable[[], float]:
-    """A function that does it, and returns the seconds until ``wait`` has returned."""
+def timed(
+    action: Callable[[], object],
+    wait: Callable[[], object] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Callable[[], float]:
+    """A function that does it, and returns the seconds of ``clock`` until ``wait`` has returned."""
 
     def run() -> float:
-        start = time.perf_counter()
+        start = clock()
         action()
         if wait is not None:
             wait()
-        return time.perf_counter() - start
+        return clock() - start
 
     return run
 

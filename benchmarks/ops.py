@@ -1,12 +1,15 @@
 """The kernels against torch's and DeepSpeed's, on one device: interleaved rounds, medians, GB/s of necessary traffic.
 
-    python benchmarks/ops.py [--codecs] [--numel 50e6] [--rounds 9] [--threads 1 2] [--device cpu] [--out results.md]
+    python benchmarks/ops.py [--codecs | --moments] [--numel 50e6] [--rounds 9] [--threads 1 2] [--device cpu]
 
 The roof is traffic of the same kind with next to no arithmetic: three streams read, two of them written back.
 "Necessary" counts each byte that a one-pass step must move, so a sequence of several passes shows fewer GB/s.
 
 With ``--codecs``: compression instead, with a residual, in GB/s of fp32 input (of sums: of fp32 output for each of the
 four buffers), against the torch references, and ``torch.topk`` for selections.
+
+With ``--moments``: AdamW alone, with moments in fp32, bf16 and 8 bits, beside torchao's ``AdamW8bit`` where torchao is
+installed. ``--cpu-time`` counts the time of the process's threads instead of the clock's, for machines that are shared.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -89,6 +93,24 @@ def torchao_adam(state: State) -> Any:
     return optimizer
 
 
+def moment_cases(state: State, device: str) -> Cases:
+    """A step of AdamW alone, by the form in which its moments are kept."""
+    n, fused = state.numel, torch_optimizer([state.p], [state.g], fused=True)
+    lists = [[state.p], [state.g], [state.m], [state.v]]
+    short = [[state.p], [state.g], [state.m.bfloat16()], [state.v.bfloat16()]]
+    rows = [[torch.zeros(coded_nbytes(n), dtype=torch.uint8, device=device)] for _ in range(2)]
+    codes = [[state.p], [state.g], *rows]
+    cases: Cases = {
+        "step: torch fused": (fused.step, 28 * n),
+        "step: lt_zero": (lambda: ops.adam_step(*lists, **OPTIONS), 28 * n),
+        "moments in bf16: lt_zero": (lambda: ops.adam_step(*short, **OPTIONS), 20 * n),
+        "moments in 8 bits: lt_zero": (lambda: ops.adam_step(*codes, **OPTIONS), 16 * n),
+    }
+    if (peer := torchao_adam(state)) is not None:
+        cases["moments in 8 bits: torchao"] = (peer.step, 16 * n)
+    return cases
+
+
 def sequence(state: State, step: Callable[[], Any]) -> Callable[[], None]:
     """From bf16 gradients to bf16 weights, as torch and DeepSpeed do it: cast, norm, scale, step, copy."""
 
@@ -154,11 +176,7 @@ def others(state: State) -> Cases:
 def adam_cases(state: State, device: str) -> Cases:
     """A step of AdamW alone, and one from bf16 gradients to bf16 weights with norm, unscale and clip."""
     n, fused = state.numel, torch_optimizer([state.p], [state.g], fused=True)
-    lists = [[state.p], [state.g], [state.m], [state.v]]
     low = [[state.p], [state.low], [state.m], [state.v], [state.out]]
-    short = [[state.p], [state.g], [state.m.bfloat16()], [state.v.bfloat16()]]
-    rows = [[torch.zeros(coded_nbytes(n), dtype=torch.uint8, device=device)] for _ in range(2)]
-    codes = [[state.p], [state.g], *rows]
 
     def whole() -> None:
         ops.norm_squared([state.low])
@@ -167,19 +185,14 @@ def adam_cases(state: State, device: str) -> Cases:
     # The roof moves the step's streams through the cheapest arithmetic that the library has: one multiply-add.
     roof = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "first": False}
     cases: Cases = {
-        ROOF: (lambda: ops.sgd_step(*lists[:3], lr=1e-3, **roof), 20 * n),
-        "step: torch fused": (fused.step, 28 * n),
-        "step: lt_zero": (lambda: ops.adam_step(*lists, **OPTIONS), 28 * n),
-        "moments in bf16: lt_zero": (lambda: ops.adam_step(*short, **OPTIONS), 20 * n),
-        "moments in 8 bits: lt_zero": (lambda: ops.adam_step(*codes, **OPTIONS), 16 * n),
+        ROOF: (lambda: ops.sgd_step([state.p], [state.g], [state.m], lr=1e-3, **roof), 20 * n),
+        **moment_cases(state, device),
         "bf16 to bf16: torch fused": (sequence(state, fused.step), 30 * n),
         "bf16 to bf16: lt_zero": (whole, 30 * n),
     }
     if device == "cpu" and (peer := deepspeed_adam(state)) is not None:
         cases["step: DeepSpeedCPUAdam"] = (peer.step, 28 * n)
         cases["bf16 to bf16: DeepSpeedCPUAdam"] = (sequence(state, peer.step), 30 * n)
-    if (peer := torchao_adam(state)) is not None:
-        cases["moments in 8 bits: torchao"] = (peer.step, 16 * n)
     return cases
 
 
@@ -250,10 +263,10 @@ def codec_sizes(state: State) -> list[str]:
     return ["| codec | bytes / fp32 |", "|---|---|", *[f"| {name} | {share:.3%} |" for name, share in shares.items()]]
 
 
-def measure(cases: Cases, rounds: int, device: str) -> Rounds:
+def measure(cases: Cases, rounds: int, device: str, clock: Callable[[], float] = time.perf_counter) -> Rounds:
     """Seconds of each case in each round."""
     wait = torch.cuda.synchronize if device == "cuda" else None
-    return interleaved({name: timed(run, wait) for name, (run, _) in cases.items()}, rounds)
+    return interleaved({name: timed(run, wait, clock) for name, (run, _) in cases.items()}, rounds)
 
 
 def measure_adam(numel: int, threads: int, rounds: int) -> Rounds:
@@ -272,7 +285,8 @@ def measure_adam(numel: int, threads: int, rounds: int) -> Rounds:
 def table(cases: Cases, rounds: Rounds, what: str = "necessary traffic") -> list[str]:
     rows, seconds = [], {name: statistics.median(values) for name, values in rounds.items()}
     for name, value in sorted(seconds.items(), key=lambda item: item[0]):
-        base = seconds.get(f"{name.split(':')[0]}: torch fused", seconds.get(f"{name.split(':')[0]}: torch"))
+        kind = "step" if name.startswith("moments") else name.split(":")[0]
+        base = seconds.get(f"{kind}: torch fused", seconds.get(f"{kind}: torch"))
         of_torch = f"{value / base:.2f}" if base else "-"
         rows.append([name, f"{value * 1e3:.1f}", f"{cases[name][1] / value / 1e9:.1f}", of_torch])
     return markdown(["", "ms", f"GB/s of {what}", "time / torch"], rows)
@@ -281,6 +295,8 @@ def table(cases: Cases, rounds: Rounds, what: str = "necessary traffic") -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codecs", action="store_true", help="compression instead of optimizer steps")
+    parser.add_argument("--moments", action="store_true", help="steps of AdamW by the form of its moments")
+    parser.add_argument("--cpu-time", action="store_true", help="of all threads, instead of the time that passes")
     parser.add_argument("--numel", type=float, default=50e6)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -295,17 +311,24 @@ def main() -> None:
         give({"isa": library.status("cpu").isa, "torch": torch.__version__, "rounds": rounds})
         return
     status = library.status(args.device)
-    title, processor = "Codecs" if args.codecs else "Kernels", cpu_name() if args.device == "cpu" else ""
+    kinds = {"Codecs": args.codecs, "Moments of AdamW": args.moments}
+    title = next((kind for kind, wanted in kinds.items() if wanted), "Kernels")
+    processor, clock = (
+        cpu_name() if args.device == "cpu" else "",
+        time.process_time if args.cpu_time else time.perf_counter,
+    )
     lines = [f"# {title} on {args.device}", "", f"{processor or platform.machine()}, torch {torch.__version__}, "]
     lines[-1] += f"{status.isa or status.why}, {int(args.numel):,} parameters, medians of {args.rounds} rounds"
+    lines[-1] += ", time of the CPU" if args.cpu_time else ""
     for threads in args.threads if args.device == "cpu" else [torch.get_num_threads()]:
         torch.set_num_threads(threads)
         torch.manual_seed(0)
         state = State(int(args.numel), args.device)
-        cases = codec_cases(state) if args.codecs else cases_of(state, args.device)
+        make = moment_cases if args.moments else cases_of
+        cases = codec_cases(state) if args.codecs else make(state, args.device)
         head = f"{threads} thread{'s' * (threads > 1)}" if args.device == "cpu" else torch.cuda.get_device_name()
         what = "fp32" if args.codecs else "necessary traffic"
-        lines += ["", f"## {head}", "", *table(cases, measure(cases, args.rounds, args.device), what)]
+        lines += ["", f"## {head}", "", *table(cases, measure(cases, args.rounds, args.device, clock), what)]
     if args.codecs:
         lines += ["", "## Bytes of Gaussian numbers", "", *codec_sizes(state)]
     finish(lines, args.out)

@@ -3,6 +3,8 @@
     python examples/train_gpt.py                               # ZeRO stage 3
     python examples/train_gpt.py zero_optimization=stage1      # another stage
     python examples/train_gpt.py precision=bf16_mixed
+    python examples/train_gpt.py save_every=100                # checkpoints in out/checkpoints
+    python examples/train_gpt.py resume=out/checkpoints/step=300.ckpt trainer.devices=3 zero_optimization=stage2
     python examples/train_gpt.py strategy=ddp                  # Lightning's own replicated training, to compare
     python examples/train_gpt.py --help                        # everything that can be set
 
@@ -25,7 +27,7 @@ import hydra
 import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from matplotlib.figure import Figure
@@ -43,7 +45,7 @@ from lt_zero import ZeroStrategy
 from lt_zero.sweep import own_process
 
 Config = dict[str, Any]
-OWN_KEYS = {"strategy", "out", "seed", "threads", "learning_rate", "data", "trainer", "model"}  # others are lt_zero's
+OWN_KEYS = {"strategy", "out", "seed", "threads", "learning_rate", "save_every", "resume", "data", "trainer", "model"}
 
 
 class GPTModule(L.LightningModule):
@@ -111,6 +113,7 @@ def trainer_arguments(config: Config) -> Config:
         given["accelerator"] = "gpu" if torch.cuda.is_available() else "cpu"
     if given["devices"] == "auto":
         given["devices"] = torch.cuda.device_count() if given["accelerator"] == "gpu" else 2
+    given["enable_checkpointing"] |= config["save_every"] is not None
     if given["val_check_interval"] is None:
         batches = given["max_steps"] * given["accumulate_grad_batches"]
         given["val_check_interval"] = max(1, batches // config["data"]["validations"])
@@ -119,12 +122,21 @@ def trainer_arguments(config: Config) -> Config:
 
 
 def make_strategy(config: Config) -> Strategy:
-    """Pass all keys but the script's own to lt_zero, which refuses unknown keys."""
+    """Pass all keys but the script's own to lt_zero, which refuses unknown ones."""
     if config["strategy"] == "ddp":
         return DDPStrategy()
     if config["strategy"] != "zero":
         raise ValueError(f"strategy={config['strategy']!r} is not one of zero, ddp")
     return ZeroStrategy(config={key: value for key, value in config.items() if key not in OWN_KEYS})
+
+
+def make_callbacks(config: Config, folder: Path) -> list[Callback]:
+    """A progress bar, and checkpoints of all steps that are multiples of `save_every`."""
+    bar = TQDMProgressBar(refresh_rate=20)
+    if config["save_every"] is None:
+        return [bar]
+    saves = {"every_n_train_steps": config["save_every"], "save_top_k": -1, "filename": "{step}"}
+    return [bar, ModelCheckpoint(folder / "checkpoints", **saves)]
 
 
 def use_threads(threads: int | None, processes: int) -> None:
@@ -227,8 +239,8 @@ def main(composed: DictConfig) -> float | None:
     L.seed_everything(config["seed"])
     module = make_module(config)
     logger = CSVLogger(folder, name="logs")
-    trainer = L.Trainer(strategy=strategy, logger=logger, callbacks=[TQDMProgressBar(refresh_rate=20)], **arguments)
-    trainer.fit(module, *make_loaders(config["data"], module.gpt.context))
+    trainer = L.Trainer(strategy=strategy, logger=logger, callbacks=make_callbacks(config, folder), **arguments)
+    trainer.fit(module, *make_loaders(config["data"], module.gpt.context), ckpt_path=config["resume"])
     trained = time.perf_counter()
 
     report = strategy.memory_report() if isinstance(strategy, ZeroStrategy) else None

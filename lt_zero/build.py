@@ -55,6 +55,7 @@ from lt_zero.exchange.plan import plan_codecs, plan_exchange
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.offload.host_store import is_apart
 from lt_zero.ops.library import missing
+from lt_zero.ops.rounding import NEAREST, RoundStochastic, WeightRounding
 from lt_zero.planning.check import check_build
 from lt_zero.tiles.huggingface import install as install_tiles
 
@@ -209,7 +210,8 @@ def _build(
     of_bucket = {bucket: groups.get(bucket.parameters[0][1], group) for bucket in plan.buckets}
     planned = plan_exchange(config, plan, policy, group)
     codecs = partial(plan_codecs, config, planned, training)
-    storage = plan_storage(plan, config, policy, group, is_apart(device), codecs, training)
+    rounding = _rounding_of(policy, world)
+    storage = plan_storage(plan, config, policy, group, is_apart(device), codecs, training, rounding)
     exchange = exchange_of(planned, config, plan, group, of_bucket.values())
     shared = owner, deque[Bucket]()
     made = {b: Bucket(b, storage[b], its, gathers_of(storage[b]), *shared) for b, its in of_bucket.items()}
@@ -234,6 +236,13 @@ def _build(
     if training:
         install(engine)
     return engine
+
+
+def _rounding_of(policy: DtypePolicy, world: World) -> WeightRounding:
+    """The rounding of the weights of a step. Collective if it is stochastic: all ranks take the seed of rank 0."""
+    if not policy.stochastic:
+        return NEAREST
+    return RoundStochastic(world.host_gather(torch.initial_seed(), "seed of stochastic rounding")[0])
 
 
 def _check_specs(module: nn.Module, specs: Iterable[ParamSpec]) -> None:

@@ -15,7 +15,7 @@ import bench_pictures
 import bench_report
 import pytest
 import scale
-from bench_rows import Group, LeftOut, Options, Row, groups
+from bench_rows import Group, LeftOut, Options, Row, groups, isas
 from measuring import Rounds, interleaved, ratio
 
 from tests.support.paths import ROOT
@@ -121,6 +121,20 @@ def test_tables(content: dict[str, Any]) -> None:
     assert re.search(r"^\| save \| \d+ s \| 0.0% \| 0.0% \|", text, re.MULTILINE)
 
 
+def test_rows_are_added_to_stored_results_with_their_own_machine(content: dict[str, Any], others: list[float]) -> None:
+    other = Row("an export", ("torch.save",), ("torch.save", "lt_zero"))
+    (found,) = bench_all.measure_all([Group("export", lambda _: CALM, (other,))], OPTIONS, 60.0, lambda line: None)
+    later = bench_all.content_of([found], OPTIONS, 3.0) | {"date": "2030-01-02", "cpu": "a newer processor"}
+    both = json.loads(json.dumps(bench_all.added(content, later)))
+    assert [group["name"] for group in both["groups"]] == ["save", "export"]
+    assert both["cpu"] == content["cpu"]
+    assert len(bench_all.added(both, later)["groups"]) == 2, "a second time replaces them"
+    for text in (bench_report.page(both), bench_report.of_performance({"all_x.md": both})):
+        assert "Measured apart: an export: 2030-01-02, a newer processor" in text
+        assert "a save" in text
+    assert "Measured apart" not in bench_report.page(content)
+
+
 def test_a_reference_that_was_not_measured_gives_way_to_the_next(others: list[float]) -> None:
     row = Row("a step", ("DeepSpeed", "DDP"), ("DDP", "DeepSpeed", "lt_zero stage 2"))
     result = measured({"DDP": [2.0], "lt_zero stage 2": [1.0], "lt_zero stage 3": [9.0]}, row=row)
@@ -175,6 +189,7 @@ def test_every_row_can_be_asked_for_by_name() -> None:
     assert {"step", "step-deepspeed", "offload", "load", "save", "export", "nvme", "host", "startup", "predict"} < set(
         names
     )
+    assert {"frozen", "memory-budget", f"moments-{isas()[0]}-1"} < set(names)
     assert all(row.references for group in groups() for row in group.rows)
 
 
@@ -201,6 +216,26 @@ def test_command_writes_table_figures_and_pictures(tmp_path: Path) -> None:
     )
     assert file.with_suffix(".png").stat().st_size > 0
     assert (tmp_path / "step_memory.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # ten processes
+def test_fewer_bits_and_a_memory_budget_take_less(tmp_path: Path) -> None:
+    names = f"moments-{isas()[0]}-1,frozen,memory-budget"
+    command = [sys.executable, "benchmarks/bench_all.py", "--quick", "--only", names, "--out", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    (file,) = tmp_path.glob("all_*.json")
+    found = {
+        row.what: {case.name: case.ratio.median for case in row.cases}
+        for row in bench_report.rows_of(json.loads(file.read_text()))
+    }
+    (bf16, coded, weights, received, peak) = found.values()
+    assert bf16["lt_zero"] > 0
+    assert coded["lt_zero"] > 0
+    assert weights["lt_zero, 4 bits"] < weights["lt_zero, 8 bits"] < 1
+    assert received["lt_zero, 4 bits"] == pytest.approx(0.5625 / 2, rel=0.05)
+    assert received["lt_zero, 8 bits"] == pytest.approx(260 / 512, rel=0.05)
+    assert peak["full recomputation"] < peak["lt_zero, memory_budget"] <= 1
 
 
 def test_shares_of_other_programs_and_the_hypervisor(monkeypatch: pytest.MonkeyPatch) -> None:

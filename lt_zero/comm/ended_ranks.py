@@ -92,6 +92,7 @@ class EndedRanks:
     Attributes:
         hosts: the name of each rank's host, for messages; [] if they are not known.
         posted: whether this rank has told of its end.
+        told, own: the error that it has told, "" without one; whether that was its own.
         lost: ranks to which the connection was lost, and the kernel's word for it.
         server_gone: whether the process of global rank 0, which may serve the store, was found to have ended.
     """
@@ -109,7 +110,7 @@ class EndedRanks:
         self._begun: Counter[str] = Counter()
         self._scope: str | None = None  # what has ended, as this rank has told
         self._told = 0  # number of this rank's first error in the list of errors
-        self._own = False  # whether it was an error of its own
+        self.told, self.own = "", False
         self._read = 0  # errors of the list that this rank has read
         self._errors: dict[int, End] = {}
         self._lock = threading.Lock()
@@ -140,7 +141,7 @@ class EndedRanks:
     def _take_back(self) -> None:
         if self.posted:
             self._store.delete_key(str(self._rank))
-        self.posted, self._told, self._scope = False, 0, None
+        self.posted, self._told, self._scope, self.told = False, 0, None, ""
 
     def end_run(self) -> None:
         """End the run; without an error unless one was told."""
@@ -162,7 +163,7 @@ class EndedRanks:
                 number = self._store.add("errors", 1)
                 self._store.set(f"error/{number}", message)
                 self._signal.add("asks", 1)
-                self._told, self._own = self._told or number, own
+                self._told, self.told, self.own = self._told or number, text, own
 
     def await_readers(self, seconds: float) -> None:
         """Wait until the others have read this rank's error, or have ended or told of ends too, at most some seconds.
@@ -171,7 +172,7 @@ class EndedRanks:
         """
         until, serves = time.monotonic() + seconds, self._ranks[self._rank] == 0
         with contextlib.suppress(RuntimeError):
-            while self._told and (self._own or serves) and not self._store_has_ended() and time.monotonic() < until:
+            while self._told and (self.own or serves) and not self._store_has_ended() and time.monotonic() < until:
                 ended = {self._rank, *self.ended()}
                 if self._store.add(f"heard/{self._told}", 0) + len(ended) >= self._world:
                     return

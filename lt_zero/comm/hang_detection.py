@@ -55,6 +55,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from lt_zero.comm import shared_memory, work
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.ended_ranks import EndedRanks, described, summary, tell_at_end
+from lt_zero.comm.next_run import RunStart
 from lt_zero.comm.process_groups import abort_nccl, backend_of, close_connections, closing_if_unanswered, exists
 from lt_zero.comm.verdict import GONE, OVER, RAN, RankState, Remedy, diverged, sentence
 from lt_zero.comm.work import CALL, CollectiveId, CollectiveMonitor, collective_of, in_collective, in_layer
@@ -118,6 +119,8 @@ class HangDetector:
         self._end: str | None = None  # why another rank has ended
         self.remedy: Remedy = lambda launch, other: RAN
         self.ends = EndedRanks(store, self._ranks, self._rank, host, watch)
+        limits = self._patience.poll, self._patience.limit
+        self._run_start = RunStart(store, self._rank, self._world, watch, self.ends, *limits)
         this = weakref.ref(self)
 
         def check(ranks: list[int]) -> None:
@@ -358,8 +361,14 @@ class HangDetector:
             self._end = None if self.ends.go_on() else self._end
 
     def begin_run(self) -> None:
-        """Begin a run: answer other ranks, and forget the errors of the last one."""
+        """Begin a run: answer other ranks, and forget the errors of the last one. Collective after the first run.
+
+        Raises:
+            RuntimeError: an error has ended the last run, see next_run.py.
+        """
         self.start()
+        verdict = self._watch.verdict
+        self._run_start.meet(verdict or self.ends.told, own=self.ends.own and verdict is None)
         self.ends.scopes.clear()  # after an error
         self.ends.begin("run")
         self._end = None

@@ -172,7 +172,8 @@ def await_all(timeout: timedelta | None = None) -> None:
         ranks = f"Rank{'s' if len(gone) > 1 else ''} {', '.join(gone)}"
         raise RuntimeError(
             f"{ranks} ended before the model was set up: killed (for want of memory, by the scheduler), or by an error"
-            f" or an exit of the script. See the last that was printed there, and dmesg. ({error})"
+            " or an exit of the script. See the last that was printed there, and dmesg. Or an error of an earlier run"
+            f" in these processes has closed their connections: then start the processes again. ({error})"
         ) from None
 
 

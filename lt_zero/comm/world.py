@@ -298,7 +298,11 @@ class World(Ranks):
             del ends.scopes[depth - 1 :]
 
     def begin_run(self) -> None:
-        """Begin a run: answer other ranks' questions, and take part in ``agreement``. On all ranks."""
+        """Begin a run: answer other ranks' questions, and take part in ``agreement``. Collective.
+
+        Raises:
+            RuntimeError: on all ranks: an error has ended the last run, and they are not in step any more.
+        """
         if self.detector is not None:
             self.detector.begin_run()
         self.agreement.begin()

@@ -122,6 +122,7 @@ _TRAINING = (  # keys of optimizers, gradients and steps
     ),
     "broadcast_buffers",
     *("steps_per_print", "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"),
+    "bf16.stochastic_rounding",
     *("fp16.fp16_master_weights_and_grads", *(f"zero_optimization.{key}" for key in _ZERO)),
 )
 

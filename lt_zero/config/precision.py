@@ -47,6 +47,7 @@ class DtypePolicy:
     buffers: torch.dtype | None = None  # of floating-point buffers; None: unchanged
     low_master: bool = False  # master weights are in compute instead of fp32
     low_step: bool = False  # the optimizer steps master weights in their own dtype even if that is bf16
+    stochastic: bool = False  # steps round master weights up or down at random
     moments: torch.dtype | None = None  # of the optimizer between steps; None: that in which it steps
     keep_fp32: tuple[str, ...] = ()  # class names and patterns of modules and parameters that stay fp32
     check_overflow: bool = False  # steps with non-finite gradients are skipped
@@ -138,10 +139,12 @@ def dtype_policy(config: Schema, mode: str, rules: ScalerRules | None = None) ->
             text = f"{key}=true, but the precision is {mode!r}. Set {name}.enabled=true or remove the key."
             raise ConfigError.about(key, text)
         low_master |= low
-    states, types, forward = config.bf16.bf16_optimizer_states, config.data_types, compute or torch.float32
+    types, forward = config.data_types, compute or torch.float32
     if types.param_dtype not in (None, forward):
         text = f"data_types.param_dtype={types.param_dtype} contradicts the precision {mode!r}, in which weights are "
         raise ConfigError.about("data_types.param_dtype", f"{text}{forward} in forward. Remove the key.")
+    # Only what is computed in fp32 can be rounded.
+    low_step = config.bf16.bf16_optimizer_states and low_master and not config.bf16.stochastic_rounding
     skips = compute == torch.float16 or (compute == torch.bfloat16 and config.bf16.check_grad_overflow)
     cast = config.fp16.auto_cast if compute == torch.float16 else None
     return DtypePolicy(
@@ -153,8 +156,10 @@ def dtype_policy(config: Schema, mode: str, rules: ScalerRules | None = None) ->
         wire=config.communication_data_type,
         buffers=types.buffer_dtype or (compute if compute == torch.float64 else None),
         low_master=low_master,
-        low_step=states and low_master,
-        moments=config.optimizer_states.dtype or (torch.bfloat16 if states and not low_master else None),
+        low_step=low_step,
+        stochastic=config.bf16.stochastic_rounding,
+        moments=config.optimizer_states.dtype
+        or (torch.bfloat16 if config.bf16.bf16_optimizer_states and not low_step else None),
         keep_fp32=tuple(name for block in (config, config.fp16, config.bf16) for name in block.fp16_override_modules),
         check_overflow=skips or config.on_nonfinite != "warn",
         raise_nonfinite=compute != torch.float16 and config.on_nonfinite == "raise",

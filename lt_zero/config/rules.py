@@ -244,6 +244,10 @@ def _precision(config: Schema) -> Iterator[Problem]:
     if bf16.bf16_optimizer_states and moments == torch.float32:
         text = "optimizer_states.dtype=fp32 contradicts bf16.bf16_optimizer_states=true. Remove one."
         yield Problem("optimizer_states.dtype", text)
+    if bf16.stochastic_rounding and not bf16.bf16_master_weights_and_grads:
+        key = "bf16.stochastic_rounding"
+        text = f"{key}=true rounds master weights that are kept in bf16, and here they are fp32. Set"
+        yield Problem(key, f"{text} bf16.bf16_master_weights_and_grads=true, or remove the key.")
     asked = fp16.raise_error_at_min_scale
     if asked is not None and "on_min_scale" in config.model_fields_set and asked != (config.on_min_scale == "raise"):
         text = f"fp16.raise_error_at_min_scale={asked} contradicts on_min_scale={config.on_min_scale!r}. Remove one."

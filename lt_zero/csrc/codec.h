@@ -1,5 +1,5 @@
 // Block-wise compression: what the CPU's and CUDA's kernels share. The format, and where its numbers come from, is
-// described in lt_zero/ops/quantize.py, beside the torch reference.
+// described in lt_zero/ops/quantize.py and nf4.py, beside the torch references.
 //
 // Every sum and maximum over a block is exact, so its order is free and all implementations give the same bits:
 // magnitudes are compared as integers, and added up in fp64 after rounding them to a common unit.
@@ -53,6 +53,20 @@ LT_FN float uniform_scale(int32_t largest, int bits) {
     float scale = float_of(largest) / (bits == 8 ? 127.0f : 7.0f);
     return scale < FLT_MIN ? 0.0f : scale;
 }
+
+// NormalFloat: 16 levels, rising, in units of the largest magnitude.
+struct NormalLevels {
+    float level[16];
+};
+
+LT_FN constexpr NormalLevels normal_levels() {
+    return NormalLevels{{-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+                         -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+                         0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f,
+                         0.7229568362236023f, 1.0f}};
+}
+
+LT_FN float normal_scale(int32_t largest) { return largest >= INFINITE ? not_a_number() : float_of(largest); }
 
 // (|x| + unit_shift) - unit_shift rounds to a multiple of 2^-36 times the power of two above the largest magnitude.
 LT_FN double unit_shift(int32_t largest) {

@@ -12,10 +12,8 @@
 
 namespace LT_NAMESPACE {
 
-constexpr int kCoded = 256;                        // elements of a block
-constexpr int kRecord = kCoded + 4;                // bytes: codes, and the scale
-constexpr uint32_t kFirstStart = (127u - 24) << 7; // upper half of the bits of 2^-24
-constexpr uint32_t kStarts = (127u << 7) - kFirstStart + 1;
+constexpr int kCoded = 256;          // elements of a block
+constexpr int kRecord = kCoded + 4;  // bytes: codes, and the scale
 
 LT_FN uint32_t bits_of(float x) {
     uint32_t bits;
@@ -31,39 +29,34 @@ LT_FN float scale_of(uint32_t largest) {
     return scale < 0x1p-100f ? 0.0f : scale;
 }
 
-// The code of a state on one device.
+// The code of a state on one device: its levels, and what lies half-way to the next one.
+template <bool SIGNED>
 struct Coding {
     const float *levels, *middles;
-    const uint8_t *starts;
-    bool is_signed;
 };
 
-LT_FN Coding make_coding(const float *numbers, const void *starts, bool is_signed) {
-    const float *levels = numbers + (is_signed ? 0 : 256);
-    return Coding{levels, levels + (is_signed ? 128 : 256), (const uint8_t *)starts + (is_signed ? 0 : kStarts),
-                  is_signed};
+template <bool SIGNED>
+LT_FN Coding<SIGNED> make_coding(const float *numbers) {
+    const float *levels = numbers + (SIGNED ? 0 : 256);
+    return Coding<SIGNED>{levels, levels + (SIGNED ? 128 : 256)};
 }
 
-LT_FN float decoded(const Coding &coding, uint8_t code, float scale) {
-    if (!coding.is_signed) return coding.levels[code] * scale;
-    uint32_t bits = bits_of(coding.levels[code & 127]) | (uint32_t)(code & 128) << 24;  // branches would be mispredicted
-    float level;
-    memcpy(&level, &bits, sizeof level);
-    return level * scale;
-}
-
-// `scale` is above 0, and at least |x|.
-LT_FN uint8_t encoded(const Coding &coding, float x, float scale) {
-    float ratio = x / scale;
-    uint32_t bits = bits_of(ratio), sign = bits >> 31;
-    if (sign && !coding.is_signed) return 0;
-    bits &= 0x7fffffffu;
-    uint32_t code = coding.starts[bits >> 16 < kFirstStart ? 0 : (bits >> 16) - kFirstStart];
-    float magnitude;
-    memcpy(&magnitude, &bits, sizeof magnitude);
-    code += magnitude > coding.middles[code];
-    if (coding.is_signed) return (uint8_t)(code | (code ? sign << 7 : 0));
-    return (uint8_t)(code == 0 && bits != 0 ? 1 : code);
+// A number whose integer part is the code of a ratio (0 to 1), or the code before it.
+//
+// Levels of a decade have equal distances, so codes rise with the ratio along a line, and the line of each decade is
+// flatter than that of the decade before: the least of all lines is the one of the ratio's own decade. Half-way to the
+// next level a line is at an integer; 0.2 above it where the next level is of another decade, and up to 0.25 beside the
+// largest level. So 0.3 less is never beyond the code, with room for the lines' rounding.
+template <bool SIGNED, class V>
+LT_FN V near_code(V ratio) {
+    auto line = [&](float inverse, float count) {
+        return multiply_add(ratio, V(inverse * count / 0.9f), V(count * 0.8f / 0.9f));
+    };
+    V code = smaller(line(1e6f, 1.0f), line(1e5f, 2.0f));
+    code = smaller(code, smaller(line(1e4f, 4.0f), line(1e3f, 8.0f)));
+    code = smaller(code, smaller(line(1e2f, 16.0f), line(1e1f, 32.0f)));
+    code = smaller(code, line(1.0f, 64.0f));
+    return SIGNED ? code - V(0.3f) : code + code - V(1.3f);  // twice as many levels, of which the first has number 1
 }
 
 }  // namespace LT_NAMESPACE

@@ -35,8 +35,7 @@ typedef struct {
     const float *scale;         // gradients are multiplied by *scale * *clip; NULL counts as 1
     const float *clip;
     const float *found_inf;     // if not NULL and *found_inf != 0, nothing is written
-    const float *levels;        // of LT_CODES: numbers and starts of lt_zero/ops/moments.py, on the device
-    const void *starts;
+    const float *levels;        // of LT_CODES: the numbers of lt_zero/ops/moments.py, on the device
 } lt_tensors;
 
 typedef struct {
@@ -83,6 +82,16 @@ typedef struct {
     const float *scale;         // or NULL
 } lt_pairs;
 
+// fp32 to bf16, rounded up or down at random; lt_zero/ops/rounding.py describes it.
+typedef struct {
+    int64_t numel;
+    int64_t first, row, stride; // where the elements are in their parameter
+    uint64_t seed;              // of the parameter
+    uint64_t step;
+    const float *src;
+    void *dst;
+} lt_rounding;
+
 // Flat tensors of `numel` elements, one row behind the other, in blocks with a scale each. Each row has a buffer of its
 // own, and these follow each other, too; lt_zero/ops/quantize.py describes them.
 typedef struct {
@@ -92,6 +101,7 @@ typedef struct {
     int64_t block;              // elements, a multiple of 16 up to 65536
     int32_t bits;               // of an element: 8, 4, 2 or 1
     int32_t dtype;              // lt_dtype of x, or of what is decoded
+    int32_t normal;             // of 4 bits: levels of NormalFloat (lt_zero/ops/nf4.py) instead of uniform ones
 } lt_blocks;
 
 // A tensor [batch, heads, length, dim] whose last dimension is contiguous; strides in elements.
@@ -141,6 +151,7 @@ int lt_cpu_lamb_apply(const lt_tensors *, const lt_lamb *, const float *rate, in
 int lt_cpu_norm_squared(const lt_mixed *, double *result, int threads);  // added up in fp64, in an order of its own
 int lt_cpu_accumulate(const lt_pairs *, int threads);  // dst += factor * src, dst in fp32
 int lt_cpu_cast_scale(const lt_pairs *, int threads);  // dst = factor * src, rounded once
+int lt_cpu_round_stochastic(const lt_rounding *, int threads);
 
 // out = codes and scales of x + residual; residual (fp32, or NULL) = what they do not represent.
 int lt_cpu_encode_blocks(const lt_blocks *, const void *x, float *residual, void *out, int threads);

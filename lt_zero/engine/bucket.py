@@ -145,7 +145,7 @@ class Bucket:
         self.shapes = [span.shape for span in self.layout.spans]
         # Dtypes to restore when the engine is removed; an fp64 run stays fp64.
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
-        self.step_dtype, self.moments = storage.step, storage.moments
+        self.step_dtype, self.moments, self.rounding = storage.step, storage.moments, storage.rounding
         self.shard_range = self.layout.shard(group.mesh.shard_rank) if self.is_cut else (0, self.layout.numel)
         self.pieces = self.layout.pieces(*self.shard_range)  # this rank's pieces
         self._piece_of = {piece.index: [piece] for piece in self.pieces}  # a bucket may have thousands

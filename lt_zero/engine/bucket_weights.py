@@ -13,7 +13,7 @@ from lt_zero import ops
 from lt_zero.common.compat import without_grad
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.storage_plan import StoragePlan
-from lt_zero.offload.store import BackgroundStep, Gap, Place, Places, Store, put_away
+from lt_zero.offload.store import WEIGHTS, BackgroundStep, Gap, Place, Places, Store, put_away
 from lt_zero.ops.codecs import Codec
 
 
@@ -64,11 +64,11 @@ class MasterWeights:
             return store
 
         if not plan.trains:
-            self.frozen = stored(self.places.gather, "weights", plan.precision)
+            self.frozen = stored(self.places.gather, WEIGHTS, plan.precision)
         else:
             self.master = stored(self.places.step, "master", plan.precision)
         if plan.copies_weights:
-            self.copy = stored(self.places.gather, "weights", plan.dtype)
+            self.copy = stored(self.places.gather, WEIGHTS, plan.dtype)
         elif plan.trains and not self.sharded:
             self.copy = Store.of(self.shard)
         if plan.trains and self.copy is not NO_COPY:

@@ -182,7 +182,8 @@ def open_offload_manager(
     manager.has_files = bool(_TIERS.keys() & {optim.device, params.device})
     if manager.has_files:
         return_large_blocks()
-        files = (world.rank, config.aio, [b.shard.numel() for b in buckets], [b.moments for b in buckets])
+        numels, moments = [b.shard.numel() for b in buckets], [b.moments for b in buckets]
+        files = (world.rank, config.aio, numels, moments, [b.storage.trains for b in buckets])
         with (
             world.agree("opening the folder for states", SwapError),
             progress_bar("Preparing the files of states in nvme_path"),

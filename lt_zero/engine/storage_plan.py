@@ -25,6 +25,7 @@ from lt_zero.engine.layout import Sharding
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.ops.codecs import Codec
 from lt_zero.ops.moments import MomentForm, PlainMoments
+from lt_zero.ops.rounding import NEAREST, WeightRounding
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
 
@@ -71,6 +72,7 @@ class StoragePlan:
         accumulate: dtype of the accumulator.
         step: dtype of what the optimizer sees.
         moments: how its states are kept between steps.
+        rounding: how the weights of a step become master weights, if these have another dtype.
         wire: dtype in which gradients have to be sent; None: any.
         trains: it has master weights and gradients.
         narrows: parameters come in a wider dtype than ``dtype``.
@@ -92,6 +94,7 @@ class StoragePlan:
     accumulate: torch.dtype
     step: torch.dtype
     moments: MomentForm
+    rounding: WeightRounding
     wire: torch.dtype | None
     trains: bool
     narrows: bool
@@ -183,6 +186,7 @@ def plan_storage(
     apart: bool,
     codecs_of: CodecsOf,
     training: bool = True,
+    rounding: WeightRounding = NEAREST,
 ) -> dict[BucketPlan, StoragePlan]:
     """Plan what one rank keeps of each bucket, in the plan's order. Ranks of a group have equal plans.
 
@@ -194,6 +198,7 @@ def plan_storage(
         apart: the device has memory of its own.
         codecs_of: returns ``StoragePlan.codecs`` of a bucket, which is in the group.
         training: there are gradients.
+        rounding: of the weights of a step.
     """
     zero, buckets = config.zero_optimization, plan.buckets
     layouts = [bucket.layout_in(everyone.mesh.shards, everyone.size) for bucket in buckets]
@@ -226,6 +231,7 @@ def plan_storage(
             accumulate=policy.accumulate_of(dtype),
             step=policy.step_of(dtype),
             moments=bucket.moments or PlainMoments(policy.step_of(dtype)),
+            rounding=rounding,
             wire=wire,
             trains=bucket.trains and training,
             narrows=bucket.narrows,

@@ -45,9 +45,10 @@ from lt_zero.ops.flat import wide
 
 Place = tuple[Bucket, int]
 
-_IN_PLACE = {Tensor.mul_, Tensor.div_, Tensor.zero_, Tensor.clamp_, Tensor.clip_, Tensor.nan_to_num_, Tensor.neg_}
-_NORMS = {Tensor.norm, torch.norm, torch.linalg.vector_norm}
-_SAME = {getattr(Tensor, "data").__get__, Tensor.detach, Tensor.detach_}  # noqa: B009
+# Functions that work on a gradient of which ranks have parts: element by element, norms, and those that return it.
+IN_PLACE = {Tensor.mul_, Tensor.div_, Tensor.zero_, Tensor.clamp_, Tensor.clip_, Tensor.nan_to_num_, Tensor.neg_}
+NORMS = {Tensor.norm, torch.norm, torch.linalg.vector_norm}
+SAME = {getattr(Tensor, "data").__get__, Tensor.detach, Tensor.detach_}  # noqa: B009
 _REMEDY = (
     "Norms (`p.grad.norm(2)`, Lightning's `grad_norm`), `p.grad = None` and in-place scaling or clamping by numbers "
     "work; on all ranks `lt_zero.full_grad(parameter)` reads all of it, and `lt_zero.set_full_grad(parameter, value)` "
@@ -121,15 +122,15 @@ class ShardedGrad(Tensor):
                 grad._apply(Tensor.zero_) if isinstance(grad, ShardedGrad) else grad.zero_()
             return None
         me = args[0] if args and isinstance(args[0], ShardedGrad) else None
-        if me is not None and func in _SAME:
+        if me is not None and func in SAME:
             return me
         given = {key: value for key, value in kwargs.items() if value not in (None, False)}
-        if me is not None and func in _NORMS and not given.keys() - {"p", "ord"} and len(args) <= 2:
+        if me is not None and func in NORMS and not given.keys() - {"p", "ord"} and len(args) <= 2:
             order = args[1] if len(args) == 2 else given.get("p", given.get("ord", 2))
             bucket, index, shown_by = me._owners()
             return shown_by.norm((bucket, index), float(2 if order == "fro" else order))
         others = [*args[1:], *kwargs.values()]
-        if me is not None and func in _IN_PLACE and not any(isinstance(o, Tensor) and o.dim() > 0 for o in others):
+        if me is not None and func in IN_PLACE and not any(isinstance(o, Tensor) and o.dim() > 0 for o in others):
             return me._apply(func, *args[1:], **kwargs)
         raise RuntimeError(f"`{called(func)}` needs all of a gradient whose pieces lie on several ranks. {_REMEDY}")
 

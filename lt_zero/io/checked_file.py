@@ -407,7 +407,7 @@ class BlockReader:
         buffer[length:full].zero_()
         if done != length or checksum(buffer[:full], self._weights) != record.sums[number]:
             raise CheckpointError(
-                f"{path} is damaged: bytes {offset} to {offset + length} have a wrong checksum. Restore "
-                "it from a copy, or resume from another checkpoint."
+                f"{path} is damaged, or a file of another save: bytes {offset} to {offset + length} have a wrong "
+                "checksum. Restore it from a copy, or resume from another checkpoint."
             )
         return buffer

@@ -218,6 +218,7 @@ class TrainingEngine(EngineQueries):
         """
         if self._sharded is None:
             raise RuntimeError("engine.backward needs an optimizer: pass one to lt_zero.initialize, or configure one.")
+        self.moved.refuse("engine.backward")
         expect(loss, Tensor, "The loss of engine.backward", "pass a tensor with one element")
         if loss.numel() != 1:
             raise ValueError(
@@ -247,6 +248,7 @@ class TrainingEngine(EngineQueries):
         """
         if self._sharded is None or self.optimizer is None:
             raise RuntimeError("engine.step needs an optimizer: pass one to lt_zero.initialize, or configure one.")
+        self.moved.refuse("engine.step")
         if self._quiet:
             raise RuntimeError("engine.step() was called inside of engine.no_sync(). Call it after the context.")
         if self.loss_scale_controller.scaler is not None and not self._scaled:
@@ -345,6 +347,7 @@ class TrainingEngine(EngineQueries):
         Raises:
             CheckpointError: that save has failed.
         """
+        self.moved.reload()
         ended.add(self.engine)
         self.monitor.end(self.loss_scale_controller)
         self.session.end()
@@ -361,6 +364,7 @@ class TrainingEngine(EngineQueries):
 
     def module_state_dict(self) -> dict[str, Any]:
         """The module's state dict with full weights on the CPU of rank 0, {} elsewhere. Collective."""
+        self.moved.refuse("engine.module_state_dict")
         return whole_weights(self.engine, "engine.module_state_dict")
 
     @without_gc
@@ -387,6 +391,7 @@ class TrainingEngine(EngineQueries):
         Raises:
             CheckpointError: on all ranks, also if their tags differ; earlier checkpoints are kept.
         """
+        self.moved.refuse("engine.save_checkpoint")
         expect_path(save_dir, "engine.save_checkpoint(save_dir=...)")
         save_dir = save_dir or os.curdir
         tag = _same_tag(self.world, tag, "engine.save_checkpoint") or f"global_step{self.global_steps}"
@@ -440,6 +445,7 @@ class TrainingEngine(EngineQueries):
             CheckpointError: on all ranks; before anything is loaded if tags differ, or the optimizer does not fit.
             ValueError: ``custom_load_fn`` is given, an argument of DeepSpeed's.
         """
+        self.moved.refuse("engine.load_checkpoint")
         expect_path(load_dir, "engine.load_checkpoint(load_dir=...)")
         load_dir = load_dir or os.curdir
         if custom_load_fn is not None:
@@ -515,6 +521,7 @@ class TrainingEngine(EngineQueries):
         Raises:
             CheckpointError, ValueError: on all ranks.
         """
+        self.moved.refuse("engine.save_16bit_model")
         with self.world.agree("making the folder", CheckpointError):
             if is_url(save_dir):
                 raise CheckpointError(f"{save_dir} is a URL, and this file is local. Name a local folder, and copy it.")
@@ -535,6 +542,7 @@ class TrainingEngine(EngineQueries):
 
         Collective.
         """
+        self.moved.refuse("engine._zero3_consolidated_16bit_state_dict")
         left_out = frozen_names(self.engine, exclude_frozen_parameters)
         state = whole_weights(self.engine, "engine._zero3_consolidated_16bit_state_dict", left_out)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):

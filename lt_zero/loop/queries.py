@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import resolved
 from lt_zero.engine.engine import Engine
+from lt_zero.loop.moved_states import MovedStates, kinds_of
 from lt_zero.session.session import Session
 from lt_zero.step.loss_scale import LossScaleController
 
@@ -28,8 +32,17 @@ class EngineQueries(nn.Module):
     _micro: int | None
     _gas: int
     _applied: bool
+    _pending: int
     _skipped_before: int
     _norm: Tensor | None
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise TypeError: an engine is neither copied nor pickled, its module is."""
+        raise TypeError(
+            "An engine of lt_zero.initialize cannot be copied or pickled: it has process groups, and this rank's part "
+            "of the states. Copy engine.module (at stage 3 inside of lt_zero.gathered(engine.module)); save "
+            "engine.module_state_dict(), whole weights on rank 0, or call engine.save_checkpoint."
+        )
 
     # ---- the last step ---------------------------------------------------------------------------------------------
 
@@ -153,11 +166,56 @@ class EngineQueries(nn.Module):
         """Reduce the gradients that are not reduced yet, which ``step`` does otherwise. Collective."""
         self.engine.finish_reductions()
 
-    def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError: states do not move between steps."""
-        raise NotImplementedError(
-            "engine.offload_states is not in lt_zero. Write zero_optimization.offload_optimizer (and offload_param): "
-            "states are then in host memory, and the device holds the parts that are in use."
-        )
+    # ---- states in host memory between steps -----------------------------------------------------------------------
 
-    reload_states = offload_states
+    @cached_property
+    def moved(self) -> MovedStates:
+        """The states that are away from the device."""
+        return MovedStates(self.engine)
+
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to host memory between two steps, until ``reload_states``; their values are kept bit for bit.
+
+        Meanwhile the device has memory for something else, and weights can be read, on the CPU. No-op for what the
+        configuration offloads, and where the device is the CPU.
+
+        Args:
+            include: kinds of states, as text or members of DeepSpeed's ``OffloadStateTypeEnum``: ``optim_states``,
+                ``hp_params`` (master weights), ``lp_params`` (weights of the forward), ``lp_grads`` and
+                ``contiguous_grad_buffer``, which take no memory after a step. None: all of them.
+            device: "cpu"; "none" moves nothing.
+            pin_memory: whether to pin the memory, on a GPU.
+            non_blocking: without effect, the copies are complete when this returns.
+
+        Raises:
+            RuntimeError: between the micro-batches of a step; states are away already; the engine has no optimizer.
+            ValueError: a kind or the device is unknown.
+        """
+        kinds, place = kinds_of(include, "engine.offload_states"), str(getattr(device, "value", device))
+        if place not in ("cpu", "none"):
+            raise ValueError(
+                f"engine.offload_states(device={place!r}): states move to host memory. Pass 'cpu'; for files write "
+                "zero_optimization.offload_optimizer.device=nvme."
+            )
+        if self.optimizer is None:
+            raise RuntimeError("engine.offload_states needs an optimizer: pass one to lt_zero.initialize.")
+        self.engine.grad_views.drop_cleared()
+        if any(bucket.grads.held for bucket in self.engine.buckets) or self._pending:
+            raise RuntimeError(
+                "engine.offload_states was called between the micro-batches of a step, or before engine.step(): there "
+                "are gradients that the step needs. Call it after the step."
+            )
+        if place == "none":
+            warn("engine.offload_states(device='none') moves nothing.")
+            return
+        self.moved.offload(kinds, self.optimizer, pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move states back to where they were before ``offload_states``. No-op if none is away."""
+        self.moved.reload()

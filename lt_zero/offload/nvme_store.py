@@ -40,7 +40,7 @@ from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.swap_file import Nowhere, SwapFile
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
 from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
-from lt_zero.offload.store import CODES, STATE, Place, Speed, Store, record_nbytes
+from lt_zero.offload.store import CODES, STATE, WEIGHTS, Place, Speed, Store, record_nbytes
 from lt_zero.ops.codecs import INT8
 from lt_zero.ops.moments import MomentForm
 
@@ -193,6 +193,8 @@ class NvmeFiles:
         aio: block size, threads and queue depth of the I/O.
         numels: elements of this rank's shard of each bucket.
         moments: how optimizer states of each bucket are kept.
+        trains: buckets for whose master weights, gradients and states the files have records from the start; None: all.
+            A bucket that trains later gets files of its own.
         room: buckets that may be in memory at a time; see ``store.stream``.
         pin: pin the buffers, which are copied to and from a GPU: copies of pageable memory block the host.
 
@@ -208,13 +210,14 @@ class NvmeFiles:
         aio: Aio,
         numels: Sequence[int],
         moments: Sequence[MomentForm],
+        trains: Sequence[bool] | None = None,
         room: int = 3,
         pin: bool = False,
     ) -> None:
         self.folder = SwapFolder(path, rank)
         self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
         self._numels, self.room, self.where = list(numels), room, str(self.folder.path.parent)
-        self._moments = list(moments)
+        self._moments, self._trains = list(moments), list(trains or [True] * len(numels))
         self._files: dict[str, SwapFile | Nowhere] = {}
         self.problem: SwapError | None = None
         self._buffers = BufferPool(spare=room + 1, make=partial(host_buffer, pin=True)) if pin else BufferPool()
@@ -226,10 +229,11 @@ class NvmeFiles:
 
         def store(kind: str, numel: int, dtype: torch.dtype) -> Store:
             if kind.startswith(STATE) and dtype == self._moments[record].dtype:
-                file = self._file_of(kind, self._moment_sizes())
+                name, sizes = kind, self._moment_sizes()
             else:
                 sizes = [record_nbytes(n, dtype, INT8 if kind == CODES else None) for n in self._numels]
-                file = self._file_of(f"{kind}-{str(dtype).removeprefix('torch.')}", sizes)
+                name = f"{kind}-{str(dtype).removeprefix('torch.')}"
+            file = self._file_of(name, record, sizes, of_step=kind not in (WEIGHTS, CODES))
             return NvmeStore(numel, dtype, file, record, self._buffers, self._note, link, scratch=kind == "grad")
 
         return Place(
@@ -240,8 +244,21 @@ class NvmeFiles:
         """Bytes of an element-wise state of each bucket."""
         return [form.nbytes(n) for form, n in zip(self._moments, self._numels, strict=True)]
 
-    def _file_of(self, name: str, sizes: list[int]) -> SwapFile | Nowhere:
-        """The file of a kind of values of all buckets; ``sizes``: bytes of each."""
+    def _stepped(self, sizes: Sequence[int]) -> list[int]:
+        """These sizes, without those of buckets that do not train."""
+        return [size if trains else 0 for size, trains in zip(sizes, self._trains, strict=True)]
+
+    def _file_of(self, name: str, record: int, sizes: list[int], of_step: bool) -> SwapFile | Nowhere:
+        """The file of a kind of values of bucket ``record``, and of all others that have it from the start.
+
+        Args:
+            sizes: bytes of each bucket's.
+            of_step: only buckets that train have it.
+        """
+        if of_step and not self._trains[record]:  # it trains by now
+            name, sizes = f"{name}-{record}", [size if i == record else 0 for i, size in enumerate(sizes)]
+        elif of_step:
+            sizes = self._stepped(sizes)
         with self._lock:
             if name not in self._files:
                 # State names of custom optimizers may hold any character.
@@ -265,7 +282,7 @@ class NvmeFiles:
         Raises:
             SwapError: the free space is too small.
         """
-        self.folder.require(states * sum(self._moment_sizes()))
+        self.folder.require(states * sum(self._stepped(self._moment_sizes())))
 
     def streaming(self) -> AbstractContextManager[None]:
         """Context that keeps freed buffers for the next bucket."""

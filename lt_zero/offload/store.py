@@ -26,6 +26,7 @@ from torch import Tensor
 from lt_zero.offload.copy_streams import CopyEvent
 from lt_zero.ops.moments import MomentForm
 
+WEIGHTS = "weights"  # kind of stores of what gathers read
 CODES = "codes"  # kind of stores of encoded weights, as uint8
 STATE = "state "  # kinds of optimizer states begin so
 Gap = tuple[int, int]  # elements [lo, hi) of a shard that belong to no parameter
@@ -182,7 +183,7 @@ class Place:
     """Makes the stores of one bucket.
 
     Attributes:
-        store: makes a store for a kind of values: "master", "weights" (which gathers read), ``CODES``, "grad",
+        store: makes a store for a kind of values: "master", ``WEIGHTS``, ``CODES``, "grad",
             "state ...", "beside ..."; the other arguments are the number of elements and the dtype.
         offloads: whether its stores are off the device.
         streamed: whether its stores are, see ``Store``.
@@ -270,7 +271,7 @@ def device_place(
     """
     return Place(
         lambda kind, numel, dtype: Store(
-            dtype, partial(shared if kind in ("master", "weights") and shared is not None else allocate, numel, dtype)
+            dtype, partial(shared if kind in ("master", WEIGHTS) and shared is not None else allocate, numel, dtype)
         )
     )
 

@@ -32,6 +32,7 @@ from lt_zero.ops.quantize import (
     quantize_reference,
     quantized_nbytes,
 )
+from lt_zero.ops.rounding import round_stochastic, round_stochastic_reference
 from lt_zero.ops.sparsify import (
     decode_topk_add,
     encode_topk,
@@ -94,6 +95,8 @@ __all__ = [
     "quantize",
     "quantize_reference",
     "quantized_nbytes",
+    "round_stochastic",
+    "round_stochastic_reference",
     "select_topk",
     "select_topk_reference",
     "sgd_step",

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lt_zero.ops import library
 from lt_zero.ops.header import CONSTANTS, STRUCTS
-from lt_zero.ops.moments import TAKE_CODES, coded_nbytes, tables
+from lt_zero.ops.moments import TAKE_CODES, coded_nbytes, level_table
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -322,8 +322,7 @@ def step_tensors(
         scale=address(scale),
         clip=address(clip),
         found_inf=address(found_inf),
-        levels=address(tables(device).numbers) if coded else None,
-        starts=address(tables(device).starts) if coded else None,
+        levels=address(level_table(device)) if coded else None,
     )
 
 

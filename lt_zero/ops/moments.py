@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,6 @@ BLOCK = 256  # elements
 SMALLEST = 4096  # elements of a parameter
 RECORD = BLOCK + 4  # bytes: codes, and the scale
 _SMALLEST = 2.0**-100
-_FIRST = (127 - 24) << 7  # upper 16 bits of 2^-24: smaller magnitudes are as near to zero
-_STARTS = ((127 << 7) - _FIRST) + 1
 
 
 def coded_nbytes(numel: int) -> int:
@@ -38,40 +36,29 @@ def coded_nbytes(numel: int) -> int:
     return -(-numel // BLOCK) * RECORD
 
 
-class Tables(NamedTuple):
-    """The code on one device.
-
-    Attributes:
-        numbers: [768] fp32: 128 magnitudes with a sign and what lies half-way to the next one; 256 without, likewise.
-        starts: uint8: for each upper half of fp32's bits, from 2^-24 to 1, the code of the smallest such number; those
-            with a sign, then those without.
-    """
-
-    numbers: Tensor
-    starts: Tensor
-
-    def of(self, signed: bool) -> tuple[Tensor, Tensor]:
-        """Magnitudes, rising, and the numbers half-way to the next one."""
-        first, count = (0, 128) if signed else (256, 256)
-        return self.numbers[first : first + count], self.numbers[first + count : first + 2 * count - 1]
-
-
 @functools.cache
-def tables(device: torch.device) -> Tables:
-    """The code on ``device``."""
-    numbers, starts = [], []
+def level_table(device: torch.device) -> Tensor:
+    """The code on ``device``: [768] fp32.
+
+    128 magnitudes with a sign, and what lies half-way to the next one; 256 without, likewise. Half-way beyond the last
+    is infinity.
+    """
+    numbers = []
     for doubled in (1, 2):
         levels = [0.0]
         for exponent in range(7):
             count = doubled * 2**exponent
             levels += [(0.1 + 0.9 * (2 * j + 1) / (2 * count)) * 10.0 ** (exponent - 6) for j in range(count)]
         values = torch.tensor([*levels[:-1], 1.0] if doubled == 1 else [*levels, 1.0], dtype=torch.float64)
-        middles = ((values[1:] + values[:-1]) / 2).float()
-        edges = (torch.arange(_FIRST, _FIRST + _STARTS, dtype=torch.int32) << 16).view(torch.float32)
-        edges[0] = 0.0
-        numbers += [values.float(), middles, torch.tensor([torch.inf])]
-        starts.append(torch.bucketize(edges, middles).to(torch.uint8))
-    return Tables(torch.cat(numbers).to(device), torch.cat(starts).to(device))
+        numbers += [values.float(), ((values[1:] + values[:-1]) / 2).float(), torch.tensor([torch.inf])]
+    return torch.cat(numbers).to(device)
+
+
+def levels_of(device: torch.device, signed: bool) -> tuple[Tensor, Tensor]:
+    """Magnitudes, rising, and the numbers half-way to the next one."""
+    first, count = (0, 128) if signed else (256, 256)
+    table = level_table(device)
+    return table[first : first + count], table[first + count : first + 2 * count - 1]
 
 
 def encode(values: Tensor, signed: bool, out: Tensor) -> None:
@@ -82,7 +69,7 @@ def encode(values: Tensor, signed: bool, out: Tensor) -> None:
     scale = torch.where(scale.isfinite(), torch.where(scale < _SMALLEST, 0.0, scale), torch.nan)
     ratio = rows / scale  # NaN for zeros without a scale, and where there is a NaN
     ratio = torch.where(scale > 0, ratio, 0.0)
-    _, middles = tables(values.device).of(signed)
+    _, middles = levels_of(values.device, signed)
     if signed:
         codes = torch.bucketize(ratio.abs(), middles)
         codes = torch.where((ratio < 0) & (codes > 0), codes + 128, codes)
@@ -97,7 +84,7 @@ def encode(values: Tensor, signed: bool, out: Tensor) -> None:
 def decode(rows: Tensor, numel: int, signed: bool) -> Tensor:
     """The first ``numel`` elements (1D fp32) of records (1D uint8)."""
     records = rows.reshape(-1, RECORD)
-    levels, _ = tables(rows.device).of(signed)
+    levels, _ = levels_of(rows.device, signed)
     levels = torch.cat([levels, -levels]) if signed else levels
     scale = records[:, BLOCK:].contiguous().view(torch.float32)
     return (levels[records[:, :BLOCK].long()] * scale).view(-1)[:numel]

@@ -8,7 +8,7 @@ and blocks are those of bitsandbytes without double quantisation, so decoded val
 The largest element of a block is decoded exactly, as 1 and -1 are levels. So encoding what was decoded gives the same
 codes and scales: weights that are saved and loaded again do not change.
 
-A block that holds an infinity or a NaN decodes to NaN.
+A block that holds an infinity or a NaN decodes to NaN, and its codes are zeros, as is all padding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from lt_zero.ops.codecs import INT8, BlockCodec, Codec
-from lt_zero.ops.quantize import check_flat
+from lt_zero.ops.dispatch import native
+from lt_zero.ops.quantize import check_buffers, decode_natively, encode_natively, prepared, quantized_nbytes
 
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -30,7 +31,6 @@ LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHUNK = 1 << 18  # elements that are in fp32 at a time, on a CPU in its cache; a multiple of the block
 
 
@@ -51,20 +51,24 @@ def _middles() -> list[float]:
 
 @dataclass(frozen=True)
 class NormalFloat4(Codec):
-    """Codes of 4 bits and a scale for each ``block`` elements, an even number."""
+    """Codes of 4 bits and a scale for each ``block`` elements, a multiple of 16."""
 
     block: int = 64
     fixed_size: ClassVar[bool] = True
 
     def nbytes(self, numel: int) -> int:
-        return _padded(-(-numel // 2)) + _padded(4 * -(-numel // self.block))
+        return quantized_nbytes(numel, 4, self.block)
 
     def encode(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        check_flat("x", x, _DTYPES, x.numel(), x.device)
-        if out is None:
-            out = torch.empty(self.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
-        check_flat("out", out, [torch.uint8], self.nbytes(x.numel()), x.device)
-        out.zero_()
+        out, lib = prepared(x, 4, self.block, residual, out), native(x.device)
+        if lib is None:
+            return self.encode_reference(x, residual, out)
+        encode_natively(lib, x, residual, out, 4, self.block, normal=True)
+        return out
+
+    def encode_reference(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """``encode`` in torch operations."""
+        out = prepared(x, 4, self.block, residual, out).zero_()
         codes, scales = self._sections(out, x.numel())
         middles = _middles()
         step = _step(x.device)
@@ -76,12 +80,12 @@ class NormalFloat4(Codec):
             scale.masked_fill_(~scale.isfinite(), torch.nan)
             at = slice(first // self.block, first // self.block + len(rows))
             scales[at] = scale
-            unit = torch.where(scale == 0, 1.0, scale)[:, None]
-            rows = (rows / unit).masked_fill_(scale.isnan()[:, None], 0.0)
+            rows = rows / torch.where(scale == 0, 1.0, scale)[:, None]  # NaN, above no middle, where the scale is NaN
             code = torch.zeros_like(rows, dtype=torch.uint8)
             # Faster than ``bucketize``, which searches for each element.
             for middle in middles:
                 code += rows > middle
+            code.view(-1)[values.numel() :] = 0
             pairs = code.view(-1)[: values.numel() + values.numel() % 2].view(-1, 2)
             codes[first // 2 : first // 2 + len(pairs)] = pairs[:, 0] | pairs[:, 1] << 4
         if residual is not None:
@@ -91,16 +95,20 @@ class NormalFloat4(Codec):
     def _keep_errors(self, x: Tensor, out: Tensor, scales: Tensor, residual: Tensor) -> None:
         """Leave the rounding errors of ``x + residual`` in ``residual``, except in blocks that are not finite."""
         decoded = torch.empty_like(residual)
-        self.decode_sum([out], decoded)
+        self.decode_sum_reference([out], decoded)
         finite = scales.isfinite().repeat_interleave(self.block)[: x.numel()]
         residual.copy_(torch.where(finite, x.float() + residual - decoded, residual))
 
     def decode_sum(self, buffers: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
-        if len(buffers) == 0:
-            raise ValueError("buffers is empty; at least one is needed.")
-        check_flat("out", out, _DTYPES, out.numel(), out.device)
-        for buffer in buffers:
-            check_flat("a buffer", buffer, [torch.uint8], self.nbytes(out.numel()), out.device)
+        check_buffers(buffers, out, 4, self.block)
+        lib = native(out.device)
+        if lib is None:
+            return self.decode_sum_reference(buffers, out, scale)
+        return decode_natively(lib, buffers, out, 4, self.block, scale, normal=True)
+
+    def decode_sum_reference(self, buffers: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
+        """``decode_sum`` in torch operations."""
+        check_buffers(buffers, out, 4, self.block)
         pairs = _pairs(out.device)
         step = _step(out.device)
         for first in range(0, out.numel(), step):
@@ -125,7 +133,7 @@ class NormalFloat4(Codec):
 
     def _sections(self, buffer: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Views of a buffer: the codes (uint8, two a byte), and the scales (fp32)."""
-        start, count = _padded(-(-numel // 2)), -(-numel // self.block)
+        start, count = self.nbytes(numel) - _padded(4 * -(-numel // self.block)), -(-numel // self.block)
         return buffer[: -(-numel // 2)], buffer[start : start + 4 * count].view(torch.float32)
 
 

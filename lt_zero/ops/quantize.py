@@ -75,12 +75,19 @@ def quantize(x: Tensor, bits: int, block: int, residual: Tensor | None = None, o
     Raises:
         ValueError: a tensor has another size, dtype, device or layout, or ``bits`` or ``block`` is not possible.
     """
-    out, lib = _prepared(x, bits, block, residual, out), native(x.device)
+    out, lib = prepared(x, bits, block, residual, out), native(x.device)
     if lib is None:
         return quantize_reference(x, bits, block, residual, out)
-    blocks = STRUCTS["lt_blocks"](rows=1, numel=x.numel(), block=block, bits=bits, dtype=DTYPES[x.dtype])
-    call(lib, "encode_blocks", x.device, ctypes.byref(blocks), address(x), address(residual), address(out))
+    encode_natively(lib, x, residual, out, bits, block)
     return out
+
+
+def encode_natively(
+    lib: ctypes.CDLL, x: Tensor, residual: Tensor | None, out: Tensor, bits: int, block: int, normal: bool = False
+) -> None:
+    """Encode checked tensors by a kernel; ``normal``: in the levels of ``nf4.py``."""
+    blocks = STRUCTS["lt_blocks"](rows=1, numel=x.numel(), block=block, bits=bits, dtype=DTYPES[x.dtype], normal=normal)
+    call(lib, "encode_blocks", x.device, ctypes.byref(blocks), address(x), address(residual), address(out))
 
 
 def quantize_rows(x: Tensor, bits: int, block: int, residual: Tensor | None, out: Tensor) -> Tensor:
@@ -137,7 +144,7 @@ def quantize_reference(
 ) -> Tensor:
     """``quantize`` in torch operations."""
     # Padding is sent, too: with zeros there equal inputs have equal buffers.
-    out = _prepared(x, bits, block, residual, out).zero_()
+    out = prepared(x, bits, block, residual, out).zero_()
     codes, scales = _sections(out, x.numel(), bits, block)
     # Whole blocks at a time: a block has 16 elements or more, so its codes begin at a whole byte.
     size = max(1, CHUNK // block) * block
@@ -168,24 +175,38 @@ def dequantize_sum(buffers: Sequence[Tensor], out: Tensor, bits: int, block: int
     Raises:
         ValueError: a tensor has another size, dtype, device or layout, or ``bits`` or ``block`` is not possible.
     """
-    _check_buffers(buffers, out, bits, block)
+    check_buffers(buffers, out, bits, block)
     lib = native(out.device)
     if lib is None:
         return dequantize_sum_reference(buffers, out, bits, block, scale)
+    return decode_natively(lib, buffers, out, bits, block, scale)
+
+
+def decode_natively(
+    lib: ctypes.CDLL,
+    buffers: Sequence[Tensor],
+    out: Tensor,
+    bits: int,
+    block: int,
+    scale: float,
+    normal: bool = False,
+) -> None:
+    """Decode checked tensors by a kernel; ``normal``: from the levels of ``nf4.py``."""
     total = out
     if len(buffers) > CUDA_BUFFERS and out.device.type != "cpu":  # several launches carry the sum in fp32
         total = torch.empty_like(out, dtype=torch.float32)
-    blocks = STRUCTS["lt_blocks"](rows=1, numel=out.numel(), block=block, bits=bits, dtype=DTYPES[total.dtype])
+    blocks = STRUCTS["lt_blocks"](
+        rows=1, numel=out.numel(), block=block, bits=bits, dtype=DTYPES[total.dtype], normal=normal
+    )
     given = (len(buffers), pointers(buffers), scale, address(total))
     call(lib, "decode_blocks", out.device, ctypes.byref(blocks), *given)
     if total is not out:
         out.copy_(total)
-    return None
 
 
 def dequantize_sum_reference(buffers: Sequence[Tensor], out: Tensor, bits: int, block: int, scale: float = 1.0) -> None:
     """``dequantize_sum`` in torch operations."""
-    _check_buffers(buffers, out, bits, block)
+    check_buffers(buffers, out, bits, block)
     size = max(1, CHUNK // block) * block
     for lo in range(0, out.numel(), size):
         target, first = out[lo : lo + size], lo // block
@@ -298,8 +319,12 @@ def _check_rows(
     return wanted[0], wanted[1]
 
 
-def _prepared(x: Tensor, bits: int, block: int, residual: Tensor | None, out: Tensor | None) -> Tensor:
-    """Check the arguments of ``quantize`` and return ``out``."""
+def prepared(x: Tensor, bits: int, block: int, residual: Tensor | None, out: Tensor | None) -> Tensor:
+    """Check the arguments of ``quantize`` and return ``out``, a new tensor if it is None.
+
+    Raises:
+        ValueError: as in ``quantize``.
+    """
     nbytes = quantized_nbytes(x.numel(), bits, block)
     check_flat("x", x, list(DTYPES), x.numel(), x.device)
     if residual is not None:
@@ -310,7 +335,12 @@ def _prepared(x: Tensor, bits: int, block: int, residual: Tensor | None, out: Te
     return out
 
 
-def _check_buffers(buffers: Sequence[Tensor], out: Tensor, bits: int, block: int) -> None:
+def check_buffers(buffers: Sequence[Tensor], out: Tensor, bits: int, block: int) -> None:
+    """Check the arguments of ``dequantize_sum``.
+
+    Raises:
+        ValueError: as there.
+    """
     nbytes = quantized_nbytes(out.numel(), bits, block)
     check_flat("out", out, list(DTYPES), out.numel(), out.device)
     if len(buffers) == 0:

@@ -18,10 +18,11 @@ from torch.nn import Parameter
 
 from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.common.boxes import Box, ParamSpec
-from lt_zero.common.compat import become_distributed_as, local_tensor, set_local_tensor
+from lt_zero.common.compat import become_distributed_as, local_tensor, set_local_tensor, without_torch_function
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.guard import called_on_guarded, is_guarded
 from lt_zero.engine.lazy_tensor import part_of, whole
+from lt_zero.engine.visible_grads import IN_PLACE, NORMS, SAME
 from lt_zero.parallel.first_gradients import FirstGradients
 
 
@@ -114,6 +115,31 @@ class LocalParameter(LocalTensor):
         return method(self, *args, **kwargs)
 
 
+class LocalGrad(LocalTensor):
+    """The accumulated gradient of a ``LocalParameter``, as ``p.grad`` shows it.
+
+    Norms are plain tensors of all of it, collective over the ranks that have parts; and scaling in place takes plain
+    numbers. Otherwise code that handles all gradients of a model (``clip_grad_norm_``, Lightning's ``grad_norm``) would
+    meet plain tensors and DTensors, or DTensors of two meshes, in one operation, which torch refuses.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        me, kwargs = args[0] if args else None, kwargs or {}
+        with without_torch_function():
+            if not isinstance(me, LocalGrad):
+                return func(*args, **kwargs)
+            if func in SAME:
+                return me
+            if func in IN_PLACE:
+                others = [other.full_tensor() if isinstance(other, DTensor) else other for other in args[1:]]
+                if not any(isinstance(other, Tensor) and other.dim() for other in [*others, *kwargs.values()]):
+                    func(local_tensor(me), *others, **kwargs)
+                    return me
+            result = func(*args, **kwargs)
+            return result.full_tensor() if func in NORMS and result.dim() == 0 else result
+
+
 def copied(tensor: DTensor) -> DTensor:
     """A DTensor with the same values, and memory of its own."""
     return shown(tensor, local_tensor(tensor).detach().clone(memory_format=torch.preserve_format))
@@ -141,7 +167,11 @@ class LocalParts:
         return cut(parameter, value) if isinstance(parameter, DTensor) else value
 
     def show(self, parameter: Parameter, part: Tensor) -> Tensor:
-        return shown(parameter, part) if isinstance(parameter, DTensor) else part
+        if not isinstance(parameter, DTensor):
+            return part
+        grad = shown(parameter, part)
+        grad.__class__ = LocalGrad
+        return grad
 
     def gradient(self, parameter: Parameter) -> Tensor | None:
         grad = parameter.grad

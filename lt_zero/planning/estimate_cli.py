@@ -31,6 +31,7 @@ from lt_zero.planning.long_sequences import ActivationCounter, remedies_table
 from lt_zero.planning.meshes import Rates, TrainingJob, meshes_table, plans, reasons
 from lt_zero.planning.pipelines import reductions, schedules_table, stages_table
 from lt_zero.planning.sizes import Model, Sizes, Stage, fullest, stages_of_module, stages_of_sizes
+from lt_zero.planning.state_dtypes import dtypes_table
 from lt_zero.planning.tensor_sizes import fits_by_size, sizes_table
 from lt_zero.planning.transformer import Transformer
 
@@ -79,6 +80,12 @@ MbitOption = Annotated[
 StepSecondsOption = Annotated[
     float | None, Option(min=0, help="With --mbit: seconds of a step in one node: shows those of the whole step.")
 ]
+DtypesOption = Annotated[
+    bool, Option("--dtypes", help="Show states with moments, master weights or frozen weights in fewer bits.")
+]
+AdaptersOption = Annotated[
+    str | None, Option(help="With --dtypes: parameters of adapters beside frozen weights; default: 1 % of all.")
+]
 
 
 def estimate_command(
@@ -117,6 +124,8 @@ def estimate_command(
     mbit: MbitOption = None,
     step_seconds: StepSecondsOption = None,
     fit: Annotated[bool, Option("--fit", help="Find the fastest setting that fits the machine.")] = False,
+    dtypes: DtypesOption = False,
+    adapters: AdaptersOption = None,
 ) -> None:
     """Estimate the memory of a run per rank and node, by stage and offload. 1 GB is 1e9 bytes."""
     console = Console(highlight=False)
@@ -133,6 +142,10 @@ def estimate_command(
         if mbit is not None:
             _print_traffic(model, parsed, world, mbit, stage, step_seconds, options, console)
         _print_pipeline(stages, parsed, shape, console)
+        if dtypes:
+            trained = None if adapters is None else count_of(adapters, "--adapters")
+            dtypes_table(model, parsed, world, adapters=trained, console=console, **options)
+            return
         if fit:
             fits = _fit(model, parsed, world, options, (gpu_gb, cpu_gb, nvme_gb), mbit, console)
             is_plain = ParallelSizes.of(parsed, world).is_plain and isinstance(model, Sizes) and not model.experts
@@ -415,7 +428,7 @@ def _fit(
     for setting, problem in found.skipped:
         console.print(f"does not fit: {setting}\n    {problem}", markup=False, soft_wrap=True)
     if found.setting is None or found.forecast is None:
-        console.print("Nothing fits. Use more ranks or nodes, or larger ones.")
+        console.print("Nothing fits. Use more ranks or nodes, or larger ones, or fewer bits: --dtypes shows them.")
         by_size = by_size or fits_by_size(model, machine, config, world, **options)
         if any(isinstance(fit, Fit) and fit.setting is not None for fit in by_size.values()):
             sizes_table(by_size, world // config.sequence_parallel_size, console)

@@ -169,9 +169,13 @@ class _Sums:
         self.copied = [row for row in self.trained if self.exchange.copies_momenta(row)]
         self.memory = DEVICE if setup.device == "cpu" else HOST  # the place that files are read into
 
-    def _file(self, dtype: torch.dtype, codec: Codec | None = None) -> int:
-        """Bytes of one NVMe file: a record of full blocks for every bucket, also for those that do not use it."""
-        return sum(rounded(record_nbytes(row.shard_numel, dtype, codec)) for row in self.rows)
+    def _file(self, kind: str, dtype: torch.dtype, codec: Codec | None = None) -> int:
+        """Bytes of one NVMe file: a record of full blocks for every bucket, or for each that trains (``NvmeFiles``).
+
+        Also for those that do not use it.
+        """
+        rows = self.rows if kind == WEIGHTS else self.trained
+        return sum(rounded(record_nbytes(row.shard_numel, dtype, codec)) for row in rows)
 
     def weights(self) -> list[Part]:
         """Weights and master weights (``Bucket.load_initial``)."""
@@ -189,7 +193,7 @@ class _Sums:
                     files.add((kind, torch.uint8 if codec is not None else dtype, codec))
                 else:
                     total.append((place, kind, record_nbytes(row.shard_numel, dtype, codec)))
-        return total + [(NVME, kind, self._file(dtype, codec)) for kind, dtype, codec in files]
+        return total + [(NVME, kind, self._file(kind, dtype, codec)) for kind, dtype, codec in files]
 
     def states(self) -> list[Part]:
         """The optimizer's states, and the buffers that offloading keeps from step to step."""
@@ -199,10 +203,10 @@ class _Sums:
             if row.trains and row.states != NVME
         ]
         if self.stored:
-            own = sum(rounded(row.moments.nbytes(row.shard_numel)) for row in self.rows)
+            own = sum(rounded(row.moments.nbytes(row.shard_numel)) for row in self.trained)
             total.append((NVME, MOMENTS, int(own * self.setup.states)))
         averages = {_averages_in(row) for row in self.stored}
-        total += [(NVME, MOMENTS, int(self._file(dtype) * self.setup.averages)) for dtype in averages]
+        total += [(NVME, MOMENTS, int(self._file(MOMENTS, dtype) * self.setup.averages)) for dtype in averages]
         # Free buffers that are kept for the next stored tensor (io.pinned.BufferPool).
         sizes = [row.shard_numel * row.master.itemsize for row in self.rows if NVME in (row.states, row.weights)]
         pools = 1 if all(row.states == NVME for row in self.rows if row.weights == NVME) else 2
@@ -216,7 +220,7 @@ class _Sums:
 
         ``waiting``: those that there are in an accumulation window, beside ``local``.
         """
-        total = [(NVME, GRADS, self._file(dtype)) for dtype in {row.accumulate for row in self.stored}]
+        total = [(NVME, GRADS, self._file(GRADS, dtype)) for dtype in {row.accumulate for row in self.stored}]
         for row in self.trained:
             if waiting and not row.sharding.grads:
                 continue
@@ -432,9 +436,13 @@ class Forecast:
         """Peak bytes of the first node, which has rank 0."""
         return max(sum(self.need_of_node(phase, place).values()) for phase in self.phases)
 
-    def model_states(self) -> int:
-        """Peak bytes of one rank's weights, gradients, master weights and moments, as the ZeRO paper counts them."""
-        return max(sum(n for (_, kind), n in phase.items() if kind in STATES) for phase in self.phases.values())
+    def model_states(self, place: str | None = None) -> int:
+        """Peak bytes of one rank's weights, gradients, master weights and moments, as the ZeRO paper counts them.
+
+        ``place``: those that are kept there; None: in all places.
+        """
+        phases = self.phases.values()
+        return max(sum(n for (at, kind), n in p.items() if kind in STATES and place in (None, at)) for p in phases)
 
     def need_of_rank(self, phase: str, place: str, first: bool = False) -> dict[str, int]:
         """Bytes of one rank by kind, in one phase; ``first``: of rank 0."""

@@ -18,13 +18,13 @@ from lt_zero.parallel.pipeline.partition import divide, weights_of
 
 _MOST_UNITS = 1024  # units of a model given by size; more would not change the result
 _MOST_PIECES = 50_000  # buckets of a model given by size; each is planned
-_WHOLE, _EXPERT = "weight", "expert"  # names of parameters of a ``skeleton``
+_WHOLE, _EXPERT, _ADAPTER = "weight", "expert", "adapter"  # names of parameters of a ``skeleton``
 _USUAL_UNITS = 32  # default number of layers of a model given by size
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A fully trainable model that is given by its size only.
+    """A model that is given by its size only. All of it trains, unless there are adapters.
 
     Attributes:
         total: parameters: a number, or text such as "7e9", "7B" or "350M".
@@ -32,6 +32,7 @@ class Sizes:
         layers: parameters of each unit, in order; default: all are as large as the largest.
         experts: parameters of experts, of the total.
         expert_layers: those of each unit, in order; default: each unit has the same share of them.
+        adapters: parameters beside the total, of which each unit has its share: they train, and the total is frozen.
     """
 
     total: int
@@ -39,6 +40,7 @@ class Sizes:
     layers: tuple[int, ...] = ()
     experts: int = 0
     expert_layers: tuple[int, ...] = ()
+    adapters: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "total", count_of(self.total, "Sizes(total=...)"))
@@ -55,6 +57,8 @@ class Sizes:
             object.__setattr__(self, "experts", count_of(self.experts, "Sizes(experts=...)"))
         if self.experts > self.total:
             raise ValueError(f"Sizes(total={self.total}, experts={self.experts}): experts are a part of the total.")
+        if self.adapters:
+            object.__setattr__(self, "adapters", count_of(self.adapters, "Sizes(adapters=...)"))
 
     def units(self) -> tuple[int, ...]:
         """The parameters of each unit."""
@@ -67,6 +71,10 @@ class Sizes:
     def expert_units(self) -> tuple[int, ...]:
         """The parameters of experts of each unit."""
         return self.expert_layers or tuple(unit * self.experts // self.total for unit in self.units())
+
+    def adapter_units(self) -> tuple[int, ...]:
+        """The parameters of adapters of each unit."""
+        return tuple(unit * self.adapters // self.total for unit in self.units())
 
 
 @dataclass(frozen=True)
@@ -104,8 +112,10 @@ def stages_of_sizes(sizes: Sizes, config: ZeroConfig) -> list[Stage]:
     for rank in range(block.ranks):
         numbers = [number for part in parts[rank :: block.ranks] for number in part]
         own, of_experts = (tuple(of_units[number] for number in numbers) for of_units in (units, experts))
-        made = Sizes(sum(own), None, own, sum(of_experts), of_experts)
-        found.append(Stage(made, rank, len(own), made.total, sizes.total - made.total))
+        adapters = sizes.adapters * sum(own) // sizes.total
+        made = Sizes(sum(own), None, own, sum(of_experts), of_experts, adapters)
+        here = made.total + adapters
+        found.append(Stage(made, rank, len(own), here, sizes.total + sizes.adapters - here))
     return found
 
 
@@ -136,15 +146,22 @@ def fullest(stages: list[Stage]) -> Stage:
 
 
 class _Layer(nn.Module):
-    """A unit of ``numel`` parameters, and others of experts, in pieces of at most the limit of their kind."""
+    """A unit of ``numel`` parameters, some of experts, and adapters beside them.
 
-    def __init__(self, numel: int, experts: int, limits: tuple[int, int]) -> None:
+    They are in pieces of at most the limit of their kind. Beside adapters all others are frozen, in 16 bits as most
+    models are loaded: a run keeps frozen weights that were loaded in fp32 as they are.
+    """
+
+    def __init__(self, numel: int, experts: int, adapters: int, limits: tuple[int, int]) -> None:
         super().__init__()
-        for kind, count, limit in zip((_WHOLE, _EXPERT), (numel - experts, experts), limits, strict=True):
+        rows = ((_WHOLE, numel - experts, limits[0]), (_EXPERT, experts, limits[1]), (_ADAPTER, adapters, limits[0]))
+        for kind, count, limit in rows:
+            frozen = adapters > 0 and kind != _ADAPTER
             for number, lo in enumerate(range(0, count, limit)):
                 # Two dimensions: vectors would be taken for norms, which stay in fp32.
-                shape = (min(limit, count - lo), 1)
-                self.register_parameter(f"{kind}_{number}", Parameter(torch.empty(shape, device="meta")))
+                shape, dtype = (min(limit, count - lo), 1), torch.bfloat16 if frozen else torch.float32
+                made = Parameter(torch.empty(shape, device="meta", dtype=dtype), requires_grad=not frozen)
+                self.register_parameter(f"{kind}_{number}", made)
 
     def forward(self) -> None:
         """A module with a forward of its own can be a unit."""
@@ -161,8 +178,8 @@ def skeleton(sizes: Sizes, limit: int, tensor: int = 1, expert: int = 1) -> nn.M
             f"{_MOST_PIECES:,} are planned. Give the number of parameters that was meant, or raise "
             "zero_optimization.reduce_bucket_size and allgather_bucket_size."
         )
-    units, limits = zip(sizes.units(), sizes.expert_units(), strict=True), (limit * tensor, limit * expert)
-    return nn.ModuleList(_Layer(numel, experts, limits) for numel, experts in units)
+    units = zip(sizes.units(), sizes.expert_units(), sizes.adapter_units(), strict=True)
+    return nn.ModuleList(_Layer(*counts, (limit * tensor, limit * expert)) for counts in units)
 
 
 def parts_of_all(model: nn.Module, tensor: int, expert: int) -> tuple[list[ParamSpec], list[ParamSpec]]:

@@ -6,7 +6,8 @@ Note [The plan of a step]
 
 Note [Staged buckets]
     Where master weights, accumulators or moments have 16 bits and the step has not, the optimizer steps fp32 copies of
-    one bucket's fragments, gradients and moments at a time. The update is computed in fp32 and rounded once.
+    one bucket's fragments, gradients and moments at a time. The update is computed in fp32 and rounded once, weights as
+    ``StoragePlan.rounding`` says.
 """
 
 from __future__ import annotations
@@ -42,7 +43,13 @@ from lt_zero.step.fused_step import FusedStep, Part
 from lt_zero.step.overlap import Overlap
 from lt_zero.step.param_groups import ShardedParamGroups, StepOptions, StepParam, keep_moments, widen_moments
 from lt_zero.step.reduced_grads import ReducedGrads
-from lt_zero.step.supported_optimizers import check_moments, check_parts, check_supported, states_per_element
+from lt_zero.step.supported_optimizers import (
+    check_moments,
+    check_parts,
+    check_rounding,
+    check_supported,
+    states_per_element,
+)
 
 log = logging.getLogger("lt_zero")
 
@@ -143,6 +150,8 @@ class ShardedOptimizer(ProcessLocal):
         spans = {id(p): bucket.layout.spans[index] for bucket, index, p in self.fragments.places()}
         check_parts(optimizer, {key: span.name for key, span in spans.items() if not span.spec.is_whole})
         check_moments(optimizer, engine.policy.moments)
+        if engine.policy.stochastic:
+            check_rounding(optimizer)
         if manager.optim is not None:
             manager.require(engine.world, states_per_element(optimizer))
         engine.begin_training()
@@ -389,7 +398,10 @@ class ShardedOptimizer(ProcessLocal):
                 # Call the bare step: hooks run once, around the whole step.
                 bare_step(self.optimizer)(self.optimizer, *args, **kwargs)
             for member, row in zip(members, rows, strict=True):
-                _keep(member.fragment, row)
+                if method is None and member.used:
+                    self._round(bucket, member, row)
+                else:
+                    _keep(member.fragment, row)
         finally:
             self._staging = False
             for member, before in zip(members, kept, strict=True):
@@ -401,6 +413,16 @@ class ShardedOptimizer(ProcessLocal):
             for group, rest, saved in zip(groups, others, numbers, strict=True):
                 group.clear()
                 group.update(saved, params=rest)
+
+    def _round(self, bucket: Bucket, member: StepParam, row: Tensor) -> None:
+        """Write a fragment's stepped weights to ``row``, its master weights; no-op if it is a view of them."""
+        fragment, states = member.fragment, self.optimizer.state
+        if fragment.data_ptr() == row.data_ptr():
+            return
+        spec, state = bucket.layout.spans[member.piece.index].spec, states.get(fragment, {})
+        bucket.rounding.store(fragment.detach(), row, spec, member.piece.lo, state)
+        if state:
+            states[fragment] = state
 
     @without_grad
     def _finish(self) -> None:

@@ -143,6 +143,21 @@ def check_moments(optimizer: Optimizer, dtype: torch.dtype | None) -> None:
     )
 
 
+def check_rounding(optimizer: Optimizer) -> None:
+    """Refuse optimizers whose ranks exchange states from which weights follow: ``bf16.stochastic_rounding`` is on.
+
+    Raises:
+        ConfigError: the optimizer exchanges its states.
+    """
+    if isinstance(optimizer, ExchangingOptimizer):
+        key, name = "bf16.stochastic_rounding", type(optimizer).__name__
+        raise ConfigError.about(
+            key,
+            f"{key}=true: {name} exchanges sums of its updates, and weights that were rounded at random do not follow "
+            "from these. Remove the key, or take an optimizer such as AdamW.",
+        )
+
+
 def divides(optimizer: Optimizer, whole: bool) -> bool | None:
     """True if two optimizers with a part of the elements each compute what one with all of them does; None: unknown.
 

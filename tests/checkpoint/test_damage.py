@@ -38,6 +38,18 @@ def _save(folder: str) -> None:
     train(3, config=SHARDED).save_checkpoint(f"{folder}/good")
 
 
+def _save_another(folder: str) -> None:
+    """A run of as many steps from other weights."""
+    module = GPT(dist.get_world_size(), "adamw")
+    with torch.no_grad():
+        module.temperature.add_(1.0)
+    train(3, module, config=SHARDED).save_checkpoint(f"{folder}/good")
+
+
+def _error_of_resume(path: str) -> str:
+    return error_of(resume, Path(path), 3)
+
+
 def _load_damaged(folder: str, damage: str) -> dict[str, str]:
     """The message for each file, loaded by ranks that each read their own part."""
     good, bad = Path(folder, "good"), Path(folder, "bad")
@@ -82,6 +94,19 @@ def test_damage_is_an_error_on_every_rank(pool: Pool, good: Path, damage: str) -
         for name, text in texts.items():
             assert name in text, (name, text)
             assert any(word in text for word in ("damaged", "missing", "changed", "not a complete", "written last"))
+
+
+def test_a_file_of_another_run_with_the_same_step_is_refused(pool: Pool, good: Path) -> None:
+    """It has the same tensors and length; the manifest knows the checksums of its own."""
+    folder = good.parent / "other"
+    pool.run(2, _save_another, str(folder))
+    for name in ("weights-00001.pt", "moments-00001.pt"):
+        bad, other = good.parent / name, folder / "good" / name
+        assert other.stat().st_size == (good / name).stat().st_size
+        shutil.copytree(good, bad)
+        shutil.copy(other, bad)
+        for text in pool.run(2, _error_of_resume, str(bad)):
+            assert f"{name} is damaged, or a file of another save" in text
 
 
 def test_any_bit_of_any_file_is_seen(good: Path) -> None:

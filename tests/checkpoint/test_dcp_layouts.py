@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lt_zero.checkpoint.native.load import in_order, settings_here
 from lt_zero.checkpoint.open import open_source
 from lt_zero.checkpoint.source import Spec
+from lt_zero.common.errors import CheckpointError
 from tests.support.pool import Pool
 
 
@@ -118,6 +120,19 @@ def test_layouts_of_four_ranks(how: str, tmp_path: Path, pool: Pool) -> None:
     pool.run(4, save_sharded, how, str(tmp_path))
     for kind in LAYOUTS:
         check(tmp_path / kind, kind, torch.load(tmp_path / "full.pt"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("paths", [[("a.b", "c"), ("a", "b.c")], [("a", "b"), ("a", "b")]], ids=["joined", "equal"])
+def test_entries_that_would_have_one_name(paths: list[tuple[str, str]], tmp_path: Path) -> None:
+    """torch joins the keys of a path, too, and refuses to save these; other programs may not."""
+    dcp.save({"one": torch.ones(2), "two": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.planner_data = dict(zip(("one", "two"), paths, strict=True))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata") as caught:
+        open_source(tmp_path, tell=False)
+    assert all(repr(path) in str(caught.value) for path in paths)
 
 
 def test_groups_in_another_order() -> None:

@@ -20,9 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from typer.testing import CliRunner
 
 from lt_zero.checkpoint.formats import records
@@ -185,6 +187,14 @@ def test_huge_memo_takes_no_room(tmp_path: Path) -> None:
         (tmp_path / ".metadata").write_bytes(put)
         with pytest.raises(CheckpointError, match=r"\.metadata is damaged.*PUT of"):
             load_metadata(tmp_path / ".metadata")
+
+
+def test_an_error_names_classes_of_a_damaged_file(tmp_path: Path) -> None:
+    metadata = dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata.planner_data = {"a": (MetadataIndex("a"),)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"a has the path \(<torch\.distributed\S+\.MetadataIndex>,\)"):
+        DcpSource(tmp_path)
 
 
 def test_deep_nesting(tmp_path: Path) -> None:

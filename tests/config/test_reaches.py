@@ -254,6 +254,9 @@ PROBES: dict[str, Probe] = {
     "bf16.bf16_optimizer_states": Probe(
         e.moments, True, {"float32"}, {"bfloat16"}, {**BF16, "bf16.bf16_master_weights_and_grads": True}
     ),
+    "bf16.stochastic_rounding": Probe(
+        e.small_step, True, False, True, {**BF16, "bf16.bf16_master_weights_and_grads": True}
+    ),
     "optimizer_states.dtype": Probe(e.moments, "bf16", {"float32"}, {"bfloat16"}, S3),
     "fp16_override_modules": Probe(e.in_fp32, ["head"], [], ["head"], BF16),
     "fp16.fp16_override_modules": Probe(e.in_fp32, ["head"], [], ["head"], FP16),

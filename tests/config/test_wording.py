@@ -111,6 +111,7 @@ KEYS: list[dict[str, Any]] = [
     {"fp16": ON, "bf16": ON},
     {"optimizer_states": {"dtype": "fp16"}},
     {"optimizer_states": {"dtype": "fp32"}, "bf16": {"bf16_optimizer_states": True}},
+    {"bf16": {**ON, "stochastic_rounding": True}},
     {"fp16": {"raise_error_at_min_scale": False}, "on_min_scale": "raise"},
     {"fp16": {"loss_scale": -1}},
     {"fp16": {"loss_scale": float("inf")}},

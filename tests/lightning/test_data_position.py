@@ -185,11 +185,11 @@ def _numbers(folder: Path, resume: bool) -> tuple[list[float], bytes]:
     return [row[0] for batch in model.seen for part in batch for row in part], bytes(torch.get_rng_state().tolist())
 
 
-def _stop_early(folder: Path) -> list[float]:
+def _stop_early(folder: Path, steps: int = 4, resume: bool = False) -> list[float]:
     model = Model(lambda: DataLoader(Noisy(48, 0.0), batch_size=2, shuffle=True))
     torch.manual_seed(dist.get_rank())
-    trainer = new_trainer(max_steps=4)
-    trainer.fit(model)
+    trainer = new_trainer(max_steps=steps)
+    trainer.fit(model, ckpt_path=folder / "x.ckpt" if resume else None)
     trainer.save_checkpoint(folder / "x.ckpt", weights_only=False)
     return [row[0] for batch in model.seen for part in batch for row in part]
 
@@ -205,6 +205,15 @@ def test_another_world_size(pool: Pool, before: int, after: int, tmp_path: Path)
         missed = 48 - len(first) - len(rest)
         assert not set(first) & set(rest)
         assert 0 <= missed < 2 * after
+
+
+def test_saved_again_on_another_world_size(pool: Pool, tmp_path: Path) -> None:
+    """The second resume, on the same ranks as the first one, repeats no batch and misses none."""
+    first = [number for seen in pool.run(2, _stop_early, tmp_path) for number in seen]
+    second = [number for seen in pool.run(3, _stop_early, tmp_path, 5, True) for number in seen]
+    rest = [number for seen, _ in pool.run(3, _numbers, tmp_path, True) for number in seen]
+    assert (len(first), len(second), len(rest)) == (4 * 4, 6, 48 - 3 * 6 - 6)
+    assert len({*first, *second, *rest}) == len(first) + len(second) + len(rest)
 
 
 class Fails(Model):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import io
 import os
+import pickle
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,8 +150,11 @@ def test_what_an_engine_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         pass
     with pytest.raises(ValueError, match="custom_load_fn=.*gathered"):
         engine.load_checkpoint(tmp_path, custom_load_fn=print)
-    with pytest.raises(NotImplementedError, match="offload_optimizer"):
-        engine.offload_states()
+    for make in (copy.deepcopy, pickle.dumps, functools.partial(torch.save, f=io.BytesIO())):
+        with pytest.raises(TypeError, match="Copy engine.module"):
+            make(engine)
+    copied = copy.deepcopy(engine.module)
+    assert all(torch.equal(p, q) for p, q in zip(copied.parameters(), engine.module.parameters(), strict=True))
     with pytest.raises(RuntimeError, match="csv_monitor"):
         engine.monitor.write_events([])
     monkeypatch.chdir(tmp_path)

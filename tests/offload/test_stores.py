@@ -69,7 +69,15 @@ class Archive:
     """Compressed bytes of all buckets."""
 
     def __init__(
-        self, where: Any, rank: int, aio: Any, numels: Sequence[int], moments: Any, room: int = 3, pin: bool = False
+        self,
+        where: Any,
+        rank: int,
+        aio: Any,
+        numels: Sequence[int],
+        moments: Any,
+        trains: Sequence[bool],
+        room: int = 3,
+        pin: bool = False,
     ) -> None:
         self.room, self.where, self.problem = room, "memory", None
         self.spare_nbytes = self.bytes_on_disk = 0
@@ -176,6 +184,28 @@ def test_one_file_has_a_state_of_all_buckets_in_their_forms(tmp_path: Path) -> N
     coded.end_use()
     coded.wait_written()
     assert decode(coded.tensor.contiguous(), 1, True).isnan().all(), "values that are away"
+    files.close()
+
+
+def test_files_have_no_room_for_what_a_frozen_bucket_does_not_keep(tmp_path: Path) -> None:
+    forms = [PlainMoments(torch.float32)] * 2
+    files = nvme_store.NvmeFiles(tmp_path, 0, Aio(), [20_480, 10_240], forms, trains=[False, True])
+    frozen, trained = (files.place(i, None) for i in range(2))
+    frozen.store("weights", 20_480, torch.float32)
+    assert files.bytes_on_disk == 30 * 4096
+    trained.store("master", 10_240, torch.float32)
+    trained.state("exp_avg", 10_240, forms[1])
+    assert files.bytes_on_disk == (30 + 2 * 10) * 4096
+    with mock.patch.object(files.folder, "require") as required:
+        files.require(2)
+    required.assert_called_once_with(2 * 4 * 10_240)
+    late = frozen.store("master", 20_480, torch.float32)  # it was unfrozen
+    late.overwrite().fill_(3.0)
+    late.end_use()
+    late.wait_written()
+    late.prefetch()
+    assert late.tensor.tolist() == [3.0] * 20_480
+    assert files.bytes_on_disk == (30 + 2 * 10 + 20) * 4096
     files.close()
 
 

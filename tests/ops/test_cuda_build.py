@@ -30,6 +30,7 @@ from lt_zero import ops
 from lt_zero.ops import dispatch, library
 from lt_zero.ops.compiler import CSRC, CUDA_FLAGS, build, load, recipe_of
 from lt_zero.ops.header import STRUCTS
+from lt_zero.ops.nf4 import NF4
 from lt_zero.ops.quantize import dequantize_rows, quantize_rows
 from tests.support.emulated_cuda import compile_emulated, races
 from tests.support.matrix import only, only_rows
@@ -458,6 +459,23 @@ def test_blocks(device: torch.device, bits: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(total.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_normal_floats(device: torch.device, dtype: torch.dtype) -> None:
+    for numel, offset in itertools.product([1, 7, 8, 63, 64, 1000, 20_001], [0, 3]):
+        x, residual = codec_input(numel, 0, offset).to(dtype), codec_input(numel, 1, offset).nan_to_num(0, 0, 0)
+        expected_left = residual.clone()
+        expected = NF4.encode_reference(x, expected_left)
+        left, out = residual.clone().to(device), torch.full_like(expected, 255).to(device)
+        made = x.to(device) if device.type == "cuda" else x  # a copy on the GPU is aligned, x is not
+        assert torch.equal(NF4.encode(made, left, out).cpu(), expected), numel
+        assert same_bits(left, expected_left)
+        buffers = [expected, NF4.encode_reference(x.flip(0)), NF4.encode_reference(-x)]
+        total, wanted = torch.empty(numel + offset, dtype=dtype).to(device)[offset:], torch.empty(numel, dtype=dtype)
+        NF4.decode_sum([buffer.to(device) for buffer in buffers], total, 1 / 3)
+        NF4.decode_sum_reference(buffers, wanted, 1 / 3)
+        torch.testing.assert_close(total.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def test_rows_of_blocks(device: torch.device) -> None:
     for bits, (numel, block) in itertools.product([8, 1], [(1000, 48), (4096, 256), (5, 16)]):
         x = torch.stack([codec_input(numel, seed) for seed in range(3)])
@@ -597,7 +615,8 @@ def refuses_bad_codes(lib: ctypes.CDLL, x: Tensor) -> None:
     def blocks(**changes: int) -> Any:
         return ctypes.byref(STRUCTS["lt_blocks"](**({"numel": 4, "block": 16, "bits": 8, "dtype": 0} | changes)))
 
-    for change in ({"numel": -1}, {"block": 24}, {"block": 0}, {"block": 1 << 17}, {"bits": 3}, {"dtype": 3}):
+    bad = [{"numel": -1}, {"block": 24}, {"block": 0}, {"block": 1 << 17}, {"bits": 3}, {"dtype": 3}, {"normal": 1}]
+    for change in bad:
         assert lib.lt_cuda_encode_blocks(blocks(**change), here, None, here16, None) == BAD_ARGUMENT, change
         assert lib.lt_cuda_decode_blocks(blocks(**change), 1, one, 1.0, here, None) == BAD_ARGUMENT, change
     assert lib.lt_cuda_encode_blocks(blocks(), here, None, here16 + 8, None) == BAD_ARGUMENT

@@ -31,6 +31,31 @@ def test_each_element_is_the_nearest_level_and_stays_it(numel: int, dtype: torch
     assert torch.equal(NF4.decoded(got), got)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_equal_their_references_to_the_last_bit(isa: str, dtype: torch.dtype) -> None:
+    levels = torch.tensor(LEVELS)
+    middles = (levels[1:] + levels[:-1]) / 2
+    beside = torch.cat([middles, middles.nextafter(levels[1:]), middles.nextafter(levels[:-1])])
+    for numel in (1, 2, 15, 63, 64, 65, 200, 1029):
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+        x[64:128] *= 1e-41  # a scale of few bits
+        x[128:192] = torch.cat([beside, torch.full((64 - len(beside),), 1.0)])[: x[128:192].numel()]
+        x[192:250], x[256:300], x[320:321], x[400:401] = 0.0, -0.0, torch.inf, torch.nan
+        x = x.to(dtype)
+        left, other = torch.randn(2, numel).unbind()
+        left.copy_(other)
+        dirty = torch.full((NF4.nbytes(numel),), 255, dtype=torch.uint8)
+        buffers = [NF4.encode(x, out=dirty), NF4.encode(x.flip(0), left), NF4.encode(-x)]
+        wanted = [NF4.encode_reference(x), NF4.encode_reference(x.flip(0), other), NF4.encode_reference(-x)]
+        assert all(map(torch.equal, buffers, wanted)), numel
+        assert torch.equal(left.view(torch.int32), other.view(torch.int32)), numel
+        for count, scale in ((1, 1.0), (3, 1 / 3)):
+            ours, theirs = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
+            NF4.decode_sum(buffers[:count], ours, scale)
+            NF4.decode_sum_reference(buffers[:count], theirs, scale)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
 def test_codes_of_a_block_depend_on_nothing_else() -> None:
     x = torch.randn(5 * NF4.block)
     whole = NF4.decoded(x)
@@ -62,7 +87,7 @@ def test_sums_rows_and_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
     NF4.decode_sum([NF4.encode(x, residual)], total)
     assert torch.allclose(total + residual, exact, atol=1e-6)
     assert 0 < residual.abs().max() < exact.abs().max() / 3
-    with pytest.raises(ValueError, match="a buffer has shape"):
+    with pytest.raises(ValueError, match=r"buffers\[0\] has shape"):
         NF4.decode_sum([torch.zeros(3, dtype=torch.uint8)], total)
     with pytest.raises(ValueError, match="at least one"):
         NF4.decode_sum([], total)

@@ -23,7 +23,7 @@ libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = c_void_p, [ctype
 class Tensors(Structure):
     _fields_ = [("count", c_int64), *[(n, c_void_p) for n in ("numel", "param", "grad", "state1", "state2", "out")],
                 *[(n, c_int32) for n in ("grad_dtype", "state_dtype", "out_dtype", "maximize")],
-                *[(n, c_void_p) for n in ("scale", "clip", "found_inf")]]
+                *[(n, c_void_p) for n in ("scale", "clip", "found_inf", "levels")]]
 
 class Options(Structure):
     _fields_ = [*[(f"d{i}", c_double) for i in range(6)], ("a", c_int32), ("b", c_int32)]
@@ -46,18 +46,31 @@ def buffers(sizes, dtype):
     return (c_void_p * len(sizes))(*found)
 
 class Blocks(Structure):
-    _fields_ = [("numel", c_int64), ("block", c_int64), ("bits", c_int32), ("dtype", c_int32)]
+    _fields_ = [*[(n, c_int64) for n in ("rows", "numel", "residual_row", "block")],
+                *[(n, c_int32) for n in ("bits", "dtype", "normal")]]
 
-def blocks(numel, block, bits, dtype, threads):
+def blocks(numel, block, bits, normal, dtype, threads):
     pad = lambda n: -(-n // 16) * 16
     nbytes = pad(-(-numel * bits // 8)) + pad(-(-numel // block) * 4)
     x, residual = buffers([numel], dtype), buffers([numel], 0)
     coded = (c_void_p * 2)(*[libc.malloc(max(1, nbytes)) for _ in range(2)])
-    t = ctypes.byref(Blocks(numel, block, bits, dtype))
+    t = ctypes.byref(Blocks(1, numel, 0, block, bits, dtype, normal))
     for out in coded:
         assert lib.lt_cpu_encode_blocks(t, c_void_p(x[0]), c_void_p(residual[0]), c_void_p(out), threads) == 0
     assert lib.lt_cpu_decode_blocks(t, c_int64(2), coded, c_double(0.5), c_void_p(x[0]), threads) == 0
     for address in (*x, *residual, *coded):
+        libc.free(address)
+
+def coded_moments(t, sizes, threads):
+    # Their codes are bytes of 1, and their levels and middles equal.
+    records = [buffers([130 * -(-size // 256) for size in sizes], 1) for _ in range(2)]
+    levels = copied([1.0] * 768, ctypes.c_float)
+    first, second = [ctypes.cast(one, c_void_p) for one in records]
+    with_codes = Tensors(t.count, t.numel, t.param, t.grad, first, second, t.out, t.grad_dtype, 3, t.out_dtype)
+    with_codes.levels = levels
+    adam = Options(1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0, 1)
+    assert lib.lt_cpu_adam_step(ctypes.byref(with_codes), ctypes.byref(adam), threads) == 0
+    for address in (*records[0], *records[1], levels):
         libc.free(address)
 
 def topk(numel, threads):
@@ -158,8 +171,9 @@ def main():
                 assert lib.lt_cpu_accumulate(r(pairs), threads) == 0
                 cast = Pairs(3, ctypes.cast(numel, c_void_p), out, grad, o, g, 0.5, None)
                 assert lib.lt_cpu_cast_scale(r(cast), threads) == 0
-                for bits in (8, 4, 2, 1):
-                    blocks(rng.choice(sizes), rng.choice([16, 48, 1024, 65536]), bits, g, threads)
+                for bits, normal in ((8, 0), (4, 0), (2, 0), (1, 0), (4, 1)):
+                    blocks(rng.choice(sizes), rng.choice([16, 48, 1024, 65536]), bits, normal, g, threads)
+                coded_moments(t, sizes, threads)
                 topk(rng.choice(sizes), threads)
                 attention(rng, threads)
             huffman(rng)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import grad_norm
 
 import lt_zero
 from lt_zero.engine.guard import owner_of
@@ -74,6 +75,31 @@ def test_experts_train_on_meshes_as_in_one_process(
 def test_tensor_ranks_may_have_different_tokens(pool: Pool, stage: int) -> None:
     """Experts and routers are marked: their gradients are parts of a sum."""
     pool.run(4, _train, TENSOR, stage, "sgd", True)
+
+
+def _norms(stage: int) -> None:
+    """Functions that handle all gradients of a model take those that are cut over tensor, expert and data ranks."""
+    run, one = start(TENSOR, stage, "sgd"), OneProcess(TENSOR.data, "sgd")
+    run.backward(0)
+    one.backward(0)
+    for order in (2.0, float("inf")):
+        found, want = grad_norm(run.model, order), grad_norm(one.model, order)
+        assert found.keys() == want.keys()
+        for name in want:
+            torch.testing.assert_close(found[name], want[name], check_dtype=False, rtol=1e-6, atol=0)
+    clipped = [torch.nn.utils.clip_grad_norm_(each.model.parameters(), 0.05) for each in (run, one)]
+    torch.testing.assert_close(*clipped, rtol=1e-11, atol=0)
+    torch.nn.utils.clip_grad_value_(run.model.parameters(), 0.004)
+    torch.nn.utils.clip_grad_value_(one.model.parameters(), 0.004)
+    for name, parameter in run.model.named_parameters():
+        found_grad, want_grad = lt_zero.full_grad(parameter), one.model.get_parameter(name).grad
+        torch.testing.assert_close(found_grad, want_grad, msg=name, **BOUND)
+    run.over()
+
+
+@pytest.mark.parametrize("stage", only_rows([(0,)], [(0,), (1,), (2,), (3,)]))
+def test_norms_and_clipping_of_all_gradients(pool: Pool, stage: int) -> None:
+    pool.run(4, _norms, stage)
 
 
 def _seen() -> set[str]:

@@ -235,6 +235,19 @@ def moments(lab: Lab, config: Config) -> Any:
     return {short(state["exp_avg"].dtype) for state in optimizer.state.values()}
 
 
+def small_step(lab: Lab, config: Config) -> Any:
+    """Whether a step of less than half a unit of bf16 moves weights."""
+    engine = engine_of(lab, config)
+    with lt_zero.gathered(engine.root, write=True), torch.no_grad():
+        for parameter in engine.root.parameters():
+            parameter.fill_(1)
+    optimizer = torch.optim.AdamW(engine.root.parameters(), lr=1e-3, weight_decay=0.0)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    backward(engine)
+    optimizer.step()
+    return any(bool((bucket.weights.values() != bucket.weights.values().round()).any()) for bucket in engine.buckets)
+
+
 def kernel(lab: Lab, config: Config) -> Any:
     """Whether an AdamW is stepped by the native kernel: how many buckets it takes."""
     engine = engine_of(lab, config)

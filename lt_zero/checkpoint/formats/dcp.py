@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,14 @@ class DcpSource(ForeignSource):
         if meta.is_file():
             self.meta = self.plain(self.load_file(meta, "checkpoint"), meta)
         model = next((root for root in _MODELS if any(keys[0] == root for keys in entries)), None)
-        tensors = {
-            ".".join(map(str, keys[1:] if model else keys)): entry
+        weights = {
+            keys: entry
             for keys, entry in entries.items()
             if isinstance(entry, Saved) and (keys[0] == model if model else not _OPTIMIZER.fullmatch(str(keys[0])))
         }
-        self._set_weights(tensors, {})  # DCP writes a tied tensor under each of its names
+        names = self._joined(weights, 1 if model else 0)
+        # DCP writes a tied tensor under each of its names.
+        self._set_weights({names[keys]: entry for keys, entry in weights.items()}, {})
         roots = {str(keys[0]) for keys in entries if _OPTIMIZER.fullmatch(str(keys[0]))}
         for root in sorted(roots, key=lambda root: (len(root), root)):
             self._optimizer({keys[1:]: entry for keys, entry in entries.items() if keys[0] == root}, root)
@@ -85,6 +88,8 @@ class DcpSource(ForeignSource):
             keys = paths.get(fqn, (fqn,))
             if not isinstance(keys, tuple) or not keys or not all(isinstance(key, (str, int)) for key in keys):
                 raise ValueError(f"{fqn} has the path {keys!r}")
+            if keys in entries:
+                raise ValueError(f"{fqn} and another entry have the path {keys!r}")
             if entry.kind.endswith(".BytesStorageMetadata"):
                 entries[keys] = places[fqn, None]
                 self.parts.append(places[fqn, None])
@@ -99,6 +104,24 @@ class DcpSource(ForeignSource):
             entries[keys] = Saved(spec, partial(self._tensor, spec, parts, fqn))
         return entries
 
+    def _joined(self, paths: Iterable[_Keys], first: int = 0) -> dict[_Keys, str]:
+        """The name of each path, joined from its keys from number ``first`` on.
+
+        Raises:
+            CheckpointError: two have the same name: one entry would replace the other.
+        """
+        names: dict[_Keys, str] = {}
+        known: dict[str, _Keys] = {}
+        for keys in paths:
+            name = names[keys] = ".".join(map(str, keys[first:]))
+            if (other := known.setdefault(name, keys)) is not keys:
+                raise CheckpointError(
+                    f"{self._file} has entries with the paths {other!r} and {keys!r}, which both are named {name!r}: "
+                    "one would replace the other. Load the folder with torch.distributed.checkpoint, and save it with "
+                    "another key for one of them."
+                )
+        return names
+
     def _leave_out(self, keys: _Keys) -> None:
         self.notes.append(f"{'.'.join(map(str, keys))} of {self.path} was left out.")
 
@@ -107,6 +130,7 @@ class DcpSource(ForeignSource):
         groups: dict[Any, dict[str, Any]] = {}
         state: dict[str, dict[str, Any]] = {}
         settings: dict[str, dict[str, Any]] = {}  # of a flattened optimizer, by parameter
+        self._joined(saved)
         for keys, entry in saved.items():
             flat = _FLAT.fullmatch(str(keys[0])) if len(keys) == 1 else None
             kind, of, key = flat.groups() if flat else keys if len(keys) == 3 else (None, None, None)

@@ -67,6 +67,10 @@ class Stub:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
+    def __repr__(self) -> str:
+        """The class's name in the file: errors quote what a damaged file says."""
+        return f"<{self.kind}>"
+
     def get(self, key: str, default: Any = None) -> Any:
         """An attribute."""
         return self.state.get(key, default) if isinstance(self.state, dict) else default

@@ -57,6 +57,11 @@ class Bf16(Block):
         "as optimizer_states.dtype=bf16; with bf16_master_weights_and_grads the step is computed in bf16, too "
         "(DeepSpeed: needs these)",
     )
+    stochastic_rounding: bool = key(
+        False,
+        "round the weights of a step up or down at random, right in the mean, instead of to the nearest; needs "
+        "bf16_master_weights_and_grads, and the step is computed in fp32 (DeepSpeed: has no such key)",
+    )
     fp16_override_modules: Names = key((), "as the key of the same name at top level")
 
 

@@ -160,7 +160,7 @@ bool tensors_ok(const lt_tensors *t, int states) {
 
 // Moments in 8 bits: `t` is a copy that names another dtype, for the other checks.
 bool codes_ok(const lt_tensors *t) {
-    if (!t || t->state_dtype != LT_CODES || !t->levels || !t->starts) return false;
+    if (!t || t->state_dtype != LT_CODES || !t->levels) return false;
     lt_tensors others = *t;
     others.state_dtype = LT_FP32;
     return tensors_ok(&others, 2);
@@ -275,4 +275,16 @@ LT_API int lt_cpu_accumulate(const lt_pairs *t, int threads) {
 LT_API int lt_cpu_cast_scale(const lt_pairs *t, int threads) {
     if (!pairs_ok(t)) return LT_BAD_ARGUMENT;
     return sweep(*t, threads, [&](const Block &b) { lt_kernels().cast_scale(*t, b.tensor, b.lo, b.hi); });
+}
+
+LT_API int lt_cpu_round_stochastic(const lt_rounding *t, int threads) {
+    if (!t || t->numel < 0) return LT_BAD_ARGUMENT;
+    if (t->numel == 0) return LT_OK;
+    if (!t->src || !t->dst || t->row < 1 || t->numel % t->row || t->first < 0 || t->stride < 0) return LT_BAD_ARGUMENT;
+    const size_t blocks = (size_t)((t->numel + BLOCK - 1) / BLOCK);
+    for_each_index(blocks, t->numel <= SMALL ? 1 : threads, [&](size_t i) {
+        const int64_t lo = (int64_t)i * BLOCK;
+        lt_kernels().round_stochastic(*t, lo, std::min(lo + BLOCK, t->numel));
+    });
+    return LT_OK;
 }

@@ -12,17 +12,6 @@ namespace LT_NAMESPACE {
 
 typedef double Doubles __attribute__((vector_size(4 * W)));  // half as many lanes
 
-static inline Ints larger(Ints a, Ints b) {
-    Ints m = a > b;
-    return (a & m) | (b & ~m);
-}
-
-static inline int32_t largest_lane(Ints a) {
-    int32_t largest = 0;
-    for (int i = 0; i < W; i++) largest = a[i] > largest ? a[i] : largest;
-    return largest;
-}
-
 static inline Vec choose(Ints mask, Vec yes, Vec no) {
     return (Lanes)(((Ints)yes.x & mask) | ((Ints)no.x & ~mask));
 }
@@ -80,39 +69,23 @@ static double sum_of_magnitudes(const Input &input, int32_t largest, int64_t lo,
     return sum;
 }
 
-// The codes of a group, a byte each, are two words. GCC 12 converts between bytes and lanes one by one unless told how.
+// The codes of a group, a byte each, are two words.
 struct Group {
     uint64_t words[2] = {0, 0};
 
     // The codes of lanes i ... i + W - 1.
     Ints get(int i) const {
 #if defined(__AVX512F__)
-        (void)i;
+        (void)i;  // a load of both words would wait until their stores are done
         return (Ints)_mm512_cvtepu8_epi32(_mm_set_epi64x((int64_t)words[1], (int64_t)words[0]));
 #elif defined(__AVX2__)
         return (Ints)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)words[i / 8]));
 #else
-        Ints codes;
-        for (int k = 0; k < W; k++) codes[k] = (int32_t)(words[(i + k) / 8] >> 8 * ((i + k) % 8) & 0xff);
-        return codes;
+        return from_bytes((const char *)words + i);
 #endif
     }
 
-    void put(int i, Ints codes) {  // into zeros
-#if defined(__AVX512F__)
-        (void)i;
-        const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)codes);
-        words[0] = (uint64_t)_mm_cvtsi128_si64(bytes);
-        words[1] = (uint64_t)_mm_extract_epi64(bytes, 1);
-#elif defined(__AVX2__)
-        const __m256i lowest = _mm256_set1_epi32(0x0c080400);
-        const __m256i bytes = _mm256_shuffle_epi8((__m256i)codes, lowest);
-        const __m128i lo = _mm256_castsi256_si128(bytes), hi = _mm256_extracti128_si256(bytes, 1);
-        words[i / 8] = (uint64_t)_mm_cvtsi128_si64(_mm_unpacklo_epi32(lo, hi));
-#else
-        for (int k = 0; k < W; k++) words[(i + k) / 8] |= (uint64_t)(codes[k] & 0xff) << 8 * ((i + k) % 8);
-#endif
-    }
+    void put(int i, Ints codes) { to_bytes((char *)words + i, codes); }
 
     template <int BITS>
     void pack(uint8_t *out) const {
@@ -132,8 +105,8 @@ struct Group {
     }
 };
 
-// Codes of a vector, and the values that they decode to.
-template <int BITS>
+// Codes of a vector, and the values that they decode to. NORMAL: levels of NormalFloat.
+template <int BITS, bool NORMAL>
 struct Encoder {
     Vec inverse, scale;  // of 8 and 4 bits
     Vec low, high, threshold;
@@ -157,7 +130,24 @@ struct Encoder {
     }
 };
 
-template <int BITS>
+constexpr NormalLevels NORMAL_LEVELS = normal_levels();
+
+template <>
+struct Encoder<4, true> {
+    Vec scale, unit;
+
+    explicit Encoder(float s) : scale(s), unit(s == 0.0f ? 1.0f : s) {}
+
+    Vec operator()(Vec c, Ints &codes) const {
+        const float *level = NORMAL_LEVELS.level;
+        const Vec ratio = c / unit;
+        codes = Ints{};
+        for (int k = 0; k < 15; k++) codes -= ratio.x > Vec((level[k + 1] + level[k]) / 2).x;  // a mask is -1
+        return look_up<16>(level, codes) * scale;
+    }
+};
+
+template <int BITS, bool NORMAL>
 struct Decoder {
     Vec scale, low, high;
 
@@ -173,6 +163,15 @@ struct Decoder {
     }
 };
 
+template <>
+struct Decoder<4, true> {
+    Vec scale;
+
+    explicit Decoder(float s) : scale(s) {}
+
+    Vec operator()(Ints codes) const { return look_up<16>(NORMAL_LEVELS.level, codes) * scale; }
+};
+
 // Calls body(lanes, i) for the vectors of one group of 16 elements, the last of which may be short.
 template <class Body>
 static inline void for_each_in_group(int64_t lo, int64_t hi, Body body) {
@@ -183,23 +182,23 @@ static inline void for_each_in_group(int64_t lo, int64_t hi, Body body) {
     }
 }
 
-template <int BITS>
+template <int BITS, bool NORMAL>
 static void encode_block(const Input &input, float *residual, float scale, uint8_t *out, int64_t lo, int64_t hi) {
-    const Encoder<BITS> encode(scale);
+    const Encoder<BITS, NORMAL> encode(scale);
     for (int64_t begin = lo; begin < hi; begin += GROUP) {
         Group group;
         for_each_in_group(begin, begin + GROUP < hi ? begin + GROUP : hi, [&](auto at, int64_t i) {
             Vec c = input.load(at, i);
             Ints codes;
             Vec value = encode(c, codes);
-            group.put((int)(i - begin), codes);
+            group.put((int)(i - begin), (Ints)at.only(Vec((Lanes)codes)).x);  // padding is zeros
             if (residual) at.store(residual, LT_FP32, i, c - value);
         });
         group.pack<BITS>(out + begin * BITS / 8);
     }
 }
 
-template <int BITS>
+template <int BITS, bool NORMAL = false>
 static void encode_bits(const lt_blocks &t, const void *x, float *residual, uint8_t *out, int64_t lo, int64_t hi) {
     const Input input{x, residual, t.dtype};
     char *scales = (char *)out + codes_bytes(t.numel, BITS);
@@ -207,12 +206,13 @@ static void encode_bits(const lt_blocks &t, const void *x, float *residual, uint
         const int64_t end = begin + t.block < hi ? begin + t.block : hi;
         const int32_t largest = largest_magnitude(input, begin, end);
         float scale;
-        if constexpr (BITS >= 4) scale = uniform_scale(largest, BITS);
+        if constexpr (NORMAL) scale = normal_scale(largest);
+        else if constexpr (BITS >= 4) scale = uniform_scale(largest, BITS);
         else scale = largest == 0 || largest >= INFINITE
                          ? mean_scale(largest, 0.0, 1)
                          : mean_scale(largest, sum_of_magnitudes(input, largest, begin, end), end - begin);
         memcpy(scales + begin / t.block * 4, &scale, 4);
-        if (largest < INFINITE) encode_block<BITS>(input, residual, scale, out, begin, end);
+        if (largest < INFINITE) encode_block<BITS, NORMAL>(input, residual, scale, out, begin, end);
         // The block decodes to NaN, whatever its codes are. Its residual stays as it was, for a step that is skipped.
         else memset(out + begin * BITS / 8, 0, (size_t)((end - begin + GROUP - 1) / GROUP * GROUP * BITS / 8));
     }
@@ -221,16 +221,18 @@ static void encode_bits(const lt_blocks &t, const void *x, float *residual, uint
 static void encode_blocks(const lt_blocks &t, const void *x, float *residual, uint8_t *out, int64_t lo, int64_t hi) {
     switch (t.bits) {
         case 8: return encode_bits<8>(t, x, residual, out, lo, hi);
-        case 4: return encode_bits<4>(t, x, residual, out, lo, hi);
+        case 4:
+            if (t.normal) return encode_bits<4, true>(t, x, residual, out, lo, hi);
+            return encode_bits<4>(t, x, residual, out, lo, hi);
         case 2: return encode_bits<2>(t, x, residual, out, lo, hi);
         default: return encode_bits<1>(t, x, residual, out, lo, hi);
     }
 }
 
 // sum[i - lo] += the values of one buffer; `first`: = instead.
-template <int BITS>
+template <int BITS, bool NORMAL>
 static void add_block(float *sum, bool first, float scale, const uint8_t *in, int64_t lo, int64_t hi) {
-    const Decoder<BITS> decode(scale);
+    const Decoder<BITS, NORMAL> decode(scale);
     for (int64_t begin = lo; begin < hi; begin += GROUP) {
         Group group;
         group.unpack<BITS>(in + begin * BITS / 8);
@@ -243,7 +245,7 @@ static void add_block(float *sum, bool first, float scale, const uint8_t *in, in
 }
 
 // Sums stay in the first-level cache: a part of a block at a time, one buffer after the other.
-template <int BITS>
+template <int BITS, bool NORMAL = false>
 static void decode_bits(const lt_blocks &t, int64_t count, const uint8_t *const *in, float factor, void *out,
                         int64_t lo, int64_t hi) {
     constexpr int64_t PART = 1024;
@@ -255,7 +257,7 @@ static void decode_bits(const lt_blocks &t, int64_t count, const uint8_t *const 
         for (int64_t k = 0; k < count; k++) {
             float scale;
             memcpy(&scale, in[k] + codes_bytes(t.numel, BITS) + 4 * block, 4);
-            add_block<BITS>(sum, k == 0, scale, in[k], begin, end);
+            add_block<BITS, NORMAL>(sum, k == 0, scale, in[k], begin, end);
         }
         for_each_vector(begin, end, [&](auto at, int64_t i) {
             at.store(out, t.dtype, i, load(sum, LT_FP32, i - begin) * Vec(factor));
@@ -268,7 +270,9 @@ static void decode_blocks(const lt_blocks &t, int64_t count, const uint8_t *cons
                           int64_t lo, int64_t hi) {
     switch (t.bits) {
         case 8: return decode_bits<8>(t, count, in, factor, out, lo, hi);
-        case 4: return decode_bits<4>(t, count, in, factor, out, lo, hi);
+        case 4:
+            if (t.normal) return decode_bits<4, true>(t, count, in, factor, out, lo, hi);
+            return decode_bits<4>(t, count, in, factor, out, lo, hi);
         case 2: return decode_bits<2>(t, count, in, factor, out, lo, hi);
         default: return decode_bits<1>(t, count, in, factor, out, lo, hi);
     }

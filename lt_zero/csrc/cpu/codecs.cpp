@@ -11,7 +11,8 @@ using namespace lt_shared;
 namespace {
 
 bool blocks_ok(const lt_blocks *t) {
-    return t && t->rows >= 0 && t->rows <= LARGEST_ROWS && t->numel >= 0 && t->block >= GROUP && t->block <= LARGEST_BLOCK && t->block % GROUP == 0 &&
+    return t && t->rows >= 0 && t->rows <= LARGEST_ROWS && t->numel >= 0 && t->block >= GROUP &&
+           t->block <= LARGEST_BLOCK && t->block % GROUP == 0 && (!t->normal || t->bits == 4) &&
            (t->bits == 8 || t->bits == 4 || t->bits == 2 || t->bits == 1) && is_dtype(t->dtype);
 }
 

@@ -5,6 +5,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/blocks.h"
+#include "cpu/rounding.h"
 #include "cpu/table.h"
 #include "cpu/topk.h"
 #include "cpu/vec.h"
@@ -204,4 +205,4 @@ static void cast_scale(const lt_pairs &t, int64_t k, int64_t lo, int64_t hi) {
                                        sgd,             lamb_update,   lamb_apply,      norm_squared,               \
                                        accumulate,      cast_scale,    encode_blocks,   decode_blocks,              \
                                        upper_histogram, lower_histogram, count_from,    indices_from,               \
-                                       LT_NAMESPACE::attention};
+                                       LT_NAMESPACE::attention, round_stochastic};

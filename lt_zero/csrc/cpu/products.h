@@ -33,15 +33,6 @@ struct Runs {
 static inline Vec read(const float *p) { return load(p, LT_FP32, 0); }
 static inline void write(float *p, Vec a) { store(p, LT_FP32, 0, a); }
 
-// The products need no exact rounding: fmaf() without an instruction for it would take a hundred times longer.
-static inline Vec multiply_add(Vec a, Vec b, Vec c) {
-#if defined(__AVX2__) || defined(__aarch64__)
-    return fma(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
 // Elements of a tensor as fp32; beyond `dim`, up to `depth`, zeros.
 static inline void widen(const lt_rows &t, const char *head, int dtype, int64_t row, int dim, int depth, float *out) {
     const char *p = head + row * t.row * width(dtype);

@@ -26,6 +26,7 @@ struct Kernels {
     void (*count_from)(const float *c, int64_t lo, int64_t hi, int32_t threshold, int64_t *above, int64_t *equal);
     void (*indices_from)(const float *c, int64_t lo, int64_t hi, int32_t threshold, int64_t ties, int32_t *indices);
     AttentionKernels attention;
+    void (*round_stochastic)(const lt_rounding &, int64_t lo, int64_t hi);
 };
 
 extern const Kernels lt_kernels_avx512, lt_kernels_avx2, lt_kernels_neon, lt_kernels_portable;

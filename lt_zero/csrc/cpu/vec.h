@@ -27,10 +27,10 @@ namespace LT_NAMESPACE {
 
 #if defined(__AVX512F__)
 constexpr int W = 16;
-#elif defined(__aarch64__)
-constexpr int W = 4;
-#else
+#elif defined(__AVX2__)
 constexpr int W = 8;
+#else
+constexpr int W = 4;  // GCC compares and chooses lane by lane where vectors are wider than the instruction set's
 #endif
 
 typedef float Lanes __attribute__((vector_size(4 * W)));
@@ -52,6 +52,16 @@ static inline Vec operator*(Vec a, Vec b) { return a.x * b.x; }
 static inline Vec operator/(Vec a, Vec b) { return a.x / b.x; }
 static inline Vec operator-(Vec a) { return -a.x; }
 
+#if !defined(__AVX2__)
+// A vector of what each lane's number is mapped to. Made by assignments to lanes, it would be read from memory before
+// they have all arrived there.
+template <class T, class Map>
+static inline T each_lane(Map map) {
+    static_assert(W == 4, "one argument for each lane");
+    return T{map(0), map(1), map(2), map(3)};
+}
+#endif
+
 static inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
     return (Lanes)_mm512_fmadd_ps((__m512)a.x, (__m512)b.x, (__m512)c.x);
@@ -60,9 +70,26 @@ static inline Vec fma(Vec a, Vec b, Vec c) {
 #elif defined(__aarch64__)
     return (Lanes)vfmaq_f32((float32x4_t)c.x, (float32x4_t)a.x, (float32x4_t)b.x);
 #else
-    Vec r;
-    for (int i = 0; i < W; i++) r.x[i] = fmaf(a.x[i], b.x[i], c.x[i]);
-    return r;
+    return each_lane<Lanes>([&](int i) { return fmaf(a.x[i], b.x[i], c.x[i]); });
+#endif
+}
+
+// Where no exact rounding is needed: fmaf() without an instruction for it would take a hundred times longer.
+static inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX2__) || defined(__aarch64__)
+    return fma(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+static inline Vec smaller(Vec a, Vec b) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_min_ps((__m512)a.x, (__m512)b.x);
+#elif defined(__AVX2__)
+    return (Lanes)_mm256_min_ps((__m256)a.x, (__m256)b.x);
+#else
+    return a.x < b.x ? a.x : b.x;
 #endif
 }
 
@@ -74,9 +101,7 @@ static inline Vec sqrt(Vec a) {
 #elif defined(__aarch64__)
     return (Lanes)vsqrtq_f32((float32x4_t)a.x);
 #else
-    Vec r;
-    for (int i = 0; i < W; i++) r.x[i] = sqrtf(a.x[i]);
-    return r;
+    return each_lane<Lanes>([&](int i) { return sqrtf(a.x[i]); });
 #endif
 }
 
@@ -86,6 +111,51 @@ static inline Vec sign(Vec a) {  // 0 for NaN, as torch.sign
 }
 
 static inline Ints magnitude_bits(Vec a) { return (Ints)a.x & 0x7fffffff; }
+
+static inline Ints larger(Ints a, Ints b) {
+    Ints m = a > b;
+    return (a & m) | (b & ~m);
+}
+
+static inline int32_t largest_lane(Ints a) {
+    int32_t largest = 0;
+    for (int i = 0; i < W; i++) largest = a[i] > largest ? a[i] : largest;
+    return largest;
+}
+
+// table[index] in each lane, of COUNT numbers: a power of two from 16 on.
+template <int COUNT>
+static inline Vec look_up(const float *table, Ints index) {
+#if defined(__AVX512F__)
+    // A quarter of the time of gathers: permutations of 32 numbers, and a choice for each further bit of the index.
+    if constexpr (COUNT == 16) {
+        return (Lanes)_mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
+    } else if constexpr (COUNT == 32) {
+        const __m512 lo = _mm512_loadu_ps(table), hi = _mm512_loadu_ps(table + 16);
+        return (Lanes)_mm512_permutex2var_ps(lo, (__m512i)index, hi);
+    } else {
+        const __mmask16 upper = _mm512_test_epi32_mask((__m512i)index, _mm512_set1_epi32(COUNT / 2));
+        const Vec lo = look_up<COUNT / 2>(table, index), hi = look_up<COUNT / 2>(table + COUNT / 2, index);
+        return (Lanes)_mm512_mask_blend_ps(upper, (__m512)lo.x, (__m512)hi.x);
+    }
+#elif defined(__AVX2__)
+    if constexpr (COUNT == 16) {
+        const __m256 lo = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)index);
+        const __m256 hi = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)index);
+        return (Lanes)_mm256_blendv_ps(lo, hi, (__m256)(index << 28));
+    } else {
+        return (Lanes)_mm256_i32gather_ps(table, (__m256i)index, 4);
+    }
+#else
+#if defined(__aarch64__)
+    if constexpr (COUNT == 16) {  // by bytes: the four of number k are 4 k ... 4 k + 3
+        const uint8x16x4_t bytes = vld1q_u8_x4((const uint8_t *)table);
+        return (Lanes)vqtbl4q_u8(bytes, (uint8x16_t)(index * 0x04040404 + 0x03020100));
+    }
+#endif
+    return each_lane<Lanes>([&](int i) { return table[index[i]]; });
+#endif
+}
 
 // A bit for each lane of a mask, whose lanes are all ones or zero.
 static inline uint32_t lanes_of(Ints mask) {
@@ -144,11 +214,9 @@ static inline Vec from_half(const void *p) {
 #elif defined(__aarch64__)
     return (Lanes)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t *)p)));
 #else
-    Vec r;
     uint16_t h[W];
     memcpy(h, p, sizeof h);
-    for (int i = 0; i < W; i++) r.x[i] = half_to_float(h[i]);
-    return r;
+    return each_lane<Lanes>([&](int i) { return half_to_float(h[i]); });
 #endif
 }
 
@@ -178,16 +246,48 @@ static inline Vec from_bfloat(const void *p) {
 #endif
 }
 
-static inline void to_bfloat(void *p, Vec a) {
-    Bits bits = (Bits)a.x;
-    Bits rounded = bits + 0x7fff + (bits >> 16 & 1);
-    Bits h = (a.x == a.x ? rounded : Bits{} + 0x7fc00000) >> 16;  // NaN stays NaN
+// Stores the upper halves.
+static inline void store_upper(void *p, Bits bits) {
+    const Bits h = bits >> 16;
 #if defined(__AVX2__) && !defined(__AVX512F__)
     const __m128i lo = _mm256_castsi256_si128((__m256i)h), hi = _mm256_extracti128_si256((__m256i)h, 1);
     _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(lo, hi));
 #else
     Halves halves = __builtin_convertvector(h, Halves);
     memcpy(p, &halves, sizeof halves);
+#endif
+}
+
+static inline void to_bfloat(void *p, Vec a) {
+    Bits bits = (Bits)a.x;
+    Bits rounded = bits + 0x7fff + (bits >> 16 & 1);
+    store_upper(p, a.x == a.x ? rounded : Bits{} + 0x7fc00000);  // NaN stays NaN
+}
+
+// ---- 8 bits ------------------------------------------------------------------------------------------------------
+
+// GCC 12 converts between bytes and lanes one by one unless told how.
+static inline Ints from_bytes(const void *p) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    return each_lane<Ints>([&](int i) { return (int32_t)((const uint8_t *)p)[i]; });
+#endif
+}
+
+static inline void to_bytes(void *p, Ints a) {  // the lowest ones
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)a));
+#elif defined(__AVX2__)
+    const __m256i lowest = _mm256_shuffle_epi8((__m256i)a, _mm256_set1_epi32(0x0c080400));
+    const __m128i lo = _mm256_castsi256_si128(lowest), hi = _mm256_extracti128_si256(lowest, 1);
+    _mm_storel_epi64((__m128i *)p, _mm_unpacklo_epi32(lo, hi));
+#else
+    uint8_t bytes[W];
+    for (int i = 0; i < W; i++) bytes[i] = (uint8_t)a[i];
+    memcpy(p, bytes, sizeof bytes);
 #endif
 }
 

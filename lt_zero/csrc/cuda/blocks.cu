@@ -129,7 +129,7 @@ class Own {
     LT_DEVICE int count(int64_t i) const { return end - i < kUnit ? (int)(end - i) : kUnit; }
 };
 
-template <class T, int BITS>
+template <bool NORMAL, class T, int BITS>
 LT_DEVICE float block_scale(const Own<T, BITS> &own, int32_t &largest) {
     largest = 0;
     own.for_each([&](int64_t, int, Lanes<kUnit> c) {
@@ -140,6 +140,7 @@ LT_DEVICE float block_scale(const Own<T, BITS> &own, int32_t &largest) {
         }
     });
     largest = warp_max(largest);
+    if (NORMAL) return normal_scale(largest);
     if (BITS >= 4) return uniform_scale(largest, BITS);
     if (largest == 0 || largest >= INFINITE) return mean_scale(largest, 0.0, 1);
     const double shift = unit_shift(largest);
@@ -172,6 +173,21 @@ LT_DEVICE float decode_element(uint32_t code, float scale, const Levels &levels)
     return code & 1u ? -magnitude : magnitude;
 }
 
+// Of NormalFloat.
+LT_DEVICE uint32_t encode_normal(float c, float scale, float &value) {
+    constexpr NormalLevels levels = normal_levels();
+    const float ratio = c / (scale == 0.0f ? 1.0f : scale);
+    uint32_t code = 0;
+    value = levels.level[0] * scale;
+#pragma unroll
+    for (int k = 0; k < 15; ++k) {
+        const bool above = ratio > (levels.level[k + 1] + levels.level[k]) / 2;
+        code += above;
+        value = above ? levels.level[k + 1] * scale : value;
+    }
+    return code;
+}
+
 // Zeros after the codes and after the scales.
 LT_DEVICE void clear_padding(uint8_t *out, int64_t numel, int64_t block, int bits) {
     const int64_t scales = codes_bytes(numel, bits), used = scales + 4 * blocks_in(numel, block);
@@ -181,7 +197,7 @@ LT_DEVICE void clear_padding(uint8_t *out, int64_t numel, int64_t block, int bit
     if (at < padded(used)) out[at] = 0;
 }
 
-template <class T, int BITS>
+template <class T, int BITS, bool NORMAL>
 __global__ void __launch_bounds__(kThreads, BITS == 1 ? 2 : 5)
     encode_kernel(int64_t numel, int64_t block, const T *x, float *residual, int64_t residual_row, uint8_t *out) {
     typedef typename CodesOf<BITS>::type Codes;
@@ -196,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, BITS == 1 ? 2 : 5)
         const int64_t begin = b * block, end = begin + block < numel ? begin + block : numel;
         const Own<T, BITS> own(input, begin, end);
         int32_t largest;
-        const float scale = block_scale(own, largest);
+        const float scale = block_scale<NORMAL>(own, largest);
         const Levels levels = make_levels(scale, BITS);
         const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
         if (threadIdx.x % kLanes == 0) scales[b] = scale;
@@ -205,8 +221,11 @@ __global__ void __launch_bounds__(kThreads, BITS == 1 ? 2 : 5)
             if (largest < INFINITE) {
 #pragma unroll
                 for (int k = 0; k < kUnit; ++k) {
-                    float value;
-                    codes |= (uint64_t)encode_element<BITS>(c[k].x, scale, inverse, levels, value) << (k * BITS);
+                    float value = 0.0f;
+                    uint32_t code;
+                    if constexpr (NORMAL) code = k < n ? encode_normal(c[k].x, scale, value) : 0;  // padding is zeros
+                    else code = encode_element<BITS>(c[k].x, scale, inverse, levels, value);
+                    codes |= (uint64_t)code << (k * BITS);
                     c[k] = c[k] - Float(value);
                 }
                 if (residual) store_unit(residual, i, n, input.residual_aligned, c);
@@ -228,10 +247,17 @@ struct Sum {
     float factor;
 };
 
-template <class T, int BITS>
+template <class T, int BITS, bool NORMAL>
 __global__ void __launch_bounds__(kThreads)
-    decode_kernel(const Sum sum, const __grid_constant__ Buffers buffers, T *out) {
+    decode_kernel(const Sum sum, const __grid_constant__ Buffers buffers, const __grid_constant__ NormalLevels normal,
+                  T *out) {
     typedef typename CodesOf<BITS>::type Codes;
+    // A warp reads different levels in one access, which constant memory would do one by one.
+    __shared__ float table[NORMAL ? 16 : 1];
+    if (NORMAL) {
+        if (threadIdx.x < 16) table[threadIdx.x] = normal.level[threadIdx.x];
+        __syncthreads();
+    }
     out += blockIdx.y * sum.numel;
     const int64_t row = blockIdx.y * buffer_bytes(sum.numel, sum.block, BITS);
     const bool aligned = View<T>(out).template aligned<kUnit>();
@@ -250,7 +276,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
             for (int k = 0; k < kUnit; ++k) {
                 uint32_t code = (uint32_t)(codes >> (k * BITS)) & ((1u << BITS) - 1u);
-                Float value(decode_element<BITS>(code, scale, levels));
+                Float value;
+                if constexpr (NORMAL) value = Float(table[code] * scale);
+                else value = Float(decode_element<BITS>(code, scale, levels));
                 total[k] = assign ? value : total[k] + value;
             }
         }
@@ -262,20 +290,21 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 bool blocks_valid(const lt_blocks *t) {
-    return t && t->rows >= 0 && t->rows <= LARGEST_ROWS && t->numel >= 0 && t->block >= GROUP && t->block <= LARGEST_BLOCK && t->block % GROUP == 0 &&
+    return t && t->rows >= 0 && t->rows <= LARGEST_ROWS && t->numel >= 0 && t->block >= GROUP &&
+           t->block <= LARGEST_BLOCK && t->block % GROUP == 0 && (!t->normal || t->bits == 4) &&
            (t->bits == 8 || t->bits == 4 || t->bits == 2 || t->bits == 1) && is_dtype(t->dtype);
 }
 
 bool buffer_valid(const void *buffer) { return buffer && (uintptr_t)buffer % 16 == 0; }
 
-template <class T, int BITS>
+template <class T, int BITS, bool NORMAL>
 int encode_as(const lt_blocks &t, const void *x, float *residual, void *out, void *stream) {
     const int64_t warps = kThreads / kLanes, blocks = blocks_in(t.numel, t.block);
-    return launch_rows(encode_kernel<T, BITS>, (blocks + warps - 1) / warps, t.rows, stream, t.numel, t.block,
+    return launch_rows(encode_kernel<T, BITS, NORMAL>, (blocks + warps - 1) / warps, t.rows, stream, t.numel, t.block,
                        (const T *)x, residual, t.residual_row, (uint8_t *)out);
 }
 
-template <class T, int BITS>
+template <class T, int BITS, bool NORMAL>
 int decode_as(const lt_blocks &t, int64_t count, const void *const *buffers, float factor, void *out, void *stream) {
     const int64_t elements = (int64_t)kThreads * kUnit;
     for (int64_t done = 0; done < count; done += LT_CUDA_BUFFERS) {
@@ -284,30 +313,31 @@ int decode_as(const lt_blocks &t, int64_t count, const void *const *buffers, flo
         const Sum sum = {t.numel, t.block, last ? (int)left : LT_CUDA_BUFFERS, done == 0, last, factor};
         Buffers part = {};
         for (int b = 0; b < sum.count; ++b) part.address[b] = (const uint8_t *)buffers[done + b];
-        if (int code = launch_rows(decode_kernel<T, BITS>, (t.numel + elements - 1) / elements, t.rows, stream, sum,
-                                   part, (T *)out))
+        if (int code = launch_rows(decode_kernel<T, BITS, NORMAL>, (t.numel + elements - 1) / elements, t.rows,
+                                   stream, sum, part, normal_levels(), (T *)out))
             return code;
     }
     return LT_OK;
 }
 
-// Calls pick(bits, element) with both as types.
+// Calls pick(bits, normal, element) with all three as types.
 template <class T, class Pick>
-int with_bits(int bits, Pick pick) {
-    switch (bits) {
-        case 8: return pick(std::integral_constant<int, 8>(), T());
-        case 4: return pick(std::integral_constant<int, 4>(), T());
-        case 2: return pick(std::integral_constant<int, 2>(), T());
-        default: return pick(std::integral_constant<int, 1>(), T());
+int with_bits(const lt_blocks &t, Pick pick) {
+    if (t.normal) return pick(std::integral_constant<int, 4>(), std::true_type(), T());
+    switch (t.bits) {
+        case 8: return pick(std::integral_constant<int, 8>(), std::false_type(), T());
+        case 4: return pick(std::integral_constant<int, 4>(), std::false_type(), T());
+        case 2: return pick(std::integral_constant<int, 2>(), std::false_type(), T());
+        default: return pick(std::integral_constant<int, 1>(), std::false_type(), T());
     }
 }
 
 template <class Pick>
 int with_types(const lt_blocks &t, Pick pick) {
     switch (t.dtype) {
-        case LT_FP32: return with_bits<float>(t.bits, pick);
-        case LT_BF16: return with_bits<bf16>(t.bits, pick);
-        default: return with_bits<fp16>(t.bits, pick);
+        case LT_FP32: return with_bits<float>(t, pick);
+        case LT_BF16: return with_bits<bf16>(t, pick);
+        default: return with_bits<fp16>(t, pick);
     }
 }
 
@@ -317,8 +347,8 @@ using namespace lt_cuda;
 
 LT_EXPORT int lt_cuda_encode_blocks(const lt_blocks *t, const void *x, float *residual, void *out, void *stream) {
     if (!blocks_valid(t) || (t->numel > 0 && (!x || !buffer_valid(out)))) return LT_BAD_ARGUMENT;
-    return with_types(*t, [&](auto bits, auto element) {
-        return encode_as<decltype(element), decltype(bits)::value>(*t, x, residual, out, stream);
+    return with_types(*t, [&](auto bits, auto normal, auto element) {
+        return encode_as<decltype(element), decltype(bits)::value, decltype(normal)::value>(*t, x, residual, out, stream);
     });
 }
 
@@ -329,7 +359,7 @@ LT_EXPORT int lt_cuda_decode_blocks(const lt_blocks *t, int64_t count, const voi
         return LT_BAD_ARGUMENT;
     for (int64_t b = 0; b < count; ++b)
         if (t->numel > 0 && !buffer_valid(buffers[b])) return LT_BAD_ARGUMENT;
-    return with_types(*t, [&](auto bits, auto element) {
-        return decode_as<decltype(element), decltype(bits)::value>(*t, count, buffers, (float)factor, out, stream);
+    return with_types(*t, [&](auto bits, auto normal, auto element) {
+        return decode_as<decltype(element), decltype(bits)::value, decltype(normal)::value>(*t, count, buffers, (float)factor, out, stream);
     });
 }

@@ -31,6 +31,8 @@ struct Float {
     friend LT_FN Float operator*(Float a, Float b) { return Float(a.x * b.x); }
     friend LT_FN Float operator/(Float a, Float b) { return Float(a.x / b.x); }
     friend LT_FN Float fma(Float a, Float b, Float c) { return Float(::fmaf(a.x, b.x, c.x)); }
+    friend LT_FN Float multiply_add(Float a, Float b, Float c) { return fma(a, b, c); }
+    friend LT_FN Float smaller(Float a, Float b) { return Float(a.x < b.x ? a.x : b.x); }
     friend LT_FN Float sqrt(Float a) { return Float(::sqrtf(a.x)); }
     friend LT_FN Float sign(Float a) { return Float((float)((a.x > 0.0f) - (a.x < 0.0f))); }  // of NaN: 0, as in torch
 };

@@ -433,9 +433,9 @@ class LoaderPosition:
             target: random states that will be set later, to detect an order that cannot be repeated.
         """
         assert self.make is not None
-        count = max(0, int(state["fetched"]) - back) if back is not None else 0
-        if state["unit"] != self.unit:
-            count = -(-count * int(state["unit"]) // self.unit)
+        counts = (max(0, int(state[name]) - back) if back is not None else 0 for name in ("fetched", "served"))
+        # Both count batches: what was served is compared with Lightning's counters, which are scaled, too.
+        count, served = (-(-count * int(state["unit"]) // self.unit) for count in counts)
         workers = bool(getattr(self.loader, "persistent_workers", False))
         if workers and int(state["openings"]) > min(count, 1):
             self._warn("keeps its workers (persistent_workers=True), whose random numbers start over")
@@ -448,7 +448,7 @@ class LoaderPosition:
             self._resumed.append(iter(()))  # shows Lightning's CombinedLoader the end of this loader again
             self.cycled = True
         self.openings = min(int(state["openings"]), 1)
-        self.served = max(0, int(state["served"]) - (back or 0)) if back is not None else 0
+        self.served = served
         start = state["start"]
         if back is not None and state["exhausted"]:
             return

@@ -1,0 +1,249 @@
+"""Rounding of a step's weights to master weights in fewer bits: to the nearest, or up or down at random.
+
+To the nearest, an update of less than half a unit in the last place is lost, and bf16 has 8 bits: training stalls once
+updates are below 1/256 of the weights. Stochastic rounding adds 16 random bits below the last place and truncates, so
+that a number is rounded up with a probability equal to its distance from the lower neighbour, and sums of small updates
+are right in the mean (arXiv:1502.02551, section 3.1).
+
+Note [Random bits of an element]
+    They are a function of the run's seed, the parameter's name, its step, and the element's index in the whole
+    parameter. So they do not depend on which rank steps an element, nor on buckets, places, or the beginning of a
+    process, and no generator has a state to save. The function is Philox4x32 (Salmon, Moraes, Dror, Shaw: Parallel
+    random numbers, SC 2011) with 7 rounds, the fewest that pass BigCrush. Its key is a hash of seed and name; its
+    counter is the step and a number of which 16 make the bits of a group of 128 elements: element ``e`` of a group has
+    half-word ``e // 16`` of number ``e % 16``. Neighbours have the same half-word of neighbouring numbers then, as
+    lanes of a vector have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lt_zero.common.boxes import Box, ParamSpec, cut_range, flat_index
+from lt_zero.ops.dispatch import CHUNK, GPU_CHUNK, address, call, native
+from lt_zero.ops.header import STRUCTS
+
+GROUP, NUMBERS = 128, 16  # elements of a group, and Philox's numbers for them
+_ROUNDS = 7
+_FACTORS, _STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)  # of Philox4x32
+_WORD = 0xFFFFFFFF
+_LARGEST = 0x7F7F0000  # bits of bf16's largest finite number
+_COUNT = "rounding_step"  # state of optimizers that have no counter
+
+
+# ---- where elements are in a parameter -------------------------------------------------------------------------------
+
+
+class ElementRows(NamedTuple):
+    """Consecutive elements of a part, as rows of the whole parameter.
+
+    Attributes:
+        numel: of all rows.
+        first: index of the first element in the whole parameter.
+        row: elements of a row, which follow each other there.
+        stride: from the first element of a row to that of the next.
+    """
+
+    numel: int
+    first: int
+    row: int
+    stride: int = 0
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def rows_of(spec: ParamSpec, lo: int, hi: int) -> tuple[ElementRows, ...]:
+    """Elements [lo, hi) of a part, row-major, as rows of the whole parameter, in order."""
+    if spec.is_whole:
+        return (ElementRows(hi - lo, lo, hi - lo),)
+    boxes = (box.shifted(spec.local_box.offsets) for box in cut_range(spec.shape, lo, hi))
+    return tuple(rows for box in boxes for rows in _rows_in(box, spec.global_shape))
+
+
+def _rows_in(box: Box, shape: tuple[int, ...]) -> Iterator[ElementRows]:
+    first, numel = flat_index(shape, box.offsets), box.numel
+    if box.is_contiguous_in(shape):
+        yield ElementRows(numel, first, numel)
+        return
+    cut = max(axis for axis, size in enumerate(box.sizes) if size < shape[axis])
+    outer = Box(box.offsets[:cut], box.sizes[:cut])
+    if outer.is_contiguous_in(shape[:cut]):
+        yield ElementRows(numel, first, prod(box.sizes[cut:]), prod(shape[cut:]))
+        return
+    for part in box.split(1):
+        yield from _rows_in(part, shape)
+
+
+# ---- random bits -----------------------------------------------------------------------------------------------------
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Four random words of Philox4x32 with 7 rounds; words are int64 of 32 bits, of one shape."""
+    a, b, c, d = counter
+    for number in range(_ROUNDS):
+        low, high = ((k + number * step) & _WORD for k, step in zip(key, _STEPS, strict=True))
+        # Products of 32 bits wrap in int64, and their upper halves are right after the mask.
+        first, second = a * _FACTORS[0], c * _FACTORS[1]
+        a, b = (second >> 32 & _WORD) ^ b ^ low, second & _WORD
+        c, d = (first >> 32 & _WORD) ^ d ^ high, first & _WORD
+    return a, b, c, d
+
+
+def random_bits(rows: ElementRows, seed: int, step: int, device: torch.device) -> Tensor:
+    """16 random bits (1D int32, below 65536) for each element. See Note [Random bits of an element].
+
+    ``seed``: of the parameter, 64 bits.
+    """
+    count = rows.numel // rows.row
+    starts = rows.first + torch.arange(count, device=device) * rows.stride
+    groups = rows.first % GROUP + rows.row if count == 1 else GROUP - 1 + rows.row
+    groups = -(-groups // GROUP)  # that a row touches, at most
+    numbers = (starts // GROUP).view(-1, 1, 1) + torch.arange(groups, device=device).view(1, -1, 1)
+    numbers = numbers * NUMBERS + torch.arange(NUMBERS, device=device)
+    of_step = [torch.full((), word, device=device) for word in (step & _WORD, step >> 32)]
+    words = philox((numbers & _WORD, numbers >> 32, of_step[0], of_step[1]), (seed & _WORD, seed >> 32))
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    bits = torch.stack([half.int() for half in halves], dim=2).view(count, groups * GROUP)
+    if count == 1:
+        begin = rows.first % GROUP
+        return bits[0, begin : begin + rows.row]
+    places = (starts % GROUP).view(-1, 1) + torch.arange(rows.row, device=device)
+    return bits.gather(1, places).view(-1)
+
+
+def _chunks(rows: ElementRows, size: int) -> Iterator[tuple[int, ElementRows]]:
+    """Cut rows into some of about ``size`` elements; yields where each begins."""
+    count, at_once = rows.numel // rows.row, size // (rows.row + 2 * GROUP)
+    if count > 1 and at_once > 0:
+        for lo in range(0, count, at_once):
+            numel = min(at_once, count - lo) * rows.row
+            yield lo * rows.row, ElementRows(numel, rows.first + lo * rows.stride, rows.row, rows.stride)
+        return
+    for number in range(count):
+        for lo in range(0, rows.row, size):
+            numel = min(size, rows.row - lo)
+            yield number * rows.row + lo, ElementRows(numel, rows.first + number * rows.stride + lo, numel)
+
+
+def round_stochastic_reference(values: Tensor, out: Tensor, rows: ElementRows, *, seed: int, step: int) -> None:
+    """Round ``values`` up or down to bf16 at random, in proportion to the distances.
+
+    What is exact in bf16 stays; so do infinities, and NaN is NaN. Beyond bf16's largest finite number the nearest is
+    taken, so that nothing becomes infinite that would not otherwise.
+
+    Args:
+        values: 1D fp32, contiguous.
+        out: 1D bf16, contiguous; written.
+        rows: where the elements are in their parameter.
+        seed: of the parameter, 64 bits.
+        step: of the parameter.
+
+    Raises:
+        ValueError: sizes, dtypes or devices do not fit.
+    """
+    _check(values, out, rows)
+    size = CHUNK if values.device.type == "cpu" else GPU_CHUNK
+    for lo, some in _chunks(rows, size):
+        value = values[lo : lo + some.numel]
+        bits = value.view(torch.int32)
+        rounded = bits.add(random_bits(some, seed, step, values.device)).bitwise_and_(-0x10000).view(torch.float32)
+        # What is selected from ``rounded`` is exact in bf16, and the copy rounds the rest to the nearest.
+        out[lo : lo + some.numel] = torch.where((bits & 0x7FFFFFFF) > _LARGEST, value, rounded)
+
+
+def round_stochastic(values: Tensor, out: Tensor, rows: ElementRows, *, seed: int, step: int) -> None:
+    """``round_stochastic_reference`` by a kernel on the CPU, with the same bits."""
+    lib = native(values.device) if values.device.type == "cpu" else None
+    if lib is None:
+        round_stochastic_reference(values, out, rows, seed=seed, step=step)
+        return
+    _check(values, out, rows)
+    given = STRUCTS["lt_rounding"](
+        **rows._asdict(), seed=seed, step=step, src=address(values.detach()), dst=address(out.detach())
+    )
+    call(lib, "round_stochastic", values.device, ctypes.byref(given))
+
+
+def _check(values: Tensor, out: Tensor, rows: ElementRows) -> None:
+    for name, tensor, dtype in (("values", values, torch.float32), ("out", out, torch.bfloat16)):
+        fits = tensor.dtype == dtype and tuple(tensor.shape) == (rows.numel,) and tensor.is_contiguous()
+        if not fits or tensor.device != values.device:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, dtype {tensor.dtype}, on {tensor.device}; {rows.numel} "
+                f"contiguous elements of {dtype} on {values.device} are needed."
+            )
+    if rows.numel > 0 and (rows.row < 1 or rows.numel % rows.row or rows.first < 0 or rows.stride < 0):
+        raise ValueError(f"{rows} are not rows of a parameter.")
+
+
+# ---- for steps -------------------------------------------------------------------------------------------------------
+
+
+class WeightRounding(Protocol):
+    """Writes the weights that a step has computed to master weights, which may have fewer bits."""
+
+    def store(self, values: Tensor, master: Tensor, spec: ParamSpec, lo: int, state: dict[str, Any]) -> None:
+        """Round ``values`` to ``master``, a tensor of the same shape.
+
+        Args:
+            spec: of their parameter.
+            lo: number of the first of these elements in this rank's part of it, row-major.
+            state: the optimizer's after the step, for this parameter; a scalar may be added.
+        """
+
+
+class RoundNearest:
+    """Round to the nearest, as torch does."""
+
+    def store(self, values: Tensor, master: Tensor, spec: ParamSpec, lo: int, state: dict[str, Any]) -> None:
+        master.copy_(values)
+
+
+NEAREST = RoundNearest()
+
+
+@dataclass(frozen=True)
+class RoundStochastic:
+    """Round to bf16 up or down at random; to another dtype as torch does.
+
+    Args:
+        seed: of the run, the same on all ranks.
+    """
+
+    seed: int
+
+    def store(self, values: Tensor, master: Tensor, spec: ParamSpec, lo: int, state: dict[str, Any]) -> None:
+        if master.dtype != torch.bfloat16:
+            master.copy_(values)
+            return
+        step, seed = _count(state), _seed_of(self.seed, spec.name)
+        flat, out, done = values.detach().float().reshape(-1), master.view(-1), 0
+        for rows in rows_of(spec, lo, lo + flat.numel()):
+            part = slice(done, done + rows.numel)
+            round_stochastic(flat[part], out[part], rows, seed=seed, step=step)
+            done += rows.numel
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _count(state: dict[str, Any]) -> int:
+    """The number of the step that ``state`` is after; counted here if the optimizer (SGD, Lion) does not."""
+    known = state.get("step")
+    if isinstance(known, int | float) or (isinstance(known, Tensor) and known.numel() == 1):
+        return int(known)
+    count = int(state.get(_COUNT, 0)) + 1
+    # A tensor as torch's counters, which checkpoints keep in its dtype.
+    state[_COUNT] = torch.tensor(float(count), dtype=torch.float32, device="cpu")
+    return count
