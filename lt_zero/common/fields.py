@@ -24,11 +24,16 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
-def _dtype(value: Any) -> Any:
+def _dtype(value: Any, known: str = "fp32, fp16, bf16") -> Any:
     found = _DTYPES.get(str(value).lower()) if isinstance(value, (str, torch.dtype)) else None
     if found is None:
-        raise ValueError("it is not one of fp32, fp16, bf16")
+        raise ValueError(f"it is not one of {known}")
     return found
+
+
+def _moment_dtype(value: Any) -> Any:
+    is_coded = str(value).lower() in ("int8", "torch.int8", "8")
+    return torch.int8 if is_coded else _dtype(value, known="fp32, bf16, int8")
 
 
 def _folder(value: Any) -> Any:
@@ -78,7 +83,7 @@ Dtype = Annotated[
 ]
 MomentDtype = Annotated[
     torch.dtype,
-    BeforeValidator(lambda value: torch.int8 if str(value).lower() in ("int8", "torch.int8", "8") else _dtype(value)),
+    BeforeValidator(_moment_dtype),
     WithJsonSchema({"type": "string", "enum": [*DTYPE_NAMES.values(), "int8"]}),
 ]
 Whole = Annotated[int, BeforeValidator(to_whole_number), Field(strict=True)]

@@ -241,8 +241,9 @@ def _precision(config: Schema) -> Iterator[Problem]:
         name = str(moments).removeprefix("torch.")
         text = f"optimizer_states.dtype={name}: squares of gradients need the range of fp32. Write fp32, bf16 or int8."
         yield Problem("optimizer_states.dtype", text)
-    if bf16.bf16_optimizer_states and moments == torch.float32:
-        text = "optimizer_states.dtype=fp32 contradicts bf16.bf16_optimizer_states=true. Remove one."
+    if bf16.bf16_optimizer_states and moments in (torch.float32, torch.int8):
+        name = "int8" if moments == torch.int8 else "fp32"
+        text = f"optimizer_states.dtype={name} contradicts bf16.bf16_optimizer_states=true. Remove one."
         yield Problem("optimizer_states.dtype", text)
     if bf16.stochastic_rounding and not bf16.bf16_master_weights_and_grads:
         key = "bf16.stochastic_rounding"

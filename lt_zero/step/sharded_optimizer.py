@@ -40,6 +40,7 @@ from lt_zero.optim.exchanging import ExchangingOptimizer
 from lt_zero.optim.lamb import Lamb
 from lt_zero.step.full_norms import FullNorms
 from lt_zero.step.fused_step import FusedStep, Part
+from lt_zero.step.loaded_states import LoadedStates
 from lt_zero.step.overlap import Overlap
 from lt_zero.step.param_groups import (
     ShardedParamGroups,
@@ -198,7 +199,7 @@ class ShardedOptimizer(ProcessLocal):
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            *LoadedStates(self.fragments).install(),
         ]
         setattr(optimizer, _ATTRIBUTE, self)
         engine.optimizers.add(self)
@@ -562,10 +563,6 @@ class ShardedOptimizer(ProcessLocal):
                 if store is not None and not store.owns(stored_part(value)):
                     store.write()
                     state[key] = form.view(store.lend, piece.offset, value.shape, key).copy_(value)
-
-    def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        self.engine.finish_steps()
-        self.engine.exchange.forget_states()
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         self.before_state_dict()

@@ -44,6 +44,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5, "centered": True}),
 }
 STEPS = 5
+PLACES = ["", "cpu", "nvme"]
 
 
 def rounded_run(kind: str, world: int) -> dict[str, Tensor]:
@@ -372,3 +373,47 @@ def test_refuses_states_that_may_be_more_than_moments(make: Any) -> None:
     with pytest.raises(ConfigError, match=rf"optimizer_states.dtype=bfloat16: states of {make.__name__}") as error:
         lt_zero.ShardedOptimizer(engine, make(model.parameters(), lr=0.1))
     assert error.value.problems[0].key == "optimizer_states.dtype"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "place"), only_rows([("fp32", ""), ("int8", "nvme")], itertools.product(["fp32", "int8"], PLACES))
+)
+def test_loading_the_states_that_an_optimizer_has_changes_nothing(tmp_path: Path, dtype: str, place: str) -> None:
+    """torch casts states to the dtype of the parameters, and those of bf16 weights have more bits."""
+    zero = {"offload_optimizer": {"device": place, **({"nvme_path": str(tmp_path)} if place == "nvme" else {})}}
+    keys, found = {"optimizer_states": {"dtype": dtype}, "bf16": {"enabled": True}}, []
+    for loads in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        with CODES():
+            engine = lt_zero.shard(model, config_of(2, zero if place else {}, **keys))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        lt_zero.ShardedOptimizer(engine, optimizer)
+        for step in range(3):
+            if loads and step == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.zero_grad()
+            next_token_loss(model, step, 0, 0).backward()
+            optimizer.step()
+        found.append(full_values(engine))
+        engine.offload_manager.close()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_a_hook_around_loading_keeps_its_word() -> None:
+    model = nn.Linear(5, 3)
+    engine = lt_zero.shard(model, config_of(1, bf16={"enabled": True}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    model(torch.ones(2, 5).bfloat16()).sum().backward()
+    optimizer.step()
+
+    def halved(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        own = {n: {**s, "exp_avg": s["exp_avg"] / 2} for n, s in state["state"].items() if n == 0}
+        return {**state, "state": own}
+
+    want = optimizer.state[model.weight]["exp_avg"] / 2
+    optimizer.register_load_state_dict_pre_hook(halved)
+    optimizer.load_state_dict(optimizer.state_dict())
+    torch.testing.assert_close(optimizer.state[model.weight]["exp_avg"].float(), want, rtol=2**-8, atol=0)
+    assert model.bias not in optimizer.state

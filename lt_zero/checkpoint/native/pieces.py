@@ -366,28 +366,11 @@ def load_full_optimizer_state(
     if converted and engine.world.rank == 0:
         log.info("Moments are converted: saved in %s, kept in %s", *min(converted))
     optimizer.load_state_dict({**full, "state": cut})
-    states_of = zip(numbers, parameters, strict=True)
-    _undo_casts(sharded, {parameter: cut.get(number, {}) for number, parameter in states_of})
     for bucket, states in streamed.items():  # one bucket in memory at a time
         _write_states(bucket, states, optimizer)
         for _ in {id(state[0]) for state in states}:
             tick()
     sharded.store_states()
-
-
-def _undo_casts(sharded: ShardedOptimizer, loaded: Mapping[Parameter, Mapping[str, Any]]) -> None:
-    """Give states the dtype, and where they are offloaded the place, that ``loaded`` has, the states of each parameter.
-
-    torch casts states to the parameter's dtype and device, but here they have those of the master weights.
-    """
-    for parameter, values in loaded.items():
-        place, states = sharded.engine.owner.get(id(parameter)), sharded.optimizer.state[parameter] if values else {}
-        moves = place is not None and place[0].offloaded
-        for key, value in values.items():
-            if isinstance(value, Tensor) and (states[key].dtype != value.dtype or moves):
-                here = value.to("cpu" if moves else states[key].device, copy=True)
-                in_form = place is not None and value.dim() > 0 and place[0].moments.keeps(value)
-                states[key] = place[0].moments.kept(here, key) if place is not None and in_form else here
 
 
 def _write_states(
