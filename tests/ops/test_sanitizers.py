@@ -23,7 +23,7 @@ libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = c_void_p, [ctype
 class Tensors(Structure):
     _fields_ = [("count", c_int64), *[(n, c_void_p) for n in ("numel", "param", "grad", "state1", "state2", "out")],
                 *[(n, c_int32) for n in ("grad_dtype", "state_dtype", "out_dtype", "maximize")],
-                *[(n, c_void_p) for n in ("scale", "clip", "found_inf")]]
+                *[(n, c_void_p) for n in ("scale", "clip", "found_inf", "levels", "starts")]]
 
 class Options(Structure):
     _fields_ = [*[(f"d{i}", c_double) for i in range(6)], ("a", c_int32), ("b", c_int32)]
@@ -46,14 +46,15 @@ def buffers(sizes, dtype):
     return (c_void_p * len(sizes))(*found)
 
 class Blocks(Structure):
-    _fields_ = [("numel", c_int64), ("block", c_int64), ("bits", c_int32), ("dtype", c_int32)]
+    _fields_ = [*[(n, c_int64) for n in ("rows", "numel", "residual_row", "block")], ("bits", c_int32),
+                ("dtype", c_int32)]
 
 def blocks(numel, block, bits, dtype, threads):
     pad = lambda n: -(-n // 16) * 16
     nbytes = pad(-(-numel * bits // 8)) + pad(-(-numel // block) * 4)
     x, residual = buffers([numel], dtype), buffers([numel], 0)
     coded = (c_void_p * 2)(*[libc.malloc(max(1, nbytes)) for _ in range(2)])
-    t = ctypes.byref(Blocks(numel, block, bits, dtype))
+    t = ctypes.byref(Blocks(1, numel, numel, block, bits, dtype))
     for out in coded:
         assert lib.lt_cpu_encode_blocks(t, c_void_p(x[0]), c_void_p(residual[0]), c_void_p(out), threads) == 0
     assert lib.lt_cpu_decode_blocks(t, c_int64(2), coded, c_double(0.5), c_void_p(x[0]), threads) == 0
@@ -67,6 +68,18 @@ def topk(numel, threads):
     assert lib.lt_cpu_select_topk(*args) == 0
     libc.free(indices)
     libc.free(c[0])
+
+class Rounding(Structure):
+    _fields_ = [*[(n, c_int64) for n in ("numel", "first", "row", "stride", "seed", "step")],
+                ("src", c_void_p), ("dst", c_void_p)]
+
+def rounding(rng, threads):
+    rows, row = rng.choice([(0, 1), (1, 1), (1, 127), (1, 70001), (9, 3), (7, 200), (3, 20001)])
+    src, dst = buffers([rows * row], 0)[0], buffers([rows * row], 1)[0]
+    t = Rounding(rows * row, rng.choice([0, 8, 127, 1 << 40]), row, row + rng.randrange(99), 5, 1, src, dst)
+    assert lib.lt_cpu_round_stochastic(ctypes.byref(t), threads) == 0
+    libc.free(c_void_p(src))
+    libc.free(c_void_p(dst))
 
 def huffman(rng):
     # Coded, then damaged: copies of exactly the size that the decoder is told.
@@ -141,7 +154,7 @@ def main():
             g, s, o = rng.randrange(3), rng.randrange(2), rng.randrange(3)
             lists = [buffers(sizes, d) for d in (0, g, s, s, o)]
             p, grad, m, v, out = [ctypes.cast(l, c_void_p) for l in lists]
-            t = Tensors(3, ctypes.cast(numel, c_void_p), p, grad, m, v, out, g, s, o, 0, None, None, None)
+            t = Tensors(3, ctypes.cast(numel, c_void_p), p, grad, m, v, out, g, s, o, 0)
             norms = (c_double * 6)()
             for threads in (1, 3):
                 adam, sgd = Options(1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0, 1), Options(0.1, 0.9, 0.0, 0.1)
@@ -161,6 +174,7 @@ def main():
                 for bits in (8, 4, 2, 1):
                     blocks(rng.choice(sizes), rng.choice([16, 48, 1024, 65536]), bits, g, threads)
                 topk(rng.choice(sizes), threads)
+                rounding(rng, threads)
                 attention(rng, threads)
             huffman(rng)
             for addresses in lists:
