@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -105,8 +105,10 @@ def find_modules(root: nn.Module, block: ActivationCheckpointing) -> Found:
             refuse_name(key, wanted, "no module inside the model is of this class", known)
     found = find_repeated(root) if not block.modules else []
     inside: set[nn.Module] = set()
+    wrappers = _wrappers_of_parameters(modules)
     for name, module in modules.items():  # parents come before their children
         if class_matches(compiled_module(module), block.modules) and module not in inside:
+            name, module = wrappers.get(module, (name, module))
             inside.update(module.modules())
             found.append((name, module))
     if not found:
@@ -117,6 +119,19 @@ def find_modules(root: nn.Module, block: ActivationCheckpointing) -> Found:
             f"classes of its modules: {key}=[{common[0][0] if common else 'Block'}], or set {_BLOCK}.mode='none'.",
         )
     return Found(tuple(found), block.every)
+
+
+def _wrappers_of_parameters(modules: Mapping[str, nn.Module]) -> dict[nn.Module, tuple[str, nn.Module]]:
+    """Modules that peft wraps for ``target_parameters`` -> the outermost wrapper, and its name.
+
+    The wrapper adds to parameters while its forward runs, so a recomputation of what it wraps would lack the adapters.
+    """
+    found: dict[nn.Module, tuple[str, nn.Module]] = {}
+    for name, module in modules.items():
+        base: Any = getattr(module, "get_base_layer", None)
+        if base is not None and hasattr(module, "parameter_name"):
+            found.setdefault(base(), (name, module))
+    return found
 
 
 def of_all_ranks(root: nn.Module, block: ActivationCheckpointing, peers: ShardGroup) -> ActivationCheckpointing:

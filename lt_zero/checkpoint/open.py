@@ -34,7 +34,7 @@ from lt_zero.checkpoint.formats.foreign import ForeignSource
 from lt_zero.checkpoint.formats.reading import check_file, opened
 from lt_zero.checkpoint.formats.torch_file import FileSource
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import MANIFEST, file_system, find, inside, is_url
+from lt_zero.checkpoint.native.directory import MANIFEST, file_system, find, inside, is_url, whole_file
 from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
@@ -120,6 +120,16 @@ def latest_of(world: World, folder: str | os.PathLike[str]) -> str | None:
         found = read_latest(folder) if world.rank == 0 else None
     name: str | None = world.host_broadcast(found, "the latest checkpoint")
     return name
+
+
+def name_latest(folder: str | os.PathLike[str], tag: str, path: str) -> None:
+    """Write the name of a checkpoint that is published at ``path`` where ``read_latest`` finds it, atomically."""
+    latest = inside(folder, LATEST)
+    if is_url(latest):
+        file_system(latest).pipe_file(latest, tag.encode())
+        return
+    with whole_file(latest) as temporary:
+        Path(temporary).write_text(tag, encoding="utf-8")
 
 
 def open_source(

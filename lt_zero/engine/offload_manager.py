@@ -198,17 +198,7 @@ def open_offload_manager(
     if apart:
         link = manager.host_link = HostLink(device, pin, max((b.storage.cast_nbytes for b in buckets), default=0))
     for record, bucket in enumerate(buckets):
-        keeps = bucket.storage
-        cast = keeps.weights != DEVICE or keeps.dtype != keeps.master
-        found: list[Place] = []
-        for tier, kept in ((manager.optim, keeps.states), (manager.params, keeps.weights)):
-            if tier is not None and kept == NVME:
-                found.append(tier.place(record, link))
-            elif link is not None and kept == HOST:
-                found.append(host_place(link, pin_master=not cast))
-            else:
-                found.append(bucket.memory)
-        bucket.set_stores(*found)
+        bucket.set_stores(*_places(manager, bucket, record, link))
     if optim.device == "none" or optim.overlap_step is False:
         return manager
     offloads = torch.tensor([any(bucket.offloaded for bucket in buckets)], dtype=torch.uint8)
@@ -220,3 +210,16 @@ def open_offload_manager(
         streaming = manager.optim.streaming if manager.optim is not None else nullcontext  # without the manager
         manager.background = Background(*pipeline, streaming, device)
     return manager
+
+
+def _places(manager: OffloadManager, bucket: Bucket, record: int, link: HostLink | None) -> Iterator[Place]:
+    """The places of what a step of a bucket reads, and of what gathers read. ``record``: its number in files."""
+    keeps = bucket.storage
+    cast = keeps.weights != DEVICE or keeps.dtype != keeps.master
+    for tier, kept in ((manager.optim, keeps.states), (manager.params, keeps.weights)):
+        if tier is not None and kept == NVME:
+            yield tier.place(record, link)
+        elif link is not None and kept == HOST:
+            yield host_place(link, pin_master=not cast)
+        else:
+            yield bucket.memory

@@ -205,18 +205,11 @@ def plan_storage(
     counted = [bucket.counted(layout) for bucket, layout in zip(buckets, layouts, strict=True)]
     # Decide by ``counted``: it is the same on all ranks, so they offload the same buckets.
     offloaded = choose_offloaded(counted, buckets, zero)
-    optim, param = zero.offload_optimizer.device, zero.param_offload.device
     predivides = not config.prescale_gradients and config.gradient_predivide_factor != 1
     found = {}
-    for bucket, layout, count, (moves, away) in zip(buckets, layouts, counted, offloaded, strict=True):
+    for bucket, layout, count, moved in zip(buckets, layouts, counted, offloaded, strict=True):
         group, dtype, sharding = bucket.group or everyone, bucket.dtype, bucket.sharding
-        states = weights = DEVICE
-        if moves and (optim == "nvme" or apart):
-            states = NVME if optim == "nvme" else HOST
-        if sharding.params and param == "nvme" and away:
-            weights = NVME
-        elif sharding.params and param != "none" and apart:
-            weights = HOST
+        states, weights = _places(zero, sharding, moved, apart)
         wire = policy.wire_of(dtype)
         found[bucket] = StoragePlan(
             group=group,
@@ -241,6 +234,22 @@ def plan_storage(
             weights=weights,
         )
     return found
+
+
+def _places(zero: ZeroOptimization, sharding: Sharding, moved: tuple[bool, bool], apart: bool) -> tuple[str, str]:
+    """The places of states, and of the weights that gathers read, of a bucket of which ``choose_offloaded`` says this.
+
+    ``apart``: the device has memory of its own.
+    """
+    optim, param = zero.offload_optimizer.device, zero.param_offload.device
+    states = weights = DEVICE
+    if moved[0] and (optim == "nvme" or apart):
+        states = NVME if optim == "nvme" else HOST
+    if sharding.params and param == "nvme" and moved[1]:
+        weights = NVME
+    elif sharding.params and param != "none" and apart:
+        weights = HOST
+    return states, weights
 
 
 def largest_sends(rows: Iterable[StoragePlan], limit: int) -> dict[GroupFacts, dict[torch.dtype, int]]:

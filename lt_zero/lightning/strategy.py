@@ -138,7 +138,7 @@ class ZeroStrategy(RunQueries):
     def run(self) -> RunSnapshot:
         """A snapshot for the parts of the strategy, which do not see the strategy."""
         return RunSnapshot(
-            config=self.config,
+            config=self._reconciler.config,
             shown=self._reconciler.shown,
             checkpoint_io=self.checkpoint_io,
             session=self.session,

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lt_zero.checkpoint.native.directory import file_system, inside, is_url, whole_file
+from lt_zero.checkpoint.native.directory import inside, is_url
 from lt_zero.checkpoint.native.load import (
     OnAllRanks,
     as_lightning,
@@ -35,7 +35,7 @@ from lt_zero.checkpoint.native.load import (
 )
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.save import LOOP
-from lt_zero.checkpoint.open import LATEST, latest_of, load_same, opened_source
+from lt_zero.checkpoint.open import LATEST, latest_of, load_same, name_latest, opened_source
 from lt_zero.comm.launchers import local_rank
 from lt_zero.comm.process_groups import own_gpu
 from lt_zero.comm.world import World, together
@@ -418,7 +418,7 @@ class TrainingEngine(EngineQueries):
         }
         content |= beside({"": engine})
         names = [parameter_names(self.optimizer, engine)] if self.optimizer is not None else []
-        then = partial(_name_latest, save_dir, tag) if save_latest else lambda path: None
+        then = partial(name_latest, save_dir, tag) if save_latest else lambda path: None
         about = self._config, self._shown, engine.policy.mode, left_out
         saving = Saving(content, names, *about, then, self.session.peers.ranks)
         self.session.save(saving, inside(save_dir, tag))
@@ -586,16 +586,3 @@ def _same_tag(world: World, tag: str | int | None, call: str) -> str | None:
         text = f"rank 0 has tag={every[0]!r}, and rank {other} tag={every[other]!r}. Pass the same tag on all ranks"
         raise CheckpointError(f"{call}: {text}.")
     return own
-
-
-def _name_latest(folder: str | os.PathLike[str], tag: str, path: str) -> None:
-    """Write the name of a checkpoint that is published at ``path``."""
-    _write_atomically(inside(folder, LATEST), tag)
-
-
-def _write_atomically(path: str, text: str) -> None:
-    if is_url(path):
-        file_system(path).pipe_file(path, text.encode())
-        return
-    with whole_file(path) as temporary:
-        Path(temporary).write_text(text, encoding="utf-8")

@@ -286,6 +286,13 @@ class CodedTensor(Tensor):
             encode(values, coded.signed, coded.rows)
         return next((coded for coded, values in changed if out is values), out)
 
+    def fill_(self, value: Any) -> Tensor:
+        """Set all elements to a number; 0 needs no values in between, which take many times the bytes of the codes."""
+        if isinstance(value, int | float) and value == 0:
+            self.rows.zero_()
+            return self
+        return super().fill_(value)
+
     def data_ptr(self) -> int:
         return self.rows.data_ptr()
 

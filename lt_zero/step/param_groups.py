@@ -392,3 +392,25 @@ def compare_options(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
             f"The stages of a pipeline differ: {differences(differ)}. They need the same parameter groups, with the "
             "same options: make all groups on each rank; one may be without parameters ({'params': []})."
         )
+
+
+def keep_assigned(fragment: Parameter, row: Tensor) -> bool:
+    """Copy a fragment that is not a view of ``row`` any more to ``row``; returns whether it was one."""
+    moved = fragment.data_ptr() != row.data_ptr()
+    if moved:
+        row.copy_(fragment.detach())
+    return moved
+
+
+def row_of(bucket: Bucket, member: StepParam) -> Tensor:
+    """The master weights of a fragment, in its shape."""
+    lo = member.piece.offset
+    return bucket.weights.master_rows[lo : lo + member.piece.numel].view(member.fragment.shape)
+
+
+def grad_of(bucket: Bucket, member: StepParam) -> Tensor | None:
+    """The gradient of a fragment, in its shape, which torch's step may change in place.
+
+    None: no rank used it (reduced_grads.py, Note [Unused parameters]).
+    """
+    return bucket.grads.of(member.piece).view(member.fragment.shape) if member.used else None

@@ -42,7 +42,16 @@ from lt_zero.step.full_norms import FullNorms
 from lt_zero.step.fused_step import FusedStep, Part
 from lt_zero.step.loaded_states import LoadedStates
 from lt_zero.step.overlap import Overlap
-from lt_zero.step.param_groups import ShardedParamGroups, StepOptions, StepParam, keep_moments, widen_moments
+from lt_zero.step.param_groups import (
+    ShardedParamGroups,
+    StepOptions,
+    StepParam,
+    grad_of,
+    keep_assigned,
+    keep_moments,
+    row_of,
+    widen_moments,
+)
 from lt_zero.step.reduced_grads import ReducedGrads
 from lt_zero.step.supported_optimizers import (
     check_moments,
@@ -342,7 +351,7 @@ class ShardedOptimizer(ProcessLocal):
         if method is None:
             for step in self._torch:
                 for member in step.members:
-                    member.fragment.grad = _grad_of(step.bucket, member)
+                    member.fragment.grad = grad_of(step.bucket, member)
             if self._norms is not None:
                 self._norms.expect({step.bucket: step.members for step in self._torch})
             if self._closure is not None:
@@ -376,10 +385,10 @@ class ShardedOptimizer(ProcessLocal):
         # Counters in groups are restored, so that only the step of the remaining fragments advances them.
         numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         others = [[p for p in group["params"] if id(p) not in mine] for group in groups]
-        rows = [_row_of(bucket, member) for member in members]
+        rows = [row_of(bucket, member) for member in members]
         for member, row in zip(members, rows, strict=True):
             member.fragment.data = row.to(bucket.step_dtype)
-            grad = _grad_of(bucket, member)
+            grad = grad_of(bucket, member)
             member.fragment.grad = grad.to(bucket.step_dtype) if grad is not None else None
         states = [self.optimizer.state.get(member.fragment, {}) for member in members]
         numels = [member.piece.numel for member in members]
@@ -402,7 +411,7 @@ class ShardedOptimizer(ProcessLocal):
                 if method is None and member.used:
                     self._round(bucket, member, row)
                 else:
-                    _keep(member.fragment, row)
+                    keep_assigned(member.fragment, row)
         finally:
             self._staging = False
             for member, before in zip(members, kept, strict=True):
@@ -430,8 +439,8 @@ class ShardedOptimizer(ProcessLocal):
         """Copy weights that the optimizer's own ``step`` assigned (``p.data``) to the master weights."""
         for step in self._torch:
             for member in step.members:
-                row = _row_of(step.bucket, member)
-                if _keep(member.fragment, row):
+                row = row_of(step.bucket, member)
+                if keep_assigned(member.fragment, row):
                     member.fragment.data = row
         self._torch, self._closure, self._arguments = [], None, ((), {})
 
@@ -563,28 +572,6 @@ class ShardedOptimizer(ProcessLocal):
                 for store in bucket.step_stores():
                     # Mark the states as changed: the caller of ``state_dict`` may edit them.
                     store.write()
-
-
-def _keep(fragment: Parameter, row: Tensor) -> bool:
-    """Copy a fragment that is not a view of ``row`` any more to ``row``; returns whether it was one."""
-    moved = fragment.data_ptr() != row.data_ptr()
-    if moved:
-        row.copy_(fragment.detach())
-    return moved
-
-
-def _row_of(bucket: Bucket, member: StepParam) -> Tensor:
-    """The master weights of a fragment, in its shape."""
-    lo = member.piece.offset
-    return bucket.weights.master_rows[lo : lo + member.piece.numel].view(member.fragment.shape)
-
-
-def _grad_of(bucket: Bucket, member: StepParam) -> Tensor | None:
-    """The gradient of a fragment, in its shape, which torch's step may change in place.
-
-    None: no rank used it (reduced_grads.py, Note [Unused parameters]).
-    """
-    return bucket.grads.of(member.piece).view(member.fragment.shape) if member.used else None
 
 
 def _narrow_in(cls: type[Optimizer], name: str) -> None:

@@ -19,14 +19,7 @@ from lt_zero.ops.moments import SMALLEST, decode, encode
 from tests.support.launchers import environment
 from tests.support.paths import ROOT
 
-SMALL = (
-    "model=tiny",
-    "data.validation_windows=8",
-    "trainer.max_steps=12",
-    "save_every=4",
-    "threads=1",
-    "trainer.gradient_clip_val=null",
-)
+SMALL = ("model=tiny", "data.validation_windows=8", "trainer.max_steps=12", "save_every=4", "threads=1")
 INT8 = "+optimizer_states.dtype=int8"
 # All but the smallest parameters are sharded; by default a model of this size stays whole.
 STAGE_3 = "zero_optimization=stage3", "zero_optimization.stage3_param_persistence_threshold=1000"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -136,6 +137,16 @@ def test_arguments_that_do_not_fit() -> None:
         ops.adam_step(rows[0], rows[1], [r[:-4] for r in rows[2]], rows[3], step=1.0, **OPTIONS)
     with pytest.raises(ValueError, match="uint8"):
         ops.lion_step(rows[0], rows[1], rows[2], lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0)
+
+
+def test_zeros_are_filled_in_without_values() -> None:
+    """The first step fills in moments of whole parameters, and had their values in memory, at many times the bytes."""
+    coded = CodedMoments().kept(drawn(3000, True), "exp_avg")
+    with mock.patch.object(CodedTensor, "decoded", side_effect=AssertionError):
+        assert coded.fill_(0.0) is coded
+    assert isinstance(coded, CodedTensor)
+    assert torch.equal(coded.rows, CodedMoments().kept(torch.zeros(3000), "exp_avg").rows)  # type: ignore[attr-defined]
+    assert coded.fill_(0.25).decoded().unique().tolist() == [0.25]  # type: ignore[attr-defined]
 
 
 def test_a_coded_tensor_is_read_and_written_as_any_other() -> None:

@@ -81,6 +81,18 @@ def topk(numel, threads):
     libc.free(indices)
     libc.free(c[0])
 
+class Rounding(Structure):
+    _fields_ = [*[(n, c_int64) for n in ("numel", "first", "row", "stride", "seed", "step")],
+                ("src", c_void_p), ("dst", c_void_p)]
+
+def rounding(rng, threads):
+    rows, row = rng.choice([(0, 1), (1, 1), (1, 127), (1, 70001), (9, 3), (7, 200), (3, 20001)])
+    src, dst = buffers([rows * row], 0)[0], buffers([rows * row], 1)[0]
+    t = Rounding(rows * row, rng.choice([0, 8, 127, 1 << 40]), row, row + rng.randrange(99), 5, 1, src, dst)
+    assert lib.lt_cpu_round_stochastic(ctypes.byref(t), threads) == 0
+    libc.free(c_void_p(src))
+    libc.free(c_void_p(dst))
+
 def huffman(rng):
     # Coded, then damaged: copies of exactly the size that the decoder is told.
     raw = bytes(int(abs(rng.gauss(0, rng.choice([1, 20]))) * 8) & 255 for _ in range(rng.choice([0, 1, 7, 3000])))
@@ -154,7 +166,7 @@ def main():
             g, s, o = rng.randrange(3), rng.randrange(2), rng.randrange(3)
             lists = [buffers(sizes, d) for d in (0, g, s, s, o)]
             p, grad, m, v, out = [ctypes.cast(l, c_void_p) for l in lists]
-            t = Tensors(3, ctypes.cast(numel, c_void_p), p, grad, m, v, out, g, s, o, 0, None, None, None)
+            t = Tensors(3, ctypes.cast(numel, c_void_p), p, grad, m, v, out, g, s, o, 0)
             norms = (c_double * 6)()
             for threads in (1, 3):
                 adam, sgd = Options(1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0, 1), Options(0.1, 0.9, 0.0, 0.1)
@@ -175,6 +187,7 @@ def main():
                     blocks(rng.choice(sizes), rng.choice([16, 48, 1024, 65536]), bits, normal, g, threads)
                 coded_moments(t, sizes, threads)
                 topk(rng.choice(sizes), threads)
+                rounding(rng, threads)
                 attention(rng, threads)
             huffman(rng)
             for addresses in lists:
@@ -191,7 +204,7 @@ def test_no_kernel_touches_what_is_not_its_own(tmp_path: Path, monkeypatch: pyte
     checks = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
     monkeypatch.setattr(compiler, "CPU_FLAGS", (*compiler.CPU_FLAGS, *checks))
     monkeypatch.setattr(compiler, "CPU_LINK", (*compiler.CPU_LINK, *checks))
-    monkeypatch.setattr(compiler, "load", lambda path, kind: None)  # only a process that starts with ASan can
+    monkeypatch.setattr(compiler, "_load", lambda *_: None)  # only a process that starts with ASan can
     made = compiler.build(compiler.recipe_of("cpu"), tmp_path)
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lt_zero import ActivationCheckpointing
+from lt_zero.activation.checkpointing import Checkpointing
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel.experts import SIZE
 from lt_zero.parallel.stacked_experts import StackedExperts, take_over
@@ -146,6 +148,24 @@ def _adapters(cases: list[tuple[Any, ...]]) -> None:
 def test_adapters_of_experts(pool: Pool) -> None:
     pytest.importorskip("peft", minversion="0.17")
     pool.run(2, _adapters, [("mixtral", 0, 2, "adamw", DOUBLE), ("gpt_oss", 3, 2, "sgd", DOUBLE)])
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["of peft", "over ranks"])
+def test_adapted_experts_are_recomputed_with_their_adapters(spread: bool) -> None:
+    """peft adds to parameters around the forward of the class that is named, so its wrapper is recomputed."""
+    pytest.importorskip("peft", minversion="0.17")
+    found, adapted = [], _adapted("mixtral", DOUBLE)
+    for block in None, ActivationCheckpointing(mode="full", modules=["MixtralExperts"]):
+        model = copy.deepcopy(adapted)
+        if spread:
+            take_over(model)
+        recomputed = Checkpointing(model, block) if block is not None else None
+        causal_loss(model, 0, 0).backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert recomputed is not None
+    assert len(recomputed.found.chosen) == 2
+    assert any("lora_A" in name and "experts" in name for name in found[0])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 PATHS = [("mixtral", 2, [(3, 2), (1, 1), (2, 2)]), ("gpt_oss", 4, [(1, 2), (3, 4), (0, 1), (3, 2), (0, 4)])]
