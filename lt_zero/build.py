@@ -46,7 +46,15 @@ from lt_zero.engine.gather import Unit, remedy
 from lt_zero.engine.guard import Owner, owner_of
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
-from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_blocks, warn_of_padding, with_sizes
+from lt_zero.engine.partition import (
+    BucketPlan,
+    EnginePlan,
+    plan_engine,
+    warn_of_blocks,
+    warn_of_padding,
+    warn_of_wide_moments,
+    with_sizes,
+)
 from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.engine.storage_plan import plan_storage
@@ -172,6 +180,8 @@ def _shard(
             warn_of_padding(plan, zero, group.mesh.shards)
             if config.quantize is not None:
                 warn_of_blocks(plan, config.quantize)
+            if training and policy.moments is not None:
+                warn_of_wide_moments(plan, policy.moments)
         check_build(plan, config, policy, group, training)
         tiles = undo.pop_all()
     if config.sparse_attention is not None:

@@ -277,6 +277,17 @@ def warn_of_blocks(plan: EnginePlan, bits: int) -> None:
         )
 
 
+def warn_of_wide_moments(plan: EnginePlan, dtype: torch.dtype) -> None:
+    """Warn if moments are to be kept in ``dtype``, and those of no parameter are."""
+    trained = [bucket for bucket in plan.buckets if bucket.trains]
+    if trained and all(bucket.moments is None for bucket in trained):
+        form = moments_in(dtype)
+        warn(
+            f"optimizer_states.dtype={form.name} changes nothing: moments of embeddings and of parameters of less than "
+            f"{form.least} elements stay wide, and {type(plan.root).__name__} trains no others. Remove the key."
+        )
+
+
 def stay_whole(root: nn.Module, zero: ZeroOptimization, sizes: Mapping[Parameter, int]) -> set[Parameter]:
     """The parameters that are not sharded, also at stage 3; at lower stages those that get buckets of their own."""
 

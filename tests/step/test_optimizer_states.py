@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -417,3 +418,12 @@ def test_a_hook_around_loading_keeps_its_word() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     torch.testing.assert_close(optimizer.state[model.weight]["exp_avg"].float(), want, rtol=2**-8, atol=0)
     assert model.bias not in optimizer.state
+
+
+def test_a_form_that_no_moments_have_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"optimizer_states.dtype=int8 changes nothing.* 4096 elements"):
+        lt_zero.shard(nn.Linear(63, 64), config_of(1, **INT8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lt_zero.shard(nn.Linear(64, 64), config_of(1, **INT8))
+        lt_zero.shard(nn.Linear(5, 3), config_of(1, **BF16))
