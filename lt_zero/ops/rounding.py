@@ -8,7 +8,8 @@ are right in the mean (arXiv:1502.02551, section 3.1).
 Note [Random bits of an element]
     They are a function of the run's seed, the parameter's name, its step, and the element's index in the whole
     parameter. So they do not depend on which rank steps an element, nor on buckets, places, or the beginning of a
-    process, and no generator has a state to save. The function is Philox4x32 (Salmon, Moraes, Dror, Shaw: Parallel
+    process. The seed is that of a parameter's first step: its state keeps it, so that a run goes on with the same bits
+    when it is resumed by a process with another seed. The function is Philox4x32 (Salmon, Moraes, Dror, Shaw: Parallel
     random numbers, SC 2011) with 7 rounds, the fewest that pass BigCrush. Its key is a hash of seed and name; its
     counter is the step and a number of which 16 make the bits of a group of 128 elements: element ``e`` of a group has
     half-word ``e // 16`` of number ``e % 16``. Neighbours have the same half-word of neighbouring numbers then, as
@@ -38,6 +39,7 @@ _FACTORS, _STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)  # of Phil
 _WORD = 0xFFFFFFFF
 _LARGEST = 0x7F7F0000  # bits of bf16's largest finite number
 _COUNT = "rounding_step"  # state of optimizers that have no counter
+_SEED = "rounding_seed"  # state: a Python int, as 64 bits fit into no floating-point number
 
 
 # ---- where elements are in a parameter -------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ def round_stochastic_reference(values: Tensor, out: Tensor, rows: ElementRows, *
     """
     _check(values, out, rows)
     size = CHUNK if values.device.type == "cpu" else GPU_CHUNK
-    for lo, some in _chunks(rows, size):
+    for lo, some in _chunks(rows, size) if rows.numel > 0 else ():
         value = values[lo : lo + some.numel]
         bits = value.view(torch.int32)
         rounded = bits.add(random_bits(some, seed, step, values.device)).bitwise_and_(-0x10000).view(torch.float32)
@@ -196,7 +198,7 @@ class WeightRounding(Protocol):
         Args:
             spec: of their parameter.
             lo: number of the first of these elements in this rank's part of it, row-major.
-            state: the optimizer's after the step, for this parameter; a scalar may be added.
+            state: the optimizer's after the step, for this parameter; scalars may be added.
         """
 
 
@@ -215,7 +217,7 @@ class RoundStochastic:
     """Round to bf16 up or down at random; to another dtype as torch does.
 
     Args:
-        seed: of the run, the same on all ranks.
+        seed: of the run, the same on all ranks; for parameters whose state has none yet.
     """
 
     seed: int
@@ -224,7 +226,7 @@ class RoundStochastic:
         if master.dtype != torch.bfloat16:
             master.copy_(values)
             return
-        step, seed = _count(state), _seed_of(self.seed, spec.name)
+        step, seed = _count(state), _seed_of(state.setdefault(_SEED, self.seed), spec.name)
         flat, out, done = values.detach().float().reshape(-1), master.view(-1), 0
         for rows in rows_of(spec, lo, lo + flat.numel()):
             part = slice(done, done + rows.numel)

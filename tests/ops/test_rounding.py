@@ -175,7 +175,13 @@ def test_steps_are_counted_where_the_optimizer_does_not() -> None:
         RoundStochastic(1).store(values, got, ParamSpec.whole("a", (4096,)), 0, state)
         RoundStochastic(1).store(values, want, ParamSpec.whole("a", (4096,)), 0, {"step": number})
         assert torch.equal(got, want)
-        assert {key: float(value) for key, value in state.items()} == {"rounding_step": number}
+        assert {key: float(value) for key, value in state.items()} == {"rounding_step": number, "rounding_seed": 1}
+
+
+def test_a_parameter_without_elements() -> None:
+    (rows,) = rows_of(ParamSpec.whole("a", (3, 0)), 0, 0)
+    for operation in (round_stochastic, round_stochastic_reference):
+        operation(torch.empty(0), torch.empty(0, dtype=torch.bfloat16), rows, seed=0, step=1)
 
 
 @pytest.mark.parametrize(
