@@ -49,6 +49,7 @@ Place = tuple[Bucket, int]
 IN_PLACE = {Tensor.mul_, Tensor.div_, Tensor.zero_, Tensor.clamp_, Tensor.clip_, Tensor.nan_to_num_, Tensor.neg_}
 NORMS = {Tensor.norm, torch.norm, torch.linalg.vector_norm}
 SAME = {getattr(Tensor, "data").__get__, Tensor.detach, Tensor.detach_}  # noqa: B009
+_CONVERSIONS = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
 _REMEDY = (
     "Norms (`p.grad.norm(2)`, Lightning's `grad_norm`), `p.grad = None` and in-place scaling or clamping by numbers "
     "work; on all ranks `lt_zero.full_grad(parameter)` reads all of it, and `lt_zero.set_full_grad(parameter, value)` "
@@ -122,13 +123,14 @@ class ShardedGrad(Tensor):
                 grad._apply(Tensor.zero_) if isinstance(grad, ShardedGrad) else grad.zero_()
             return None
         me = args[0] if args and isinstance(args[0], ShardedGrad) else None
-        if me is not None and func in SAME:
+        if me is not None and (func in SAME or (func in _CONVERSIONS and _changes_nothing(me, func, args, kwargs))):
             return me
         given = {key: value for key, value in kwargs.items() if value not in (None, False)}
-        if me is not None and func in NORMS and not given.keys() - {"p", "ord"} and len(args) <= 2:
+        if me is not None and func in NORMS and not given.keys() - {"p", "ord", "dtype"} and len(args) <= 2:
             order = args[1] if len(args) == 2 else given.get("p", given.get("ord", 2))
             bucket, index, shown_by = me._owners()
-            return shown_by.norm((bucket, index), float(2 if order == "fro" else order))
+            norm = shown_by.norm((bucket, index), float(2 if order == "fro" else order))
+            return norm.to(given.get("dtype", wide(bucket.grads.dtype)))
         others = [*args[1:], *kwargs.values()]
         if me is not None and func in IN_PLACE and not any(isinstance(o, Tensor) and o.dim() > 0 for o in others):
             return me._apply(func, *args[1:], **kwargs)
@@ -139,6 +141,13 @@ class ShardedGrad(Tensor):
 def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """One NaN expanded to the shape of a gradient; stand-ins are aliases of it, and it is never written."""
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
+
+
+def _changes_nothing(grad: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
+    """True if a conversion of ``grad`` (``args[0]``) to a device or dtype gives itself, as ``.cpu()`` does on a CPU."""
+    with without_torch_function():
+        probe = torch.empty(0, dtype=grad.dtype, device=grad.device)
+        return func(probe, *args[1:], **kwargs) is probe
 
 
 def _accumulated(tensor: Tensor) -> Tensor:
@@ -336,7 +345,7 @@ class GradViews:
     # ---- norms of shown gradients ----------------------------------------------------------------------------------
 
     def norm(self, place: Place, norm_type: float) -> Tensor:
-        """The norm (0D) of a shown gradient. The first one of a type computes all. Collective then."""
+        """The norm (0D, fp64) of a shown gradient. The first one of a type computes all. Collective then."""
         name = place[0].layout.spans[place[1]].name
         if place[0].grads.local is not None:
             raise RuntimeError(f"Only a part of the gradient of {name!r} is reduced. Ask after the last micro-batch.")
@@ -367,7 +376,7 @@ class GradViews:
                 bucket.grads.put_away()
         row = combine_rows(row, [bucket.holders(index) for bucket, index in places], "gradient norms", infinite)
         row = row if infinite else row ** (1.0 / norm_type)
-        return {place: row[number].to(wide(place[0].grads.dtype)) for number, place in enumerate(places)}
+        return {place: row[number] for number, place in enumerate(places)}
 
     def scaled(self, places: list[tuple[Bucket, int, Parameter]], factor: Tensor | float) -> None:
         """Scale computed norms after gradients were multiplied by ``factor`` (0D, not negative). Not collective."""

@@ -294,6 +294,13 @@ def _stand_ins(stage: int) -> None:
         engine.finish_reductions()
         assert parameter.grad is shown
         torch.testing.assert_close(shown.norm(), plain.grad.norm())
+        assert shown.detach().cpu().float().to("cpu", torch.float32) is shown, "conversions that change nothing"
+        for wrong in (lambda grad: grad.double(), lambda grad: grad.to("cpu", copy=True), lambda grad: grad.to("meta")):
+            with pytest.raises(RuntimeError, match="needs all of a gradient"):
+                wrong(shown)
+        for dtype in (torch.float32, torch.float64):
+            norms = [torch.linalg.vector_norm(grad, 3, dtype=dtype) for grad in (shown, plain.grad)]
+            torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0)
         shown.mul_(3)
         engine.finish_reductions()
         torch.testing.assert_close(shown.norm(), 3 * plain.grad.norm())
