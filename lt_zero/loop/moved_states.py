@@ -147,8 +147,10 @@ def move_to_host(tensors: Iterable[Tensor], pin: bool) -> list[MovedStorage]:
                 continue
             host = host_buffer(storage.nbytes(), pin and accelerator.is_accelerator(device))[: storage.nbytes()]
             host.copy_(_bytes(storage))
-            _lay(lying, host)
             moved.append(MovedStorage(lying, host, device))
+        # Only now: the host may not have had memory for all of them, and then none is away.
+        for each in moved:
+            _lay(each.tensors, each.host)
         found.clear()
         storages.clear()
     for each in moved:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.deepspeed.sharding import OffloadDeviceEnum, OffloadStateTypeEnum
+from lt_zero.loop import moved_states
 from lt_zero.loop.moved_states import KINDS, move_back, move_to_host
 from lt_zero.offload import host_store
 from tests.support.models import Net
@@ -98,6 +99,15 @@ def test_all_tensors_of_a_storage_move_and_a_held_one_stays() -> None:
     graph.sum().backward()
     assert factor.grad is not None
     assert torch.equal(factor.grad[0], torch.arange(5.0))
+
+
+def test_a_host_without_memory_for_all_leaves_all_where_they_are() -> None:
+    tensors = [torch.arange(4.0), torch.arange(8.0)]
+    addresses = [t.data_ptr() for t in tensors]
+    fails = mock.Mock(side_effect=[torch.empty(16, dtype=torch.uint8), MemoryError])
+    with mock.patch.object(moved_states, "host_buffer", fails), pytest.raises(MemoryError):
+        move_to_host(tensors, pin=False)
+    assert [t.data_ptr() for t in tensors] == addresses
 
 
 def test_calls_in_the_wrong_moment_and_arguments(tmp_path: Any) -> None:
