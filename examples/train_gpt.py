@@ -4,7 +4,7 @@
     python examples/train_gpt.py zero_optimization=stage1      # another stage
     python examples/train_gpt.py precision=bf16_mixed
     python examples/train_gpt.py save_every=100                # checkpoints in out/checkpoints
-    python examples/train_gpt.py resume=out/checkpoints/step=300.ckpt trainer.devices=3 zero_optimization=stage2
+    python examples/train_gpt.py "resume='out/checkpoints/step=300.ckpt'" trainer.devices=3 zero_optimization=stage2
     python examples/train_gpt.py strategy=ddp                  # Lightning's own replicated training, to compare
     python examples/train_gpt.py --help                        # everything that can be set
 

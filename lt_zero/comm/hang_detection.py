@@ -93,6 +93,7 @@ class HangDetector:
         host: a gloo group over the same ranks.
         watch: the state of this rank's collectives.
         link_timeout: ``communication.link_timeout``.
+        timeout: of collectives; the start of a further run waits as long for a rank.
 
     Attributes:
         ends: the ends of the ranks.
@@ -100,7 +101,12 @@ class HangDetector:
     """
 
     def __init__(
-        self, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: CollectiveMonitor, link_timeout: float
+        self,
+        groups: list[dist.ProcessGroup],
+        host: dist.ProcessGroup,
+        watch: CollectiveMonitor,
+        link_timeout: float,
+        timeout: timedelta | None = None,
     ) -> None:
         client: Any = groups[0].get_group_store()  # has the group's prefix
         with closing_if_unanswered(True, link_timeout):
@@ -119,9 +125,16 @@ class HangDetector:
         self._end: str | None = None  # why another rank has ended
         self.remedy: Remedy = lambda launch, other: RAN
         self.ends = EndedRanks(store, self._ranks, self._rank, host, watch)
-        limits = self._patience.poll, self._patience.limit
-        self._run_start = RunStart(store, self._rank, self._world, watch, self.ends, *limits)
         this = weakref.ref(self)
+
+        def ask(launch: CollectiveId, waited: float) -> None:
+            detector = this()
+            if detector is not None:
+                detector.ask_for(launch, waited)
+
+        limit = max(self._patience.limit, timeout.total_seconds() if timeout is not None else 0)
+        whose = store, self._rank, self._world, watch, self.ends
+        self._run_start = RunStart(*whose, ask, self._patience.poll, limit)
 
         def check(ranks: list[int]) -> None:
             watch.raise_verdict()
@@ -168,6 +181,10 @@ class HangDetector:
             RuntimeError: on all ranks that can be reached.
         """
         self.heed(launch)
+        self.ask_for(launch, waited)
+
+    def ask_for(self, launch: CollectiveId, waited: float) -> None:
+        """Ask what the ranks do that have not come to ``launch``. Raises as ``examine``."""
         now = time.monotonic()
         if waited < self._patience.ask or now - self._asked < self._patience.poll:
             return

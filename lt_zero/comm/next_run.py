@@ -6,24 +6,27 @@ Note [After an error]
     the ranks would be one collective apart: they would swap data, or wait for each other. So each rank tells the store
     how its last run has ended before it takes that back, and which collectives it has launched. All go on if no rank
     failed because of another, and all have launched the same; else all raise. (Whether the weights are those of one
-    step is compared where the model is set up.) Without an error this costs a meeting in the store.
+    step is compared where the model is set up.) Without an error this costs a meeting in the store. It has a number, as
+    a collective has, so hang detection finds ranks that wait in other operations meanwhile, and never come.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from lt_zero.comm.work import CollectiveMonitor
+from lt_zero.comm.work import START, CollectiveId, CollectiveMonitor
 
 _REFUSED = (
     "This run cannot begin: an error has ended the last one, and the ranks are no longer in step. {} Make a new Trainer"
     " and a new module on every rank (start the processes again if these cannot reach each other any more), and resume"
     " from a checkpoint."
 )
+_GONE = "This run cannot begin: it needs all ranks. {} Start the processes again, and resume from a checkpoint."
 
 
 class Peers(Protocol):
@@ -42,14 +45,24 @@ class RunStart:
     Args:
         store: of the group; ``rank``, ``world``: this rank and how many there are.
         watch: the collectives that this rank has launched.
-        poll, limit: seconds between looks for ended ranks, and to wait for ranks that do not come.
+        examine: raises on all ranks if one will never come to a launch, for which this one has waited some seconds.
+        poll, limit: seconds between looks for such ranks, and to wait for ranks that do not come.
     """
 
     def __init__(
-        self, store: Store, rank: int, world: int, watch: CollectiveMonitor, peers: Peers, poll: float, limit: float
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        watch: CollectiveMonitor,
+        peers: Peers,
+        examine: Callable[[CollectiveId, float], None],
+        poll: float,
+        limit: float,
     ) -> None:
         self._store, self._rank, self._world = PrefixStore("runs", store), rank, world
-        self._watch, self._peers = watch, peers
+        self._watch, self._peers, self._examine = watch, peers, examine
+        self._channel = watch.open("runs", range(world))
         self._poll, self._limit = poll, limit
         self._number = -1  # of the run
         self._refusal = ""
@@ -70,9 +83,14 @@ class RunStart:
         self._post(error, own)
         if error and not own:
             self._refuse(error)
-        self._await("came")
-        if self._count("failed") > 0 and not self._in_step():
-            self._refuse()
+        launch, _ = self._channel.launch(START, "the start of a run", 0)
+        self._watch.waiting = launch
+        try:
+            self._await("came", launch)
+            if self._count("failed") > 0 and not self._in_step(launch):
+                self._refuse()
+        finally:
+            self._watch.waiting = None
 
     def _post(self, error: str, own: bool) -> None:
         for name, channel in self._watch.channels.items():
@@ -84,27 +102,27 @@ class RunStart:
                 self._add("followed")
         self._came("came")
 
-    def _in_step(self) -> bool:
+    def _in_step(self, launch: CollectiveId) -> bool:
         """True if all ranks can go on after an error. Collective."""
-        channels = self._watch.channels.items()
+        channels = [(name, c) for name, c in self._watch.channels.items() if c is not self._channel]
         same = all(self._count(f"ran/{name}/{c.checksum}") == len(c.ranks) for name, c in channels)
         if not same:
             self._add("apart")
         self._came("judged")
-        self._await("judged")
+        self._await("judged", launch)
         return self._count("apart") == 0
 
-    def _refuse(self, cause: str = "") -> None:
-        """Raise that ranks are not in step; ``cause``: by default an error that a rank has told."""
+    def _refuse(self, cause: str = "", text: str = _REFUSED) -> None:
+        """Raise ``text``, that ranks are not in step; ``cause``: by default an error that a rank has told."""
         if not cause:
             self._store.wait([self._key("error/1")])
             rank, own, error = json.loads(self._store.get(self._key("error/1")))
             cause = f"Rank {rank} ended with {error}." if own else error
-        self._refusal = _REFUSED.format(cause)
+        self._refusal = text.format(cause)
         raise RuntimeError(self._refusal)
 
-    def _await(self, point: str) -> None:
-        """Wait until all ranks have come to ``point``.
+    def _await(self, point: str, launch: CollectiveId) -> None:
+        """Wait until all ranks have come to ``point`` of the meeting ``launch``.
 
         Raises:
             RuntimeError: a rank cannot come, or does not within the limit.
@@ -117,7 +135,9 @@ class RunStart:
             if now - looked > self._poll:
                 looked = now
                 if ended := self._peers.ended():
-                    self._refuse(self._peers.first_cause(ended))
+                    failed = self._count("failed")
+                    self._refuse(self._peers.first_cause(ended), _REFUSED if failed else _GONE)
+                self._examine(launch, now - started)
             if now - started > self._limit:
                 keys = {rank: self._key(f"{point}/{rank}") for rank in range(self._world)}
                 late = ", ".join(str(rank) for rank, key in keys.items() if not self._store.check([key]))

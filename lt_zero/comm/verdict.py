@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from lt_zero.comm.ended_ranks import COUNTS, WHERE
-from lt_zero.comm.work import CALL, FENCE, MEETING, CollectiveId
+from lt_zero.comm.work import CALL, FENCE, MEETING, START, CollectiveId
 
 GONE = "has ended or left the process group"
 OVER = "has come to its end without an error"
@@ -14,6 +14,10 @@ _ENDED = f"See the last that it printed{WHERE}, and whether its host runs (dmesg
 _CALLED = (
     "Every rank has a part of the state: call it on every rank, without `if trainer.is_global_zero:` or"
     " `rank_zero_only` around it."
+)
+_ALONE = (
+    "Every rank has to call `fit`, `validate`, `test`, `predict` and saves in the same order, without"
+    " `if trainer.is_global_zero:` around them."
 )
 RAN = (
     "Every rank has to launch the same collectives in the same order: look for a branch or a loop that depends on the"
@@ -86,13 +90,15 @@ def sentence(states: dict[int, RankState], head: int, lost: int, remedy: Remedy)
         )
     others = sorted(r for r, state in states.items() if r not in (*came, lost) and not state.came)
     also = f" (nor on {_names(others)})" if others else ""
-    meets = first.launch.operation == MEETING
-    done = "was called" if called else "was reached" if meets else "was begun"
+    meets, starts = first.launch.operation == MEETING, first.launch.operation == START
+    done = "was called" if called else "was reached" if meets or starts else "was begun"
     begun = f"{first.launch} {done}" if called else f"T{str(first.launch)[1:]} {done}"
     if meets or other.text.startswith(OVER):
         advice = COUNTS
     elif other.text.startswith(GONE):
         advice = _ENDED
+    elif starts:
+        advice = _ALONE
     else:
         advice = _CALLED if called else remedy(first.launch, other.launch)
     return f"{begun} on {_names(came)} ({first.place}) and not on rank {lost}, which {other.text}{also}. {advice}"
@@ -100,7 +106,7 @@ def sentence(states: dict[int, RankState], head: int, lost: int, remedy: Remedy)
 
 def _known(launch: CollectiveId) -> int:
     """Order of launches by how well users know them: calls, batches and epochs, modules, this package's fences."""
-    return {CALL: 0, MEETING: 1, FENCE: 3}.get(launch.operation, 2)
+    return {CALL: 0, START: 0, MEETING: 1, FENCE: 3}.get(launch.operation, 2)
 
 
 def _names(ranks: list[int]) -> str:

@@ -35,6 +35,7 @@ from lt_zero.common.users_code import innermost
 
 CALL = "roll call"  # the operation of a launch that is a call of the user
 MEETING = "meeting"  # of a launch that is a point of the run
+START = "start"  # of a launch that is the start of a further run
 FENCE = "fence"
 _SLICE = 0.5  # seconds
 _ASK = 5.0  # seconds at most between two questions, each a message that stays in the peer's queue
@@ -62,7 +63,7 @@ class CollectiveId(NamedTuple):
     numel: int = 0
 
     def __str__(self) -> str:
-        if self.operation in (CALL, MEETING):
+        if self.operation in (CALL, MEETING, START):
             return f"`{self.name}`" if self.operation == CALL else self.name
         return f"the {self.operation} of {self.name!r}"
 

@@ -146,7 +146,7 @@ class World(Ranks):
         assert host is not None
         # The ranks of a simulated group have no processes that could hang or end.
         if backend_of(_CPU, host) == "gloo":
-            world.detector = world.order.detector = HangDetector(world._closed, host, world.watch, patience)
+            world.detector = world.order.detector = HangDetector(world._closed, host, world.watch, patience, timeout)
             world.agreement = world.detector.agreement
             places = world.host_gather((node_identity(node), socket.gethostname()), "nodes")
             world.nodes = group_by_node([identity for identity, _ in places])

@@ -24,11 +24,12 @@ from lt_zero.common.compat import storage_references, without_torch_function
 from lt_zero.common.users_code import warn
 from lt_zero.engine.engine import Engine
 from lt_zero.io.pinned import host_buffer
-from lt_zero.offload.host_store import is_apart
+from lt_zero.offload.host_store import FedStore, is_apart
 from lt_zero.offload.store import Store
 from lt_zero.ops.moments import stored_part
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+_ON_DEVICE = (Store, FedStore)  # what their subclasses keep is elsewhere already
 
 
 @dataclass
@@ -110,12 +111,17 @@ def kinds_of(include: Container[Any] | None, call: str) -> set[str]:
 def _tensors_of(engine: Engine, optimizer: torch.optim.Optimizer, kinds: set[str]) -> Iterator[Tensor]:
     """A tensor in each storage of ``kinds``; what is offloaded is elsewhere already."""
 
-    def held(stores: Iterable[Store]) -> Iterator[Tensor]:
-        return (store.tensor for store in stores if type(store) is Store and store.nbytes)
+    def held(stores: Iterable[Store]) -> Iterator[Tensor]:  # on the device
+        for store in stores:
+            if type(store) in _ON_DEVICE and store.nbytes:
+                store.wait_copied()
+                yield store.tensor
 
     if "optim_states" in kinds:
         values = [value for state in optimizer.state.values() for value in state.values()]
-        yield from (stored_part(value) for value in values if isinstance(value, Tensor) and value.dim())
+        parts = [stored_part(value) for value in values if isinstance(value, Tensor) and value.dim()]
+        # Offloaded ones lie in host memory, pinned or aligned for files, and must stay there.
+        yield from (part for part in parts if part.device.type == engine.device.type)
     for bucket in engine.buckets:
         weights = bucket.weights
         if "optim_states" in kinds:
@@ -147,8 +153,10 @@ def move_to_host(tensors: Iterable[Tensor], pin: bool) -> list[MovedStorage]:
                 continue
             host = host_buffer(storage.nbytes(), pin and accelerator.is_accelerator(device))[: storage.nbytes()]
             host.copy_(_bytes(storage))
-            _lay(lying, host)
             moved.append(MovedStorage(lying, host, device))
+        # Only now: the host may not have had memory for all of them, and then none is away.
+        for each in moved:
+            _lay(each.tensors, each.host)
         found.clear()
         storages.clear()
     for each in moved:

@@ -142,6 +142,11 @@ def estimate_command(
         if mbit is not None:
             _print_traffic(model, parsed, world, mbit, stage, step_seconds, options, console)
         _print_pipeline(stages, parsed, shape, console)
+        if adapters is not None and (not dtypes or module is not None):
+            raise ValueError(
+                f"--adapters {adapters} goes with --dtypes and a model that is given by its size. Of a"
+                " module its own adapters count."
+            )
         if dtypes:
             trained = None if adapters is None else count_of(adapters, "--adapters")
             dtypes_table(model, parsed, world, adapters=trained, console=console, **options)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +75,38 @@ def test_a_fit_after_the_same_error_on_all_ranks_trains_on(pool: Pool) -> None:
     assert pool.run(2, _after_an_error_of_all) == [5, 5]
 
 
+def _run_of_one(path: str) -> str:
+    """The error of a rank that validates after a fit while the other saves."""
+    with quick():
+        trainer, model = sharded_trainer(1, max_steps=1), GPT(dist.get_world_size(), rows=96)
+        trainer.fit(model)
+        first = dist.get_rank() == 0
+        with pytest.raises(RuntimeError) as caught:
+            trainer.validate(model, verbose=False) if first else trainer.save_checkpoint(path)
+    return str(caught.value)
+
+
+def test_a_run_that_one_rank_begins_alone_ends_on_all(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(2, _run_of_one, str(tmp_path / "a.ckpt")):
+        assert "he start of a run" in told  # either rank may find it
+        assert "`Trainer.save_checkpoint`" in told
+        assert "without `if trainer.is_global_zero:`" in told
+
+
+def _after_a_pause() -> int:
+    with quick(limit=0.2):
+        trainer, model = sharded_trainer(1, max_steps=1), GPT(dist.get_world_size(), rows=96)
+        trainer.fit(model)
+        time.sleep(0.6 * dist.get_rank())
+        trainer.validate(model, verbose=False)
+    return int(trainer.global_step)
+
+
+def test_a_late_rank_has_the_timeout_of_the_strategy(pool: Pool) -> None:
+    """It may be longer than the half hour of hang detection."""
+    assert pool.run(2, _after_a_pause) == [1, 1]
+
+
 class _Peers:
     def __init__(self, gone: list[int]) -> None:
         self.gone = gone
@@ -91,7 +125,7 @@ def _outcomes(errors: list[tuple[str, bool] | None], launched: list[int], gone: 
     def begin(rank: int, error: tuple[str, bool]) -> None:
         watch = CollectiveMonitor()
         channel = watch.open("all", range(world))
-        start = RunStart(store, rank, world, watch, _Peers(gone), 0.05, 0.3)
+        start = RunStart(store, rank, world, watch, _Peers(gone), lambda *_: None, 0.05, 0.3)
         start.meet("", False)
         for _ in range(launched[rank]):
             channel.launch("barrier", "test", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
 import warnings
 from argparse import Namespace
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.support.lightning_tools import torchrun_env
 from tests.support.paths import ROOT
@@ -24,6 +26,16 @@ def _main(name: str, *arguments: str) -> Any:
         return importlib.import_module(name).main(list(arguments))
     finally:
         sys.path.pop(0)
+
+
+@pytest.mark.parametrize("file", ["train_gpt.py", "conf/train_gpt.yaml"])
+def test_overrides_in_the_help_of_the_demo_are_hydras(file: str) -> None:
+    parser = OverridesParser.create()
+    lines = (ROOT / "examples" / file).read_text(encoding="utf-8").splitlines()
+    commands = [line.split("train_gpt.py", 1)[1] for line in lines if "    python examples/train_gpt.py" in line]
+    assert len(commands) > 5
+    for command in commands:
+        parser.parse_overrides([word for word in shlex.split(command, comments=True) if "=" in word])
 
 
 @pytest.mark.slow

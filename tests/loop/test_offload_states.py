@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.deepspeed.sharding import OffloadDeviceEnum, OffloadStateTypeEnum
-from lt_zero.loop.moved_states import KINDS, move_back, move_to_host
+from lt_zero.loop import moved_states
+from lt_zero.loop.moved_states import KINDS, _tensors_of, move_back, move_to_host
 from lt_zero.offload import host_store
 from tests.support.models import Net
 from tests.support.pool import Pool
@@ -46,6 +48,12 @@ def _trained(stage: int, kind: str, moves: bool, **keys: Any) -> tuple[dict[str,
     weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     engine.destroy()
     return weights, moved
+
+
+def _beside_host() -> dict[str, int]:
+    block = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": "cpu"}}
+    with mock.patch.object(host_store, "_apart", True):
+        return _twice(3, "AdamW", {"zero_optimization": block, **BF16})
 
 
 def _twice(stage: int, kind: str, keys: dict[str, Any]) -> dict[str, int]:
@@ -98,6 +106,28 @@ def test_all_tensors_of_a_storage_move_and_a_held_one_stays() -> None:
     graph.sum().backward()
     assert factor.grad is not None
     assert torch.equal(factor.grad[0], torch.arange(5.0))
+
+
+def test_weights_whose_masters_are_offloaded_move(pool: Pool) -> None:
+    numel = sum(p.numel() for p in Net().parameters())
+    for moved in pool.run(2, _beside_host):
+        assert moved["lp_params"] > 0.7 * numel  # bf16, a half of them
+        assert moved["hp_params"] == 0
+
+
+def test_offloaded_states_stay_in_their_pinned_memory() -> None:
+    engine: Any = SimpleNamespace(device=torch.device("cuda"), buckets=[])
+    optimizer: Any = SimpleNamespace(state={0: {"exp_avg": torch.ones(3)}})
+    assert list(_tensors_of(engine, optimizer, set(KINDS))) == []
+
+
+def test_a_host_without_memory_for_all_leaves_all_where_they_are() -> None:
+    tensors = [torch.arange(4.0), torch.arange(8.0)]
+    addresses = [t.data_ptr() for t in tensors]
+    fails = mock.Mock(side_effect=[torch.empty(16, dtype=torch.uint8), MemoryError])
+    with mock.patch.object(moved_states, "host_buffer", fails), pytest.raises(MemoryError):
+        move_to_host(tensors, pin=False)
+    assert [t.data_ptr() for t in tensors] == addresses
 
 
 def test_calls_in_the_wrong_moment_and_arguments(tmp_path: Any) -> None:

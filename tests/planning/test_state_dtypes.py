@@ -127,3 +127,10 @@ def test_stages_of_a_pipeline_have_their_share_of_adapters() -> None:
 
 
 SizedLayer.adapted = staticmethod(lambda: SizedLayer(True))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("given", [["--params", "1e6"], ["--dtypes", "--module", "torch.nn:Identity"]])
+def test_adapters_that_nothing_would_count_are_refused(given: list[str]) -> None:
+    done = CliRunner().invoke(app, ["estimate", *given, "--adapters", "1e5"], env={"COLUMNS": "160"})
+    assert done.exit_code == 2
+    assert "--adapters 1e5 goes with --dtypes" in done.output
