@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.ops import library
-from lt_zero.ops.moments import coded_nbytes
+from lt_zero.ops.moments import BLOCK, coded_nbytes
 from lt_zero.ops.sparsify import pack_sparse
 from lt_zero.optim import Lamb, Lion
 
@@ -84,9 +84,14 @@ def torchao_adam(state: State) -> Any:
     try:
         from torchao.optim import AdamW8bit
 
-        optimizer = AdamW8bit([torch.nn.Parameter(state.p)], lr=1e-3, weight_decay=0.01, block_size=256)
-        optimizer.param_groups[0]["params"][0].grad = state.g
+        # A size that is no multiple of the block gets moments in fp32, without a word.
+        whole = state.numel // BLOCK * BLOCK
+        parameter = torch.nn.Parameter(state.p[:whole])
+        parameter.grad = state.g[:whole]
+        optimizer = AdamW8bit([parameter], lr=1e-3, weight_decay=0.01, block_size=BLOCK)
         optimizer.step()
+        if type(optimizer.state[parameter]["exp_avg"]) is Tensor:
+            raise TypeError("it keeps its moments in fp32")
     except Exception as error:
         print(f"torchao's AdamW8bit is left out: {type(error).__name__}: {str(error)[:200]}")
         return None
