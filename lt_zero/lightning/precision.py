@@ -194,6 +194,11 @@ class ZeroPrecision(HalfPrecision):
     def convert_input(self, data: Any) -> Any:
         return super().convert_input(data) if self.policy.cast_inputs else data
 
+    @override
+    def convert_output(self, data: Any) -> Any:
+        """Outputs of a forward, floats in torch's default dtype; Fabric calls it, so that losses are in fp32."""
+        return data if self.policy.compute is None else fabric.DoublePrecision().convert_output(data)
+
     # ---- backward ----------------------------------------------------------------------------------------------
 
     @override

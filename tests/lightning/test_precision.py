@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lt_zero.config.precision import MODES
+from lt_zero.lightning.precision import ZeroPrecision
 from tests.support.lightning_tools import GPT, QUIET, assert_same, sharded_trainer, torchrun_env, weights
 from tests.support.matrix import only, only_rows
 from tests.support.overflowing import Overflowing, make_trainer, plugin_of
@@ -416,3 +417,12 @@ def _state_dtypes(stage: int) -> set[torch.dtype]:
 @pytest.mark.parametrize("stage", only([3], [1, 3]))
 def test_states_that_a_constructor_makes_are_as_precise_as_others(pool: Pool, stage: int) -> None:
     assert pool.run(2, _state_dtypes, stage) == [{torch.float32}] * 2
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_outputs_of_fabric_are_in_the_default_dtype(mode: str) -> None:
+    """Fabric asks for them; losses were computed in 16 bits."""
+    compute, counts = MODES[mode][0] or torch.float32, torch.arange(2)
+    out = ZeroPrecision(mode).convert_output({"logits": torch.ones(2, dtype=compute), "counts": counts})
+    assert out["logits"].dtype == torch.float32
+    assert out["counts"] is counts
