@@ -233,7 +233,7 @@ class Bucket:
     # ---- residency ---------------------------------------------------------------------------------------------
 
     def launch_gather(self, exact: bool = False) -> None:
-        """RELEASED -> GATHERING: allocate the flat storage and start filling it; ``exact``: without rounding."""
+        """RELEASED -> GATHERING: start filling the flat tensor, or reading its file; ``exact``: without rounding."""
         assert self.state is State.RELEASED, (self.name, self.state)
         if self.stepped_early:
             raise RuntimeError(
@@ -246,7 +246,6 @@ class Bucket:
             assert self._storage is not None
             if not self.lent:
                 self._storage.note_own()
-            self._storage.allocate()
             # The background step owns what the gather reads until its job is done.
             self._background.wait()
             reads, source = self.gathers.prepare(self, exact), self.weights.gather_source
@@ -254,10 +253,22 @@ class Bucket:
                 # A collective cannot be launched before its input is there: ``finish_gather`` launches it.
                 source.prefetch()
             else:
-                self._gathering = self.gathers.launch(self), source
+                self._launch()
         self.state = State.GATHERING
         self.live.numel += self.counted
         self.live.in_flight.add(self.counted, 1)
+
+    def _launch(self) -> tuple[Work, Store]:
+        """Allocate the flat tensor and launch the gather."""
+        assert self._storage is not None
+        self._storage.allocate()
+        self._gathering = self.gathers.launch(self), self.weights.gather_source
+        return self._gathering
+
+    @property
+    def allocated(self) -> bool:
+        """True if the flat tensor has memory for values of this engine: a file that is read ahead does not need it."""
+        return self.state is State.RESIDENT or self._gathering is not None
 
     @property
     def exact(self) -> bool:
@@ -285,9 +296,7 @@ class Bucket:
         """Wait for the gather, whose input may have to be read first."""
         if self.announce is not None:
             self.announce(self, True)
-        if self._gathering is None:
-            self._gathering = self.gathers.launch(self), self.weights.gather_source
-        work, source = self._gathering
+        work, source = self._gathering or self._launch()
         work.wait()
         source.sent()
         self._gathering = None

@@ -164,7 +164,9 @@ class StoragePlan:
     @property
     def cast_nbytes(self) -> int:
         """Bytes of weights that are cast to the compute dtype on their way from the host to the device."""
-        return self.shard_numel * self.dtype.itemsize if self.states != DEVICE and self.dtype != self.master else 0
+        if self.states == DEVICE or self.dtype == self.master or self.codecs.rests is not None:
+            return 0
+        return self.shard_numel * self.dtype.itemsize
 
     def send_dtype(self, have: torch.dtype) -> torch.dtype:
         """Dtype in which gradients of dtype ``have`` are sent: as configured, else ``have`` if that is as precise."""
@@ -257,7 +259,8 @@ def largest_sends(rows: Iterable[StoragePlan], limit: int) -> dict[GroupFacts, d
     found: dict[GroupFacts, dict[torch.dtype, int]] = {}
     for row in rows:
         known = found.setdefault(row.group, {})
-        if row.numel <= limit:
+        # Codes are never trained; other frozen weights may be, later.
+        if row.numel <= limit and row.codecs.rests is None:
             dtype = row.send_dtype(row.dtype)
             known[dtype] = max(row.numel, known.get(dtype, 0))
     return found

@@ -26,7 +26,7 @@ from lt_zero.common.compat import without_torch_function
 from lt_zero.common.units import GB, format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.partition import EnginePlan
@@ -80,7 +80,7 @@ def _of_bucket(bucket: Bucket) -> dict[str, int]:
     """Bytes of a bucket in memory, without its streamed stores."""
     sharded, weights, grads = bucket.sharding.params, bucket.weights, bucket.grads
     held = {
-        GATHERED if sharded else WEIGHTS: bucket.flat.nbytes if bucket.state is not State.RELEASED else 0,
+        GATHERED if sharded else WEIGHTS: bucket.flat.nbytes if bucket.allocated else 0,
         GRADS: grads.nbytes if not grads.streamed else 0,
         LOCAL: grads.local.nbytes if grads.local is not None else 0,
     }

@@ -98,17 +98,45 @@ def _moment_numels(table: Mapping[BucketPlan, StoragePlan]) -> list[int]:
     return [owned[b][most[b.group]] if b in owned else row.shard_numel for b, row in table.items()]
 
 
+class Taken(NamedTuple):
+    """Bytes that gathers take: flat tensors, codes of all ranks, and buffers of files."""
+
+    flat: int = 0
+    codes: int = 0
+    files: int = 0
+
+    def plus(self, other: Taken, sign: int = 1) -> Taken:
+        return Taken(*(mine + sign * its for mine, its in zip(self, other, strict=True)))
+
+    def most(self, other: Taken) -> Taken:
+        """The larger of each."""
+        return Taken(*map(max, self, other))
+
+
 class Gathered(NamedTuple):
-    """Elements, bytes and buckets that one unit gathers, and whether its backward needs them."""
+    """Elements and bytes that one unit gathers.
+
+    Attributes:
+        numel: elements.
+        buckets: how many.
+        needs_weights: its backward needs them.
+        ahead: taken when it was prefetched, and not used yet.
+        arrives: while it is waited for; later only the flat tensors.
+    """
 
     numel: int
-    nbytes: int
     buckets: int
     needs_weights: bool
+    ahead: Taken
+    arrives: Taken
+
+    @property
+    def stays(self) -> Taken:
+        return Taken(self.arrives.flat)
 
 
-def _peak_gathered(units: Sequence[Gathered], limits: Residency, keeps_whole: bool) -> int:
-    """Peak bytes of the micro-batches after the first one, which records the order, as ``Gatherer`` runs them.
+def _peak_gathered(units: Sequence[Gathered], limits: Residency, keeps_whole: bool) -> Taken:
+    """Peak of the micro-batches after the first one, which records the order, as ``Gatherer`` runs them.
 
     Args:
         units: all but the root, in forward order; small parameters, which are never released, are not counted.
@@ -119,8 +147,8 @@ def _peak_gathered(units: Sequence[Gathered], limits: Residency, keeps_whole: bo
     keep = {i for i, unit in enumerate(units) if stays[i] and unit.needs_weights}
     here = set(keep) if keeps_whole else set[int]()
     early = set[int]()  # prefetched, not visited yet
-    live, nbytes = Live(numel=sum(units[i].numel for i in here)), sum(units[i].nbytes for i in here)
-    peak = nbytes
+    live, taken = Live(numel=sum(units[i].numel for i in here)), Taken(sum(units[i].arrives.flat for i in here))
+    peak = taken
     forward = list(range(len(units)))
     # A unit is released when its inputs have gradients, before backward reaches the previous unit.
     backward = [i for i in reversed(forward) if units[i].needs_weights]
@@ -129,27 +157,34 @@ def _peak_gathered(units: Sequence[Gathered], limits: Residency, keeps_whole: bo
         # Index in ``order``: units before it were gathered, and stay so until they are visited.
         ahead = 0
         for position, index in enumerate(order):
+            arrives = index in early or index not in here
             if index in early:
                 early.remove(index)
                 live.in_flight.add(-units[index].numel, -units[index].buckets)
+                taken = taken.plus(units[index].ahead, -1)
+            elif index not in here:
+                here.add(index)
+                live.numel += units[index].numel
+            taken = taken.plus(units[index].arrives) if arrives else taken
             # Gather the unit, and prefetch those that ``Gatherer.visit`` would.
             ahead = max(ahead, position)
             while ahead < (len(order) if limits.prefetch > 0 else position + 1):
                 other = order[ahead]
                 unit = units[other]
                 if other not in here:
-                    if other != index:
-                        if not limits.may_prefetch(unit.numel, unit.buckets, live, len(early)):
-                            break
-                        early.add(other)
-                        live.in_flight.add(unit.numel, unit.buckets)
+                    if not limits.may_prefetch(unit.numel, unit.buckets, live, len(early)):
+                        break
+                    early.add(other)
+                    live.in_flight.add(unit.numel, unit.buckets)
                     here.add(other)
-                    live.numel, nbytes = live.numel + unit.numel, nbytes + unit.nbytes
+                    live.numel, taken = live.numel + unit.numel, taken.plus(unit.ahead)
                 ahead += 1
-            peak = max(peak, nbytes)
+            peak = peak.most(taken)
+            if arrives:
+                taken = taken.plus(units[index].arrives, -1).plus(units[index].stays)
             if index not in kept:
                 here.remove(index)
-                live.numel, nbytes = live.numel - units[index].numel, nbytes - units[index].nbytes
+                live.numel, taken = live.numel - units[index].numel, taken.plus(units[index].stays, -1)
     return peak
 
 
@@ -208,12 +243,25 @@ class _Sums:
         averages = {_averages_in(row) for row in self.stored}
         total += [(NVME, MOMENTS, int(self._file(MOMENTS, dtype) * self.setup.averages)) for dtype in averages]
         # Free buffers that are kept for the next stored tensor (io.pinned.BufferPool).
-        sizes = [row.shard_numel * row.master.itemsize for row in self.rows if NVME in (row.states, row.weights)]
         pools = 1 if all(row.states == NVME for row in self.rows if row.weights == NVME) else 2
-        total.append((self.memory, OFFLOAD, 2 * pools * rounded(max(sizes, default=0))))
+        total.append((self.memory, OFFLOAD, 2 * pools * max(map(self._buffer_nbytes, self.rows), default=0)))
         # Staging buffers for low-precision weights from host memory to the device (HostLink).
         cast = max((row.cast_nbytes for row in self.rows), default=0)
         return [*total, (HOST, OFFLOAD, 2 * cast if self.memory == HOST else 0)]
+
+    def _buffer_nbytes(self, row: StoragePlan) -> int:
+        """Bytes of the largest buffer of a bucket's files; 0: it has none."""
+        steps = [row.master, row.accumulate] if row.trains and row.states == NVME else []
+        own = [rounded(record_nbytes(row.shard_numel, dtype)) for dtype in steps]
+        own += [rounded(row.moments.nbytes(row.shard_numel))] if steps and self.setup.states else []
+        return max([*own, self._read_nbytes(row)])
+
+    def _read_nbytes(self, row: StoragePlan) -> int:
+        """Bytes of the buffer from which a bucket is gathered whose weights are in a file; 0: they are not."""
+        if row.weights != NVME:
+            return 0
+        dtype = row.dtype if row.copies_weights else row.precision
+        return rounded(record_nbytes(row.shard_numel, dtype, row.codecs.rests))
 
     def gradients(self, waiting: bool = False) -> list[Part]:
         """The accumulators (``GradAccumulator.target``); without the fused step fp16 ones are unscaled in fp32.
@@ -280,28 +328,27 @@ class _Sums:
         limits = limits if self.setup.training else limits.without_training()
         whole = root.numel + sum(unit.numel for unit in inner)
         peak = _peak_gathered(inner, limits, keeps_whole=self.setup.accumulates and limits.fits_whole(whole))
-        total.append((DEVICE, GATHERED, root.nbytes + peak))
-        others = whole - root.numel if self.setup.training else max((unit.numel for unit in inner), default=0)
-        # One unit may be larger than ``prefetch``.
-        ahead = max(limits.prefetch, max((unit.numel for unit in inner), default=0)) if limits.prefetch else 0
-        most = min(ahead, others) + max(unit.numel for unit in [*inner, root])
-        shards = min(group.mesh.shards for group in groups)
-        sharded = [row for row in self.rows if row.sharding.params]
-        for codec in {row.codecs.sent(row.trains) for row in sharded} - {None}:
-            assert codec is not None
-            total.append((DEVICE, GATHERED, codec.nbytes(most)))  # of all ranks
-        for codec in {row.codecs.rests for row in sharded} - {None}:
-            assert codec is not None
-            total.append((DEVICE, GATHERED, codec.nbytes(most) // shards))  # those of this rank, on the device
-        dtypes = [row.dtype if row.copies_weights else row.precision for row in self.rows if row.weights == NVME]
-        if dtypes:
-            total.append((self.memory, OFFLOAD, most // shards * max(dtype.itemsize for dtype in dtypes)))
-        return total
+        # The root is gathered before all others, and stays.
+        peak = peak.most(root.arrives._replace(flat=0))
+        own = [row.codecs.rests.nbytes(row.shard_numel) for row in self.rows if row.codecs.rests is not None]
+        total.append((DEVICE, GATHERED, root.arrives.flat + peak.flat + peak.codes + max(own, default=0)))
+        return [*total, (self.memory, OFFLOAD, peak.files)]
 
     def _gathered(self, buckets: Iterable[BucketPlan], needs_weights: bool) -> Gathered:
         rows = [self.table[b] for b in buckets if b.sharding.params]
-        nbytes = sum(row.numel * row.dtype.itemsize for row in rows)
-        return Gathered(sum(row.counted for row in rows), nbytes, len(rows), needs_weights)
+        ahead, arrives, turns = Taken(), Taken(), 0
+        for row in rows:
+            codec, shards = row.codecs.sent(row.trains), row.group.mesh.shards
+            codes = shards * codec.nbytes(row.numel // shards) if codec is not None else 0
+            found = Taken(row.numel * row.dtype.itemsize, codes, self._read_nbytes(row))
+            # A gather from a file is launched when the file was read: one bucket after the other.
+            late = row.weights == NVME and row.group.secondary_shards == 1
+            ahead = ahead.plus(Taken(files=found.files) if late else found)
+            arrives = arrives.plus(found._replace(codes=0) if late else found)
+            turns = max(turns, codes if late else 0)
+        return Gathered(
+            sum(row.counted for row in rows), len(rows), needs_weights, ahead, arrives.plus(Taken(0, turns))
+        )
 
     def reduce_buffers(self) -> list[Part]:
         """The buffers of ``GradReducer``: send buffers, and scratch of the same size where the collective needs it."""
@@ -328,16 +375,16 @@ class _Sums:
 
     def offloading(self) -> list[Part]:
         """Accumulators that are moved off the device in backward, and steps that overlap (step/overlap.py)."""
-        files = max((rounded(row.shard_numel * row.accumulate.itemsize) for row in self.stored), default=0)
-        landing = max(
-            (row.shard_numel * row.accumulate.itemsize for row in self.trained if row.states != DEVICE), default=0
-        )
-        total = [(self.memory, OFFLOAD, 4 * files)]  # two in flight, two being written
-        total += [(DEVICE, OFFLOAD, 2 * landing)] if self.memory == HOST else []
+        files = sorted(rounded(row.shard_numel * row.accumulate.itemsize) for row in self.stored)
+        landing = sorted(row.shard_numel * row.accumulate.itemsize for row in self.trained if row.states != DEVICE)
+        total = [(DEVICE, OFFLOAD, sum(landing[-IN_FLIGHT:]))] if self.memory == HOST else []
         how = self.zero.offload_optimizer.overlap_step
-        if how is False or not self.setup.fused:
-            return total
-        return total + self.stepping([row for row in self.stored if how is True or row.sharding.params])
+        early = [row for row in self.stored if how is True or row.sharding.params]
+        if how is False or not self.setup.fused or not early:
+            return [*total, (self.memory, OFFLOAD, sum(files[-IN_FLIGHT - 2 :]))]  # two more are being written
+        # Those of buckets that are stepped early are not written: they are among what the step reads.
+        written = sorted(rounded(r.shard_numel * r.accumulate.itemsize) for r in self.stored if r not in early)[-2:]
+        return [*total, (self.memory, OFFLOAD, sum(files[-IN_FLIGHT:]) + sum(written)), *self.stepping(early)]
 
     def stepping(self, trained: Sequence[StoragePlan]) -> list[Part]:
         """Buckets in memory for a step: read from files, or fp32 copies (step/, Note [Staged buckets])."""

@@ -22,7 +22,7 @@ from lt_zero.comm.send_sizes import SendSizes
 from lt_zero.config.blocks import Checkpoint, OptimizerBlock
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine import storage_plan
-from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan
 from lt_zero.engine.whole_model import full_state_dict
@@ -91,7 +91,12 @@ class Peaks:
 
     def __enter__(self) -> Peaks:
         self.patch = pytest.MonkeyPatch()
-        for cls, name in ((Bucket, "launch_gather"), (NvmeStore, "prefetch"), (NvmeStore, "overwrite")):
+        for cls, name in (
+            (Bucket, "launch_gather"),
+            (Bucket, "gather"),
+            (NvmeStore, "prefetch"),
+            (NvmeStore, "overwrite"),
+        ):
             self.patch.setattr(cls, name, self.noting(getattr(cls, name)))
         return self
 
@@ -99,10 +104,10 @@ class Peaks:
         self.patch.undo()
 
     def noting(self, method: Any) -> Any:
-        def call(this: Any) -> Any:
-            result = method(this)
+        def call(this: Any, *args: Any) -> Any:
+            result = method(this, *args)
             buckets = self.engine.buckets
-            here = [b for b in buckets if b.sharding.params and b.state is not State.RELEASED]
+            here = [b for b in buckets if b.sharding.params and b.allocated]
             homes = [s for b in buckets for s in b.stores() if s.streamed]
             self.gathered = max(self.gathered, sum(b.flat.nbytes for b in here))
             spare = sum(t.spare_nbytes for t in self.tiers)

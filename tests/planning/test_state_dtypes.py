@@ -16,7 +16,7 @@ from lt_zero.cli import app
 from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.engine.storage_plan import HOST, NVME
 from lt_zero.planning.check import RESTING, measured
-from lt_zero.planning.forecast import GRADS, MASTER, MOMENTS, STATES, WEIGHTS
+from lt_zero.planning.forecast import GRADS, MASTER, MOMENTS, REDUCE, STATES, WEIGHTS
 from lt_zero.planning.state_dtypes import CHOICES, StateDtypes
 from tests.support.pool import Pool
 
@@ -66,6 +66,8 @@ def _compare(stage: int, path: str) -> None:
             got, want = have.get(kind, 0), cast.kinds(HOST).get(kind, 0)
             assert abs(got - want) <= 0.02 * max(got, want), (*case, kind, got, want)
         assert have.get(RESTING, 0) == cast.model_states(NVME), case
+        if choice.least == 3:
+            assert have[REDUCE] < OF_LAYER[0] * 2, (case, "codes are never sent as gradients")
         kept = sum(have.get(kind, 0) for kind in STATES)
         assert kept == pytest.approx(cast.model_states(HOST), rel=0.02), case
         engine.offload_manager.close()
