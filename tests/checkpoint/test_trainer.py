@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import fsspec
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -174,12 +174,8 @@ def _released(folder: str) -> None:
     got, trainer = resume(f"{folder}/one", 2)
     del got
     gc.collect()
-    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+    held = [file.path for file in psutil.Process().open_files()]
     assert not [path for path in held if folder in path], held
-
-
-def _is_open(fd: str) -> bool:
-    return os.path.islink(f"/proc/self/fd/{fd}")
 
 
 def test_files_are_closed(pool: Pool, tmp_path: Path) -> None:
