@@ -15,6 +15,7 @@ import torch
 
 from lt_zero.ops.compiler import CSRC
 from lt_zero.ops.header import STRUCTS
+from lt_zero.ops.nf4 import NormalFloat4
 from tests.support.emulated_cuda import compile_emulated, races
 from tests.support.matrix import only_rows
 
@@ -40,6 +41,12 @@ def run_kernels(library: ctypes.CDLL, source: str) -> None:
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, out, scratch)]
         given = (pointers[0], ctypes.c_int64(x.numel()), ctypes.c_int64(1000), *pointers[1:], None)
         assert library.lt_cuda_select_topk(*given) == 0
+    elif source == "blocks":
+        codes = NormalFloat4().encode(x)
+        shape = STRUCTS["lt_blocks"](rows=1, numel=x.numel(), residual_row=0, block=64, bits=4, dtype=0, normal=1)
+        buffers = (ctypes.c_void_p * 1)(codes.data_ptr())
+        given = (ctypes.byref(shape), ctypes.c_int64(1), buffers, ctypes.c_double(1.0), ctypes.c_void_p(x.data_ptr()))
+        assert library.lt_cuda_decode_blocks(*given, None) == 0
     else:
         one, sizes, dtype = (ctypes.c_void_p * 1)(x.data_ptr()), (ctypes.c_int64 * 1)(x.numel()), (ctypes.c_int32 * 1)()
         tensors = STRUCTS["lt_mixed"](count=1, numel=sizes, data=one, dtype=dtype)
@@ -50,7 +57,7 @@ def run_kernels(library: ctypes.CDLL, source: str) -> None:
 
 @pytest.mark.parametrize(("file", "line"), only_rows([], BARRIERS))
 def test_without_a_barrier_threads_race(compiled: Callable[[str], ctypes.CDLL], file: str, line: int) -> None:
-    source = "topk" if file == "topk.cu" else "norm"
+    source = {"topk.cu": "topk", "blocks.cu": "blocks"}.get(file, "norm")
     library = compiled(source)
     run_kernels(library, source)
     assert races(library) == []
