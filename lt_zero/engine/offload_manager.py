@@ -183,7 +183,8 @@ def open_offload_manager(
     if manager.has_files:
         return_large_blocks()
         numels, moments = [b.shard.numel() for b in buckets], [b.moments for b in buckets]
-        files = (world.rank, config.aio, numels, moments, [b.storage.trains for b in buckets])
+        codec = next(filter(None, (b.storage.codecs.rests for b in buckets)), None)
+        files = (world.rank, config.aio, numels, moments, [b.storage.trains for b in buckets], codec)
         with (
             world.agree("opening the folder for states", SwapError),
             progress_bar("Preparing the files of states in nvme_path"),

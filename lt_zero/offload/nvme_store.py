@@ -40,8 +40,7 @@ from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.swap_file import Nowhere, SwapFile
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
 from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
-from lt_zero.offload.store import CODES, STATE, WEIGHTS, Place, Speed, Store, record_nbytes
-from lt_zero.ops.codecs import INT8
+from lt_zero.offload.store import CODES, STATE, WEIGHTS, Place, Sized, Speed, Store, record_nbytes
 from lt_zero.ops.moments import MomentForm
 
 
@@ -195,6 +194,7 @@ class NvmeFiles:
         moments: how optimizer states of each bucket are kept.
         trains: buckets for whose master weights, gradients and states the files have records from the start; None: all.
             A bucket that trains later gets files of its own.
+        codec: of weights that rest encoded (``CODES``).
         room: buckets that may be in memory at a time; see ``store.stream``.
         pin: pin the buffers, which are copied to and from a GPU: copies of pageable memory block the host.
 
@@ -211,13 +211,14 @@ class NvmeFiles:
         numels: Sequence[int],
         moments: Sequence[MomentForm],
         trains: Sequence[bool] | None = None,
+        codec: Sized | None = None,
         room: int = 3,
         pin: bool = False,
     ) -> None:
         self.folder = SwapFolder(path, rank)
         self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
         self._numels, self.room, self.where = list(numels), room, str(self.folder.path.parent)
-        self._moments, self._trains = list(moments), list(trains or [True] * len(numels))
+        self._moments, self._trains, self._codec = list(moments), list(trains or [True] * len(numels)), codec
         self._files: dict[str, SwapFile | Nowhere] = {}
         self.problem: SwapError | None = None
         self._buffers = BufferPool(spare=room + 1, make=partial(host_buffer, pin=True)) if pin else BufferPool()
@@ -231,7 +232,7 @@ class NvmeFiles:
             if kind.startswith(STATE) and dtype == self._moments[record].dtype:
                 name, sizes = kind, self._moment_sizes()
             else:
-                sizes = [record_nbytes(n, dtype, INT8 if kind == CODES else None) for n in self._numels]
+                sizes = [record_nbytes(n, dtype, self._codec if kind == CODES else None) for n in self._numels]
                 name = f"{kind}-{str(dtype).removeprefix('torch.')}"
             file = self._file_of(name, record, sizes, of_step=kind not in (WEIGHTS, CODES))
             return NvmeStore(numel, dtype, file, record, self._buffers, self._note, link, scratch=kind == "grad")

@@ -18,8 +18,10 @@ from lt_zero.engine import offload_manager
 from lt_zero.io.pinned import aligned_buffer
 from lt_zero.offload import host_store, nvme_store
 from lt_zero.offload.host_store import FedStore, HostLink, HostStore, StreamedStore
-from lt_zero.offload.store import Place, Speed, Store
+from lt_zero.offload.store import CODES, Place, Speed, Store
+from lt_zero.ops.codecs import Codec
 from lt_zero.ops.moments import CodedMoments, PlainMoments, decode
+from lt_zero.ops.nf4 import RESTING
 from tests.support.matrix import only_rows
 from tests.support.offload_runs import in_memory, same, train
 from tests.support.overlap_runs import offload
@@ -76,6 +78,7 @@ class Archive:
         numels: Sequence[int],
         moments: Any,
         trains: Sequence[bool],
+        codec: Codec | None,
         room: int = 3,
         pin: bool = False,
     ) -> None:
@@ -206,6 +209,21 @@ def test_files_have_no_room_for_what_a_frozen_bucket_does_not_keep(tmp_path: Pat
     late.prefetch()
     assert late.tensor.tolist() == [3.0] * 20_480
     assert files.bytes_on_disk == (30 + 2 * 10 + 20) * 4096
+    files.close()
+
+
+@pytest.mark.parametrize("codec", RESTING.values(), ids=str)
+def test_files_have_room_for_codes_and_no_more(tmp_path: Path, codec: Codec) -> None:
+    numel = 1_024_000
+    form = PlainMoments(torch.float32)
+    files = nvme_store.NvmeFiles(tmp_path, 0, Aio(), [numel], [form], trains=[False], codec=codec)
+    store = files.place(0, None).store(CODES, codec.nbytes(numel), torch.uint8)
+    assert files.bytes_on_disk == -(-codec.nbytes(numel) // 4096) * 4096
+    store.overwrite().fill_(3)
+    store.end_use()
+    store.wait_written()
+    store.prefetch()
+    assert (store.tensor == 3).all()
     files.close()
 
 
