@@ -136,7 +136,8 @@ def make_callbacks(config: Config, folder: Path) -> list[Callback]:
     if config["save_every"] is None:
         return [bar]
     saves = {"every_n_train_steps": config["save_every"], "save_top_k": -1, "filename": "{step}"}
-    return [bar, ModelCheckpoint(folder / "checkpoints", **saves)]
+    # Without the counter, a resumed run replaces the checkpoints that it passes again.
+    return [bar, ModelCheckpoint(folder / "checkpoints", **saves, enable_version_counter=False)]
 
 
 def use_threads(threads: int | None, processes: int) -> None:
