@@ -49,7 +49,7 @@ class FlatStorage:
 
     @property
     def held(self) -> bool:
-        """True if somebody refers to the memory who did not at ``note_own``; False before that."""
+        """True if there are more references to the memory than at ``note_own``; False before it was called."""
         return 0 < self._own < self.references
 
     def await_readers(self, tries: int = 20) -> None:

@@ -180,8 +180,10 @@ def test_steps_are_counted_where_the_optimizer_does_not() -> None:
 
 def test_a_parameter_without_elements() -> None:
     (rows,) = rows_of(ParamSpec.whole("a", (3, 0)), 0, 0)
+    around = torch.ones(2, dtype=torch.bfloat16)
     for operation in (round_stochastic, round_stochastic_reference):
-        operation(torch.empty(0), torch.empty(0, dtype=torch.bfloat16), rows, seed=0, step=1)
+        operation(torch.empty(0), around[1:1], rows, seed=0, step=1)
+        assert around.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
