@@ -1,6 +1,6 @@
 """The folders of the package are floors: a file imports from its own folder, from ``common``, and from lower floors.
 
-A class has a name of its own in the package; files and functions are short.
+A class has a name of its own in the package.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import lt_zero
-from tests.support.structure import LONG_FILE, LONG_FUNCTION
 
 ROOT = Path(lt_zero.__file__).parent
 FLOORS = (
@@ -34,7 +33,6 @@ SAVES = "torch.distributed.checkpoint"  # plans over a process group that comm/ 
 CUT = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed.pipelining")
 # Imports that stand in a function, or that only a type checker sees, and close a circle. None may be added.
 CIRCLES = set[tuple[str, str]]()
-LONG = {"ops/steps:adam_step_reference", "planning/estimate_cli:estimate_command"}  # may be removed, none may be added
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
 
@@ -156,16 +154,6 @@ def test_devices_are_asked_about_in_one_place() -> None:
         if room(file) != "ops" and file != "common/accelerator":
             found = [node.lineno for node in nodes_of(file) if _kinds_of_devices(node)]  # type: ignore[attr-defined]
             assert not found, f"{file}: {found}"
-
-
-def test_files_and_functions_are_short() -> None:
-    kinds, long = (ast.FunctionDef, ast.AsyncFunctionDef), set()
-    assert not [file for file, path in FILES.items() if path.read_text(encoding="utf-8").count("\n") > LONG_FILE]
-    for file in FILES:
-        for node in (node for node in nodes_of(file) if isinstance(node, kinds)):
-            if (node.end_lineno or node.lineno) - node.lineno + 1 > LONG_FUNCTION:
-                long.add(f"{file}:{node.name}")
-    assert long <= LONG
 
 
 def test_one_class_has_a_name() -> None:
