@@ -41,9 +41,10 @@ from lt_zero.config.rules import one_bit
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine, has_groups
 from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
-from lt_zero.engine.full_params import install_load_hooks, use_outside
+from lt_zero.engine.full_params import use_outside
 from lt_zero.engine.gather import Unit, remedy
 from lt_zero.engine.guard import Owner, owner_of
+from lt_zero.engine.loading import install_load_hooks
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
 from lt_zero.engine.partition import (

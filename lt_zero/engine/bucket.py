@@ -564,8 +564,11 @@ class Bucket:
             self.edits.note()
 
     @torch.no_grad()
-    def write(self, index: int, value: Tensor) -> None:
-        """Set parameter ``index`` to ``value`` (full shape, the same on every rank) in every copy this rank holds."""
+    def write(self, index: int, value: Tensor, rounded: bool = False) -> None:
+        """Set parameter ``index`` to ``value`` (full shape, the same on every rank) in every copy this rank holds.
+
+        ``rounded``: see ``MasterWeights.load``.
+        """
         # An unfinished prefetch would deliver the old values after the write.
         if self.state is State.GATHERING:
             self.release()
@@ -579,12 +582,27 @@ class Bucket:
             self.param_views[index].copy_(value)
             self.edits.forget()
         for piece in self.pieces_of(index):
-            row = elements_of(value, piece.lo, piece.hi)
             rows = slice(piece.offset, piece.offset + piece.numel)
-            self.weights.writable_values()[rows].copy_(row)
+            self.weights.load(rows, elements_of(value, piece.lo, piece.hi), rounded)
             self.weights.follow_edit()
             self.weights.note_decoded(rows)
         self.group.after_write()
+
+    @torch.no_grad()
+    def take_loaded(self, index: int, value: Tensor, rounded: bool) -> None:
+        """Take over what ``load_state_dict`` has copied to the (unsharded) compute copy of parameter ``index``.
+
+        Elementwise and not collective. Call ``put_away`` after the last one.
+
+        Args:
+            index: of the parameter.
+            value: that of the state dict (full shape).
+            rounded: see ``MasterWeights.load``.
+        """
+        for piece in self.pieces_of(index):
+            rows = slice(piece.offset, piece.offset + piece.numel)
+            self.weights.load(rows, elements_of(value, piece.lo, piece.hi), rounded, self.shard[rows])
+            self.weights.note_decoded(rows)
 
     @torch.no_grad()
     def adopt_edits(self) -> None:

@@ -1,4 +1,13 @@
-"""The weights of a bucket on one rank: master weights, or frozen weights, and what gathers read."""
+"""The weights of a bucket on one rank: master weights, or frozen weights, and what gathers read.
+
+Note [Replaced weights]
+    Scripts swap weights for a validation: they copy what the module shows, load an average, and load the copy back. The
+    copy has the precision of the compute copy, so the master weights would come back rounded. Whatever replaces master
+    weights that the compute copy does not show in full (a load, an edit) therefore keeps them first, until the next
+    step. An element that comes back with the value that the compute copy had shown gets its master weight back. This
+    is elementwise and local to the rank, and a run without such writes pays nothing. Frozen weights in a wider dtype
+    than the compute copy are treated alike.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +18,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lt_zero import ops
 from lt_zero.common.compat import without_grad
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.storage_plan import StoragePlan
@@ -25,6 +33,19 @@ class _NoCopy(Store):
 
     def refresh(self, master: Store, written: bool, gaps: Sequence[Gap]) -> None:
         pass
+
+
+class AllReplaced:
+    """The weights with ``MasterWeights.replaced``, of all buckets of an engine.
+
+    Attributes:
+        weights: these.
+        keeps: whether what is replaced is kept from now on.
+    """
+
+    def __init__(self) -> None:
+        self.weights: set[MasterWeights] = set()
+        self.keeps = True
 
 
 NO_COPY = _NoCopy(torch.float32, partial(torch.empty, 0))
@@ -47,12 +68,15 @@ class MasterWeights:
     # read while the master weights, or frozen weights in a wider dtype, are offloaded.
     copy: Store = NO_COPY
     written: bool = False  # the running step has written the compute copy already
+    replaced: Store | None = None  # what loads and edits have replaced since the last step, see Note [Replaced weights]
+    loads_rounded: bool = False  # a load since the last step had values without more precision than the compute copy
     # With a codec, after edits: ``shard`` then. An edit changes its block's scale, and with it what is decoded of the
     # other elements, so these would be taken for edited, too. None: ``shard`` is what is decoded of the weights.
     decoded_reference: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._compute = Store.of(self.shard)
+        self.all_replaced = AllReplaced()  # an engine's buckets share one
 
     def keep(self, values: Tensor) -> None:
         """Store this rank's ``values`` (1D, as ``shard``): as master weights if it trains, else as frozen weights."""
@@ -142,13 +166,15 @@ class MasterWeights:
         return self._kept is not self._compute
 
     def stores(self) -> list[Store]:
-        return [store for store in (self.master, self.frozen, self.copy) if store is not None and store is not NO_COPY]
+        every = self.master, self.frozen, self.copy, self.replaced
+        return [store for store in every if store is not None and store is not NO_COPY]
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that weights apart from the flat tensor take now."""
         copy = self.copy.nbytes if self.sharded else 0
-        return copy + (self._kept.nbytes if self.has_master else 0)
+        replaced = self.replaced.nbytes if self.replaced is not None else 0
+        return copy + replaced + (self._kept.nbytes if self.has_master else 0)
 
     @property
     def master_rows(self) -> Tensor:
@@ -206,21 +232,112 @@ class MasterWeights:
             self.copy.wait_copied()
         put_away(self.stores())
 
+    # ---- loads and edits ---------------------------------------------------------------------------------------
+
+    @property
+    def is_rounded_in_copy(self) -> bool:
+        """True if the compute copy does not show all of the precision of the master or frozen weights."""
+        return self.has_master and (self.codec is not None or self.precision != self.plan.dtype)
+
+    def _shown(self, values: Tensor) -> Tensor:
+        """All master or frozen weights ``values`` as the compute copy shows them."""
+        narrow = values.to(self.plan.dtype)
+        return self.codec.decoded(narrow) if self.codec is not None else narrow
+
+    def _shown_rows(self, values: Tensor, rows: slice) -> Tensor:
+        """``_shown`` of some elements. With a codec they depend on the others of their block."""
+        return self._shown(values)[rows] if self.codec is not None else self._shown(values[rows])
+
+    @without_grad
+    def keep_replaced(self) -> None:
+        """Keep the master or frozen weights, which are about to be replaced. See Note [Replaced weights]."""
+        if self.replaced is not None or not (self.all_replaced.keeps and self.is_rounded_in_copy):
+            return
+        place = self.places.step if self.trains else self.places.gather
+        # A validation of Lightning runs in inference mode, and what is kept outlives it.
+        with torch.inference_mode(False):
+            values = self.values()
+            # The name is of a kind of its own: an optimizer's state may have the same key.
+            self.replaced = place.store("beside replaced", values.numel(), values.dtype)
+            self.replaced.overwrite().copy_(values)
+        self.all_replaced.weights.add(self)
+
+    def forget_replaced(self) -> None:
+        """Drop what ``keep_replaced`` has kept: training goes on from the weights that there are."""
+        if self.replaced is not None:
+            self.replaced.discard()
+            self.replaced = None
+            self.loads_rounded = False
+            self.all_replaced.weights.discard(self)
+
+    @without_grad
+    def is_as_replaced(self) -> bool:
+        """True if the weights are those that were replaced, bit for bit."""
+        assert self.replaced is not None
+        return torch.equal(self.values(), self.replaced.read())
+
+    @without_grad
+    def has_rounded(self) -> bool:
+        """True if a load has left rounded values in the place of others."""
+        if self.replaced is None or not self.loads_rounded:
+            return False
+        values = self.values()
+        changed = values != self.replaced.read()
+        return bool((changed & (values.to(self.plan.dtype) == values)).any())
+
+    @without_grad
+    def load(self, rows: slice, given: Tensor, rounded: bool, arrived: Tensor | None = None) -> None:
+        """Replace elements by loaded values. Call ``follow_edit``, or ``put_away``, after the last one.
+
+        Args:
+            rows: of the elements.
+            given: the values (1D), in any dtype.
+            rounded: they have no more precision than the compute copy, from which they may have been taken.
+            arrived: what the load has left in the compute copy (1D); default: ``given``, rounded. Where it differs, the
+                module has loaded something else, or nothing.
+        """
+        if not self.is_rounded_in_copy:
+            self.writable_values()[rows].copy_(given if arrived is None else arrived)
+            return
+        self.keep_replaced()
+        values = self.writable_values()
+        given = given.to(values.device)
+        took = given.to(self.plan.dtype)
+        arrived = took if arrived is None else arrived.to(values.device)
+        if not rounded and (took is arrived or torch.equal(took, arrived)):
+            values[rows].copy_(given)
+            return
+        # Select with ``where``: indexing by a mask would wait for a GPU.
+        loaded = edited = arrived.to(values.dtype)
+        as_before = torch.zeros_like(arrived, dtype=torch.bool)
+        if self.replaced is not None:
+            before = self.replaced.read()
+            as_before = arrived == self._shown_rows(before, rows)
+            edited = torch.where(as_before, before[rows], edited)
+        # What looks unchanged may not have been written at all.
+        edited = torch.where(arrived == self._shown_rows(values, rows), values[rows], edited)
+        if rounded:
+            loaded = edited if self.replaced is None else torch.where(as_before, before[rows], edited)
+            self.loads_rounded = True
+        else:
+            loaded = given.to(values.dtype)
+        values[rows].copy_(torch.where(took == arrived, loaded, edited))
+
     def edit_pair(self) -> tuple[Tensor, Tensor] | None:
-        """The master weights, for writing, and ``shard``, if ``ops.take_edits`` can do all that ``keep_edits`` does."""
-        plain = self.codec is None and not self.sharded and not self.places.step.offloads
+        """The master weights, for writing, and ``shard``, if ``ops.take_edits`` can do all that a step needs.
+
+        It does not keep what it replaces, as the step would drop that.
+        """
+        plain = self.codec is None and not self.sharded and not self.places.step.offloads and self.replaced is None
         if not (plain and self.trains and self.has_master and self.shard.dtype in (torch.bfloat16, torch.float16)):
             return None
         master = self.writable_values()
         return (master, self.shard) if master.dtype == torch.float32 else None
 
-    @torch.no_grad()
+    @without_grad
     def keep_edits(self) -> None:
         """Copy edits of the (gathered) flat tensor to the master weights."""
         if not self.has_master:
-            return
-        if (pair := self.edit_pair()) is not None:
-            ops.take_edits([pair[0]], [pair[1]])
             return
         # Only edited elements: the others are more precise in the master weights.
         kept = self.values()
@@ -231,23 +348,24 @@ class MasterWeights:
             before = self.codec.decoded(kept.to(compute.dtype)) if known is None else known.to(compute.device)
             edited &= before != compute
             self.note_decoded()
-        if not self.places.step.offloads:
-            # Select with ``where``: indexing by a mask would wait for the GPU.
-            master = self.writable_values()
-            torch.where(edited, compute.to(master.dtype), master, out=master)
-            self.follow_edit()
-        elif bool(edited.any()):
-            master = self.writable_values()
-            master[edited] = compute[edited].to(master.dtype)
-            self.follow_edit()
-        else:
+        if not bool(edited.any()):
             put_away(self.stores())
+            return
+        self.keep_replaced()
+        master = self.writable_values()
+        values = compute.to(master.dtype)
+        if self.replaced is not None:
+            replaced = self.replaced.read()
+            values = torch.where(compute == self._shown(replaced), replaced, values)
+        torch.where(edited, values, master, out=master)
+        self.follow_edit()
 
     def note_decoded(self, rows: slice = slice(None)) -> None:
         """Remember the compute copy of these elements, which were edited, until the next step."""
         if self.codec is None:
             return
         if self.decoded_reference is None:
-            self.decoded_reference = self.shard.clone()
+            with torch.inference_mode(False):
+                self.decoded_reference = self.shard.clone()
         else:
             self.decoded_reference[rows].copy_(self.shard[rows])

@@ -62,6 +62,7 @@ from lt_zero.engine.guard import shares_storage
 from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.parts import Parts, Unjoined
+from lt_zero.engine.replaced_weights import ReplacedWeights
 from lt_zero.engine.same_on_ranks import SameOnRanks
 from lt_zero.engine.saved_weights import SavedWeights, references_of
 from lt_zero.engine.visible_grads import GradViews, UnusedParameters
@@ -83,6 +84,7 @@ class Engine(ProcessLocal):
 
     plan: EnginePlan  # the plan that the engine was built by
     on_guarded_use: Callable[[list[Tensor], Callable[..., Any], Any, Any], Any]  # set to full_params.py, use_outside
+    is_rounded: Callable[[Bucket, Tensor], bool]  # set to loading.py, ``Loads.is_rounded``
     in_backward = False
     backwards = 0  # backwards that have ended
     stepped = False  # a step has published the weights that there are
@@ -136,6 +138,7 @@ class Engine(ProcessLocal):
         self.finish_reductions = self.unused_parameters.finish_reductions
         self.sharded_optim = any(not b.is_whole for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
+        self.replaced = ReplacedWeights(self.buckets, tell=world.rank == 0)
         self.before_backward: list[Callable[[], None]] = []  # called when a backward begins
         # Called at the end of a backward, also of a failed one.
         self.after_backward: list[Callable[[], None]] = [self.buffers.end_backward]
@@ -215,6 +218,8 @@ class Engine(ProcessLocal):
         if self._depth == 1 and not self.in_backward:
             self.grad_views.drop_cleared()
             if self.training and trains and torch.is_grad_enabled() and (entry is None or entry.training):
+                if self.replaced:
+                    self.replaced.drop_returned()
                 self.buffers.before_forward(self.reducer.sync)
             self.gatherer.begin_order(entry)
             self.gatherer.gather(self.root_unit)
@@ -389,6 +394,8 @@ class Engine(ProcessLocal):
             self.in_backward = True
             if not self._explicit:
                 self._span = phase("backward").open()
+            if self.replaced and self.stepped:
+                self.replaced.warn_of_rounded()
             for listener in self.before_backward:
                 listener()
             self.gatherer.begin_backward()
@@ -537,6 +544,8 @@ class Engine(ProcessLocal):
             changed = [b for b in dict.fromkeys([*self.root_unit.buckets, *self.buckets]) if b in buckets]
             for bucket in self.buckets:
                 bucket.end_lending(bucket in buckets)
+            if self.replaced:
+                self.replaced.forget(None if stepped else changed)
             for bucket in changed:
                 bucket.refresh_after_step()
             for bucket in changed:

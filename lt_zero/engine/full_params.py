@@ -1,5 +1,5 @@
-"""The values of sharded parameters outside of their unit's forward: ``gathered``, loading, streaming the full model,
-functions that are called on guarded parameters, and whether the model still has its parameters.
+"""The values of sharded parameters outside of their unit's forward: ``gathered``, streaming the full model, functions
+that are called on guarded parameters, and whether the model still has its parameters.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.nn import Parameter
 from lt_zero.common.arguments import expect, wrong
 from lt_zero.common.boxes import Box
 from lt_zero.common.compat import can_assign_data, in_transform, versions_of, without_torch_function
-from lt_zero.common.module_hooks import Hook
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import HANDS_OUT, called, owner_of
-from lt_zero.engine.lazy_tensor import AbsentTensor, part_of
+from lt_zero.engine.lazy_tensor import AbsentTensor
+from lt_zero.engine.loading import read_into
 from lt_zero.engine.materialize import ConstructionSharder
 
 
@@ -177,58 +177,6 @@ def gather_own(bucket: Bucket, shard: Tensor) -> Tensor:
     return flat
 
 
-def install_load_hooks(engine: Engine) -> None:
-    """Make ``load_state_dict`` take parts of tensors, and write master weights that are no slice of the compute copy.
-
-    Otherwise these would get values rounded to the 16-bit compute copy. Sharded parameters need no hook: their guard
-    turns ``copy_`` into a scatter.
-    """
-    if engine.plan.parts:
-        _install_cutting(engine)
-    if all(bucket.weights.plan.master_is_view or bucket.sharding.params for bucket in engine.buckets):
-        return
-    for module in engine.root.modules():
-        owned = ((n, engine.owner.get(id(p))) for n, p in module.named_parameters(recurse=False))
-        places = {
-            name: place
-            for name, place in owned
-            if place is not None and not (place[0].weights.plan.master_is_view or place[0].sharding.params)
-        }
-        if not places:
-            continue
-
-        def write(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, places: Any = places) -> None:
-            for name, (bucket, index) in places.items():
-                value = state.get(prefix + name)
-                if isinstance(value, Tensor) and value.shape == bucket.params[index].shape:
-                    bucket.write(index, engine.parts.cut(bucket.params[index], value))
-
-        def note_edits(module: nn.Module, incompatible: Any, places: Any = places) -> None:
-            for bucket, _ in places.values():
-                bucket.edits.note()
-
-        module.register_load_state_dict_pre_hook(Hook(write))
-        module.register_load_state_dict_post_hook(Hook(note_edits))
-
-
-def _install_cutting(engine: Engine) -> None:
-    """Make ``load_state_dict`` take the parameters' parts of full tensors."""
-    every = ((p, span.spec) for b in engine.buckets for p, span in zip(b.params, b.layout.spans, strict=True))
-    specs = {id(p): spec for p, spec in every if p.shape == torch.Size(spec.shape)}  # others cut by themselves
-    for module in engine.root.modules():
-        owned = {name: specs[id(p)] for name, p in module.named_parameters(recurse=False) if id(p) in specs}
-        if not (parts := {name: spec for name, spec in owned.items() if not spec.is_whole}):
-            continue
-
-        def cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, parts: Any = parts) -> None:
-            for name, spec in parts.items():
-                value = state.get(prefix + name)
-                if isinstance(value, Tensor) and tuple(value.shape) == spec.global_shape:
-                    state[prefix + name] = part_of(value, spec.local_box)
-
-        module.register_load_state_dict_pre_hook(Hook(cut))
-
-
 def joined(engine: Engine, parameter: Parameter, part: Tensor) -> Tensor:
     """The full tensor, of which this rank's group has ``part``. Collective."""
     bucket, index = engine.owner[id(parameter)]
@@ -342,10 +290,12 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
             "there: wrap the whole call in `with lt_zero.gathered(parameter):` on every rank."
         )
     if getattr(func, "__name__", "") == "copy_" and args[0] is parameters[0] and len(parameters) == 1:
+        value = args[1] if isinstance(args[1], Tensor) else read_into(args[1], bucket, index)
         with without_torch_function():
-            value, shape = args[1], parameters[0].shape
+            shape = parameters[0].shape
+            rounded = engine.is_rounded(bucket, value)
             value = engine.parts.cut(bucket.params[index], value if value.shape == shape else value.expand(shape))
-            bucket.write(index, value)
+            bucket.write(index, value, rounded)
         return args[0]
     if engine.running:
         for used in buckets:

@@ -52,7 +52,7 @@ def set_full_master(parameter: Parameter, value: Tensor) -> None:
     engine, bucket, index = _place(parameter, "lt_zero.set_full_master")
     _check_shape(bucket, index, value)
     engine.prepare_reading()
-    bucket.write(index, _part_of(engine, bucket, index, value))
+    bucket.write(index, _part_of(engine, bucket, index, value), rounded=value.dtype == bucket.dtype)
     bucket.edits.note()
     bucket.put_away()
 

@@ -19,6 +19,7 @@ Note [Order of a restore]
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -477,7 +478,8 @@ def restore_weights(
         engine.stepped = False
         if not config.zero_optimization.load_from_fp32_weights:
             state = rounded_weights(engine, state)
-    load_module(module, state if reach is None else counted(state, reach), strict, left_out)
+    with engine.replaced.restoring() if engine is not None else nullcontext():
+        load_module(module, state if reach is None else counted(state, reach), strict, left_out)
     # Read now what the module took over: it may have the lazy tensors themselves (assign=True).
     read_now(module)
 
