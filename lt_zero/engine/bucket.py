@@ -206,7 +206,7 @@ class Bucket:
         full = self.flat
         # Wider values are kept as master or frozen weights, so they arrive in a tensor of their own.
         if self.storage.fills_apart:
-            full = flat_empty(self.layout.numel, self.storage.master, self.flat.device)
+            full = flat_empty(self.layout.numel, self.storage.precision, self.flat.device)
         filled = self.param_views if full is self.flat else self.layout.views(full)
         values = fetch(self.params)
         for parameter, view, place in zip(self.params, self.param_views, filled, strict=True):

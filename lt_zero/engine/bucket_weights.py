@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lt_zero.common.compat import without_grad
+from lt_zero.common.compat import outside_inference, without_grad
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.store import WEIGHTS, BackgroundStep, Gap, Place, Places, Store, put_away
@@ -223,6 +223,7 @@ class MasterWeights:
         self.copy.refresh(self._kept, self.written, self.gaps)
         self.written, self.decoded_reference = True, None
 
+    @outside_inference
     def follow_edit(self) -> None:
         """Update what gathers read after an edit of ``writable_values()``, and write streamed stores."""
         if self.sharded:
@@ -239,27 +240,26 @@ class MasterWeights:
         """True if the compute copy does not show all of the precision of the master or frozen weights."""
         return self.has_master and (self.codec is not None or self.precision != self.plan.dtype)
 
-    def _shown(self, values: Tensor) -> Tensor:
-        """All master or frozen weights ``values`` as the compute copy shows them."""
-        narrow = values.to(self.plan.dtype)
-        return self.codec.decoded(narrow) if self.codec is not None else narrow
+    def _are_shown(self, values: Tensor, shown: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Tell which elements of the compute copy, ``shown``, are those of ``values`` (1D bool).
 
-    def _shown_rows(self, values: Tensor, rows: slice) -> Tensor:
-        """``_shown`` of some elements. With a codec they depend on the others of their block."""
-        return self._shown(values)[rows] if self.codec is not None else self._shown(values[rows])
+        ``values``: master or frozen weights, of the whole shard; ``rows``: of ``shown``.
+        """
+        same = values[rows].to(self.plan.dtype) == shown
+        if self.codec is not None:
+            # What is decoded depends on the other elements of a block. Before the first step nothing was encoded.
+            same |= self.codec.decoded(values.to(self.plan.dtype))[rows] == shown
+        return same
 
-    @without_grad
     def keep_replaced(self) -> None:
         """Keep the master or frozen weights, which are about to be replaced. See Note [Replaced weights]."""
         if self.replaced is not None or not (self.all_replaced.keeps and self.is_rounded_in_copy):
             return
         place = self.places.step if self.trains else self.places.gather
-        # A validation of Lightning runs in inference mode, and what is kept outlives it.
-        with torch.inference_mode(False):
-            values = self.values()
-            # The name is of a kind of its own: an optimizer's state may have the same key.
-            self.replaced = place.store("beside replaced", values.numel(), values.dtype)
-            self.replaced.overwrite().copy_(values)
+        values = self.values()
+        # The name is of a kind of its own: an optimizer's state may have the same key.
+        self.replaced = place.store("beside replaced", values.numel(), values.dtype)
+        self.replaced.overwrite().copy_(values)
         self.all_replaced.weights.add(self)
 
     def forget_replaced(self) -> None:
@@ -270,13 +270,13 @@ class MasterWeights:
             self.loads_rounded = False
             self.all_replaced.weights.discard(self)
 
-    @without_grad
+    @outside_inference
     def is_as_replaced(self) -> bool:
         """True if the weights are those that were replaced, bit for bit."""
         assert self.replaced is not None
         return torch.equal(self.values(), self.replaced.read())
 
-    @without_grad
+    @outside_inference
     def has_rounded(self) -> bool:
         """True if a load has left rounded values in the place of others."""
         if self.replaced is None or not self.loads_rounded:
@@ -285,7 +285,7 @@ class MasterWeights:
         changed = values != self.replaced.read()
         return bool((changed & (values.to(self.plan.dtype) == values)).any())
 
-    @without_grad
+    @outside_inference
     def load(self, rows: slice, given: Tensor, rounded: bool, arrived: Tensor | None = None) -> None:
         """Replace elements by loaded values. Call ``follow_edit``, or ``put_away``, after the last one.
 
@@ -312,10 +312,10 @@ class MasterWeights:
         as_before = torch.zeros_like(arrived, dtype=torch.bool)
         if self.replaced is not None:
             before = self.replaced.read()
-            as_before = arrived == self._shown_rows(before, rows)
+            as_before = self._are_shown(before, arrived, rows)
             edited = torch.where(as_before, before[rows], edited)
         # What looks unchanged may not have been written at all.
-        edited = torch.where(arrived == self._shown_rows(values, rows), values[rows], edited)
+        edited = torch.where(self._are_shown(values, arrived, rows), values[rows], edited)
         if rounded:
             loaded = edited if self.replaced is None else torch.where(as_before, before[rows], edited)
             self.loads_rounded = True
@@ -334,7 +334,7 @@ class MasterWeights:
         master = self.writable_values()
         return (master, self.shard) if master.dtype == torch.float32 else None
 
-    @without_grad
+    @outside_inference
     def keep_edits(self) -> None:
         """Copy edits of the (gathered) flat tensor to the master weights."""
         if not self.has_master:
@@ -356,16 +356,16 @@ class MasterWeights:
         values = compute.to(master.dtype)
         if self.replaced is not None:
             replaced = self.replaced.read()
-            values = torch.where(compute == self._shown(replaced), replaced, values)
+            values = torch.where(self._are_shown(replaced, compute), replaced, values)
         torch.where(edited, values, master, out=master)
         self.follow_edit()
 
+    @outside_inference
     def note_decoded(self, rows: slice = slice(None)) -> None:
         """Remember the compute copy of these elements, which were edited, until the next step."""
         if self.codec is None:
             return
         if self.decoded_reference is None:
-            with torch.inference_mode(False):
-                self.decoded_reference = self.shard.clone()
+            self.decoded_reference = self.shard.clone()
         else:
             self.decoded_reference[rows].copy_(self.shard[rows])

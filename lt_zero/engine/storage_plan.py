@@ -126,8 +126,22 @@ class StoragePlan:
         return self.narrows and not self.trains and self.master != self.dtype and not encoded
 
     @property
+    def encodes_wide(self) -> bool:
+        """True if the bucket rests encoded, and its values come in a wider dtype than the compute copy.
+
+        They are encoded as they come: after rounding to the compute dtype many codes would be others.
+        """
+        return self.codecs.rests is not None and self.narrows and not self.trains
+
+    @property
     def precision(self) -> torch.dtype:
-        """Dtype of the master or frozen weights, and of both in checkpoints."""
+        """Dtype of the master or frozen weights, and of both in checkpoints; of encoded ones, in which they are decoded.
+
+        It is wide if they were encoded so: in fewer bits the scales would change, and with them the codes of weights
+        that are saved and loaded.
+        """
+        if self.encodes_wide:
+            return torch.float32
         return self.master if self.trains or self.freezes_wide else self.dtype
 
     @property
@@ -142,8 +156,8 @@ class StoragePlan:
 
     @property
     def fills_apart(self) -> bool:
-        """True if full values arrive in the master dtype, in a tensor of their own, before this rank's are kept."""
-        return self.freezes_wide or self.keeps_master
+        """True if full values arrive in ``precision``, in a tensor of their own, before this rank's are kept."""
+        return self.freezes_wide or self.keeps_master or self.encodes_wide
 
     @property
     def copies_weights(self) -> bool:

@@ -419,7 +419,7 @@ class _Sums:
         for row in self.rows:
             flat = row.numel * row.dtype.itemsize if row.sharding.params else 0
             stored = rounded(row.shard_numel * row.master.itemsize) if NVME in (row.states, row.weights) else 0
-            most = max(most, (row.numel * row.master.itemsize if row.fills_apart else 0) + flat + stored)
+            most = max(most, (row.numel * row.precision.itemsize if row.fills_apart else 0) + flat + stored)
         return [(DEVICE, BUILD, most)]
 
     def saving(self) -> list[Part]:

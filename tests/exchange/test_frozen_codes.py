@@ -58,12 +58,11 @@ def net() -> Net:
     return Net()
 
 
-def decode(model: nn.Module, bits: int, dtype: torch.dtype) -> nn.Module:
-    """Replace frozen weights by what is decoded of them alone."""
+def decode(model: nn.Module, bits: int) -> nn.Module:
+    """Replace frozen weights by what is decoded of them alone, encoded in the dtype in which they are."""
     for parameter in model.parameters():
         if not parameter.requires_grad:
-            values = RESTING[bits].decoded(parameter.data.to(dtype).flatten()).view_as(parameter)
-            parameter.data = values.to(parameter.dtype)
+            parameter.data = RESTING[bits].decoded(parameter.data.flatten()).view_as(parameter)
     return model
 
 
@@ -87,7 +86,7 @@ def trained(model: nn.Module, optimizer: str, dtype: torch.dtype | None, zero: d
 def _equal_training(bits: int, optimizer: str, low: bool, zero: dict[str, Any]) -> None:
     dtype = torch.bfloat16 if low else None
     engine, got = trained(net(), optimizer, dtype, zero, quantize=bits)
-    _, want = trained(decode(net(), bits, dtype or torch.float32), optimizer, dtype, zero)
+    _, want = trained(decode(net(), bits), optimizer, dtype, zero)
     assert got.keys() == want.keys()
     for name in want:
         assert torch.equal(got[name].float(), want[name].float()), name
@@ -126,7 +125,7 @@ def test_adapters_train_as_on_decoded_weights(
 
 
 def _one_process(bits: int, optimizer: str, world: int) -> dict[str, Tensor]:
-    model = decode(net(), bits, torch.float32)
+    model = decode(net(), bits)
     made = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
     for step in range(3):
         (sum(loss_of(model, step, rank) for rank in range(world)) / world).backward()  # type: ignore[union-attr]
@@ -151,7 +150,8 @@ def test_training_is_that_of_one_process(pool: Pool, world: int, bits: int, opti
 
 def _loop(folder: Path, saves: bool) -> dict[str, Tensor]:
     model = net()
-    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "quantize": 4}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"zero_optimization": zero, "quantize": 4, "bf16": {"enabled": True}}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     engine, *_ = lt_zero.initialize(model=model, optimizer=optimizer, config=config)
     if not saves:
@@ -169,6 +169,9 @@ def _loop(folder: Path, saves: bool) -> dict[str, Tensor]:
 
 def test_a_resume_on_other_ranks_has_the_same_codes(pool: Pool, tmp_path: Path) -> None:
     saved, *_ = pool.run(2, _loop, tmp_path, True)
+    want = dict(decode(net(), 4).named_parameters())
+    for name, value in saved.items():
+        assert "base_layer" not in name or torch.equal(value, want[name]), "encoded as they were given, in fp32"
     for loaded in pool.run(3, _loop, tmp_path, False):
         for name, value in saved.items():
             assert torch.equal(loaded[name], value), name

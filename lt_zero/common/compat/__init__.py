@@ -188,6 +188,21 @@ def without_torch_function() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator with the effects of ``torch.inference_mode(False)`` and ``torch.no_grad()``.
+
+    It is for functions that make tensors which outlive the validation in which they may be called: in inference mode
+    these could not be changed later.
+    """
+
+    @functools.wraps(function)
+    def ordinarily(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return ordinarily
+
+
 def without_grad(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator with the effect of ``torch.no_grad()`` at a tenth of its time: small functions take no longer."""
 
