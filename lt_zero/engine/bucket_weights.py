@@ -238,7 +238,7 @@ class MasterWeights:
     @property
     def is_rounded_in_copy(self) -> bool:
         """True if the compute copy does not show all of the precision of the master or frozen weights."""
-        return self.has_master and (self.codec is not None or self.precision != self.plan.dtype)
+        return self.has_master and self.plan.shows_less
 
     def _are_shown(self, values: Tensor, shown: Tensor, rows: slice = slice(None)) -> Tensor:
         """Tell which elements of the compute copy, ``shown``, are those of ``values`` (1D bool).
@@ -299,11 +299,16 @@ class MasterWeights:
         if not self.is_rounded_in_copy:
             self.writable_values()[rows].copy_(given if arrived is None else arrived)
             return
-        self.keep_replaced()
-        values = self.writable_values()
+        values = self.values()
         given = given.to(values.device)
         took = given.to(self.plan.dtype)
         arrived = took if arrived is None else arrived.to(values.device)
+        if self.replaced is None:
+            # Loads often repeat frozen weights, of which nothing has to be kept.
+            if torch.equal(given, values[rows]) if not rounded else bool(self._are_shown(values, arrived, rows).all()):
+                return
+            self.keep_replaced()
+        values = self.writable_values()
         if not rounded and (took is arrived or torch.equal(took, arrived)):
             values[rows].copy_(given)
             return

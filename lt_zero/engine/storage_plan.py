@@ -135,10 +135,10 @@ class StoragePlan:
 
     @property
     def precision(self) -> torch.dtype:
-        """Dtype of the master or frozen weights, and of both in checkpoints; of encoded ones, in which they are decoded.
+        """Dtype of the master or frozen weights, and of both in checkpoints; encoded ones are decoded in it.
 
-        It is wide if they were encoded so: in fewer bits the scales would change, and with them the codes of weights
-        that are saved and loaded.
+        These are wide if they were encoded so: in fewer bits the scales would change, and with them the codes of
+        weights that are saved and loaded.
         """
         if self.encodes_wide:
             return torch.float32
@@ -148,6 +148,11 @@ class StoragePlan:
     def keeps_master(self) -> bool:
         """True if master weights are stored apart from the compute copy."""
         return self.trains and not self.master_is_view
+
+    @property
+    def shows_less(self) -> bool:
+        """True if the compute copy does not show all of the precision of the master or frozen weights."""
+        return self.codecs.updates is not None or self.precision != self.dtype
 
     @property
     def keeps_frozen(self) -> bool:

@@ -43,6 +43,7 @@ from lt_zero.planning.forecast import (
     MOMENTS,
     OFFLOAD,
     REDUCE,
+    REPLACED,
     RESIDUALS,
     WEIGHTS,
     Forecast,
@@ -84,7 +85,8 @@ def _of_bucket(bucket: Bucket) -> dict[str, int]:
         GRADS: grads.nbytes if not grads.streamed else 0,
         LOCAL: grads.local.nbytes if grads.local is not None else 0,
     }
-    kinds = {MASTER: weights.master if weights.has_master else None, WEIGHTS: weights.frozen}
+    master = weights.master if weights.has_master else None
+    kinds = {MASTER: master, REPLACED: weights.replaced, WEIGHTS: weights.frozen}
     for kind, store in kinds.items():
         held[kind] = held.get(kind, 0) + (store.nbytes if store is not None and not store.streamed else 0)
     if sharded and weights.copy.nbytes and not weights.copy.streamed:

@@ -7,6 +7,8 @@ Note [Phases]
       accumulation  micro-batches before the last one: gradients that are not sharded (stages 0 and 1) are kept whole
       backward      reductions and gathers are under way
       step          one bucket after the other is brought from its file, or copied to fp32
+      swap          between steps, when gradients are gone, a script loads other weights: master weights that the
+                    compute copy does not show in full are kept until they come back
       checkpoint    sharded: each rank writes its part, or (checkpoint.async) copies it first. Full: rank 0 collects
                     a full copy on its host, and Lightning makes the file's bytes in memory
     Activations, what libraries and the allocator keep for themselves, and the caller's data are not in it.
@@ -39,13 +41,17 @@ from lt_zero.ops.moments import MomentForm, PlainMoments
 from lt_zero.planning.setup import Setup
 
 PLACES = (DEVICE, HOST, NVME)
-PHASES = ("build", "accumulation", "backward", "step", "checkpoint")
+PHASES = ("build", "accumulation", "backward", "step", "swap", "checkpoint")
 WEIGHTS, MASTER, MOMENTS = "weights", "master weights", "moments"
+REPLACED = "replaced master weights"
 GRADS, LOCAL, FRESH = "gradients", "local gradients", "autograd's gradients"
 RESIDUALS = "residuals"
 GATHERED, REDUCE, OFFLOAD = "gathered weights", "reduce buffers", "offload buffers"
 BUILD, STEP, COPY, FILE = "build buffers", "step copies", "checkpoint copy", "checkpoint file"
-KINDS = (WEIGHTS, MASTER, GRADS, LOCAL, FRESH, MOMENTS, RESIDUALS, GATHERED, REDUCE, OFFLOAD, BUILD, STEP, COPY, FILE)
+KINDS = (
+    *(WEIGHTS, MASTER, REPLACED, GRADS, LOCAL, FRESH, MOMENTS, RESIDUALS, GATHERED, REDUCE, OFFLOAD, BUILD, STEP, COPY),
+    FILE,
+)
 STATES = (WEIGHTS, MASTER, GRADS, LOCAL, MOMENTS)  # kept from step to step (LOCAL: within one step)
 
 SAVE_BUFFERS = 2 * 4 * (4 << 20)  # bytes: buffers of the threads and those being filled (io/checked_file.py)
@@ -422,6 +428,14 @@ class _Sums:
             most = max(most, (row.numel * row.precision.itemsize if row.fills_apart else 0) + flat + stored)
         return [(DEVICE, BUILD, most)]
 
+    def replacing(self) -> list[Part]:
+        """Master weights that a load in training keeps (``MasterWeights.keep_replaced``).
+
+        Files for them are made when they are needed.
+        """
+        rows = [row for row in self.trained if row.keeps_master and row.shows_less and row.states != NVME]
+        return [(row.states, REPLACED, row.shard_numel * row.master.itemsize) for row in rows]
+
     def saving(self) -> list[Part]:
         """A save on every rank: its shards are copied or written, or one bucket is gathered from all ranks."""
         rows, trained, setup = self.rows, self.trained, self.setup
@@ -514,6 +528,9 @@ def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: S
         "backward": [*grads, *buffers, *transient, *sums.offloading()],
         "step": [*grads, *buffers, *sums.stepping(sums.trained), *sums.exchanging()],
     }
+    if setup.training:
+        gathered = [part for part in transient if part[1] != FRESH]
+        phases["swap"] = [*states, *buffers, *gathered, *sums.replacing()]
     if setup.saves:
         phases["checkpoint"] = [*grads, *buffers, *sums.saving()]
     if sums.accumulates:

@@ -17,7 +17,7 @@ from torch import Tensor
 import lt_zero
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.engine import Engine
-from tests.support.matrix import only_rows
+from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
@@ -185,3 +185,126 @@ ROWS: list[tuple[int, str]] = [(2, "bf16-mixed"), (3, "bf16-mixed")]
 )
 def test_weights_come_back_in_full_precision(pool: Pool, stage: int, mode: str) -> None:
     pool.run(3 if stage == 3 and mode == "bf16-mixed" else 2, _as_without, stage, mode, SWAPS)
+
+
+# ---- other loads -----------------------------------------------------------------------------------------------------
+
+
+class Read:
+    """Stands for a tensor, as those of litgpt's ``lazy_load``: it lacks the methods, and is read when used."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.shape, self.dtype = value, value.shape, value.dtype
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(arg.value if isinstance(arg, Read) else arg for arg in args), **(kwargs or {}))
+
+
+def _masters(engine: Engine, want: State) -> None:
+    got = full_values(engine)
+    for name, value in want.items():
+        assert name not in got or torch.equal(got[name], value.float()), name
+
+
+def _objects(engine: Engine) -> None:
+    torch.manual_seed(5)
+    state = Net().state_dict()
+    engine.root.load_state_dict({name: Read(value) for name, value in state.items()})
+    _masters(engine, state)
+
+
+def _as_they_are(engine: Engine) -> None:
+    """Values of fp32 that happen to be values of bf16 are not taken for rounded ones."""
+    with torch.no_grad(), lt_zero.gathered(engine.root.scale, write=True):
+        engine.root.scale.fill_(1.0)
+    lt_zero.set_full_master(engine.root.scale, torch.full_like(engine.root.scale, 1.001, dtype=torch.float32))
+    state = Net().state_dict()
+    state["scale"] = torch.ones_like(state["scale"])
+    engine.root.load_state_dict(state)
+    _masters(engine, state)
+
+
+def _one_of_many(engine: Engine) -> None:
+    """Rows of a state dict that are changed, or stay."""
+    before, cached = full_values(engine), _shown(engine)
+    cached["blocks.1.up.weight"][3] = 0.25
+    engine.root.load_state_dict(cached)
+    before["blocks.1.up.weight"][3] = 0.25
+    _masters(engine, before)
+
+
+def _step_between(engine: Engine) -> None:
+    """The weights of an earlier step come back rounded, with one warning, on rank 0."""
+    optimizer = _optimizer(engine)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _step(engine, optimizer, 0)
+        cached = _shown(engine)
+        engine.root.load_state_dict(_halves(cached))
+        engine.root.load_state_dict(cached)
+        for number in range(1, 4):
+            _step(engine, optimizer, number)
+            assert not caught
+            if number == 3:
+                break
+        engine.root.load_state_dict(cached)
+        assert all(
+            torch.equal(value.to(cached[name].dtype), cached[name]) for name, value in full_values(engine).items()
+        )
+        for number in range(4, 6):
+            _step(engine, optimizer, number)
+            engine.root.load_state_dict(cached)
+    texts = [str(each.message) for each in caught]
+    assert len(texts) == (dist.get_rank() == 0), texts
+    assert all("values of bfloat16 in the place of master weights in float32" in text for text in texts), texts
+
+
+def _edit_elsewhere(engine: Engine) -> None:
+    """A load does not hide an edit of another parameter."""
+    up, down = engine.root.blocks[1].up, engine.root.blocks[1].down
+    assert engine.owner[id(up.weight)][0] is engine.owner[id(down.weight)][0]
+    up.weight.data.fill_(0.3)
+    down.load_state_dict({name: value * 2 for name, value in down.state_dict().items()})
+    # Digits that the edit did not show stay.
+    assert (full_values(engine)["blocks.1.up.weight"].bfloat16() == torch.tensor(0.3).bfloat16()).all()
+
+
+def _other_loader(engine: Engine) -> None:
+    """Where a module loads something else than the state dict has, or nothing, that is what counts."""
+    up, down = engine.root.blocks[1].up, engine.root.blocks[1].down
+    before = full_values(engine)
+    up._load_from_state_dict = lambda *_: None
+    plainly = down._load_from_state_dict
+
+    def doubled(state: State, prefix: str, *more: Any) -> None:
+        plainly({name: value * 2 for name, value in state.items()}, prefix, *more)
+
+    down._load_from_state_dict = doubled
+    torch.manual_seed(5)
+    state = Net().state_dict()
+    engine.root.load_state_dict(state)
+    for name in ("blocks.1.up.weight", "blocks.1.up.bias"):
+        state[name] = before[name]
+    for name in ("blocks.1.down.weight", "blocks.1.down.bias"):
+        state[name] = (state[name] * 2).bfloat16()
+    _masters(engine, state)
+
+
+def _loads(stage: int) -> None:
+    every = [_objects, _as_they_are, _one_of_many, _step_between]
+    for check in [*every, *([_edit_elsewhere, _other_loader] if stage < 3 else [])]:
+        check(_engine(stage))
+    torch.manual_seed(0)
+    plain = lt_zero.shard(Net(), config_of(stage))
+    _objects(plain)
+    plain.root.load_state_dict(Net().state_dict())
+    assert not plain.replaced, "fp32 weights are shown as they are"
+
+
+@pytest.mark.parametrize("stage", only([2, 3], [0, 1, 2, 3]))
+def test_loads(pool: Pool, stage: int) -> None:
+    pool.run(2, _loads, stage)

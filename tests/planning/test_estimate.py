@@ -43,6 +43,7 @@ from lt_zero.planning.forecast import (
     MOMENTS,
     OFFLOAD,
     REDUCE,
+    REPLACED,
     RESIDUALS,
     WEIGHTS,
 )
@@ -165,6 +166,10 @@ def _compare(mode: str, stage: int, path: str) -> None:
         assert have.get(OFFLOAD, 0) <= want[HOST].get(OFFLOAD, 0), case
         if offload == "optimizer":
             assert peaks.homes >= 0.6 * want[HOST][OFFLOAD], (*case, peaks.homes, want[HOST][OFFLOAD])
+        if offload == "none":
+            trained = {name: value for name, value in Wide().named_parameters() if value.requires_grad}
+            model.load_state_dict(trained, strict=False)
+            close(measured(engine).get(REPLACED, 0), want[HOST].get(REPLACED, 0), (*case, REPLACED))
         engine.offload_manager.close()
 
 
