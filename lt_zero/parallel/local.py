@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.common.boxes import Box, ParamSpec
-from lt_zero.common.compat import become_distributed_as, local_tensor, set_local_tensor, without_torch_function
+from lt_zero.common.compat import local_tensor, replace_tensor, set_local_tensor, without_torch_function
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.guard import called_on_guarded, is_guarded
 from lt_zero.engine.lazy_tensor import part_of, whole
@@ -63,7 +63,7 @@ class LocalParameter(LocalTensor):
         if value.shape == has and (value.dtype, value.device) != (self.dtype, self.device):
             made = DTensor.from_local(value, self.device_mesh, self.placements, run_check=False)
             made.requires_grad_(self.requires_grad)
-            become_distributed_as(self, made)
+            replace_tensor(self, made)
         else:
             set_local_tensor(self, value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -254,6 +255,223 @@ class Unfillable(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
+
+
+class Scaled(nn.Parameter):
+    """A subclass of a model's own."""
+
+
+def _beside_real_modules() -> None:
+    """Filling parameters on the meta device does not disturb references to them, weak ones included."""
+    hooked = []
+    with lt_zero.Init(config=config_of(3)):
+        real = nn.Linear(5, 7)  # keeps the context's tables alive
+        with torch.device("meta"):
+            model = MetaNet()
+            model.blocks[0].up.weight = Scaled(torch.empty_like(model.blocks[0].up.weight))
+        model.register_module("real", real)
+    weight = model.blocks[0].up.weight
+    weight.width = 5  # type: ignore[attr-defined]
+    known = weakref.WeakKeyDictionary[nn.Module, Any]({model: weakref.ref(weight)})
+    weight.register_post_accumulate_grad_hook(lambda parameter: hooked.append(tuple(parameter.shape)))
+    engine = lt_zero.shard(model, config_of(3), torch.device("cpu"))
+    assert known[model]() is weight is model.blocks[0].up.weight
+    assert isinstance(weight, Scaled)
+    assert weight.width == 5
+    assert (full_values(engine)["blocks.0.up.weight"] == 0.5).all()
+    next_token_loss(model, 0, 0, 0).backward()
+    assert hooked == [tuple(weight.shape)]
+
+
+class BuiltLater(GPT):
+    """Layers on the meta device beside real ones, as models with a pretrained part have them."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            with self.trainer.init_module(empty_init=True):
+                self.net = MetaNet()
+            self.real = nn.Linear(3, 3)
+
+
+def _built_later() -> None:
+    trainer = sharded_trainer(3, max_epochs=1)
+    trainer.validate(BuiltLater(dist.get_world_size()))
+    _beside_real_modules()
+
+
+def test_real_modules_beside_those_on_the_meta_device(pool: Pool) -> None:
+    pool.run(2, _built_later)
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """``model``, initialized as the engine does."""
+    made = Materializer(model, torch.device("cpu"))
+    made.fill(model.parameters())
+    made.fill_buffers()
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    return model
+
+
+class OwnReset(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 2.0)
+        nn.init.constant_(self.bias, 3.0)
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.torchs, self.own, self.on_instance = nn.Linear(3, 2), OwnReset(3, 2), nn.Linear(3, 2)
+        self.on_instance.reset_parameters = partial(nn.init.constant_, self.on_instance.weight, 4.0)  # type: ignore[method-assign]
+        self.on_instance.register_parameter("bias", None)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, 1.0)
+
+
+def test_reset_parameters_of_a_script_win_over_init_weights_of_a_parent() -> None:
+    with torch.device("meta"):
+        model = Parent()
+    values = {name: set(p.flatten().tolist()) for name, p in filled(model).named_parameters()}
+    assert values == {
+        "torchs.weight": {1.0},
+        "torchs.bias": {1.0},
+        "own.weight": {2.0},
+        "own.bias": {3.0},
+        "on_instance.weight": {4.0},
+    }
+
+
+class Tables(nn.Module):
+    """Buffers of several dtypes, filled in the ways that people write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).tril())
+        self.register_buffer("none", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("counts", torch.zeros(4, dtype=torch.uint8))
+        self.register_buffer("least", torch.zeros(2, dtype=torch.int16))
+        self.register_buffer("cos", torch.ones(4), persistent=False)
+        self.weight = nn.Parameter(torch.empty(3, 2))
+        self.bias = nn.Parameter(torch.empty(2), requires_grad=False)
+
+    def reset_parameters(self) -> None:
+        self.mask.copy_(torch.ones(3, 3, dtype=torch.bool).tril())
+        self.none.data.fill_(False)
+        self.counts.zero_()
+        self.least.fill_(-(2**15))
+        self.cos = torch.arange(6.0, device=self.cos.device)
+        self.weight = nn.Parameter(torch.full((3, 2), 5.0, dtype=torch.float64))
+        self.bias.data = torch.ones(2)
+
+
+def test_values_are_seen_in_any_dtype_and_if_they_are_assigned() -> None:
+    with torch.device("meta"):
+        model = Tables()
+    weight = model.weight
+    filled(model)
+    assert torch.equal(model.mask, torch.ones(3, 3, dtype=torch.bool).tril())
+    assert not model.none.any()
+    assert not model.counts.any()
+    assert (model.least == -(2**15)).all()
+    assert torch.equal(model.cos, torch.arange(6.0))
+    assert "cos" not in model.state_dict()
+    assert model.weight is weight, "optimizers may have the parameter"
+    assert weight.dtype == torch.float32
+    assert (weight == 5.0).all()
+    assert model.bias.tolist() == [1.0, 1.0]
+    assert not model.bias.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("then", "told"),
+    [
+        (lambda model: setattr(model, "mask", torch.empty(2, device="meta")), "'mask' got no values"),
+        (lambda model: setattr(model, "bias", None), "'bias' got no values"),
+        (lambda model: model.register_parameter("extra", nn.Parameter(torch.ones(2))), "registers 'extra'"),
+        (lambda model: model.add_module("head", nn.Linear(2, 2)), r"registers 'head\.weight'"),
+        (lambda model: setattr(model, "weight", nn.Parameter(torch.ones(4))), r"'weight' the shape \(4,\)"),
+    ],
+)
+def test_initialization_that_changes_what_was_planned_is_an_error(
+    then: Callable[[nn.Module], object], told: str
+) -> None:
+    with torch.device("meta"):
+        model = Tables()
+
+    def reset_parameters() -> None:
+        Tables.reset_parameters(model)
+        then(model)
+
+    model.reset_parameters = reset_parameters  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match=told):
+        filled(model)
+
+
+def test_values_that_were_only_multiplied_are_none() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    model.reset_parameters = lambda: model.weight.mul_(0.1).add_(model.bias.fill_(1.0)[0])  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="'weight' got no values"):
+        filled(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.complex64])
+def test_buffers_that_nobody_fills_are_an_error_in_any_dtype(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        model = nn.BatchNorm1d(3)
+        model.register_buffer("mask", torch.zeros(2, dtype=dtype))
+    with pytest.raises(RuntimeError, match=r"'mask' got no values"):
+        filled(model)
+
+
+class Holder(nn.Module):
+    """Fills what is inside of it, too, as its constructor does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.inner.weight, 9.0)
+        nn.init.constant_(self.weight, 9.0)
+        self.table.fill_(1.0)
+
+
+def _values_there(stage: int) -> None:
+    """Loaded weights beside a buffer on the meta device, which ``load_state_dict(assign=True)`` does not fill."""
+    with torch.device("meta"):
+        model = nn.Sequential(Holder())
+    saved = {name: torch.full(value.shape, 7.0) for name, value in model.state_dict().items()}
+    model.load_state_dict(saved, assign=True)
+    values = full_values(lt_zero.shard(model, config_of(stage), torch.device("cpu")))
+    assert {name: set(value.flatten().tolist()) for name, value in values.items()} == dict.fromkeys(saved, {7.0})
+    assert model[0].table.tolist() == [1.0, 1.0]
+
+
+def _values_there_at_stages(path: str, *stages: int) -> None:
+    for stage in stages:
+        _values_there(stage)
+    with torch.device("meta"):
+        model = nn.Sequential(Holder())
+    if dist.get_rank() == 0:
+        torch.save({name: torch.full(value.shape, 7.0) for name, value in model.state_dict().items()}, path)
+    dist.barrier()
+    lt_zero.inference(model, config_of(3), weights=path, device=torch.device("cpu"))
+    with lt_zero.gathered(model):
+        assert {value for p in model.parameters() for value in p.flatten().tolist()} == {7.0}
+    assert model[0].table.tolist() == [1.0, 1.0]
+
+
+def test_initialization_of_a_buffer_keeps_the_weights_that_are_there(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _values_there_at_stages, str(tmp_path / "weights.pt"), 2, 3)
 
 
 def _unfillable() -> None:

@@ -143,14 +143,24 @@ def set_local_tensor(parameter: DTensor, value: torch.Tensor) -> None:
     parameter._local_tensor = value
 
 
-def become_distributed_as(parameter: DTensor, made: DTensor) -> None:
-    """Let ``parameter`` have the values, dtype and device of ``made``; it stays the same object, of its class.
+def replace_tensor(parameter: torch.Tensor, made: torch.Tensor) -> None:
+    """Give ``parameter`` the tensor of ``made``, which may be on another device or in another dtype.
+
+    ``parameter`` stays the same object with its class, attributes, hooks and weak references, and loses its gradient.
+    ``torch.utils.swap_tensors`` would move class and attributes to the other object, and refuses objects with weak
+    references, which caches of torch and of users hold, some until the garbage collector runs. They refer to the Python
+    object, which stays.
 
     Raises:
-        RuntimeError: a graph of autograd has it.
+        RuntimeError: code in C++ has a weak reference to the tensor.
     """
-    torch._C._swap_tensor_impl(parameter, made)
-    parameter._local_tensor, parameter._spec = made._local_tensor, made._spec
+    with without_torch_function():
+        hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+        torch._C._swap_tensor_impl(parameter, made)
+        if parameter.requires_grad:
+            parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+    if isinstance(parameter, DTensor) and isinstance(made, DTensor):
+        parameter._local_tensor, parameter._spec = made._local_tensor, made._spec
 
 
 def clean_name(name: str) -> str:
@@ -351,19 +361,16 @@ def can_assign_data(parameter: torch.nn.Parameter, value: torch.Tensor) -> bool:
 def assign_data(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Set ``parameter.data`` to ``value``, also where torch cannot: the object with its class and attributes stays.
 
-    Where torch cannot, ``parameter`` loses its gradient and the hooks on it.
+    Where torch cannot, ``parameter`` loses its gradient.
 
     Raises:
-        RuntimeError: torch cannot, and something has a weak reference to ``parameter``, or it is part of a graph.
+        RuntimeError: torch cannot, and code in C++ has a weak reference to ``parameter``.
     """
     if can_assign_data(parameter, value):
         parameter.data = value
         return
     # ``data`` has a version counter of its own, which ``parameter`` gets, as it would by assignment.
-    other = torch.nn.Parameter(value.data, parameter.requires_grad)
-    other.__dict__.update(parameter.__dict__)
-    other.__class__ = parameter.__class__
-    torch.utils.swap_tensors(parameter, other)
+    replace_tensor(parameter, torch.nn.Parameter(value.data, parameter.requires_grad))
 
 
 # A number that identifies the storage of a tensor as long as it lives. Called for each tensor that autograd saves.
