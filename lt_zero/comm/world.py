@@ -141,16 +141,19 @@ class World(Ranks):
         await_all(timeout)
         backend = backend_of(device)
         group = new_group(None, timeout, backend, device, probed=True, link_timeout=patience)
-        world = cls(group, device, check, timeout, patience, records)
+        simulated = backend_of(device, group) == "fake"
+        world = cls(group, device, check and simulated, timeout, patience, records)
         host = world.order.host
         assert host is not None
         # The ranks of a simulated group have no processes that could hang or end.
         if backend_of(_CPU, host) == "gloo":
             world.detector = world.order.detector = HangDetector(world._closed, host, world.watch, patience, timeout)
             world.agreement = world.detector.agreement
-            places = world.host_gather((node_identity(node), socket.gethostname()), "nodes")
-            world.nodes = group_by_node([identity for identity, _ in places])
-            world.hosts = world.detector.ends.hosts = [name for _, name in places]
+            places = world.host_gather((node_identity(node), socket.gethostname(), check), "nodes")
+            world.nodes = group_by_node([identity for identity, _, _ in places])
+            world.hosts = world.detector.ends.hosts = [name for _, name, _ in places]
+            # Each comparison is a barrier: if one rank's environment asks for them, all ranks take part.
+            world.check = world.order.compares_all = any(asked for _, _, asked in places)
         world._destroy_unused()
         return world
 

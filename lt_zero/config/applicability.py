@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
 from lt_zero.common.errors import ConfigError, Problem, dotted, path_of
 from lt_zero.common.users_code import warn
+from lt_zero.common.variables import switched
 from lt_zero.config.auto import FROM_MODEL
 from lt_zero.config.document import HIDDEN, MISSING, Document, leaves
 from lt_zero.config.load import ConfigWarning, Given, ZeroConfig, examine, plain, resolved, shown
@@ -173,18 +175,25 @@ def _common(values: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def _variables() -> dict[str, str]:
+    """The environment variables that decide which collectives a rank calls; of folders, whether there is one."""
+    checks = "1" if switched("LT_ZERO_MEMORY_CHECK", True) else "0"
+    folders = {name: "set" if os.environ.get(name) else "unset" for name in ("LT_ZERO_RECORD", "LT_ZERO_TRIAL")}
+    return {"LT_ZERO_MEMORY_CHECK": checks, **folders}
+
+
 def check_same(config: ZeroConfig, host_gather: Callable[[Any, str], list[Any]]) -> None:
-    """Compare the configurations of all ranks. Collective.
+    """Compare the configurations of all ranks, and the environment variables that count beside them. Collective.
 
     Raises:
         ConfigError: on all ranks, if they differ; shows the values of two of them.
     """
-    known = _common(resolved(config))
+    known = _common(resolved(config)) | _variables()
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     digests = host_gather(digest, "configuration")
     if len(set(digests)) == 1:
         return
-    told = _common(shown(config))
+    told = _common(shown(config)) | _variables()
     values = {key: (told.get(key, HIDDEN), hashlib.sha256(value.encode()).digest()) for key, value in known.items()}
     ranks = host_gather(values, "configurations")
     other = next(rank for rank, found in enumerate(digests) if found != digests[0])

@@ -265,40 +265,79 @@ def _equal(flags: Sequence[int]) -> bool:
 
 
 def compare_models(
-    ranks: Ranks, root: nn.Module, policy: DtypePolicy | None = None, apart: Collection[Parameter] = ()
+    ranks: Ranks,
+    root: nn.Module,
+    policy: DtypePolicy | None = None,
+    apart: Collection[Parameter] = (),
+    more: Facts | None = None,
 ) -> None:
-    """Compare the parameters of ``ranks``: before the first collective that depends on them. Collective.
+    """Compare the models of ``ranks``: before the first collective that depends on them. Collective.
 
-    ``policy``: of a model that is about to be sharded: it is compared, too, and buffers, which are then broadcast.
-    ``apart``: parameters whose shapes may differ between ranks.
+    Args:
+        policy: of a model that is about to be sharded: it is compared, too, and buffers, which are then broadcast.
+        apart: parameters whose shapes may differ between ranks.
+        more: what else the ranks have to have alike.
 
     Raises:
         RuntimeError: on all ranks, if they differ; names parameters, ranks and values.
     """
     if not ranks.alone:
-        compare(ranks, model_snapshot(root, policy, apart), "the model's parameters")
+        facts: dict[str, Any] = {}
+        if policy is not None:
+            facts |= {"precision": policy.mode, "the dtype of computation": str(policy.compute)}
+        facts |= model_facts(root, policy is not None, apart)
+        compare(ranks, Snapshot.of(facts | dict(more or {})), "the model's parameters")
 
 
-def model_snapshot(root: nn.Module, policy: DtypePolicy | None, apart: Collection[Parameter] = ()) -> Snapshot:
-    """The names, classes of modules, shapes, dtypes, ties and frozen parameters of a model, and its buffers."""
-    facts: dict[str, Any] = {}
-    if policy is not None:
-        facts |= {"precision": policy.mode, "the dtype of computation": str(policy.compute)}
+def model_facts(
+    root: nn.Module,
+    buffers: bool = True,
+    apart: Collection[Parameter] = (),
+    prefix: str = "",
+    leaves_out: Collection[str] = (),
+) -> dict[str, Any]:
+    """List what ranks with the same model have alike, by name: parameters, settings of torch's modules, ``buffers``.
+
+    Args:
+        apart: parameters whose shapes may differ between ranks.
+        prefix: of all names.
+        leaves_out: the names of modules that are left out, with all that is inside of them.
+    """
+    facts, settings = dict[str, Any](), dict[str, str]()
     first, differ = dict[int, str](), set(map(id, apart))
     # Parameters that are sharded already have guards, which would intercept the access.
     with without_torch_function():
-        for path, module in root.named_modules(remove_duplicate=False):
-            prefix, kind = f"{path}." if path else "", type(module).__name__
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                name = prefix + name
+        for path, module in root.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
+            if any(path == name or path.startswith(f"{name}.") for name in leaves_out):
+                continue
+            inside, kind = f"{path}." if path else "", type(module).__name__
+            own = list(module.named_parameters(recurse=False, remove_duplicate=False))
+            for name, parameter in own:
+                name = inside + name
                 tied = first.setdefault(id(parameter), name)
                 more = ("" if parameter.requires_grad else ", frozen") + (f", tied to {tied!r}" if tied != name else "")
                 form = str(parameter.dtype) if id(parameter) in differ else described(parameter)
                 facts[f"parameter {name!r} (of {kind})"] = form + more
-            buffers = module.named_buffers(recurse=False, remove_duplicate=False) if policy is not None else ()
-            for name, buffer in buffers:
-                facts[f"buffer {prefix + name!r} (of {kind})"] = described(buffer)
-    return Snapshot.of(facts)
+            if buffers:
+                for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                    facts[f"buffer {inside + name!r} (of {kind})"] = described(buffer)
+            if _has_settings(module) and not any(id(parameter) in differ for _, parameter in own):
+                settings[f"module {path!r}"] = f"{kind}({module.extra_repr()})"
+    # Last, since an error shows the first differences: the text of a module often follows from its parameters.
+    return facts | settings
+
+
+# Of torch.nn, modules that compute nothing, and losses, which a script may make where it logs: on rank 0 only.
+_NO_SETTINGS = ("torch.nn.modules.container", "torch.nn.modules.module", "torch.nn.modules.loss")
+
+
+def _has_settings(module: nn.Module) -> bool:
+    """True if what ``module`` computes follows from its class and its text: a dropout, an activation, a norm.
+
+    What other classes write into their text is not known, and may depend on the rank.
+    """
+    place = type(module).__module__
+    return place.startswith("torch.nn.modules.") and place not in _NO_SETTINGS
 
 
 def described(tensor: torch.Tensor) -> str:

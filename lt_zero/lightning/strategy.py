@@ -26,7 +26,7 @@ from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted, check_device, joining
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
-from lt_zero.common.compat import set_device_mesh
+from lt_zero.common.compat import before_distribution, set_device_mesh
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import ignored_keys, tell_ignored
@@ -35,7 +35,6 @@ from lt_zero.config.load import examine
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import restore_whole, sync_buffers
 from lt_zero.engine.materialize import ConstructionSharder
-from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.lightning import setup as set_up
 from lt_zero.lightning.arguments import check_launch, explained, with_sizes_of_mesh
 from lt_zero.lightning.metrics import count_all_ranks, count_data_ranks
@@ -274,7 +273,7 @@ class ZeroStrategy(RunQueries):
         self.accelerator.setup(trainer)
         set_up.check_callbacks(trainer, self.stage, self.device_mesh is not None)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        compare_models(self.session.peers, self._module)  # "auto" depends on it, and whether an engine is used again
+        self.session.compare_model(self._module)  # "auto" depends on it, and whether an engine is used again
         if fitting:
             self._reconciler.agree(trainer, self._module, world, self.session.data_ranks, self.is_global_zero)
         self.checkpoints.set_up(self.run)
@@ -361,7 +360,13 @@ class ZeroStrategy(RunQueries):
         sharder: AbstractContextManager[Any] = nullcontext()
         if self.stage == 3 and group is not None and group.size > 1:
             sharder = ConstructionSharder(group, zero.stage3_param_persistence_threshold)
-        with keeping_ties(self._module) if self.device_mesh is not None else nullcontext(), sharder:
+        if self.device_mesh is None:
+            with sharder:
+                yield
+            return
+        compare = partial(self.session.compare_peers, self._module)
+        # A module of other layers, or sizes, would send others than its peers wait for.
+        with keeping_ties(self._module), before_distribution(compare), sharder:
             yield
 
     # ---- running -----------------------------------------------------------------------------------------------

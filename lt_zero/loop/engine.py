@@ -52,7 +52,6 @@ from lt_zero.config.load import shown
 from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.partition import with_sizes
-from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.loop.monitors import LoopMonitor
 from lt_zero.loop.queries import EngineQueries
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
@@ -103,7 +102,7 @@ class TrainingEngine(EngineQueries):
         self.session.loss_scale = self.loss_scale_controller
         self.session.join(config, wanted)
         self.world = self.session.world
-        compare_models(self.session.peers, model)  # "auto" depends on it
+        self.session.compare_model(model)  # "auto" depends on it
         config = with_sizes(config, model, (), partial(self.session.peers.ask_all, name="sizes of the model"))
         self.global_rank, self.world_size = self.world.rank, self.world.size
         self.data_ranks = self.session.data_ranks

@@ -41,13 +41,13 @@ from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import SequenceParallel
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.same_on_ranks import Snapshot, compare, described
+from lt_zero.engine.same_on_ranks import Snapshot, compare, described, model_facts
 from lt_zero.parallel.buffers import make_plain
 from lt_zero.parallel.built_sharded import cut_sharded
 from lt_zero.parallel.experts import AXIS, SIZE, cut_experts, is_of_experts
 from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.local import LocalParts, is_cut, localize
-from lt_zero.parallel.pipeline.layers import Pipeline, pipeline_of
+from lt_zero.parallel.pipeline.layers import Pipeline, pipeline_of, pipelines_in
 from lt_zero.parallel.pipeline.runner import Runner
 from lt_zero.parallel.plan import check_shared, parallelize, placements, table
 from lt_zero.parallel.random import default_generators
@@ -256,6 +256,25 @@ class ParallelMesh:
         states = self._world.host_gather(mine, "generators")[firsts[self._world.rank]]
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+    def compare_stages(self, module: nn.Module) -> None:
+        """Compare what the ranks say of all layers of pipelines, and what each of them has beside these. Collective.
+
+        Each rank makes its own layers only, so nothing else would tell that its code divides other ones.
+
+        Raises:
+            RuntimeError: on all ranks, if they differ; names the first layer, parameter or division, and the ranks.
+        """
+        if self.sizes.pipeline == 1:
+            return
+        facts, inside = dict[str, Any](), set[str]()
+        for name, pipeline in pipelines_in(module):
+            whole = f"of the pipeline {name!r}" if name else "of the pipeline"
+            facts |= {f"{what} {whole}": value for what, value in pipeline.facts.items()}
+            inside.add(name)
+        # A module that is a pipeline has nothing beside it.
+        beside = model_facts(module, leaves_out=inside) if "" not in inside else {}
+        compare(self._world, Snapshot.of(facts | beside), "layers of a pipeline")
 
     def cut(self, module: nn.Module, config: ZeroConfig) -> dict[nn.Parameter, Callable[[], Tensor]]:
         """Parallelize a module as its user, the configuration or its own plan says. Errors: ``parallelize``.

@@ -26,10 +26,12 @@ from lt_zero.config.applicability import Face, check_same, tell_without_effect
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
+from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.parallel.batches import check_same_batch
 from lt_zero.parallel.mesh import DATA, DeviceMesh, ParallelMesh, mesh_of
 from lt_zero.parallel.pipeline import position
 from lt_zero.parallel.pipeline.layers import join_pipelines
+from lt_zero.parallel.sequence.huggingface import attentions
 from lt_zero.parallel.sequence.ranks import current, use
 from lt_zero.parallel.sequence.run import SequenceRun
 from lt_zero.planning.check import check_optimizers
@@ -173,6 +175,20 @@ class Session:
         self.world.begin_run()
         return new
 
+    def compare_model(self, module: nn.Module) -> None:
+        """Compare what the ranks have built, before the first collective that depends on it. Collective.
+
+        Raises:
+            RuntimeError: on all ranks, if they differ; names the first difference, and the ranks.
+        """
+        if self.mesh is not None:
+            self.mesh.compare_stages(module)
+        self.compare_peers(module)
+
+    def compare_peers(self, module: nn.Module) -> None:
+        """``compare_model`` for the ranks that have the same stage, which may be the only ones that call it."""
+        compare_models(self.peers, module, more=attentions(module))
+
     def build(
         self,
         module: nn.Module,
@@ -189,6 +205,8 @@ class Session:
         backward. Errors are those of ``shard``.
         """
         self._refuse_another()
+        # Here, because what a mesh cuts is not the same on all ranks any more.
+        self.compare_model(module)
         join_pipelines(module, config.pipeline)
         if replace_reentrant_checkpoints(module) and training and self.world.rank == 0:
             Console().print("Activation checkpoints of transformers are run with use_reentrant=False.")

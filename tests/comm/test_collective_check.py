@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from unittest import mock
+
+import torch.distributed as dist
 
 import lt_zero
 from lt_zero.comm.ranks import LaunchOrder
@@ -45,3 +48,15 @@ def test_every_collective_is_agreed_upon(pool: Pool) -> None:
         assert set(agreed) == {"collective", "reduction"}
     for agreed in pool.run(2, _reductions, env={"LT_ZERO_SHARED_MEMORY": "0"}):
         assert agreed == []
+
+
+def _of_one_rank() -> list[str]:
+    if dist.get_rank() == 1:
+        os.environ.update(DEBUG)
+    return _reductions()
+
+
+def test_one_rank_that_asks_for_it_is_enough(pool: Pool) -> None:
+    """Its comparisons are barriers, for which it would wait alone."""
+    for agreed in pool.run(2, _of_one_rank):
+        assert set(agreed) == {"collective", "reduction"}

@@ -19,6 +19,7 @@ from torch.autograd import Variable
 from torch.autograd import profiler as torch_profiler
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
@@ -131,6 +132,25 @@ def forget_meshes() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+
+
+@contextmanager
+def before_distribution(call: Callable[[], object]) -> Iterator[None]:
+    """Context in which ``call`` runs once, before a style of ``parallelize_module`` first distributes a module."""
+    style: Any = sys.modules[ColwiseParallel.__module__]
+    known = style.distribute_module
+    waiting = [call]
+
+    def distribute(*args: Any, **kwargs: Any) -> Any:
+        if waiting:
+            waiting.pop()()
+        return known(*args, **kwargs)
+
+    style.distribute_module = distribute
+    try:
+        yield
+    finally:
+        style.distribute_module = known
 
 
 def local_tensor(parameter: DTensor) -> torch.Tensor:

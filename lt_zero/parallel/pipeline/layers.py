@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -17,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lt_zero.common.errors import ConfigError, add_note
 from lt_zero.common.names import merged
 from lt_zero.config.blocks import PipelineParallel
+from lt_zero.engine.same_on_ranks import model_facts
 from lt_zero.parallel.pipeline.models import ModelParts, fill, targets_of
 from lt_zero.parallel.pipeline.partition import divide, forward_seconds, own_numels, weights_of
 from lt_zero.parallel.pipeline.position import Position, current, of_first_rank
@@ -67,6 +69,7 @@ class Pipeline(nn.Module):
         tied: layers that are at several places, by key.
         names: the classes of all layers.
         shared: the ranks of the pipeline that have a tied layer, by key; on all ranks.
+        facts: what the code of this rank says of all layers, and how it divides them; compared over the ranks of a run.
 
     Raises:
         ConfigError: there are more stages than layers; ``num_stages`` is not what the configuration says; a layer
@@ -94,8 +97,10 @@ class Pipeline(nn.Module):
         self._check_stages(num_stages)
         self._specs = list(layers)
         self.names = [class_of(spec) for spec in self._specs]
+        self._drafts: dict[int, Layer] = {}  # layers that were made on the meta device, until ``_build`` is over
         self.parts = self._divided(partition_method or self.position.block.partition_method, example)
         self.shared = self._find_shared()
+        self.facts = self._facts_of_stages() if self._compares else {}
         self.layers, self.tied = nn.ModuleDict(), nn.ModuleDict()
         self._functions: dict[int, Callable[..., Any]] = {}  # layers that are no modules of their own, by number
         self._build()
@@ -176,8 +181,9 @@ class Pipeline(nn.Module):
         if self.position.stages == 1:
             return [range(len(self._specs))]
         weights: list[float] = []
+        count = len(self._specs)
         if method == "parameters":
-            weights = own_numels(self._specs, [self._key(number) for number in range(len(self._specs))])
+            weights = own_numels([self._draft(n) for n in range(count)], [self._key(n) for n in range(count)])
         elif method == "time":
             if example is None:
                 key = "pipeline.partition_method"
@@ -186,7 +192,61 @@ class Pipeline(nn.Module):
                     f"{key}='time' measures the forward of each layer, and has no inputs for it. {self._lacks_example}",
                 )
             weights = of_first_rank(partial(forward_seconds, self._specs, example, self._call))
+            if len(weights) != count:
+                raise RuntimeError(
+                    f"The ranks differ: the number of a pipeline's layers is {len(weights)} on rank 0 and {count} on "
+                    "this rank. Every rank has to run the same code."
+                )
         return divide(weights_of(method, self.names, weights), self.position.stages)
+
+    def _draft(self, number: int) -> Layer:
+        """Layer ``number`` with parameters on the meta device if a spec makes it, else as it was given."""
+        spec = self._specs[number]
+        if not isinstance(spec, LayerSpec):
+            return spec
+        if number not in self._drafts:
+            with torch.device("meta"):
+                self._drafts[number] = spec.build()
+        return self._drafts[number]
+
+    @property
+    def _compares(self) -> bool:
+        """True if other ranks make layers of this pipeline, whose code may be another."""
+        return self.position.ranks > 1 and not self.position.plans
+
+    def _facts_of_stages(self) -> dict[str, Any]:
+        """Facts of the pipeline as a whole."""
+        block = self.position.block
+        facts: dict[str, Any] = {
+            "the number of layers": len(self.names),
+            "the number of ranks": self.position.ranks,
+            "the number of stages on a rank": block.chunks,
+            "seed_layers": block.seed_layers,
+        }
+        for number, name in enumerate(self.names):
+            key = self._key(number)
+            facts[f"layer {number}"] = f"{name}, tied as {key!r}" if key else name
+        for stage, part in enumerate(self.parts):
+            facts[f"stage {stage}"] = f"layers {part.start} to {part.stop - 1}"
+        return facts
+
+    def _note_layer(self, number: int, layer: nn.Module | None) -> None:
+        """Note what this rank says of a layer; None: of one that it does not make."""
+        if not self._compares:
+            return
+        if self.position.block.seed_layers:
+            # Only some ranks make the layer, but all of them can make a draft, unless its class needs values.
+            layer = None
+            with suppress(Exception):
+                draft = self._draft(number)
+                layer = draft if isinstance(draft, nn.Module) else None
+        if layer is not None:
+            self.facts |= model_facts(layer, prefix=self._prefix(number))
+
+    def _prefix(self, number: int) -> str:
+        """The first part of the names of a layer's parameters in this module."""
+        key = self._key(number)
+        return f"tied.{key}." if key else f"layers.{number}."
 
     def _key(self, number: int) -> str:
         """The key of the tie that a layer is in; empty without one."""
@@ -227,10 +287,12 @@ class Pipeline(nn.Module):
                 module = self._make(number, spec, here)
                 if module is not None:
                     checks.check(number, module)
+                self._note_layer(number, module)
                 if here and module is not None:
                     (self.tied if key else self.layers)[key or str(number)] = module
             elif isinstance(spec, nn.Module):
                 checks.check(number, spec)
+                self._note_layer(number, spec)
                 if here:
                     self.layers[str(number)] = spec
             if number in own and isinstance(spec, TiedLayerSpec):
@@ -239,6 +301,7 @@ class Pipeline(nn.Module):
                 self._functions[number] = spec
         # Specs may hold modules of other stages, whose memory would stay allocated.
         self._specs = []
+        self._drafts.clear()
 
     def _make(self, number: int, spec: LayerSpec, here: bool) -> nn.Module | None:
         """Layer ``number``; None if this rank neither has it nor draws its values."""
@@ -390,8 +453,13 @@ class _OfModel(Pipeline):
     def _key(self, number: int) -> str:
         return self._parts.key(number)
 
+    def _prefix(self, number: int) -> str:
+        return f"{self._parts.names[number]}."
+
     def _build(self) -> None:
         own = {n for stage in self.position.own for n in self.parts[stage]}
+        for number, layer in enumerate(self._parts.modules):
+            self._note_layer(number, layer)
         for name, module in self._parts.keep(own, self.get_submodule).items():
             _put(self, name, module)
         self._elsewhere = self._parts.state.difference(self.state_dict())

@@ -66,6 +66,12 @@ def models_of(module: nn.Module) -> list[Any]:
     return [found for child in module.children() for found in models_of(child)]
 
 
+def attentions(module: nn.Module) -> dict[str, str]:
+    """The implementations of attention of the models of transformers in a module, which may depend on the machine."""
+    found = [(type(model).__name__, getattr(model.config, "_attn_implementation", None)) for model in models_of(module)]
+    return {f"attn_implementation of {kind} {number}": str(chosen) for number, (kind, chosen) in enumerate(found)}
+
+
 def switch(module: nn.Module, ranks: SequenceRanks, tensor: int = 1) -> Takes:
     """Let models of transformers in ``module`` compute attention and loss of sequences that are cut over ``ranks``.
 
