@@ -236,17 +236,17 @@ class _Rank:
         return _numbers_of(found | vars(self._optimizer))
 
     def numbers_of(self, parameter: Parameter) -> dict[Any, float]:
-        """Numbers that the optimizer keeps for one parameter."""
+        """Numbers that the optimizer keeps for one parameter of several elements."""
         state = self._optimizer.state.get(parameter)
-        return _numbers_of(state) if isinstance(state, dict) else {}
+        return _numbers_of(state) if isinstance(state, dict) and parameter.numel() > 1 else {}
 
 
 def _numbers_of(values: Mapping[Any, Any]) -> dict[Any, float]:
-    """The numbers among some values."""
-    numbers = {
-        k: v for k, v in values.items() if isinstance(v, (int, float)) or (isinstance(v, Tensor) and not v.dim())
-    }
-    return {key: float(value) for key, value in numbers.items()}
+    """The numbers among some values, also those in tensors of one element."""
+    single = (
+        v for v in values.items() if isinstance(v[1], (int, float)) or (isinstance(v[1], Tensor) and v[1].numel() == 1)
+    )
+    return {key: float(value) for key, value in single}
 
 
 def _are_close(some: Mapping[Any, float], others: Mapping[Any, float], tolerance: float) -> bool:
@@ -315,7 +315,10 @@ class _Trial:
                 if not _are_close(rank.numbers(), whole.numbers(), self._tolerance):
                     return False
                 for piece, parameter in zip(rank.pieces, rank.parameters, strict=True):
-                    if not _are_close(rank.numbers_of(parameter), whole.numbers_of(got[piece.value]), self._tolerance):
+                    several = parameter.numel() > 1
+                    if several and not _are_close(
+                        rank.numbers_of(parameter), whole.numbers_of(got[piece.value]), self._tolerance
+                    ):
                         return False
                     far = (parameter - piece.of(got[piece.value])).detach().abs().max()
                     if not bool(far <= self._tolerance * piece.value.moved):
