@@ -107,7 +107,7 @@ def _asks(value: Any) -> bool:
 
 _ZERO = (
     *("offload_optimizer", "zero_quantized_gradients", "reduce_bucket_size", "reduce_scatter", "contiguous_gradients"),
-    *("load_from_fp32_weights", "sub_group_size", "shard_along"),
+    *("load_from_fp32_weights", "sub_group_size", "shard_along", "optimizer_is_elementwise"),
 )
 _TRAINING = (  # keys of optimizers, gradients and steps
     *("optimizer", "optimizer_states", "scheduler", "gradient_clipping", "gradient_accumulation_steps"),

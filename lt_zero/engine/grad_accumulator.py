@@ -134,6 +134,11 @@ class GradAccumulator:
         self._background.wait()
         return self.values.read(), self._factor
 
+    @property
+    def lacks_factor(self) -> bool:
+        """True if a factor is deferred, so that the stored values are not the gradients."""
+        return self._factor is not None
+
     def read(self) -> Tensor:
         """The gradients (1D, elements [shard_range)), read-only; a copy if a factor is deferred."""
         return self._product(slice(None))

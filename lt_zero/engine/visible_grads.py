@@ -3,7 +3,8 @@
 The gradients are in the buckets' accumulators. After a backward ``p.grad`` of every reduced parameter is a stand-in, so
 that ``optimizer.zero_grad()``, norm logging and manual clipping work: setting it to None clears the gradient. Where a
 rank holds the full gradient (stage 0, and stage 1 inside of an accumulation window) the stand-in is a view of it.
-Elsewhere it is a ``ShardedGrad``, which supports what needs no gather: norms over all ranks (one all-reduce for all
+Where such a gradient lacks a deferred factor, the stand-in is a ``ShardedGrad`` that multiplies when it is read. Sharded
+gradients have a ``ShardedGrad``, too, which supports what needs no gather: norms over all ranks (one all-reduce for all
 parameters), and element-wise changes in place, of the rank's own piece. All else raises and names a remedy.
 
 One exchange of flags, launched when backward ends and waited for at the step, tells all ranks which parameters any of
@@ -71,9 +72,9 @@ def _is_whole(bucket: Bucket) -> bool:
 
 
 def is_view(bucket: Bucket) -> bool:
-    """True if ``p.grad`` is a view of the accumulator."""
+    """True if ``p.grad`` is, or may be, a view of the accumulator."""
     local = bucket.grads.local
-    if local is None and bucket.offloaded:
+    if local is None and (bucket.offloaded or bucket.grads.lacks_factor):
         return False
     dtype = local.dtype if local is not None else bucket.grads.values.dtype
     return _is_whole(bucket) and dtype == bucket.dtype
@@ -172,9 +173,9 @@ def _replace(bucket: Bucket, index: int, value: Tensor, parts: Parts) -> None:
     ``p.grad = 0.5 * p.grad``, leaves the zeros of unused parameters what they are.
 
     Raises:
-        RuntimeError: the gradient is sharded.
+        RuntimeError: the gradient is sharded, or kept in another dtype or place.
     """
-    if not is_view(bucket):
+    if not (is_view(bucket) or (bucket.grads.lacks_factor and _is_whole(bucket))):
         name = bucket.layout.spans[index].name
         raise RuntimeError(f"`p.grad` of {name!r} was replaced, but its gradient is sharded over the ranks. {_REMEDY}")
     for local in _local(bucket, index):
@@ -264,11 +265,28 @@ class GradViews:
                 if local:
                     grad = self.parts.show(parameter, local[0].view(bucket.shapes[index]))
                 elif grad is None:
-                    empty = _nothing(parameter.shape, parameter.dtype, parameter.device)
-                    grad = stand_in = empty.as_subclass(ShardedGrad)
-                    stand_in._refs = weakref.ref(bucket), index, weakref.ref(self)
+                    grad = self._stand_in(bucket, index)
                 parameter.grad = self.shown[(bucket, index)] = grad
         self._hidden = {}
+
+    def show_products(self, bucket: Bucket) -> None:
+        """Replace the views of a bucket's gradients in ``p.grad`` by stand-ins, before a factor is deferred.
+
+        What user code has assigned, or set to None, stays.
+        """
+        with without_torch_function():
+            for index, parameter in enumerate(bucket.params):
+                grad = self.shown.get((bucket, index))
+                if grad is None or parameter.grad is not grad or isinstance(grad, ShardedGrad):
+                    continue
+                parameter.grad = self.shown[(bucket, index)] = self._stand_in(bucket, index)
+
+    def _stand_in(self, bucket: Bucket, index: int) -> ShardedGrad:
+        parameter = bucket.params[index]
+        empty = _nothing(parameter.shape, parameter.dtype, parameter.device)
+        made = empty.as_subclass(ShardedGrad)
+        made._refs = weakref.ref(bucket), index, weakref.ref(self)
+        return made
 
     def detach(self, fresh: bool = False) -> None:
         """Remove the stand-ins and apply assignments to ``p.grad``: None clears, a tensor replaces the gradient.

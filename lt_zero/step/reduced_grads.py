@@ -7,6 +7,7 @@ Note [Unused parameters]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
@@ -90,10 +91,12 @@ class ReducedGrads:
         self._engine.exchange.set_loss_scale(scale)
         if scale != self.loss_scale:
             factor, self.loss_scale = scale / self.loss_scale, scale
-            self._multiply(partial(torch.full, (), factor, dtype=self._dtype))
+            # A power of two rounds nothing. Another factor is multiplied together with that of clipping, so that the
+            # bits are the same at all stages.
+            self._multiply(partial(torch.full, (), factor, dtype=self._dtype), rounds=math.frexp(factor)[0] != 0.5)
 
-    def _multiply(self, factor_on: Callable[..., Tensor]) -> None:
-        """``factor_on(device=...)`` is the factor (0D) there."""
+    def _multiply(self, factor_on: Callable[..., Tensor], rounds: bool = False) -> None:
+        """Multiply by ``factor_on(device=...)`` (0D). If it ``rounds``, views in ``p.grad`` become stand-ins."""
         views, places = self._engine.grad_views, self._fragments.places()
         views.scaled(places, factor_on(device=self._engine.device))
         for grad in [*views.unreduced(places), *self._foreign()]:
@@ -102,7 +105,8 @@ class ReducedGrads:
         for bucket, mine in self._fragments.indices().items():
             grads = bucket.grads
             # fused_step.py, Note [Deferred factor]; not those with views in ``p.grad``
-            if grads.valid and grads.valid <= mine and not is_view(bucket):
+            if grads.valid and grads.valid <= mine and (rounds or not is_view(bucket)):
+                views.show_products(bucket)
                 grads.defer(factor_on, products)
             elif found := grads.valid & mine:
                 grads.widen_fp16()

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,9 +157,12 @@ class ShardedOptimizer(ProcessLocal):
         manager = engine.offload_manager
         whole = engine.config.zero_optimization.shard_along == "parameter" or not engine.sharded_optim
         divided = engine.sharded_optim or manager.optim is not None or engine.has_groups
-        check_supported(optimizer, divided, whole)
+        elementwise = engine.config.zero_optimization.optimizer_is_elementwise
+        gather = partial(engine.peers.host_gather, name=f"trials of {type(optimizer).__name__}")
+        check_supported(optimizer, divided, whole, elementwise, gather)
         spans = {id(p): bucket.layout.spans[index] for bucket, index, p in self.fragments.places()}
-        check_parts(optimizer, {key: span.name for key, span in spans.items() if not span.spec.is_whole})
+        parts = {key: span.name for key, span in spans.items() if not span.spec.is_whole}
+        check_parts(optimizer, parts, elementwise)
         check_moments(optimizer, engine.policy.moments)
         if engine.policy.stochastic:
             check_rounding(optimizer)

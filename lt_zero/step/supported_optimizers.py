@@ -1,33 +1,29 @@
-"""Optimizers that compute the same on flat pieces of parameters as on full parameters.
+"""Optimizers that compute the same on flat pieces of parameters, or on a part of the parameters, as on all of them.
 
-A class that is neither torch's nor this package's is tried out: some steps of one optimizer on a small matrix are
-compared with the steps of two optimizers on a piece each, with the hyper-parameters of every group. The same with two
-matrices shows whether it needs all parameters at once. The trial is inconclusive if the optimizer draws random numbers,
-or its constructor needs other arguments than groups and defaults; then its name decides.
+A class that is neither torch's nor this package's is tried out (optimizer_trial.py), unless the configuration says that
+its update is element-wise. One that cannot be tried may be element-wise or not: it gets whole parameters.
 """
 
 from __future__ import annotations
 
-import inspect
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
-from lt_zero.common.compat import bare_step
+from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.users_code import warn
 from lt_zero.optim.exchanging import ExchangingOptimizer
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.registry import is_known
+from lt_zero.step.optimizer_trial import Division, division_of, states_of
 
-# Names of classes, which decide where a trial is inconclusive.
-_FLAT = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Lion"}
+ELEMENTWISE = "zero_optimization.optimizer_is_elementwise"
+_ALONG = "zero_optimization.shard_along"
+# Names of classes that are refused on pieces without a trial.
 _WHOLE = {"Muon", "Adafactor", "Shampoo", "SOAP", "DistributedShampoo", "Kron", "PSGD", "Lamb", "LAMB", "Lars", "LARS"}
 # Wrappers and optimizers that shard states, or average weights, over the ranks by themselves.
 _DISTRIBUTED = {
@@ -39,21 +35,32 @@ _DISTRIBUTED = {
 }
 # States of these are weights, or step sizes that change by small factors.
 _NOT_MOMENTS = {"ASGD", "Rprop"}
-_CUT = 5000  # of 10,240 elements: 8-bit optimizers keep tensors of less than 4096 in 32 bits
-_STEPS = 8  # rectified optimizers (RAdam) do not move before the sixth
+_SMALL = (3, 5)
+_tried: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> what was tried, and the result
+
+Verdict = tuple[Division, str]  # and why it could not be tried
+Gather = Callable[[Verdict], list[Verdict]]
 
 
-def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) -> None:
-    """Refuse optimizers whose update would be wrong on shards; warn about unknown ones.
+def check_supported(
+    optimizer: Optimizer,
+    sharded: bool,
+    whole: bool = False,
+    elementwise: bool = False,
+    gather: Gather = lambda mine: [mine],
+) -> None:
+    """Refuse optimizers whose update would be wrong on shards, or may be. Collective for classes that are not known.
 
     Args:
         optimizer: any.
         sharded: whether each rank holds a shard of the model.
         whole: whether shards consist of full parameters.
+        elementwise: whether the user says that the update is element-wise.
+        gather: returns what trials have found on all ranks.
 
     Raises:
-        TypeError: the optimizer needs full matrices, all parameters, sparse gradients or repeated closures, or it
-            works on several ranks by itself.
+        TypeError: the optimizer needs full matrices, all parameters, sparse gradients or repeated closures; or it
+            works on several ranks by itself; or it could not be tried, and shards cut through parameters.
     """
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     name = type(optimizer).__name__
@@ -80,48 +87,89 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) ->
         )
     if is_known(type(optimizer)):
         return
-    found = divides(optimizer, whole)
-    if found is False and (whole or divides(optimizer, whole=True) is False):
+    found, why = tried(optimizer, gather)
+    if elementwise:
+        if found in (Division.NOTHING, Division.PARAMETERS):
+            warn(
+                f"{ELEMENTWISE}=true, but {name} is not element-wise: in a trial it computed something else on pieces "
+                f"of parameters than on all of them. Remove the key, and set {_ALONG}=parameter or stage 0."
+            )
+        return
+    if found is Division.NOTHING:
         raise TypeError(
-            f"{name} computes its update from all parameters at once (found out by a trial with two small matrices), "
-            "but at this stage each rank holds a part of them. Use stage 0, or take an element-wise optimizer such as "
-            "AdamW."
+            f"{name} computes its update from all parameters at once (or from the loss; found out by a trial with "
+            "small tensors), but at this stage each rank holds a part of the parameters, and has a loss of its own. "
+            "Use stage 0, or take an element-wise optimizer such as AdamW."
         )
-    if found is False:
+    if found is Division.PARAMETERS and not whole:
         raise TypeError(
-            f"{name} computes something else on pieces of a parameter than on all of it (found out by a trial with a "
-            "small matrix), but at this stage a rank holds flat pieces. Set zero_optimization.shard_along=parameter, "
-            "which gives it whole parameters, or use stage 0, or take an element-wise optimizer such as AdamW."
+            f"{name} computes something else on pieces of a parameter than on all of it (found out by a trial with "
+            f"small tensors), but at this stage a rank holds flat pieces. Set {_ALONG}=parameter, which gives it whole "
+            "parameters, or use stage 0, or take an element-wise optimizer such as AdamW."
         )
-    if found is None and not names & (_FLAT | _WHOLE):
-        held = "a part of the parameters" if whole else "flat pieces of parameters"
-        why = "treats parameters one by one" if whole else "is element-wise (zero_optimization.shard_along=parameter "
-        why += "" if whole else "gives it whole parameters)"
+    if found is Division.UNKNOWN and not whole:
+        raise TypeError(
+            f"{name} cannot be tried out ({why}), and at this stage a rank holds flat pieces of parameters, on which "
+            f"only element-wise optimizers are exact. Set {_ALONG}=parameter, which gives it whole parameters, or, if "
+            f"each element of its update depends on that element alone, {ELEMENTWISE}=true."
+        )
+    if found is Division.UNKNOWN:
         warn(
-            f"{name} is not known to lt_zero: each rank runs it on {held}, which is exact only if its update {why}.",
+            f"{name} cannot be tried out ({why}): each rank runs it on some of the parameters, which is exact only if "
+            "it treats them one by one."
         )
 
 
-def check_parts(optimizer: Optimizer, parts: Mapping[int, str]) -> None:
-    """Refuse optimizers whose update of a part of a tensor differs from that of all of it.
+def tried(optimizer: Optimizer, gather: Gather = lambda mine: [mine]) -> Verdict:
+    """How an optimizer may be divided, and why that could not be tried. Collective; all ranks go by the worst result.
+
+    The result is kept while options and shapes stay as they are.
+    """
+    with without_torch_function():
+        facts = [
+            ({k: v for k, v in group.items() if k != "params"}, [p.shape for p in group["params"]])
+            for group in optimizer.param_groups
+        ]
+    told, known = repr(facts), _tried.get(optimizer)
+    mine: Verdict = known[1] if known is not None and known[0] == told else division_of(optimizer)
+    _tried[optimizer] = told, mine
+    return min(gather(mine), key=lambda verdict: _WORST.index(verdict[0]))
+
+
+_WORST = [Division.NOTHING, Division.UNKNOWN, Division.PARAMETERS, Division.ELEMENTS]
+
+
+def check_parts(optimizer: Optimizer, parts: Mapping[int, str], elementwise: bool = False) -> None:
+    """Refuse optimizers whose update of a part of a tensor differs, or may differ, from that of all of it.
 
     Args:
         optimizer: any that ``check_supported`` accepts.
         parts: by id, the names of parameters that are a part of a tensor.
+        elementwise: whether the user says that the update is element-wise.
 
     Raises:
-        TypeError: the update needs all of the tensor; names the parameter.
+        TypeError: the update may need all of the tensor; names the parameter.
     """
     groups = [group for group in optimizer.param_groups if group.get("use_muon", True)]  # lt_zero.optim.Muon's others
     found = next((parts[id(p)] for group in groups for p in group["params"] if id(p) in parts), None)
     if found is None or isinstance(optimizer, Lamb):
         return
     names = {cls.__name__ for cls in type(optimizer).__mro__}
-    if names & _WHOLE or (not is_known(type(optimizer)) and divides(optimizer, whole=False) is False):
+    name = type(optimizer).__name__
+    division, why = (Division.PARAMETERS, "") if names & _WHOLE else (Division.ELEMENTS, "")
+    if not (names & _WHOLE or is_known(type(optimizer)) or elementwise):
+        division, why = tried(optimizer)
+    remedy = "Take an element-wise optimizer such as AdamW, or lt_zero.optim.Lamb (lt_zero.optim.Muon with "
+    remedy += "use_muon=False for these parameters)"
+    if division is Division.UNKNOWN:
         raise TypeError(
-            f"{type(optimizer).__name__} computes its update from whole matrices or their norms, but groups of ranks "
-            f"have a part of {found!r} each. Take an element-wise optimizer such as AdamW, or lt_zero.optim.Lamb "
-            "(lt_zero.optim.Muon with use_muon=False for these parameters)."
+            f"{name} cannot be tried out ({why}), and groups of ranks have a part of {found!r} each, on which only "
+            f"element-wise optimizers are exact. {remedy}, or, if it is element-wise, set {ELEMENTWISE}=true."
+        )
+    if division is not Division.ELEMENTS:
+        raise TypeError(
+            f"{name} computes its update from whole matrices or their norms, but groups of ranks have a part of "
+            f"{found!r} each. {remedy}."
         )
 
 
@@ -158,83 +206,6 @@ def check_rounding(optimizer: Optimizer) -> None:
         )
 
 
-def divides(optimizer: Optimizer, whole: bool) -> bool | None:
-    """True if two optimizers with a part of the elements each compute what one with all of them does; None: unknown.
-
-    ``whole``: the parts are full parameters.
-    """
-    other = ("params", "param_names", "initial_lr", "name")  # keys that do not affect the update
-    groups = [{k: v for k, v in group.items() if k not in other} for group in optimizer.param_groups]
-    distinct = {repr(group): group for group in groups}.values()
-    found = [_group_divides(optimizer, group, whole) for group in distinct]
-    return False if False in found else None if None in found else True
-
-
-def _group_divides(optimizer: Optimizer, group: dict[str, Any], whole: bool) -> bool | None:
-    if "lr" in group and not isinstance(group["lr"], Tensor):
-        group = {**group, "lr": 0.1}  # a schedule may start at zero
-    random = torch.Generator().manual_seed(0)
-    rows = [torch.randn(64, 160, generator=random, dtype=torch.float64) for _ in range(2 * (_STEPS + 1))]
-    pairs = []  # the two parts: weights, then the gradients of each step; of different size, for norms to differ
-    for first, second, scale in zip(rows[::2], rows[1::2], [3.0, *[10.0] * _STEPS], strict=True):
-        flat = first.flatten()
-        pairs.append((first, second * scale) if whole else (flat[:_CUT], flat[_CUT:] * scale))
-    merged = [list(pair) if whole else [torch.cat(pair).view(64, 160)] for pair in pairs]
-    try:
-        with _undisturbed():
-            together = _stepped(optimizer, group, merged)
-    except Exception:  # the constructor or ``step`` needs other arguments
-        return None
-    try:
-        with _undisturbed():
-            parts = [_stepped(optimizer, group, [[pair[number]] for pair in pairs])[0] for number in range(2)]
-    except _RandomError:
-        return None
-    except Exception:
-        return False
-    got, want, start = (torch.cat([t.flatten() for t in some]) for some in (parts, together, merged[0]))
-    moved = (want - start).abs().max()
-    if not torch.isfinite(moved) or moved == 0:
-        return None
-    return bool((got - want).abs().max() <= 1e-5 * moved)
-
-
-class _RandomError(Exception):
-    """A trial drew random numbers."""
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Context for trials: no warnings, no compilation, random state restored."""
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-        warnings.simplefilter("ignore")
-        before = torch.get_rng_state()
-        yield
-        if not torch.equal(before, torch.get_rng_state()):
-            raise _RandomError
-
-
-def _stepped(optimizer: Optimizer, group: dict[str, Any], rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The weights ``rows[0]`` after steps of a new optimizer of the same class with gradients ``rows[1:]``."""
-    parameters = [Parameter(row.clone()) for row in rows[0]]
-    trial = _trial(optimizer, group, parameters)
-    # Schedule-free optimizers refuse a step outside of their train mode.
-    getattr(trial, "train", lambda: None)()
-    closes = "closure" in inspect.signature(trial.step).parameters
-    for grads in rows[1:]:
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad.clone()
-        bare_step(trial)(trial, **({"closure": lambda: torch.zeros(())} if closes else {}))
-    return [parameter.detach() for parameter in parameters]
-
-
-def _trial(optimizer: Optimizer, group: dict[str, Any], parameters: list[Parameter]) -> Any:
-    """A new optimizer of the same class and hyper-parameters."""
-    cls: Any = type(optimizer)
-    accepted = inspect.signature(cls).parameters
-    return cls([{**group, "params": parameters}], **{k: v for k, v in optimizer.defaults.items() if k in accepted})
-
-
 def states_per_element(optimizer: Optimizer) -> int:
     """The most states of a parameter's size that the optimizer keeps per parameter."""
     return max(states_by_group(optimizer), default=0)
@@ -249,18 +220,13 @@ def states_by_group(optimizer: Optimizer) -> list[int]:
         return [optimizer.most_states] * len(optimizer.param_groups)
     known: dict[str, int] = {}
     found = []
-    for own in optimizer.param_groups:
-        group = {k: v for k, v in own.items() if k not in ("params", "initial_lr")}
-        if repr(group) not in known:
-            parameter = Parameter(torch.zeros(3, 5, dtype=torch.float32, device="cpu"))
-            parameter.grad = torch.ones_like(parameter)
+    for number, own in enumerate(optimizer.param_groups):
+        options = repr({k: v for k, v in own.items() if k not in ("params", "initial_lr")})
+        if options not in known:
             try:
-                with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-                    trial = _trial(optimizer, group, [parameter])
-                    trial.step()
-                states = trial.state[parameter].values()
-                known[repr(group)] = sum(isinstance(v, Tensor) and v.shape == parameter.shape for v in states)
-            except Exception:  # the constructor or ``step`` needs other arguments
-                known[repr(group)] = 2
-        found.append(known[repr(group)])
+                states = states_of(optimizer, number, _SMALL)
+                known[options] = sum(isinstance(state, Tensor) and state.shape == _SMALL for state in states)
+            except Exception:  # it cannot be tried
+                known[options] = 2
+        found.append(known[options])
     return found

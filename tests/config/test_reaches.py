@@ -175,6 +175,7 @@ PROBES: dict[str, Probe] = {
     # what is sharded, and how
     Z + "stage": Probe(e.sharded, 2, (False, False, False), (True, True, False)),
     Z + "shard_along": Probe(w.cut, "parameter", True, False, S1),
+    Z + "optimizer_is_elementwise": Probe(w.asserted, True, "TypeError", "", S1),
     "communication.slow_node_tolerance": Probe(w.tolerated, 0.5, None, 1, S0),
     "communication.link_timeout": Probe(w.link_limits, 7.5, [120_000, 145_000], [7_500, 32_500], S0),
     "communication.topology": Probe(w.dimensions, 3, [], [2, 1, 1], S1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import lt_zero
-from lt_zero.step.supported_optimizers import divides
+from lt_zero.step.optimizer_trial import Division
+from lt_zero.step.supported_optimizers import check_parts, tried
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import STAGES, Case, check, config_of, full_values
@@ -113,7 +115,7 @@ TRIALS: list[tuple[type[Optimizer], str, str]] = [  # what is told by default, a
     (Plain, "^$", "^$"),
     (Trusting, f"Trusting computes something else {PIECES}", "^$"),
     (Together, "Together .* all parameters at once .* stage 0", "Together .* all parameters at once .* stage 0"),
-    (Noisy, "Noisy is not known", "Noisy is not known"),
+    (Noisy, "Noisy cannot be tried .* random .*optimizer_is_elementwise=true", "Noisy cannot be tried .*one by one"),
     (Coarse, f"Coarse computes something else {PIECES}", "^$"),
     (MyAdam, f"MyAdam computes something else {PIECES}", "^$"),
 ]
@@ -136,12 +138,144 @@ def test_nothing_is_tried_where_nothing_is_sharded(pool: Pool) -> None:
 def test_each_group_is_tried(pool: Pool) -> None:
     class Free(Trusting):
         def update(self, p: Tensor, momentum: Tensor) -> Tensor:
-            return super().update(p, momentum) if self.param_groups[0]["lars"] else momentum
+            (group,) = (group for group in self.param_groups if any(p is other for other in group["params"]))
+            return super().update(p, momentum) if group["lars"] else momentum
 
     for lars, refused in ((True, True), (False, False)):
         plain = Free([torch.nn.Parameter(torch.zeros(2))], lars=False)
         plain.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lars": lars})
-        assert divides(plain, whole=False) is not refused
+        assert tried(plain) == (Division.PARAMETERS if refused else Division.ELEMENTS, "")
+
+
+class Counted(Plain):
+    """With an argument that is no option, counters and an accumulator of its own, and what it does by and by."""
+
+    def __init__(self, params: Iterable[Any], total: int, lr: float = 0.05, **more: Any) -> None:
+        super().__init__(params, lr, **more)
+        self.total, self.steps = total, 0
+        self.seen: dict[Any, int] = {}
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+    def update(self, p: Tensor, momentum: Tensor) -> Tensor:
+        self.seen[p] = self.seen.get(p, 0) + 1
+        return momentum * (1 - self.steps / self.total)
+
+
+class Late(Counted):
+    """Centralizes from the tenth step on."""
+
+    def update(self, p: Tensor, momentum: Tensor) -> Tensor:
+        found = super().update(p, momentum)
+        return found - found.mean() if self.steps >= 10 else found
+
+
+class Factored(Counted):
+    """As Adafactor: one scale for each row of a matrix that is large enough."""
+
+    def update(self, p: Tensor, momentum: Tensor) -> Tensor:
+        found = super().update(p, momentum)
+        return found / found.norm(dim=1, keepdim=True) if p.dim() == 2 and min(p.shape) >= 128 else found
+
+
+class Distance(Counted):
+    """As D-Adaptation: a sum over all parameters, which the step size follows only later."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            total = sum(float((p.grad * p).sum()) for p in group["params"])
+            group["sum"] = group.get("sum", 0.0) + total
+            group["lr"] *= 1 if group["sum"] < 1e9 else 2
+        return super().step(closure)
+
+
+class Polyak(Counted):
+    """Steps in proportion to the loss."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.loss = float(closure()) if closure is not None else 1.0
+        return super().step()
+
+    def update(self, p: Tensor, momentum: Tensor) -> Tensor:
+        return momentum * self.loss
+
+
+class Around(Optimizer):
+    """Steps another optimizer, whose groups it shares, and averages weights every fifth time."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.calls = inner, 0
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step()
+        self.calls += 1
+        for p in (p for group in self.param_groups for p in group["params"]):
+            slow = self.state[p].setdefault("slow", p.clone())
+            if self.calls % 5 == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+class Drawn(Counted):
+    """With numbers of a generator of its own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def update(self, p: Tensor, momentum: Tensor) -> Tensor:
+        return momentum * torch.rand(p.shape, generator=self.generator)
+
+
+class Locked(Counted):
+    """With a member that cannot be copied."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.lock = threading.Lock()
+
+
+FOUND: dict[Any, tuple[Division, str]] = {
+    Counted: (Division.ELEMENTS, ""),
+    Late: (Division.PARAMETERS, ""),
+    Factored: (Division.PARAMETERS, ""),
+    Distance: (Division.NOTHING, ""),
+    Polyak: (Division.NOTHING, ""),
+    Drawn: (Division.UNKNOWN, "it draws random numbers"),
+    Locked: (Division.UNKNOWN, "it cannot be copied"),
+}
+
+
+@pytest.mark.parametrize("cls", FOUND)
+def test_a_trial_steps_copies_of_the_optimizer(cls: Any) -> None:
+    """Whatever its constructor asks for; and the optimizer is left as it was."""
+    sizes = ((200, 150), (7,), ())
+    optimizer = cls([torch.nn.Parameter(torch.full(size, 2.0)) for size in sizes], total=50)
+    divided, why = FOUND[cls]
+    found, told = tried(optimizer)
+    assert (found, told.startswith(why)) == (divided, True), (found, told)
+    assert (optimizer.steps, optimizer.seen, dict(optimizer.state)) == (0, {}, {})
+    assert all(bool((p == 2).all()) for p in optimizer.param_groups[0]["params"])
+    if divided is not Division.ELEMENTS:
+        known = {id(optimizer.param_groups[0]["params"][0]): "some.weight"}
+        with pytest.raises(TypeError, match="'some.weight'"):
+            check_parts(optimizer, known)  # of which tensor ranks have a part
+
+
+def test_a_trial_steps_copies_of_wrapped_optimizers() -> None:
+    weights = [torch.nn.Parameter(torch.ones(3, 5))]
+    for inner, found in ((Plain, Division.ELEMENTS), (Trusting, Division.PARAMETERS)):
+        around = Around(inner(weights))
+        schedule = torch.optim.lr_scheduler.ConstantLR(around)  # binds ``step`` to this optimizer
+        assert tried(around) == (found, "")
+        assert (around.calls, schedule.last_epoch) == (0, 0)
+        assert bool((weights[0] == 1).all())
 
 
 def _trusting(stage: int) -> None:

@@ -77,6 +77,27 @@ def _trained(run: Run, folder: str) -> Weights:
     return {name: value.numpy() for name, value in full_values(engine).items()}
 
 
+def _looped(stage: int, micros: int) -> Weights:
+    """The weights of a loop with ``lt_zero.initialize``, which averages micro-batches, and clips."""
+    torch.manual_seed(0)
+    model = Net()
+    config = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.05, "train_micro_batch_size_per_gpu": 1}
+    config["gradient_accumulation_steps"] = micros
+    made = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    engine, *_ = lt_zero.initialize(model=model, optimizer=made, config=config)
+    for step in range(STEPS):
+        for number in range(micros):
+            engine.backward(_loss(model, tokens(step, number, dist.get_rank(), rows=2)))
+            engine.step()
+    found = {name: value.numpy() for name, value in full_values(engine.engine).items()}
+    engine.destroy()
+    return found
+
+
+def _loops(micros: int, *stages: int) -> Callable[[Pool], Sequence[Weights]]:
+    return lambda pool: [pool.run(3, _looped, stage, micros)[0] for stage in stages]
+
+
 def _filled(values: Any, folder: str) -> Any:
     if isinstance(values, dict):
         return {key: _filled(value, folder) for key, value in values.items()}
@@ -174,6 +195,21 @@ CLAIMS = [
         "stages 0 and 1, two micro-batches a step",
         _all(Run(0, micros=2), Run(1, micros=2)),
         "both add micro-batches on each rank, then the ranks",
+    ),
+    Claim(
+        "stages 0 and 1, three micro-batches a step",
+        _all(Run(0, micros=3), Run(1, micros=3)),
+        "the same; each loss is divided by three before its backward",
+    ),
+    Claim(
+        "stages 0 and 1, three micro-batches a step, clipped (`lt_zero.initialize`)",
+        _loops(3, 0, 1),
+        "sums are multiplied by a third and by the factor of clipping at once, in one number",
+    ),
+    Claim(
+        "stages 2 and 3, three micro-batches a step, clipped (`lt_zero.initialize`)",
+        _loops(3, 2, 3),
+        "the same",
     ),
     Claim(
         "stages 2 and 3, two micro-batches a step",

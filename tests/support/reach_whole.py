@@ -8,6 +8,9 @@ import socket
 from contextlib import suppress
 from typing import Any
 
+import torch
+
+import lt_zero
 from tests.support.models import tokens
 from tests.support.pool import Pool
 from tests.support.reach_engine import Config, Lab, backward, engine_of
@@ -21,6 +24,28 @@ def _cut(config: Config, folder: Any) -> bool:
 def cut(lab: Lab, config: Config) -> Any:
     """Whether a rank holds a part of a parameter only."""
     return all(lab.pool.run(2, _cut, config, lab.folder))
+
+
+class _OfRandomNumbers(torch.optim.SGD):
+    """Element-wise, but no trial can tell: it draws random numbers."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.rand(1)
+        return super().step(closure)
+
+
+def _asserted(config: Config, folder: Any) -> str:
+    engine = engine_of(Lab(folder, Pool()), config)
+    try:
+        lt_zero.ShardedOptimizer(engine, _OfRandomNumbers(engine.root.parameters(), 0.1))
+    except TypeError as error:
+        return type(error).__name__
+    return ""
+
+
+def asserted(lab: Lab, config: Config) -> Any:
+    """The error for an optimizer that cannot be tried."""
+    return lab.pool.run(2, _asserted, config, lab.folder)[0]
 
 
 def _launched(config: Config, folder: Any, freeze: bool) -> list[str]:

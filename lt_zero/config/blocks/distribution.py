@@ -122,6 +122,11 @@ class ZeroOptimization(Block):
         "matrices; the latter pads buckets: examples/gpt.py with 24 layers by 0, 1 and 2 % at 2, 4 and 8 ranks at "
         "stages 1 and 2, by 25, 42 and 175 % at stage 3, where each layer is a bucket",
     )
+    optimizer_is_elementwise: bool = key(
+        False,
+        "true: each element of the optimizer's update depends on that element of weights, gradients and states alone, "
+        "so that shards may cut parameters; for optimizers that lt_zero cannot try out",
+    )
     contiguous_gradients: bool = key(True, "true: copy gradients into one flat buffer per bucket as they are produced")
     reduce_scatter: bool = key(True, "false: all-reduce and keep the own shard (no effect if CPU ranks share memory)")
     reduce_bucket_size: Positive = key(
