@@ -152,7 +152,7 @@ def is_default_logger(logger: Any, root: str) -> bool:
 
 
 class LoggedCheckpoints:
-    """What a logger of Lightning keeps of the checkpoints that it uploads.
+    """Checkpoints that a logger of Lightning has uploaded, and how it finds new ones.
 
     Args:
         logger: a WandbLogger, MLFlowLogger or LitLogger.
