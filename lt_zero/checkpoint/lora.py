@@ -12,10 +12,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ _OTHERS = {  # keys of the configuration, with what they make of an adapter
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # others are codes, or need scales
 
 
+_LARGEST = torch.finfo(torch.float32).max  # the product of the factors is computed in fp32
+
+
 @dataclass(frozen=True)
 class LoraScaling:
     """The factor of B A, as in peft's ``adapter_config.json``.
@@ -55,19 +58,24 @@ class LoraScaling:
         alpha_pattern: other alphas, by a pattern of the module's name.
         transposed: square weights are stored transposed (``fan_in_fan_out``), None: as all others are. Of these the
             shape tells.
+        rank, rank_pattern: r of the configuration, and others by a pattern of the module's name; None: unknown.
     """
 
     alpha: float
     rslora: bool = False
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     transposed: bool | None = None
+    rank: int | None = None
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: float | str | os.PathLike[str]) -> LoraScaling:
         """From ``lora_alpha``, or from the path of ``adapter_config.json`` or of its folder.
 
         Raises:
-            CheckpointError: the file cannot be read, or describes adapters of another kind.
+            CheckpointError: the file cannot be read, or describes adapters of another kind, or has a number that is
+                none, not finite, or as a rank not positive.
+            ValueError: ``given`` is a number, and not finite.
         """
         try:
             alpha = float(given)  # type: ignore[arg-type]
@@ -80,9 +88,12 @@ class LoraScaling:
         path = path / _FILE if path.is_dir() else path
         try:
             content = json.loads(path.read_text())
-            kind, alpha = content.get("peft_type", "LORA"), float(content["lora_alpha"])
-            patterns = {str(name): float(value) for name, value in (content.get("alpha_pattern") or {}).items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            kind = content.get("peft_type", "LORA")
+            alpha = _number(content["lora_alpha"], "lora_alpha")
+            alphas = _patterns(content, "alpha_pattern", _number)
+            rank = _rank(content["r"], "r") if content.get("r") is not None else None
+            ranks = _patterns(content, "rank_pattern", _rank)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             text = f"merge_lora={str(given)!r}: {path} is no {_FILE} with lora_alpha ({error!r})."
             raise CheckpointError(f"{text} Name that file, its folder, or lora_alpha as a number.") from error
         others = [what for key, what in _OTHERS.items() if content.get(key)]
@@ -90,12 +101,66 @@ class LoraScaling:
             what = others[0] if kind == "LORA" else kind
             raise CheckpointError(f"{path} describes {what}, not LoRA: merge it with peft's merge_and_unload.")
         rslora, transposed = bool(content.get("use_rslora")), bool(content.get("fan_in_fan_out"))
-        return cls(alpha, rslora, patterns, transposed)
+        return cls(alpha, rslora, alphas, transposed, rank, ranks)
 
     def of_module(self, module: str, rank: int) -> float:
-        """The factor of a module (dotted name) whose factors have rank ``rank``."""
-        found = (a for pattern, a in self.alpha_pattern.items() if re.match(rf"(.*\.)?({pattern})$", module))
-        return next(found, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+        """The factor of a module (dotted name) whose factors have rank ``rank``.
+
+        Raises:
+            CheckpointError: there is none: the rank is 0, or another one than that of the configuration, or the factor
+                is beyond fp32.
+        """
+        configured = _matching(self.rank_pattern, module, self.rank)
+        if configured is not None and configured != rank:
+            raise CheckpointError(
+                f"The factors of {module} have rank {rank}, and {_FILE} says {configured} (r, rank_pattern): it is of "
+                "other adapters. Name the file that was saved with these, or lora_alpha as a number."
+            )
+        if rank < 1:
+            raise CheckpointError(f"The factors of {module} have rank {rank}: there is nothing to merge. Remove them.")
+        alpha = _matching(self.alpha_pattern, module, self.alpha)
+        factor = alpha / (math.sqrt(rank) if self.rslora else rank)
+        if not abs(factor) <= _LARGEST:  # NaN is neither larger nor smaller
+            raise CheckpointError(
+                f"The factor of {module} is {factor:g}, which is no number of fp32: lora_alpha={alpha:g}, rank {rank}. "
+                "Correct lora_alpha, or alpha_pattern."
+            )
+        return factor
+
+
+Value = TypeVar("Value")
+
+
+def _matching(patterns: Mapping[str, Value], module: str, default: Value) -> Value:
+    """The value of the first pattern that the end of a module's name matches, as in peft."""
+    return next((v for pattern, v in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), default)
+
+
+def _number(value: Any, key: str) -> float:
+    """``value`` as a finite number; raises ValueError."""
+    number = float(value)
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise ValueError(f"{key} is {value!r}, which is no finite number")
+    return number
+
+
+def _rank(value: Any, key: str) -> int:
+    """``value`` as a rank; raises ValueError."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key} is {value!r}, which is no positive integer")
+    return value
+
+
+def _patterns(content: Mapping[str, Any], key: str, read: Callable[[Any, str], Value]) -> dict[str, Value]:
+    """A mapping of the configuration, from patterns of names to values; raises ValueError."""
+    found: dict[str, Value] = {}
+    for pattern, value in (content.get(key) or {}).items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{key} has {pattern!r}, which is no pattern: {error}") from None
+        found[pattern] = read(value, f"{key}[{pattern!r}]")
+    return found
 
 
 class _Merge(NamedTuple):
@@ -115,7 +180,8 @@ class MergedSource:
         scaling: of the adapters.
 
     Raises:
-        CheckpointError: there are no adapters, or several; or their weights are missing, or do not fit.
+        CheckpointError: there are no adapters, or several; or their weights are missing, or do not fit; or the scaling
+            of one is no number.
     """
 
     def __init__(self, source: CheckpointSource, scaling: LoraScaling) -> None:
@@ -125,6 +191,8 @@ class MergedSource:
         factors, self._saved = self._sorted()
         merges = [self._merge(module, sides) for module, sides in factors.items()]
         self._merges = {merge.weight: (module, merge) for module, merge in zip(factors, merges, strict=True)}
+        # Computed here, so that nothing is written before all of them are known to be numbers.
+        self._factors = {module: self._factor(module, merge) for module, merge in self._merges.values()}
         self._square = self._squares_are_transposed()
         self.weights: Mapping[str, Spec] = {new: source.weights[old] for new, old in self._saved.items()}
         self.aliases: Mapping[str, str] = self._ties()
@@ -192,6 +260,9 @@ class MergedSource:
             )
         return _Merge(weight, a, b, embedding)
 
+    def _factor(self, module: str, merge: _Merge) -> float:
+        return self._scaling.of_module(_plain(module), self._source.weights[merge.a].shape[0])
+
     def _squares_are_transposed(self) -> bool:
         """True if square weights are stored transposed; raises CheckpointError if only some of the others are."""
         if self._scaling.transposed is not None:
@@ -224,7 +295,11 @@ class MergedSource:
         return ties
 
     def read(self, name: str) -> Tensor:
-        """The tensor of an exported name, merged. Raises CheckpointError: the file is damaged."""
+        """The tensor of an exported name, merged.
+
+        Raises:
+            CheckpointError: the file is damaged, or the merged tensor is not finite.
+        """
         saved = self._saved[name]
         weight = self._source.read(saved)
         if saved not in self._merges:
@@ -233,12 +308,25 @@ class MergedSource:
         a, b = self._source.read(merge.a), self._source.read(merge.b)
         turned = _transposed(tuple(a.shape), tuple(b.shape), tuple(weight.shape), merge.embedding, self._square)
         delta = b.flatten(1).float() @ a.flatten(1).float()
-        delta = (delta.T if turned else delta) * self._scaling.of_module(_plain(module), a.shape[0])
-        return (weight.float() + delta.reshape(weight.shape)).to(weight.dtype).contiguous()
+        delta = (delta.T if turned else delta) * self._factors[module]
+        merged = (weight.float() + delta.reshape(weight.shape)).to(weight.dtype).contiguous()
+        if not bool(merged.isfinite().all()):
+            raise CheckpointError(
+                f"{name} is not finite after merging: {_largest(merge.weight, weight)}, {_largest(merge.a, a)}, "
+                f"{_largest(merge.b, b)}, factor {self._factors[module]:g}, dtype {weight.dtype}. Correct lora_alpha, "
+                "or export without merge_lora."
+            )
+        return merged
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
         """Raise KeyError: there are no states."""
         raise KeyError((optimizer, name, key))
+
+
+def _largest(name: str, tensor: Tensor) -> str:
+    """A sentence's part that tells how large the values of a tensor are."""
+    finite = bool(tensor.isfinite().all())
+    return f"{name} {f'is at most {float(tensor.abs().max()):g}' if finite else 'is not finite itself'}"
 
 
 def _plain(name: str) -> str:

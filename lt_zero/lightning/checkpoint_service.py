@@ -63,6 +63,7 @@ from lt_zero.lightning.checkpoint_plugin import local_file, write_file, writes_d
 from lt_zero.lightning.data_position.position import POSITION, DataPosition
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.lightning.setup import RunSnapshot
+from lt_zero.lightning.uploads import upload_directories
 from lt_zero.parallel.local import is_distributed
 from lt_zero.session.checkpoints import (
     Progress,
@@ -93,12 +94,14 @@ class CheckpointService:
         self._directories = False  # whether checkpoints are directories
 
     def set_up(self, run: RunSnapshot) -> None:
-        """Decide what the saves of this run write.
+        """Decide what the saves of this run write, and let loggers upload it.
 
         Raises:
             ValueError: as ``writes_directories``.
         """
         self._directories = writes_directories(run.config, run.checkpoint_io)
+        if self._directories:
+            upload_directories(run)
 
     # ---- collecting ----------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.materialize import parameters_in
-from lt_zero.step.loss_scale import LossScaleController, LossScaler
+from lt_zero.step.loss_scale import LossScaleController, LossScaler, usable_scale
 from lt_zero.step.sharded_optimizer import RanClosure, ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ class ZeroPrecision(HalfPrecision):
         """Take over the loss scale of a DDP run, which Lightning saves under the name of its own plugin."""
         saved, scaler = checkpoint.get("MixedPrecision"), self.loss_scale_controller.scaler
         if saved and scaler is not None and scaler.rules.dynamic and type(self).__qualname__ not in checkpoint:
-            scaler.scale = max(float(saved["scale"]), scaler.rules.minimum)
+            scaler.scale = max(usable_scale(saved["scale"]), scaler.rules.minimum)
 
     @override
     def teardown(self) -> None:

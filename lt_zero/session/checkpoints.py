@@ -198,11 +198,13 @@ class Saver:
 
     Attributes:
         pending: the save in the background, until ``wait`` has seen its end.
+        writing: the path, or URL, of the pending save's checkpoint.
     """
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self.pending: Future[None] | None = None
+        self.writing: str | None = None
         self._after: list[Callable[[], object]] = []  # is called when the pending save is done
         self._buffer: Tensor | None = None  # host memory of the last save in the background
 
@@ -228,6 +230,7 @@ class Saver:
             then = partial(saving.then, place.name)
             if background:
                 self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
+                self.writing = place.name
                 self.pending = self._thread.submit(_write_alone, made, place, world, group, then)
                 return
             with progress_bar(f"Saving {path}", made.nbytes, rank=world.rank, in_bytes=True) as work:
@@ -260,7 +263,7 @@ class Saver:
         with progress_bar("Waiting for the save in the background", rank=world.rank if world is not None else 0):
             # If the user interrupts the wait, the save is still pending and reads the host memory.
             futures.wait([pending])
-        self.pending = None
+        self.pending = self.writing = None
         after, self._after = self._after, []
         pending.result()  # raises on all ranks if one failed
         for action in after:
@@ -275,7 +278,7 @@ class Saver:
             if not ended:
                 # The group belongs to the save, which may still be running.
                 world.leave_saving_group()
-        self.pending = None
+        self.pending = self.writing = None
         self.close(ended)
 
     def close(self, ended: bool = True) -> None:

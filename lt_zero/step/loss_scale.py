@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.common import accelerator
+from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
 from lt_zero.config.precision import DtypePolicy, ScalerRules
 from lt_zero.engine.engine import Engine
@@ -56,6 +57,21 @@ class LossScaleError(RuntimeError):
 
 class NonFiniteError(RuntimeError):
     """Gradients are not finite, and ``on_nonfinite`` is ``raise``."""
+
+
+def usable_scale(saved: Any) -> float:
+    """``saved`` as a loss scale.
+
+    Raises:
+        CheckpointError: it is not positive and finite: every gradient would be NaN, or every step skipped.
+    """
+    scale = float(saved)
+    if not (math.isfinite(scale) and scale > 0.0):
+        raise CheckpointError(
+            f"The checkpoint has the loss scale {scale:g}, which has to be a positive finite number. Set "
+            "checkpoint.load_module_only=true to begin a new run with its weights, or use another checkpoint."
+        )
+    return scale
 
 
 class LossScaler:
@@ -118,10 +134,14 @@ class LossScaler:
         return {"scale": self.scale, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state_dict``; a static scale stays as configured."""
+        """Restore ``state_dict``; a static scale stays as configured.
+
+        Raises:
+            CheckpointError: the saved scale is not positive and finite.
+        """
         if not self.rules.dynamic:
             return
-        self.scale = float(state["scale"])
+        self.scale = usable_scale(state["scale"])
         self._steps, self._last_overflow = int(state["steps"]), int(state["last_overflow"])
         self._patience = min(int(state["patience"]), max(1, self.rules.hysteresis))
 

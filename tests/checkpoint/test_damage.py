@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import random
@@ -13,10 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 
+from lt_zero import ZeroStrategy
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Manifest
 from lt_zero.checkpoint.native.load import as_lightning
@@ -26,7 +29,7 @@ from lt_zero.io.checked_file import STEP, FileRecord
 from lt_zero.io.pinned import aligned_buffer, checksum, checksum_weights, rounded
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, resume, same, train
 from tests.support.damage import BELIEVED, DAMAGES, STRANGE, flip, reseal
-from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.lightning_tools import FULL, GPT, QUIET, sharded_trainer
 from tests.support.matrix import only
 from tests.support.pool import Pool
 
@@ -336,3 +339,39 @@ def test_a_tensor_with_a_hole(good: Path) -> None:
         reseal(good, lambda body: body["tensors"][name]["chunks"].pop())
         with pytest.raises(CheckpointError, match="lacks"):
             Archive(str(good)).elements(name, 0, int(torch.Size(entry.shape).numel()))
+
+
+def test_numbers_that_would_make_weights_nan_are_refused(tmp_path: Path) -> None:
+    """Rates, decays and counters of somebody's file go into every weight at the first step."""
+    options: dict[str, Any] = {**QUIET, "devices": 1, "limit_val_batches": 0, "max_epochs": 9}
+
+    def trainer(steps: int) -> pl.Trainer:
+        return pl.Trainer(**options, max_steps=steps, strategy=ZeroStrategy(config={**FULL, **stage}))
+
+    stage = {"zero_optimization": {"stage": 2}}
+    first = trainer(1)
+    first.fit(GPT(1, "adamw"))
+    path = tmp_path / "one.ckpt"
+    first.save_checkpoint(path)
+
+    def group(saved: Any) -> Any:
+        return saved["optimizer_states"][0]["param_groups"][0]
+
+    edits: list[tuple[Callable[[Any], object], str]] = [
+        (lambda saved: group(saved).update(lr=math.nan), "lr=nan in group 0 of optimizer 0"),
+        (lambda saved: group(saved).update(lr=torch.tensor(math.inf)), r"lr=tensor\(inf\) in group 0"),
+        (lambda saved: group(saved).update(betas=(0.9, math.nan)), r"betas=\(0.9, nan\) in group 0"),
+        (lambda saved: group(saved).update(mine=math.nan), "mine=nan"),
+        (lambda saved: saved["optimizer_states"][0]["state"][1].update(step=torch.tensor(math.nan)), "step=tensor"),
+        (lambda saved: saved["lr_schedulers"][0].update(base_lrs=[math.nan]), r"base_lrs=\[nan\] in a schedule"),
+    ]
+    for edit, text in edits:
+        saved = torch.load(path, weights_only=True)
+        edit(saved)
+        torch.save(saved, tmp_path / "edited.ckpt")
+        with pytest.raises(CheckpointError, match=text):
+            trainer(2).fit(GPT(1, "adamw"), ckpt_path=tmp_path / "edited.ckpt")
+    saved = torch.load(path, weights_only=True)
+    group(saved).update(limit=math.inf)  # "no limit" of some optimizer
+    torch.save(saved, tmp_path / "edited.ckpt")
+    trainer(2).fit(GPT(1, "adamw"), ckpt_path=tmp_path / "edited.ckpt")

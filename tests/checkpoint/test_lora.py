@@ -128,6 +128,50 @@ def test_what_cannot_be_merged_is_told(tensors: dict[str, Tensor], text: str) ->
         MergedSource(Memory(tensors), LoraScaling(1.0))
 
 
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({"lora_alpha": math.nan}, "lora_alpha is nan, which is no finite number"),
+        ({"lora_alpha": math.inf}, "lora_alpha is inf"),
+        ({"lora_alpha": "-Infinity"}, "no finite number"),
+        ({"lora_alpha": True}, "lora_alpha is True"),
+        ({"lora_alpha": 1e308}, r"The factor of a is 3\.33333e\+307, which is no number of fp32: lora_alpha=1e\+308"),
+        ({"lora_alpha": 1e308, "use_rslora": True}, "no number of fp32"),
+        ({"lora_alpha": 2, "alpha_pattern": {"a": math.nan}}, r"alpha_pattern\['a'\] is nan"),
+        ({"lora_alpha": 2, "alpha_pattern": {"a": -1e308}}, r"The factor of a is -3\.3"),
+        ({"lora_alpha": 2, "alpha_pattern": {"(": 1}}, r"alpha_pattern has '\(', which is no pattern"),
+        ({"lora_alpha": 2, "r": 0}, "r is 0, which is no positive integer"),
+        ({"lora_alpha": 2, "r": -3}, "r is -3"),
+        ({"lora_alpha": 2, "rank_pattern": {"a": math.inf}}, r"rank_pattern\['a'\] is inf"),
+        ({"lora_alpha": 2, "r": 4}, "The factors of a have rank 3, and adapter_config.json says 4"),
+        ({"lora_alpha": 2, "r": 3, "rank_pattern": {"a": 8}}, "rank 3, and adapter_config.json says 8"),
+        ({"lora_alpha": 3e38}, r"a.weight is not finite after merging: a.base_layer.weight is at most 0, a.lora_A"),
+    ],
+    ids=str,
+)
+def test_numbers_that_make_no_weights_are_refused(tmp_path: Path, content: dict[str, Any], text: str) -> None:
+    """They came out as NaN and infinity, with exit status 0; nothing is written now."""
+    factors = {name: torch.full_like(value, 2.0) if "lora" in name else value for name, value in WHOLE.items()}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=text):
+        export(Memory(factors), tmp_path / "out.pt", "fp32", merge_lora=tmp_path)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_merged_tensor_has_to_be_finite_in_its_dtype() -> None:
+    for base, factor, text in (
+        (torch.full((4, 5), 6e4, dtype=torch.float16), 100.0, "a.base_layer.weight is at most 60000"),
+        (torch.full((4, 5), math.nan), 1.0, "a.base_layer.weight is not finite itself"),
+    ):
+        tensors = {**adapted("a", base), "a.lora_A.default.weight": torch.full((3, 5), factor)}
+        tensors["a.lora_B.default.weight"] = torch.full((4, 3), 100.0)
+        with pytest.raises(CheckpointError, match=f"a.weight is not finite after merging: {text}"):
+            MergedSource(Memory(tensors), LoraScaling(3.0, rank=3)).read("a.weight")
+    empty = {**adapted("a", torch.zeros(4, 5), rank=0)}
+    with pytest.raises(CheckpointError, match="rank 0: there is nothing to merge"):
+        MergedSource(Memory(empty), LoraScaling(3.0))
+
+
 def test_the_command_and_its_errors(tmp_path: Path) -> None:
     torch.save(WHOLE, tmp_path / "saved.pt")
     (tmp_path / "dora.json").write_text(json.dumps({"lora_alpha": 2, "use_dora": True}))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lt_zero.common.errors import CheckpointError
 from lt_zero.step.loss_scale import LossScaler, ScalerRules
 from tests.support.paths import DATA
 
@@ -58,3 +59,11 @@ def test_static_scale_stays() -> None:
     assert all(scaler.update(overflow) for overflow in (True, False, True, True))
     assert scaler.scale == 128.0
     assert not scaler.at_minimum
+
+
+@pytest.mark.parametrize("scale", ["nan", "inf", 0.0, -1.0])
+def test_a_saved_scale_that_is_none_is_refused(scale: Any) -> None:
+    scaler = LossScaler(ScalerRules(16.0))
+    with pytest.raises(CheckpointError, match="has the loss scale"):
+        scaler.load_state_dict({**scaler.state_dict(), "scale": float(scale)})
+    assert scaler.scale == 16.0

@@ -18,6 +18,7 @@ Note [Order of a restore]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -50,6 +51,8 @@ from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, read_now
 from lt_zero.optim.schedules import Schedule
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
+# Options of groups for which infinity makes no sense.
+_FINITE = ("lr", "initial_lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "lr_decay")
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
 NEW = "set checkpoint.load_optimizer_states=false to start with a new optimizer."
 _SCALERS = ("FSDPPrecision", "FSDPMixedPrecision")  # Lightning's plugins, which save the scaler under their names
@@ -335,8 +338,14 @@ def check_schedule(saved: Any, running: Any, path: str) -> None:
     """Check that a schedule can take a saved state: torch's accept any, and go on from where they are.
 
     Raises:
-        CheckpointError: the state is of DeepSpeed's own schedules, and the running one is not.
+        CheckpointError: the state is of DeepSpeed's own schedules, and the running one is not; or it has a rate that is
+            NaN or infinite.
     """
+    for key in ("base_lrs", "_last_lr") if isinstance(saved, Mapping) else ():
+        rates = saved.get(key)
+        for rate in rates if isinstance(rates, (tuple, list)) else ():
+            remedy = "set checkpoint.load_lr_scheduler_states=false to begin a new schedule, or use another checkpoint."
+            _refuse_broken(rate, True, f"{key}={rates!r} in a schedule of {path}", remedy)
     of_deepspeed = isinstance(saved, Mapping) and "last_batch_iteration" in saved and "last_epoch" not in saved
     if of_deepspeed and not isinstance(running, Schedule) and not hasattr(running, "last_batch_iteration"):
         raise CheckpointError(
@@ -484,6 +493,29 @@ def restore_weights(
     read_now(module)
 
 
+def _check_numbers(saved: Mapping[str, Any], number: int, remedy: str) -> None:
+    """Raise CheckpointError if a saved optimizer has an option or a counter with which every weight would become NaN.
+
+    No option of a group is NaN. Infinity may mean "no limit", but not for rates, decays and their like.
+    """
+    groups, states = saved.get("param_groups"), saved.get("state")
+    for index, group in enumerate(groups if isinstance(groups, Sequence) else []):
+        for key, value in group.items() if isinstance(group, Mapping) else ():
+            for found in value if isinstance(value, (tuple, list)) else (value,):
+                _refuse_broken(found, key in _FINITE, f"{key}={value!r} in group {index} of optimizer {number}", remedy)
+    for name, state in states.items() if isinstance(states, Mapping) else ():
+        if isinstance(state, Mapping) and "step" in state:
+            _refuse_broken(state["step"], True, f"step={state['step']!r} for {name} in optimizer {number}", remedy)
+
+
+def _refuse_broken(value: Any, finite: bool, what: str, remedy: str) -> None:
+    """Raise CheckpointError if a number is NaN, or infinite and it has to be ``finite``; others may be anything."""
+    if isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, float) and (math.isnan(value) or (finite and math.isinf(value))):
+        raise CheckpointError(f"The checkpoint has {what}, with which weights would become NaN: {remedy}")
+
+
 def restore_optimizer(
     optimizer: Optimizer,
     engine: Engine,
@@ -498,9 +530,11 @@ def restore_optimizer(
     ``tick`` is called after the state of each parameter is read.
 
     Raises:
-        CheckpointError, ValueError: the optimizer's parameters differ from the saved ones.
+        CheckpointError, ValueError: the optimizer's parameters differ from the saved ones, or an option of its groups
+            or a counter of steps is not finite.
     """
     tell = engine.world.rank == 0
+    _check_numbers(saved, number, remedy)
     state = fitting_state(saved, optimizer, engine, names, number, tell, remedy) if saved else saved
     sharded = ShardedOptimizer.of(optimizer)
     if sharded is None:

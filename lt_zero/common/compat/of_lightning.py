@@ -149,3 +149,48 @@ def is_default_logger(logger: Any, root: str) -> bool:
     if type(logger) is TensorBoardLogger:
         return vars(logger) == vars(TensorBoardLogger(save_dir=root, version=SLURMEnvironment.job_id()))
     return False
+
+
+class LoggedCheckpoints:
+    """Checkpoints that a logger of Lightning has uploaded, and how it finds new ones.
+
+    Args:
+        logger: a WandbLogger, MLFlowLogger or LitLogger.
+    """
+
+    METHOD = "_scan_and_log_checkpoints"  # lists the checkpoints of a ModelCheckpoint, and uploads new files
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    @classmethod
+    def of(cls, logger: Any) -> LoggedCheckpoints | None:
+        """Return what ``logger`` keeps; None if it uploads no checkpoints, or not in the way of these loggers."""
+        return cls(logger) if hasattr(type(logger), cls.METHOD) else None
+
+    @property
+    def uploads(self) -> bool:
+        """True if the logger was asked to upload checkpoints."""
+        return bool(self._logger._log_model)
+
+    @property
+    def times(self) -> dict[str, float]:
+        """When the last uploaded checkpoint of a path was written."""
+        return self._logger._logged_model_time  # type: ignore[no-any-return]
+
+    def name(self, default: str) -> str:
+        """The name of the artifact that checkpoints are versions of; ``default`` if the user gave none."""
+        self._logger._checkpoint_name = self._logger._checkpoint_name or default
+        return str(self._logger._checkpoint_name)
+
+    def version(self, step: int | None) -> Any:
+        """The version of an uploaded checkpoint of LitLogger."""
+        return self._logger._model_version(None, step)
+
+    def list_with(self, function: Callable[[Any], None]) -> None:
+        """Call ``function`` with the ModelCheckpoint wherever Lightning would list its checkpoints."""
+        vars(self._logger)[self.METHOD] = function
+
+    def list_files(self, callback: Any) -> None:
+        """Do what Lightning does: list the checkpoints of a ModelCheckpoint that are files, and upload new ones."""
+        getattr(type(self._logger), self.METHOD)(self._logger, callback)
