@@ -11,6 +11,17 @@ Note [Which ranks can still arrive]
     numbered, so there a rank has to stay in the same call for ``Patience.stuck``. A rank that does not answer need not
     have ended, its main thread may hold the interpreter: its closed connection to gloo proves it.
 
+Note [Waits of other packages]
+    Lightning's and the user's collectives are not launched here, so their waits cannot be left in slices. Each rank's
+    thread looks at the innermost frame of its main thread every ``Patience.poll`` seconds, and nothing else: a launch
+    costs no message. If it is in the same collective for ``Patience.ask``, one of the ranks that wait in it asks all
+    others. An answer tells in which collective a rank waits, for how long, and which it has launched of those that were
+    asked about, by numbers (foreign_waits.py). A verdict needs a circle of ranks: each waits, since ``Patience.stuck``,
+    for a collective that the next one has not launched, or in place of which that one has launched another. All answers
+    are younger than that, so these waits last at the same time, and none can end. A rank that does anything else, or
+    waits for something else, breaks the circle, so a rank that is late is waited for as long as the group allows.
+    The thread lives between runs and after them, because the next wait may be in the user's script.
+
 Note [The verdict reaches all ranks]
     One rank writes the verdict to the store and waits until the other ranks' threads have read it before it raises and
     closes its connections: otherwise they would only see "closed by peer". Waits on gloo check the verdict (work.py)
@@ -52,12 +63,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from lt_zero.comm import shared_memory, work
+from lt_zero.comm import foreign_waits, shared_memory, work
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.ended_ranks import EndedRanks, described, summary, tell_at_end
+from lt_zero.comm.foreign_waits import (
+    Blocked,
+    ForeignCall,
+    call_of,
+    described_call,
+    is_foreign,
+    launched_by,
+    question_of,
+    standstill,
+)
 from lt_zero.comm.next_run import RunStart
 from lt_zero.comm.process_groups import abort_nccl, backend_of, close_connections, closing_if_unanswered, exists
-from lt_zero.comm.verdict import GONE, OVER, RAN, RankState, Remedy, diverged, sentence
+from lt_zero.comm.questions import Questions
+from lt_zero.comm.verdict import GONE, OVER, RAN, RankState, Remedy, at_standstill, diverged, sentence
 from lt_zero.comm.work import CALL, CollectiveId, CollectiveMonitor, collective_of, in_collective, in_layer
 from lt_zero.common.compat import process_groups
 from lt_zero.common.users_code import user_line
@@ -66,6 +88,8 @@ log = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=20)
 _END_PATIENCE = 1.0  # seconds to wait for a closed connection
+_RAREST_QUESTION = 30.0  # seconds between two questions about a wait that has lasted for minutes
+_logged: list[str] = []  # verdicts; several groups of this process may come to the same
 
 
 @dataclass(frozen=True)
@@ -97,7 +121,6 @@ class HangDetector:
 
     Attributes:
         ends: the ends of the ranks.
-        remedy: what to tell the user whose ranks ran these two collectives, or this one.
     """
 
     def __init__(
@@ -123,7 +146,6 @@ class HangDetector:
         self._last_answers: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
         self._heeded = 0.0  # when errors of others were read
         self._end: str | None = None  # why another rank has ended
-        self.remedy: Remedy = lambda launch, other: RAN
         self.ends = EndedRanks(store, self._ranks, self._rank, host, watch)
         this = weakref.ref(self)
 
@@ -151,6 +173,15 @@ class HangDetector:
         self._server = groups[0].get_group_store()  # may serve the store: not before this is gone does that end
         self.start()
         tell_at_end(self)
+
+    @property
+    def remedy(self) -> Remedy:
+        """What to tell the user whose ranks ran these two collectives, or this one."""
+        return self._reporter.remedy
+
+    @remedy.setter
+    def remedy(self, remedy: Remedy) -> None:
+        self._reporter.remedy = remedy
 
     def start(self) -> None:
         """Answer other ranks from now on. No-op if it does, in a forked child, and after a verdict."""
@@ -193,6 +224,7 @@ class HangDetector:
             if self._examined != launch:
                 self._examined, self._first_question = launch, 0
                 self._last_answers.clear()
+                self._reporter.questions.post(launch)
             else:
                 members = self._watch.channels[launch.channel].ranks
                 states = {r: self._state_of(r, launch, now) for r in members if r != self._rank}
@@ -207,7 +239,6 @@ class HangDetector:
                 if self._store.check([f"diverged/{launch.channel}"]):
                     self.raise_divergence(launch)
             self._asked = now
-            self._store.set(f"question/{self._rank}", json.dumps([launch.channel, launch.number]))
             asks = self._store.add("asks", 1)
             self._first_question = self._first_question or asks
 
@@ -231,7 +262,10 @@ class HangDetector:
         theirs = CollectiveId(*answer["launch"]) if answer["launch"] is not None else None
         state = RankState(theirs, answer["place"], answer["text"])
         stuck = answer["seconds"] >= self._patience.stuck
-        ran = answer["ran"].get(str(self._rank))
+        if (told := answer["ran"].get(question_of(launch))) is None:  # so many have asked that it forgot the question
+            self._reporter.questions.post(launch)
+            return RankState(None, answer["place"], answer["text"])
+        ran = told[1]
         channel = self._watch.channels.get(theirs.channel) if theirs is not None else None
         if ran is not None:
             state.compare(launch, CollectiveId(*ran))
@@ -243,8 +277,17 @@ class HangDetector:
             # In a channel without this rank it waits for other ranks, and they find out if those never come.
             state.never = stuck and channel is not None
         else:
-            state.never = stuck and answer["ranks"] is not None and self._ranks[self._rank] in answer["ranks"]
+            needs_this = answer["ranks"] is not None and self._ranks[self._rank] in answer["ranks"]
+            state.never = stuck and needs_this and not self._has_launched(answer["foreign"])
         return state
+
+    def _has_launched(self, foreign: list[Any] | None) -> bool:
+        """True if this rank has launched the collective, not this package's, in which another waits."""
+        if foreign is None:
+            return False  # it is not known: this rank waits, and so launches none
+        wait = CollectiveId(*foreign)
+        launched, found = self._reporter.progress(wait.channel, wait.number)
+        return launched >= wait.number and (found is None or found.like(wait))
 
     def raise_divergence(self, launch: CollectiveId) -> None:
         """Raise the error of ranks that meet in different collectives. Collective.
@@ -266,9 +309,7 @@ class HangDetector:
 
         If another rank has posted one before, that is raised.
         """
-        if self._store.add("verdicts", 1) == 1:
-            self._store.set("verdict", verdict)
-            self._store.add("asks", 1)
+        self._reporter.post_verdict(verdict)
         self._watch.verdict = self._store.get("verdict").decode()
         self._reporter.close_connections(readers)
         self._watch.raise_verdict()
@@ -410,10 +451,21 @@ class _Reporter:
         self._doomed: tuple[FrameType, float] | None = None  # a wait for that rank, and its beginning
         self._watch, self._store, self._groups = watch, store, groups
         self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+        self._all_ranks = dist.get_process_group_ranks(groups[0])
         self._thread = threading.get_ident()
         self.layers: list[int] = []  # global ranks that compute layers with this one
-        self._in: Any = None  # a Launch, or the frame of another package's collective
+        self._stuck_after, self._ask_after = patience.stuck, patience.ask
+        self.questions = Questions(store)
+        self.remedy: Remedy = lambda launch, other: RAN
+        # In what the thread waits: a launch, the call of another package's collective, or its frame where these are
+        # unknown. A frame keeps its tensors alive, so it is kept only while there are questions.
+        self._in: CollectiveId | ForeignCall | FrameType | None = None
         self._since = 0.0
+        self._foreign: CollectiveId | None = None  # what the call ``_in`` has launched, once that was looked up
+        self._led: CollectiveId | None = None  # the foreign collective about which this rank decided whether it asks
+        self._leads = False
+        self._question: tuple[int, float] | None = None  # number and time of its last question about that
+        self._next_question = 0.0
         self._last_question = self._idle_polls = 0  # number of the last question; polls since
 
     @contextlib.contextmanager
@@ -442,18 +494,24 @@ class _Reporter:
             return True
         asks = self._store.add("asks", 0)
         self._idle_polls = 0 if asks != self._last_question else self._idle_polls + 1
-        if self._idle_polls > 3:
+        if self._idle_polls > 3 and isinstance(self._in, FrameType):
             self._in = None
+        self._observe(self._frame())
         if (not self._idle_polls or self._alarmed) and self._watch.verdict is None:
             self._heed()
         if self._idle_polls:
-            return self._watch.verdict is not None
+            if self._watch.verdict is not None:
+                return True
+            self._examine_foreign_wait()
+            return False
         self._last_question, known = asks, self._watch.verdict is not None
         if not self.read_verdict():
             self._answer(asks)
+            self._examine_foreign_wait()  # after the answer: its own question needs one, too
             return self._store.check(["closing"])
         # The main thread waits for no collective of this package, so it may not find out by itself.
-        if not known and self._watch.waiting is None:
+        if not known and self._watch.waiting is None and self._watch.verdict not in _logged:
+            _logged.append(str(self._watch.verdict))
             log.error("%s", self._watch.verdict)
         self._store.add("heard", 1)
         self.close_connections(self._world)
@@ -471,8 +529,7 @@ class _Reporter:
         ranks = self._needs(frame) if frame is not None else None
         if frame is None or ranks is None:
             return
-        all_ranks = dist.get_process_group_ranks(self._groups[0])
-        if (found := self._ends.error([rank for rank, other in enumerate(all_ranks) if other in ranks])) is None:
+        if (found := self._ends.error([rank for rank, known in enumerate(self._all_ranks) if known in ranks])) is None:
             return
         self._doomed = (frame, time.monotonic()) if before is None or before[0] is not frame else before
         if time.monotonic() - self._doomed[1] >= self._stuck:
@@ -527,28 +584,110 @@ class _Reporter:
             return next(filter(in_layer, frames.values()), frame)
         return frame
 
+    def _observe(self, frame: FrameType | None) -> None:
+        """Note in which collective the thread waits, and since when."""
+        now = self._watch.waiting or call_of(frame)
+        if now is not None or not isinstance(self._in, FrameType):
+            self._enter(now)
+
+    def _enter(self, now: CollectiveId | ForeignCall | FrameType | None) -> None:
+        if now is None or now != self._in:
+            self._in, self._since, self._foreign = now, time.monotonic(), None
+
+    def _foreign_wait(self) -> CollectiveId | None:
+        """The collective of another package in which the thread waits; None if it does not, or that is unknown."""
+        if self._foreign is None and isinstance(self._in, ForeignCall):
+            self._foreign = launched_by(self._in)
+        return self._foreign
+
+    def progress(self, channel: str, number: int) -> tuple[int, CollectiveId | None]:
+        """The number of this rank's last launch in a channel, and its launch of ``number``, if known."""
+        if is_foreign(channel):
+            return foreign_waits.progress(channel, number)
+        own = self._watch.channels.get(channel)
+        return (own.launched, own.find(number)) if own is not None else (0, None)
+
     def _answer(self, asks: int) -> None:
+        """Tell what the thread does, and which of the collectives that were asked about it has launched."""
         frame = self._frame()
+        self._observe(frame)
         launch, ranks, place = self._watch.waiting, None, user_line(frame)
-        now: Any = launch
-        text = f"is at {place}"
+        text, members = f"is at {place}", list[int]()
         if launch is not None:
-            text = RankState.waiting(launch, place).text
+            text, members = RankState.waiting(launch, place).text, list(self._watch.channels[launch.channel].ranks)
         elif frame is not None and (ranks := self._needs(frame)) is not None:
-            what = "a layer" if in_layer(frame) else f"{frame.f_code.co_name} of torch.distributed"
-            now, text = frame, f"waits in {what} ({place})"
-        if now is None or now is not self._in:
-            self._in, self._since = now, time.monotonic()
-        ran = {}  # this rank's launches with the numbers that other ranks have asked about
-        for rank in range(self._world):
-            if rank != self._rank and self._store.check([f"question/{rank}"]):
-                channel, number = json.loads(self._store.get(f"question/{rank}"))
-                asked = self._watch.channels.get(channel)
-                if asked is not None and (found := asked.find(number)) is not None:
-                    ran[rank] = found
-        answer = {"asks": asks, "seconds": time.monotonic() - self._since, "ran": ran}
-        answer |= {"launch": launch, "place": place, "text": text, "ranks": ranks}
+            what = "a layer" if in_layer(frame) else described_call(frame)
+            text = f"waits in {what} ({place})"
+            members = [rank for rank, known in enumerate(self._all_ranks) if known in ranks]
+            if not isinstance(self._in, ForeignCall):
+                self._enter(frame)
+        foreign = self._foreign_wait() if launch is None and ranks is not None else None
+        waits = launch or foreign
+        ran: dict[str, tuple[int, CollectiveId | None]] = {}
+        for channel, number in self.questions.known():
+            # Who does not wait blocks nobody for ever. The recorder is read for others only, as that takes a moment.
+            if waits is not None and (waits.channel, waits.number) == (channel, number):
+                ran[f"{channel}#{number}"] = number, waits
+            elif waits is not None or not is_foreign(channel):
+                ran[f"{channel}#{number}"] = self.progress(channel, number)
+        seconds = time.monotonic() - self._since if self._in is not None else 0.0
+        answer = {"asks": asks, "seconds": seconds, "ran": ran, "launch": launch, "foreign": foreign, "place": place}
+        answer |= {"text": text, "ranks": ranks, "members": members}
         self._store.set(f"doing/{self._rank}", json.dumps(answer))
+
+    def _examine_foreign_wait(self) -> None:
+        """Ask the others if the thread waits in another package's collective for long, and give up one that cannot end.
+
+        See Note [Waits of other packages].
+        """
+        now = time.monotonic()
+        if self._watch.waiting is not None or self._in is None or now - self._since < self._ask_after:
+            return
+        if (wait := self._foreign_wait()) is None:
+            return
+        if self._led != wait:
+            name = f"{wait.channel}/{wait.number}/{wait.name}"
+            self._led, self._leads, self._question = wait, self._store.add(f"leader/{name}", 1) == 1, None
+            if self._leads:
+                self.questions.post(wait)
+        if not self._leads:
+            return
+        if self._question is not None:
+            number, asked = self._question
+            if now - asked < self.interval:
+                return
+            self._question = None
+            if now - asked < self._stuck_after:
+                self._judge(number)
+        if self._question is None and now >= self._next_question:
+            # A long wait is mostly one for a rank that is busy, so the questions become rarer.
+            self._next_question = now + min((now - self._since) / 8, _RAREST_QUESTION)
+            self._question = self._store.add("asks", 1), now
+
+    def _judge(self, question: int) -> None:
+        """Post a verdict if the answers to ``question`` prove that ranks wait for each other in a circle."""
+        states = dict[int, Blocked]()
+        for rank in range(self._world):
+            if not self._store.check([f"doing/{rank}"]):
+                continue
+            answer = json.loads(self._store.get(f"doing/{rank}"))
+            told = answer["launch"] or answer["foreign"]
+            if told is None or answer["asks"] < question or answer["seconds"] < self._stuck_after:
+                continue
+            ran = {
+                key: (launched, CollectiveId(*found) if found is not None else None)
+                for key, (launched, found) in answer["ran"].items()
+            }
+            place, members = answer["place"], answer["members"]
+            states[rank] = Blocked(CollectiveId(*told), members, answer["text"], place, ran)
+        if circle := standstill(states):
+            self.post_verdict(at_standstill(states, circle, self.remedy))
+
+    def post_verdict(self, verdict: str) -> None:
+        """Post a verdict for all ranks, unless another rank has posted one before."""
+        if self._store.add("verdicts", 1) == 1:
+            self._store.set("verdict", verdict)
+            self._store.add("asks", 1)
 
 
 def _close_all(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -32,6 +32,7 @@ from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.host_maximum import HostMaxima
 from lt_zero.comm.process_groups import backend_of
 from lt_zero.comm.shared_memory import FENCES, Barrier, Maxima, SharedArena
+from lt_zero.comm.verdict import CALLED, GONE
 from lt_zero.comm.work import CALL, Channel, CollectiveId, CollectiveMonitor, Done, Work, WorkList
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import user_line
@@ -251,7 +252,7 @@ class Ranks(ProcessLocal):
                 raise
             raise RuntimeError(
                 f"`{what}` was called on rank {self.ranks[self.rank]} ({user_line(sys._getframe())}) and not on"
-                f" {', '.join(f'rank {rank}' for rank in ended)}, which has ended or left the process group."
+                f" {', '.join(f'rank {rank}' for rank in ended)}, which {GONE}. {CALLED}"
             ) from error
 
     def expect_broadcasts(self, tensors: Iterable[tuple[str, int]]) -> None:

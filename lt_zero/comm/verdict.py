@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from lt_zero.comm.ended_ranks import COUNTS, WHERE
+from lt_zero.comm.foreign_waits import FOREIGN, Blocked
 from lt_zero.comm.work import CALL, FENCE, MEETING, START, CollectiveId
 
 GONE = "has ended or left the process group"
 OVER = "has come to its end without an error"
 _ENDED = f"See the last that it printed{WHERE}, and whether its host runs (dmesg, the scheduler)."
-_CALLED = (
+CALLED = (
     "Every rank has a part of the state: call it on every rank, without `if trainer.is_global_zero:` or"
     " `rank_zero_only` around it."
 )
@@ -22,6 +23,11 @@ _ALONE = (
 RAN = (
     "Every rank has to launch the same collectives in the same order: look for a branch or a loop that depends on the"
     " rank or its data."
+)
+_BOTH = (
+    "Every rank has to make the same calls in the same order: look for `if trainer.is_global_zero:` or"
+    " `rank_zero_only` around a call that needs all ranks, and for a callback, a logger or an interval that only some"
+    " ranks have."
 )
 Remedy = Callable[[CollectiveId, CollectiveId | None], str]  # what to tell users whose ranks ran these two, or this one
 
@@ -100,13 +106,38 @@ def sentence(states: dict[int, RankState], head: int, lost: int, remedy: Remedy)
     elif starts:
         advice = _ALONE
     else:
-        advice = _CALLED if called else remedy(first.launch, other.launch)
+        advice = CALLED if called else remedy(first.launch, other.launch)
     return f"{begun} on {_names(came)} ({first.place}) and not on rank {lost}, which {other.text}{also}. {advice}"
 
 
+def at_standstill(states: Mapping[int, Blocked], circle: list[int], remedy: Remedy) -> str:
+    """The verdict on ranks that wait in a circle, each for a collective that the next one has not launched.
+
+    ``states``: of the ranks that wait. The same text whichever rank of the circle comes first.
+    """
+    turns = [[*circle[n:], *circle[:n]] for n in range(len(circle))]
+    first, other, *rest = min(turns, key=lambda turn: (_known(states[turn[0]].wait), turn[0]))
+    head = states[first]
+    if head.wait.operation != FOREIGN:
+        told = {
+            rank: RankState(state.wait if state.wait.operation != FOREIGN else None, state.place, state.text)
+            for rank, state in states.items()
+        }
+        for rank, state in told.items():
+            state.came = states[rank].wait == head.wait
+        return sentence(told, first, other, remedy)
+    came = sorted(rank for rank, state in states.items() if state.wait == head.wait)
+    waits = head.text if len(came) == 1 else head.text.replace("waits", "wait", 1)
+    others = "".join(f", for rank {rank}, which {states[rank].text}" for rank in rest)
+    return (
+        f"{_names(came).capitalize()} {waits} for rank {other}, which {states[other].text}{others}: none of these waits"
+        f" can end. {_BOTH}"
+    )
+
+
 def _known(launch: CollectiveId) -> int:
-    """Order of launches by how well users know them: calls, batches and epochs, modules, this package's fences."""
-    return {CALL: 0, START: 0, MEETING: 1, FENCE: 3}.get(launch.operation, 2)
+    """Order of launches by how well users know them: calls, batches and epochs, modules, fences, other packages."""
+    return {CALL: 0, START: 0, MEETING: 1, FENCE: 3, FOREIGN: 4}.get(launch.operation, 2)
 
 
 def _names(ranks: list[int]) -> str:

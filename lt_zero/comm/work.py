@@ -40,7 +40,7 @@ FENCE = "fence"
 _SLICE = 0.5  # seconds
 _ASK = 5.0  # seconds at most between two questions, each a message that stays in the peer's queue
 _REMEMBERED = 4096  # launches that are kept per channel, for messages
-_POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # do not need this rank
+POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # do not need this rank
 _FACTOR = 0x01000193  # of the checksum; odd, so that multiplication loses no bits
 
 
@@ -254,7 +254,7 @@ def collective_of(frame: FrameType) -> list[int] | None:
     code = frame.f_code
     if code.co_filename == __file__:  # of another engine
         return list(range(dist.get_world_size()))
-    if code.co_filename != distributed_c10d.__file__ or code.co_name in _POINT_TO_POINT:
+    if code.co_filename != distributed_c10d.__file__ or code.co_name in POINT_TO_POINT:
         return None
     group = frame.f_locals.get("group")
     return dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None)

@@ -310,8 +310,12 @@ class World(Ranks):
             self.detector.begin_run()
         self.agreement.begin()
 
-    def end_run(self) -> None:
-        """End the run on this rank, and its thread; the next operation of all ranks starts it again."""
+    def end_run(self, leaves: bool = False) -> None:
+        """End the run on this rank.
+
+        Its thread goes on to answer, and to watch waits of the user's script. ``leaves``: this process ends with the
+        run, and so does the thread.
+        """
         with suppress(RuntimeError):  # the process that serves the store has ended
             self.agreement.end()
             if self.detector is not None:
@@ -319,7 +323,7 @@ class World(Ranks):
         for used in list(self.ends_with_run):
             used.end()
         self.order.rest()
-        if self.detector is not None:
+        if self.detector is not None and leaves:
             self.detector.stop()
 
     def explain(self, error: BaseException) -> bool:

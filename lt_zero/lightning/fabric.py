@@ -404,7 +404,9 @@ class FabricZeroStrategy(DDPStrategy):
 
         ``options`` and errors are those of ``lt_zero.export``.
         """
-        export_weights(self._engine_of(module), self.broadcast(path), "export", **options)
+        engine = self._engine_of(module)
+        engine.world.roll_call("export")  # before the first of Fabric's collectives
+        export_weights(engine, self.broadcast(path), **options)
         self.barrier("export")
 
     def _engine_of(self, module: nn.Module) -> Engine:
@@ -431,6 +433,7 @@ class FabricZeroStrategy(DDPStrategy):
             CheckpointError: on all ranks; an earlier checkpoint at ``path`` is kept.
         """
         world = self.world
+        world.roll_call("Fabric.save")  # before the first of Fabric's collectives
         self.precision.loss_scale_controller.read_skip_flag()
         path = str(self.broadcast(path))
         self.session.saver.wait(world)
@@ -472,6 +475,7 @@ class FabricZeroStrategy(DDPStrategy):
             CheckpointError: on all ranks.
         """
         with self._reading.together("FabricZeroStrategy.load_checkpoint"):
+            self._reading.roll_call("Fabric.load")
             return self._load(str(self.broadcast(path)), state, strict, weights_only)
 
     def _load(

@@ -110,7 +110,9 @@ class RunQueries(DDPStrategy):
         Rank 0 writes one bucket at a time. Arguments and errors are those of ``lt_zero.export``.
         """
         more = {"shard_size": shard_size, "strip_prefix": strip_prefix, "overwrite": overwrite}
-        export_weights(self.run.engine, self.broadcast(path), "export", dtype=dtype, format=format, **more)
+        engine = self.run.engine
+        engine.world.roll_call("export")  # before the first of Lightning's collectives
+        export_weights(engine, self.broadcast(path), dtype=dtype, format=format, **more)
         self.barrier("export")
 
     def comms_summary(self) -> list[CommRecord]:

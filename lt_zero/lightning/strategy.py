@@ -584,7 +584,7 @@ class ZeroStrategy(RunQueries):
             engine.offload_manager.rest()
         if module is not None:
             count_all_ranks(module)
-        self.session.end(clean)
+        self.session.end(clean, leaves=self._start_method != "popen")
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -393,6 +393,7 @@ class TrainingEngine(EngineQueries):
         self.moved.refuse("engine.save_checkpoint")
         expect_path(save_dir, "engine.save_checkpoint(save_dir=...)")
         save_dir = save_dir or os.curdir
+        self.world.roll_call("engine.save_checkpoint")
         tag = _same_tag(self.world, tag, "engine.save_checkpoint") or f"global_step{self.global_steps}"
         if tag == LATEST:
             text = f"tag={tag!r} is the name of the file that names the last checkpoint. Choose another"
@@ -454,6 +455,7 @@ class TrainingEngine(EngineQueries):
                 "after loading, or load with load_module_strict=False."
             )
         world = self.world
+        world.roll_call("engine.load_checkpoint")
         named = _same_tag(world, tag, "engine.load_checkpoint")
         self.session.saver.wait(world)  # it may be the one being written
         if named is None:
@@ -527,7 +529,8 @@ class TrainingEngine(EngineQueries):
             if self.world.rank == 0:
                 Path(save_dir).mkdir(parents=True, exist_ok=True)
         dtype = torch.bfloat16 if self.bfloat16_enabled() else torch.float16
-        export_weights(self.engine, Path(save_dir, save_filename), "save_16bit_model", **{"dtype": dtype, **options})
+        self.world.roll_call("save_16bit_model")
+        export_weights(self.engine, Path(save_dir, save_filename), **{"dtype": dtype, **options})
         return True
 
     save_fp16_model = save_16bit_model

@@ -113,12 +113,11 @@ def whole_weights(engine: Engine, call: str, left_out: Iterable[str] = ()) -> di
     return weights_to_save(engine, left_out, sharded=False)
 
 
-def export_weights(engine: Engine, path: str | os.PathLike[str], call: str, **options: Any) -> None:
-    """Write all weights to files, by default in fp16, rank 0 one bucket at a time. Collective.
+def export_weights(engine: Engine, path: str | os.PathLike[str], **options: Any) -> None:
+    """Write all weights to files, by default in fp16, rank 0 one bucket at a time. Collective, after a roll call.
 
     ``options`` and errors are those of ``lt_zero.export``.
     """
-    engine.world.roll_call(call)
     with averages_shown(engine):
         export_engine(engine, path, **{"dtype": torch.float16, **options})
 

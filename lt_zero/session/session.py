@@ -383,11 +383,12 @@ class Session:
             world.roll_call(call)
         self.saver.wait(world)
 
-    def end(self, clean: bool = True) -> None:
+    def end(self, clean: bool = True, leaves: bool = False) -> None:
         """End the run on this rank, after the save in the background.
 
         Args:
             clean: other ranks end it, too; otherwise they may be gone.
+            leaves: this process ends with the run.
 
         Raises:
             CheckpointError: that save has failed.
@@ -403,7 +404,7 @@ class Session:
             position.leave()
             if self.sequences is not None and current() is self.sequences.ranks:
                 use(None)
-            self.world.end_run()
+            self.world.end_run(leaves)
 
 
 def _step_anywhere(optimizers: Sequence[Optimizer], engine: Engine) -> list[bool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -97,6 +98,29 @@ def without_values() -> Any:
 def process_groups() -> list[Any]:
     """The process groups of this process that are not destroyed."""
     return list(distributed_c10d._world.pg_map)
+
+
+def recorded_collectives() -> list[tuple[str, int, str, bool]]:
+    """The last collectives that this process has launched, oldest first, as torch's flight recorder has them.
+
+    Each as (name of the process group, number in that group, operation, whether it has ended). Backends match
+    collectives by this number, so it is the same on all ranks; sends and receives have none. [] if the recorder is
+    turned off (``TORCH_FR_BUFFER_SIZE=0``).
+    """
+    found = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        entries = json.loads(dump()).get("entries", []) if dump is not None else []
+        for entry in entries:
+            if not entry["is_p2p"]:
+                group, number = entry["process_group"][0], entry["collective_seq_id"]
+                found.append((group, number, entry["profiling_name"], entry["retired"]))
+    return found
+
+
+def count_of_launches(group: Any) -> int:
+    """A number that changes with each collective, send and receive that this process launches in a process group."""
+    return int(group._get_sequence_number_for_group())
 
 
 def abort_nccl(groups: Iterable[Any]) -> None:

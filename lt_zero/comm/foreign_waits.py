@@ -1,0 +1,168 @@
+"""Waits in collectives that this package did not launch: Lightning's and the user's.
+
+Note [Numbers of foreign collectives]
+    Backends match the collectives of a process group by their order. torch's flight recorder has the number and the
+    operation of the last 2,000 of a process. It is read once a wait has lasted for seconds, so nothing is added to a
+    launch. Two ranks wait in the same collective if group, number and operation are the same. A rank that has another
+    number, or another operation under the same number, waits in another one.
+    A wait has such a number only if the innermost frame is a collective of torch.distributed that has been launched and
+    has not ended. Sends and receives have no numbers. Nothing is concluded about ranks that wait in these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lt_zero.comm.work import POINT_TO_POINT, CollectiveId
+from lt_zero.common.compat import count_of_launches, recorded_collectives
+from lt_zero.common.users_code import is_users
+
+FOREIGN = "torch.distributed"  # the operation of a CollectiveId that this package did not launch
+_CHANNEL = "group "
+# Operations that several functions of torch.distributed share: a backend does not tell these functions apart.
+_FAMILIES = ("allgather", "allreduce", "alltoall", "reducescatter", "broadcast", "barrier")
+
+
+class ForeignCall(NamedTuple):
+    """A call of torch.distributed in which a thread is: equal as long as it is the same call.
+
+    ``group``: the name of its process group. ``launches``: how many the group has launched. ``function``: its name.
+    """
+
+    group: str
+    launches: int
+    function: str
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """What a rank told of a wait that has lasted for some time.
+
+    ``wait``: the collective; its channel and number are the same on all ranks. ``members``: the ranks that have to
+    launch it. ``text``, ``place``: for messages. ``ran``: by ``question_of`` of waits that were asked about, the number
+    of this rank's last launch in that channel, and its launch of that number, None if that is unknown.
+    """
+
+    wait: CollectiveId
+    members: list[int]
+    text: str
+    place: str
+    ran: dict[str, tuple[int, CollectiveId | None]]
+
+    def lacks(self, other: Blocked) -> bool:
+        """True if this rank has not launched what ``other`` waits for, or another collective in its place."""
+        if (ran := self.ran.get(question_of(other.wait))) is None:
+            return False
+        launched, found = ran
+        return launched < other.wait.number or (found is not None and not found.like(other.wait))
+
+
+def question_of(wait: CollectiveId) -> str:
+    """Key of a collective in answers."""
+    return f"{wait.channel}#{wait.number}"
+
+
+def call_of(frame: FrameType | None) -> ForeignCall | None:
+    """The collective of torch.distributed in whose frame a thread is; None if it is in none."""
+    group = group_of(frame)
+    if frame is None or group is None:
+        return None
+    try:
+        return ForeignCall(group.group_name, count_of_launches(group), frame.f_code.co_name)
+    except (RuntimeError, KeyError, ValueError):  # the group was destroyed meanwhile, or its backend counts nothing
+        return None
+
+
+def group_of(frame: FrameType | None) -> dist.ProcessGroup | None:
+    """The process group of a collective of torch.distributed, in whose frame a thread is; None if it is in none."""
+    if frame is None or frame.f_code.co_filename != distributed_c10d.__file__:
+        return None
+    name = frame.f_code.co_name
+    if name in POINT_TO_POINT or name.startswith("_") or "group" not in frame.f_locals:
+        return None
+    group = frame.f_locals["group"]
+    group = dist.group.WORLD if group is None else group
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def launched_by(call: ForeignCall) -> CollectiveId | None:
+    """The collective that ``call`` has launched, and that has not ended; None if there is none, or it is unknown."""
+    ours = [entry for entry in recorded_collectives() if entry[0] == call.group]
+    if not ours:
+        return None
+    _, number, operation, ended = ours[-1]
+    if ended:
+        return None
+    return CollectiveId(f"{_CHANNEL}{call.group}", number, FOREIGN, _family(operation))
+
+
+def is_foreign(channel: str) -> bool:
+    """True for the channel of a collective that this package did not launch."""
+    return channel.startswith(_CHANNEL)
+
+
+def progress(channel: str, number: int) -> tuple[int, CollectiveId | None]:
+    """The number of this process's last launch in a foreign ``channel``, and its launch of ``number``, if known."""
+    name, last, found = channel.removeprefix(_CHANNEL), 0, None
+    newer = None
+    for group, launched, operation, _ in reversed(recorded_collectives()):
+        if group != name:
+            continue
+        if newer is not None and launched > newer:
+            break  # of an earlier group of that name, which was destroyed
+        newer = launched
+        last = max(last, launched)
+        if launched == number:
+            found = CollectiveId(channel, number, FOREIGN, _family(operation))
+    return last, found
+
+
+def _family(operation: str) -> str:
+    """The operation as backends match it: "gloo:all_gather" and "gloo:_all_gather_base" are one."""
+    name = operation.rpartition(":")[2].replace("_", "")
+    return next((family for family in _FAMILIES if name.startswith(family)), name)
+
+
+def described_call(frame: FrameType) -> str:
+    """The call of torch.distributed in which a frame is, in words, and who called it if that was not the user."""
+    name, caller = frame.f_code.co_name, frame.f_back
+    while caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
+        if caller.f_code.co_filename == distributed_c10d.__file__:
+            name = caller.f_code.co_name
+        caller = caller.f_back
+    by = ""
+    if caller is not None and not is_users(caller):
+        by = f", called by {getattr(caller.f_code, 'co_qualname', caller.f_code.co_name)}"
+    return f"{name} of torch.distributed{by}"
+
+
+def standstill(states: dict[int, Blocked]) -> list[int]:
+    """Ranks that wait in a circle, each for a collective that the next one has not launched; [] if there are none.
+
+    A collective needs all of its members. So none of these waits can end, if all of them last at the same time.
+    """
+    blocking = {
+        rank: [other for other in state.members if other in states and other != rank and states[other].lacks(state)]
+        for rank, state in states.items()
+    }
+    # Ranks that no rank of the rest blocks may go on: what is left once they are taken out, again and again, cannot.
+    left = set(blocking)
+    while free := {rank for rank in left if left.isdisjoint(blocking[rank])}:
+        left -= free
+    path = list[int]()
+    rank = min(left, default=-1)
+    while left and rank not in path:
+        path.append(rank)
+        rank = next(other for other in blocking[rank] if other in left)
+    return path[path.index(rank) :] if path else []
+
+
+def same_wait(states: dict[int, Blocked], rank: int) -> Iterable[int]:
+    """The ranks that wait in the same collective as ``rank``."""
+    return sorted(other for other, state in states.items() if state.wait == states[rank].wait)
