@@ -162,13 +162,14 @@ class World(Ranks):
         weakref.finalize(self, _unused.append, self.process_groups).atexit = False
         # Groups that no longer exist ended with their default group.
         _unused[:] = [groups for groups in _unused if exists(groups[0])]
-        named = {tuple(group.group_name for group in groups): groups for groups in list(_unused)}
+        # A world's first group has all of its ranks, which know it by one name. The others are named after their parts.
+        named = {groups[0].group_name: groups for groups in _unused}
         everywhere = self.host_gather(list(named), "unused groups")
         # All ranks destroy in rank 0's order: NCCL may wait for the others in each, so different orders could deadlock.
-        for names in everywhere[0]:
-            if all(names in of_rank for of_rank in everywhere):
-                _unused.remove(named[names])
-                for group in reversed(named[names]):
+        for name in everywhere[0]:
+            if all(name in of_rank for of_rank in everywhere):
+                _unused.remove(named[name])
+                for group in reversed(named[name]):
                     # The default group, and all groups with it, may have been destroyed since.
                     with suppress(ValueError):
                         dist.destroy_process_group(group)
