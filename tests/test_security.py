@@ -40,6 +40,9 @@ tests/config/test_bounds.py::test_thousands_of_problems
 tests/config/test_secrets.py::test_secrets_are_not_shown
     - Its value, and that of a key with a secret's name (`api_key`, `password`, `hf_token`), is shown as `***`
       in errors, in tables, by `dump_state`, and in checkpoints.
+tests/config/test_secrets.py::test_no_form_of_a_variable_is_shown
+    - No message shows what was read from the environment, whatever becomes of it: `${oc.env:${oc.env:NAME}}` and
+      `${key.${oc.env:NAME}}` make names of it.
 tests/config/test_secrets.py::test_a_file_that_cannot_be_read_does_not_show_them
     - Lines of a file with such a name are not quoted in errors.
 tests/checkpoint/test_damage.py::test_nothing_in_a_checkpoint_runs
