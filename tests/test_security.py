@@ -59,6 +59,11 @@ tests/checkpoint/test_damage.py::test_manifests_that_make_no_sense
     - A file name in a manifest that leads out of the checkpoint is refused.
 tests/checkpoint/test_export_universal.py::test_a_state_that_names_no_file_writes_none
     - A weight or state whose name leads out of the folder of an export is refused.
+tests/checkpoint/test_disk.py::test_a_planted_link_is_not_written_to
+    - What a save or an export writes lies in a new folder beside its place until it is complete; no link that lies
+      there is followed, and two runs never share one.
+tests/checkpoint/test_export_errors.py::test_what_a_killed_export_wrote_is_removed_by_the_next
+    - The next save or export removes what a killed one has left.
 tests/io/test_private_folder.py::test_a_link_that_takes_a_folders_name_is_not_followed
     - The folders in `nvme_path` are removed when their process ends, and those of killed processes by the next
       one, which follows no link.
@@ -185,6 +190,19 @@ def test_tracebacks_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert path is not None
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert ended_ranks._kept(RuntimeError("x")) != path
+
+
+@says("Of a rank's, the last five are kept.")
+def test_few_tracebacks_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    others = [tmp_path / name for name in ("lt_zero_rank00_x.txt", "lt_zero_rank10_x.txt", "notes.txt")]
+    for path in others:
+        path.touch()
+    written = []
+    for number in range(8):
+        written.append(Path(str(ended_ranks._kept(RuntimeError(str(number))))))
+        os.utime(written[-1], (number, number))
+    assert sorted(tmp_path.iterdir()) == sorted([*others, *written[-5:]])
 
 
 def test_the_table_of_places(tmp_path: Path) -> None:
