@@ -40,6 +40,9 @@ tests/config/test_bounds.py::test_thousands_of_problems
 tests/config/test_secrets.py::test_secrets_are_not_shown
     - Its value, and that of a key with a secret's name (`api_key`, `password`, `hf_token`), is shown as `***`
       in errors, in tables, by `dump_state`, and in checkpoints.
+tests/config/test_secrets.py::test_no_form_of_a_variable_is_shown
+    - No message shows what was read from the environment, whatever becomes of it: `${oc.env:${oc.env:NAME}}` and
+      `${key.${oc.env:NAME}}` make names of it.
 tests/config/test_secrets.py::test_a_file_that_cannot_be_read_does_not_show_them
     - Lines of a file with such a name are not quoted in errors.
 tests/checkpoint/test_damage.py::test_nothing_in_a_checkpoint_runs
@@ -56,6 +59,11 @@ tests/checkpoint/test_damage.py::test_manifests_that_make_no_sense
     - A file name in a manifest that leads out of the checkpoint is refused.
 tests/checkpoint/test_export_universal.py::test_a_state_that_names_no_file_writes_none
     - A weight or state whose name leads out of the folder of an export is refused.
+tests/checkpoint/test_disk.py::test_a_planted_link_is_not_written_to
+    - What a save or an export writes lies in a new folder beside its place until it is complete; no link that lies
+      there is followed, and two runs never share one.
+tests/checkpoint/test_export_errors.py::test_what_a_killed_export_wrote_is_removed_by_the_next
+    - The next save or export removes what a killed one has left.
 tests/io/test_private_folder.py::test_a_link_that_takes_a_folders_name_is_not_followed
     - The folders in `nvme_path` are removed when their process ends, and those of killed processes by the next
       one, which follows no link.
@@ -182,6 +190,19 @@ def test_tracebacks_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert path is not None
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert ended_ranks._kept(RuntimeError("x")) != path
+
+
+@says("Of a rank's, the last five are kept.")
+def test_few_tracebacks_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    others = [tmp_path / name for name in ("lt_zero_rank00_x.txt", "lt_zero_rank10_x.txt", "notes.txt")]
+    for path in others:
+        path.touch()
+    written = []
+    for number in range(8):
+        written.append(Path(str(ended_ranks._kept(RuntimeError(str(number))))))
+        os.utime(written[-1], (number, number))
+    assert sorted(tmp_path.iterdir()) == sorted([*others, *written[-5:]])
 
 
 def test_the_table_of_places(tmp_path: Path) -> None:

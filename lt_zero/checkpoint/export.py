@@ -6,6 +6,7 @@ process group is needed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -24,7 +25,7 @@ from lt_zero.checkpoint.lora import LoraScaling, MergedSource
 from lt_zero.checkpoint.native.directory import is_url
 from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile, Write
 from lt_zero.checkpoint.open import found_at, open_source
-from lt_zero.checkpoint.output import check_space, whole_file, whole_folder
+from lt_zero.checkpoint.output import check_space, naming, whole_file, whole_folder
 from lt_zero.checkpoint.source import CheckpointSource, SavedOptimizer, Spec
 from lt_zero.checkpoint.universal import earlier_of, write_universal
 from lt_zero.common.arguments import expect, expect_path
@@ -231,22 +232,27 @@ def _target(
         raise ValueError(f"format must be one of {', '.join(get_args(Format))}, not {format!r}.")
     if is_url(place):
         raise CheckpointError(f"{place} is a URL, and exports are local files. Export to a local path, and copy it.")
-    out = Path(os.path.realpath(place))
+    if not os.fspath(place):
+        raise ValueError("The place to write to is empty. Name a file, or a folder (the current one is .).")
+    # Files are written where a link leads, and what the user has named says in which format.
+    out, name, suffix = Path(os.path.realpath(place)), Path(place).name, Path(place).suffix
+    with naming(out), contextlib.suppress(FileNotFoundError):
+        os.lstat(out)  # a name that cannot be
     limit = None if shard_size is None else parse_bytes(shard_size, "shard_size")
-    of_suffix = _SUFFIXES.get(out.suffix.lower())
-    named = os.fspath(place).endswith(os.sep) or (format == "auto" and not out.suffix)
+    of_suffix = _SUFFIXES.get(suffix.lower())
+    named = os.fspath(place).endswith(os.sep) or (format == "auto" and not suffix)
     folder = out.is_dir() or limit is not None or named or format == _UNIVERSAL
     if format == _UNIVERSAL and limit is not None:
         raise ValueError(f"format {_UNIVERSAL} has a file for each tensor. Leave out shard_size.")
     if folder and of_suffix is not None and not out.is_dir():
         raise ValueError(
-            f"{out.name!r} has the suffix of a file, but shard_size or a trailing / makes it a folder. Remove the "
+            f"{name!r} has the suffix of a file, but shard_size or a trailing / makes it a folder. Remove the "
             "suffix, or name a file."
         )
     if format == "auto":
         if not folder and of_suffix is None:
             raise ValueError(
-                f"{out.name!r} has no suffix that implies a format. Use one of {', '.join(_SUFFIXES)}, or give format."
+                f"{name!r} has no suffix that implies a format. Use one of {', '.join(_SUFFIXES)}, or give format."
             )
         format = "safetensors" if folder else str(of_suffix)
     if folder and format == "ckpt":

@@ -1,29 +1,30 @@
 """Writes files and folders atomically.
 
-A file is written under a hidden name beside its path, synced and renamed. The files of a folder are written into a
+A file is written into a hidden folder beside its path, synced and renamed. The files of a folder are written into a
 hidden folder inside it; once all are complete, the old files move out and the new ones in, an index (which names the
 others) out first and in last. If a move fails, all move back. A killed process leaves the old files, and its hidden
-ones.
+folder, which the next export removes. See Note [Staging] in io/staging.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lt_zero.checkpoint.native.directory import sync_folder
+from lt_zero.checkpoint.native.directory import remove_leftovers
 from lt_zero.checkpoint.native.torchfile import Write
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.units import exact_bytes
 from lt_zero.io.checked_file import FileSink, WriterPool
 from lt_zero.io.direct_file import free_bytes, trouble
+from lt_zero.io.staging import Staging, leftovers, staging_path, sync_folder
 
 _THREADS = 3  # threads that write one file
+_EXPORT = "export"  # the part of the hidden folders' names that tells what they are for
 
 
 @contextmanager
@@ -39,11 +40,15 @@ def naming(path: Path) -> Iterator[None]:
 def check_space(folder: Path, nbytes: int, what: str = "export", instead: str = " or a smaller dtype") -> None:
     """Check that ``nbytes`` are free on the file system of ``folder``, which need not exist.
 
+    What killed processes were writing there is removed first.
+
     Raises:
         CheckpointError: they are not; nothing was written.
     """
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     with naming(folder):
+        if existing.is_dir():
+            remove_leftovers(existing)
         free = free_bytes(existing)
     if nbytes > free:
         raise CheckpointError(
@@ -63,11 +68,12 @@ def whole_file(path: Path, expected: int = 0) -> Iterator[Write]:
     Raises:
         CheckpointError: the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name[:200]}.{_stamp()}")
-    with contextlib.closing(WriterPool(_THREADS)) as blocks:
-        try:
-            with naming(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging = Staging(path)
+    temporary = staging.folder / "file"
+    try:
+        with contextlib.closing(WriterPool(_THREADS)) as blocks:
             sink = FileSink(temporary, blocks, expected, name=path, copies=True)
             try:
                 yield sink.write
@@ -77,9 +83,8 @@ def whole_file(path: Path, expected: int = 0) -> Iterator[Write]:
             with naming(path):
                 os.replace(temporary, path)
                 sync_folder(path.parent)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    finally:
+        staging.remove()
 
 
 @contextmanager
@@ -92,13 +97,15 @@ def whole_folder(folder: Path, new: Sequence[str], earlier: Sequence[str]) -> It
         CheckpointError: the files cannot be written.
     """
     created = not folder.exists()
-    staging, retired = folder / f".{_stamp()}", folder / f".old-{_stamp()}"
-    moves = [(folder / name, retired / name) for name in earlier] + [(staging / name, folder / name) for name in new]
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        staging = Staging(folder / _EXPORT)
+    retired = staging_path(folder / _EXPORT, "out")
+    moves = [(folder / name, retired / name) for name in earlier]
+    moves += [(staging.folder / name, folder / name) for name in new]
     moved: list[tuple[Path, Path]] = []
     try:
-        with naming(folder):
-            staging.mkdir(parents=True)
-        yield staging
+        yield staging.folder
         with naming(folder):
             retired.mkdir()
             for old, target in moves:
@@ -108,14 +115,13 @@ def whole_folder(folder: Path, new: Sequence[str], earlier: Sequence[str]) -> It
     except BaseException:
         for old, target in reversed(moved):
             os.rename(target, old)
-        shutil.rmtree(staging, ignore_errors=True)
+        staging.remove()
         for empty in (retired, folder) if created else (retired,):
             with contextlib.suppress(OSError):  # files are left in it
                 empty.rmdir()
         raise
-    for rest in (staging, retired):
-        shutil.rmtree(rest, ignore_errors=True)
-
-
-def _stamp() -> str:
-    return f"tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    staging.remove()
+    shutil.rmtree(retired, ignore_errors=True)
+    # What a killed export had moved out may have been the only whole copy; now there is another.
+    for left in leftovers(folder):
+        shutil.rmtree(left.path, ignore_errors=True)

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from lt_zero.checkpoint.cast import Cast, some
 from lt_zero.checkpoint.formats.universal import FOLDER, PARAM, SETTINGS, STEP, WEIGHT
-from lt_zero.checkpoint.native.directory import sync_folder
 from lt_zero.checkpoint.native.torchfile import TorchFile
 from lt_zero.checkpoint.output import naming, whole_folder
 from lt_zero.checkpoint.source import CheckpointSource, SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
 from lt_zero.io.pinned import view_of
+from lt_zero.io.staging import sync_folder
 
 LATEST = "latest_universal"  # the file that names the folder; DeepSpeed looks for it
 _VERSION = "0.19.8"  # of DeepSpeed, whose format this is

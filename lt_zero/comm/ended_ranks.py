@@ -32,6 +32,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -55,6 +56,7 @@ _PROBE_TAG = 0x5AB0  # of a message that is never received
 _UNREACHABLE = re.compile("(Connection|Operation) timed out|No route to host|(Network|Host) is (unreachable|down)")
 _MANY = 64  # most ended ranks of which messages are read
 _SHOWN = 2  # frames of an error that follows from another rank's
+_FILES_KEPT = 5  # files with tracebacks of one rank
 _DEEPEST = 3  # frames of PACKAGES that are shown below the user's
 
 
@@ -436,13 +438,26 @@ def debugs() -> bool:
 
 
 def _kept(error: BaseException) -> str | None:
-    """Write an error's traceback to a file, and return its path; None if that fails."""
+    """Write an error's traceback to a file, and return its path; None if that fails.
+
+    Of this rank's files of earlier runs only the last are kept.
+    """
+    prefix = f"lt_zero_rank{_rank()}_"
     try:
-        handle, path = tempfile.mkstemp(".txt", f"lt_zero_rank{_rank()}_")
+        handle, path = tempfile.mkstemp(".txt", prefix)
         with open(handle, "w", encoding="utf-8") as file:
             file.writelines(traceback.format_exception(error))
     except OSError:
         return None
+    found: list[tuple[float, Path]] = []
+    for other in Path(path).parent.glob(f"{prefix}*.txt"):
+        with contextlib.suppress(OSError):  # another process of this user removes them, too
+            state = other.lstat()
+            if state.st_uid == os.geteuid() and str(other) != path:
+                found.append((state.st_mtime, other))
+    for _, other in sorted(found)[: -(_FILES_KEPT - 1)]:
+        with contextlib.suppress(OSError):
+            other.unlink()
     return path
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 Path = tuple[str | int, ...]  # of a value: keys of mappings, positions in lists
@@ -57,6 +57,10 @@ class ConfigError(ValueError):
     def about(cls, key: str, message: str) -> ConfigError:
         """An error about one key."""
         return cls([Problem(key, message)])
+
+    def masked(self, mask: Callable[[str], str]) -> ConfigError:
+        """The same error with the messages that ``mask`` makes of its own."""
+        return type(self)([replace(problem, message=mask(problem.message)) for problem in self.problems])
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)

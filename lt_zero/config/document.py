@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,7 @@ class Document:
     # Values that must not be shown: from environment variables, or with the name of a secret. The path of an
     # interpolation stands for all that it is resolved to.
     secret: set[Path] = field(default_factory=set)
+    read: frozenset[str] = frozenset()  # all that was read from environment variables: no message shows it
     autos: frozenset[Path] = frozenset()  # written "auto", and taken out
 
     def check(self) -> Document:
@@ -218,24 +220,47 @@ def secrets(values: dict[str, Any]) -> set[Path]:
 
 
 def masking(document: Document) -> Callable[[str], str]:
-    """A function that replaces the document's secret values in messages, plain or quoted, whatever these are about."""
-    found: set[tuple[str, str]] = set()  # text that a message has to hold, and the pattern of what is replaced in it
+    """A function that replaces secret texts in messages, plain, quoted or cut off, whatever these are about.
+
+    Secret are the document's values at the paths ``secret``, and all that was read from environment variables, as a
+    message can also show what no value has become.
+    """
+    secret = set(document.read)
     for path, value in leaves(document.values) if document.secret else ():
-        is_shown = isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != ""
-        if not is_shown or not document.hides(path):
-            continue
-        text = str(value)
+        is_shown = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+        if is_shown and document.hides(path):
+            secret.add(str(value))
+    found: set[tuple[str, str]] = set()  # text that a message has to hold, and the pattern of what is replaced in it
+    long: set[str] = set()  # texts that messages cut off
+    for text in secret - {""}:
         # Whole words only (4 is not in 48), and short values only where a value is expected.
         before, around = ("(?<==)", "(?<==)") if len(text) < _SHORT else (r"(?<!\w)", "")
         found |= {(quoted, around + re.escape(quoted)) for quoted in (repr(text), json.dumps(text))}
         found.add((text, rf"{before}{re.escape(text)}(?!\w)"))
-        if len(text) > _CUT:  # messages truncate long values
-            found.add((text[:_CUT], re.escape(text[:_CUT]) + r"\S*"))
+        if len(text) > _CUT:
+            long |= {text, repr(text)[1:-1], json.dumps(text)[1:-1]}
 
     def without_secrets(message: str) -> str:
         message = without_told(message)
         # One pattern of all would be tried at each character.
         patterns = sorted((pattern for text, pattern in found if text in message), key=len, reverse=True)
-        return re.sub("|".join(patterns), HIDDEN, message) if patterns else message
+        message = re.sub("|".join(patterns), HIDDEN, message) if patterns else message
+        for text in long:
+            message = _without_parts(message, text)
+        return message
 
     return without_secrets
+
+
+def _without_parts(message: str, secret: str) -> str:
+    """Hide where ``message`` has the beginning of a long secret, with "..." and its end if these follow."""
+    start = message.find(secret[:_CUT])
+    while start >= 0:
+        end = start + len(os.path.commonprefix([message[start:], secret]))
+        if message.startswith("...", end):
+            end += 3
+            rest = message[end : end + len(secret)]
+            end += next((length for length in range(len(rest), 0, -1) if secret.endswith(rest[:length])), 0)
+        message = message[:start] + HIDDEN + message[end:]
+        start = message.find(secret[:_CUT], start + len(HIDDEN))
+    return message

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from itertools import accumulate, combinations
 from typing import Any
 
 from lt_zero.common.errors import ConfigError, Path, dotted
-from lt_zero.config.document import DEEPEST, MOST_VALUES, Document, leaves, mapped, too_many
+from lt_zero.config.document import DEEPEST, HIDDEN, MOST_VALUES, Document, leaves, mapped, masking, too_many
 
-_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:")
+_ENVIRONMENT = re.compile(r"\$\{\s*(?:\w+\.)*env\s*:")
 _COMPOSED = re.compile(r"\$\{[^}]*\$\{")  # a name that is put together from values
 _NAME = re.compile(r"[\w.\-\[\]]+")
 _PLAIN = (str, int, float, bool, type(None))
@@ -52,11 +52,20 @@ def resolve(document: Document) -> Document:
     """
     if not (texts := document.interpolations()):
         return document
+    from lt_zero.common.compat import environment_read
+
     document = document.copy()
     _check(document, texts)
-    _Texts(document, texts).resolve()
-    document.secret = _hidden(texts, document.secret)
-    return document.check()
+    with environment_read() as values:
+        try:
+            _Texts(document, texts, values).resolve()
+            document.check()
+        except ConfigError as error:
+            document.read |= values
+            raise error.masked(masking(document)) from None
+    document.read |= values
+    document.secret = _hidden(texts, document.secret, bool(values))
+    return document
 
 
 def _check(document: Document, texts: dict[Path, str]) -> None:
@@ -96,10 +105,14 @@ def _depth(text: str) -> int:
 class _Texts:
     """The texts of a document that are not resolved yet. See Note [Each text once]."""
 
-    def __init__(self, document: Document, texts: dict[Path, str]) -> None:
+    def __init__(self, document: Document, texts: dict[Path, str], values: Set[str]) -> None:
+        """``values`` has what was read from the environment so far."""
         from omegaconf import OmegaConf
 
-        self._document, self._texts = document, texts
+        self._document = document
+        self._texts = texts
+        self._values = values
+        self._hidden = _hidden(texts, document.secret, True)
         boxed = mapped(document.values, lambda leaf: leaf if type(leaf) in _PLAIN else _Box(leaf))
         self._config: Any = OmegaConf.create(boxed, flags={"allow_objects": True})
         for path in texts:
@@ -123,7 +136,7 @@ class _Texts:
                         self._put(path, _NOT_YET)
                         continue
                     text = self._texts[path]
-                    shown = f"{dotted(path)}: {text} cannot be resolved: {_explained(text, error)}"
+                    shown = f"{dotted(path)}: {text} cannot be resolved: {self._explained(path, error)}"
                     self._document.problem(path, shown)
                     self._put(path, None)
             if not waiting or len(waiting) == len(left):
@@ -135,6 +148,23 @@ class _Texts:
         places = {dotted(path): number for number, path in enumerate(self._texts)}
         found = self._document.problems
         found[before:] = sorted(found[before:], key=lambda problem: places[problem.key])  # as they were written
+
+    def _explained(self, path: Path, error: BaseException) -> str:
+        """The reason in ``error`` why a text has no value, without what comes from the environment.
+
+        A part of the reason that does not stand in the text itself is made of values, perhaps of such: neither it nor
+        OmegaConf's own words are shown if the text may name one.
+        """
+        text, said = self._texts[path], _said(error)
+        hides = path in self._hidden and bool(self._values or self._document.secret)
+        for pattern, reason in _REASONS.items():
+            if found := re.search(pattern, said):
+                return reason.format(
+                    *(HIDDEN if hides and not _stands_in(text, name) else name for name in found.groups())
+                )
+        if hides:
+            return "the resolver cannot read what the environment variable holds"
+        return said
 
     def _value(self, path: Path) -> Any:
         from omegaconf import OmegaConf
@@ -211,23 +241,23 @@ _REASONS = {  # by OmegaConf's own message
 }
 
 
-def _explained(text: str, error: BaseException) -> str:
-    said = _said(error)
-    for pattern, reason in _REASONS.items():
-        if found := re.search(pattern, said):
-            return reason.format(*found.groups())
-    # OmegaConf may repeat the variable's value
-    return "the resolver cannot read what the environment variable holds" if _ENVIRONMENT.search(text) else said
+def _stands_in(text: str, name: str) -> bool:
+    """True if a text with interpolations has this name of a key, a variable or a resolver, written out."""
+    return re.search(rf"[{{:]\s*{re.escape(name)}\s*[:,}}]", text) is not None
 
 
 def _said(error: BaseException) -> str:
     return re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error)).split("\n", 1)[0]
 
 
-def _hidden(texts: dict[Path, str], known: set[Path]) -> set[Path]:
-    """Paths of secrets: ``known``, texts that read a variable, and texts that may name either. Too many do no harm."""
+def _hidden(texts: dict[Path, str], known: set[Path], was_read: bool) -> set[Path]:
+    """Paths of secrets: ``known``, texts that read a variable, and texts that may name either. Too many do no harm.
+
+    Args:
+        was_read: a variable was read, by whichever text.
+    """
     secret = known | {path for path, text in texts.items() if _ENVIRONMENT.search(text)}
-    if secret:  # what these name is not known
+    if secret or was_read:  # what these name, and which resolvers, is not known
         secret |= {path for path, text in texts.items() if _COMPOSED.search(text)}
     users: dict[Path, list[Path]] = defaultdict(list)
     for path, others in _named(texts, {*texts, *secret}).items():

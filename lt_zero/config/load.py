@@ -9,6 +9,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, TypeVar
 
 from pydantic import PrivateAttr, ValidationError, model_validator
@@ -186,11 +187,37 @@ def examine(
     if document.interpolations():
         document = resolve(document)
     document.secret |= known
-    written, mask = document.values, masking(document)
+    mask = masking(document)
+    try:
+        return _examined(document, stage, default_stage, activations, broadcast_buffers, for_run, last, told)
+    except ConfigError as error:
+        raise error.masked(mask) from None
+
+
+def _examined(
+    document: Document,
+    stage: int | None,
+    default_stage: int | None,
+    activations: Activations,
+    broadcast_buffers: bool | None,
+    for_run: bool,
+    last: Sequence[str],
+    told: list[Notice],
+) -> Loaded:
+    """``examine`` from a document without interpolations on.
+
+    Args:
+        last: overrides of the environment.
+        told: notices so far.
+        document, stage, default_stage, activations, broadcast_buffers, for_run: as for ``examine``.
+    """
+    written = document.values
+    masks = [masking(document)]  # before values are converted
     document = _with_arguments(document, stage, default_stage, activations, broadcast_buffers)
     document = rename(document)
     if last:
         document = rename(_of_environment(replace(document, values=literal(document.values)), last))
+        masks.append(masking(document))
         text = f"{OVERRIDES} in the environment sets {', '.join(text.partition('=')[0] for text in last)}."
         told.append(Notice("", text, kind="environment"))
     if for_run and document.get(("zero_optimization", "stage")) in (MISSING, None):
@@ -203,7 +230,7 @@ def examine(
         made._autos, made._secret = document.autos, frozenset(document.secret)
         for path, why in inactive(made, plain(made)):
             document.notices.append(Notice(dotted(path), why, document.mark(path), "inactive"))
-    problems, notices = _findings(document, mask)
+    problems, notices = _findings(document, lambda message: reduce(lambda text, mask: mask(text), masks, message))
     config = None if problems else made
     return Loaded(written, document.marks, notices=notices, problems=problems, secret=document.secret, config=config)
 

@@ -123,14 +123,37 @@ def _plain(config: Any, path: Path, document: Document) -> Any:
         raw = OmegaConf.to_container(config, resolve=False)
         if not is_part_of_config(config):
             return raw
-        found = leaves(raw)
-        document.secret |= {(*path, *end) for end, leaf in found if isinstance(leaf, str) and "${oc.env:" in leaf}
+        for end, leaf in leaves(raw):
+            if isinstance(leaf, str) and "${" in leaf and _reads_environment(config, end, document):
+                document.secret.add((*path, *end))
         return OmegaConf.to_container(config, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
         key = getattr(error, "full_key", None) or dotted(path)
-        said = str(error).split("\n", 1)[0]
+        # The error may have the value of a variable in it, also in other words: a name that is put together.
+        said = (
+            "it is made of environment variables, which are not shown"
+            if document.read
+            else str(error).split("\n", 1)[0]
+        )
         document.problems.append(Problem(key, f"{key or 'an interpolation'} cannot be resolved: {said}"))
         return {}
+
+
+def _reads_environment(config: Any, path: Path, document: Document) -> bool:
+    """Resolve the value at ``path`` of an OmegaConf container; True if variables are read, which ``document`` notes."""
+    from omegaconf import Container, OmegaConf
+
+    from lt_zero.common.compat import environment_read
+
+    with environment_read() as values:
+        try:
+            for part in path:
+                config = config[part]
+            if isinstance(config, Container):
+                OmegaConf.to_container(config, resolve=True)
+        finally:
+            document.read |= values
+    return bool(values)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

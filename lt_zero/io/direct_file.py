@@ -54,6 +54,8 @@ def trouble(what: str, folder: Path, error: OSError, kind: type[RuntimeError] = 
     """
     to = "set nvme_path to" if kind is SwapError else "save to"
     remedy = _REMEDIES.get(error.errno or 0, "See dmesg; if the error persists, {to} another disk.").format(to=to)
+    if error.errno == errno.ENOENT and folder.is_dir():
+        remedy = f"Another program, or run, has removed something there: {to} a folder that no other one uses."
     if error.errno == errno.ENOSPC:
         try:
             free = f"{exact_bytes(free_bytes(folder))} are free"

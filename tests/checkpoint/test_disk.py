@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ import torch.distributed as dist
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.formats import records
 from lt_zero.checkpoint.import_ import import_checkpoint
+from lt_zero.checkpoint.last import last_checkpoint
 from lt_zero.checkpoint.native import archive as archive_file
 from lt_zero.checkpoint.native import directory
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Manifest, PendingDirectory
 from lt_zero.checkpoint.native.save import DirectoryWriter
-from lt_zero.checkpoint.open import checked_file, is_directory, open_source, verify
+from lt_zero.checkpoint.open import checked_file, is_directory, name_latest, open_source, read_latest, verify
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io import direct_file
+from lt_zero.io import direct_file, staging
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, train
 from tests.support.lightning_tools import FULL, GPT, sharded_trainer
 from tests.support.pool import Pool
@@ -117,12 +119,15 @@ def test_saves_that_fail(pool: Pool, tmp_path: Path) -> None:
     assert all("FrameSummary" not in texts["unforeseen"] for texts in results)
 
 
+LONG = "ckpt_" + "ä" * 125  # 255 bytes, as many as a name may have
+
+
 @pytest.mark.parametrize("name", ["complete", "x[1]*.ckpt", "a-b-c.tmp-d", "ä b"])
 def test_a_kill_between_two_renames(tmp_path: Path, name: str) -> None:
     made = directory.PendingDirectory.make(str(tmp_path / name))
     Path(made.folder, "manifest.json").write_text(Manifest({}, {}).dump())
     assert directory.find(tmp_path / name) == made.folder
-    os.close(made._lock)
+    made.unlock()
     directory.remove_leftovers(tmp_path)
     assert _names(tmp_path) == [name]
     assert directory.find(tmp_path / name / "meta.pt") == str(tmp_path / name)
@@ -132,7 +137,7 @@ def test_leftovers_of_processes_that_are_gone(tmp_path: Path) -> None:
     mine = directory.PendingDirectory.make(str(tmp_path / "running"))
     gone = directory.PendingDirectory.make(str(tmp_path / "gone"))
     Path(gone.folder, "weights-00000.pt").touch()
-    os.close(gone._lock)  # as the kernel does when a process ends
+    gone.unlock()  # as the kernel does when a process ends
     foreign = tmp_path / ".x.tmp-another-host-77-0123abcd"
     young = tmp_path / ".y.tmp-another-host-77-0123abcd"
     for path in (foreign, young, tmp_path / ".x.tmp-note", tmp_path / ".hidden-a-b"):
@@ -142,7 +147,7 @@ def test_leftovers_of_processes_that_are_gone(tmp_path: Path) -> None:
     complete = directory.PendingDirectory.make(str(tmp_path / "complete"))
     Path(complete.folder, "manifest.json").write_text("{}")
     assert directory.find(tmp_path / "complete") == complete.folder, "a kill between two renames"
-    os.close(complete._lock)
+    complete.unlock()
     directory.remove_leftovers(tmp_path)
     names = _names(tmp_path)
     assert names == sorted([Path(mine.folder).name, young.name, ".x.tmp-note", ".hidden-a-b", "complete"])
@@ -167,9 +172,82 @@ def test_processes_that_save_to_one_folder_do_not_disturb_each_other(
     other = tmp_path / f".y.tmp-{socket.gethostname()}-77-0123abcd"
     other.mkdir()
     Path(other, "manifest.json").touch()
-    monkeypatch.setattr(directory, "_may_be_in_use", lambda path, host: publish(path) < 0)
+    monkeypatch.setattr(staging, "_may_be_in_use", lambda path, host: publish(path) < 0)
     directory.remove_leftovers(tmp_path)
     assert _names(tmp_path) == ["y"]
+
+
+def test_names_without_room_for_more(tmp_path: Path) -> None:
+    """Temporary names of long ones are cut; a killed save is found by the whole one, and kept until it is replaced."""
+    path = tmp_path / LONG
+    made = directory.PendingDirectory.make(str(path))
+    made.seal(Manifest({}, {}))
+    made.unlock()  # as the kernel does when a process is killed
+    directory.remove_leftovers(tmp_path)
+    assert directory.find(path) == made.folder
+    assert directory.find(tmp_path / LONG[:-1]) != made.folder
+    assert last_checkpoint(tmp_path) is None  # it has no training state; and nothing fails
+    new = directory.PendingDirectory.make(str(path))
+    new.seal(Manifest({}, {}))
+    new.commit()
+    directory.remove_leftovers(tmp_path)
+    assert _names(tmp_path) == [LONG]
+    directory.remove(path)
+    _whole(path)
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    export(tmp_path / "a.pt", tmp_path / LONG, format="pt")
+    assert _names(tmp_path) == ["a.pt", LONG]
+    for write in (_whole, directory.PendingDirectory.make, partial(export, tmp_path / "a.pt", format="pt")):
+        with pytest.raises(CheckpointError, match="too long"):
+            write(f"{path}x")
+
+
+def test_two_runs_that_save_under_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    with directory.whole_file(str(path)) as first:
+        Path(first).write_text("first")
+        with directory.whole_file(str(path)) as second:
+            Path(second).write_text("second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first"
+    path.unlink()
+    made = [directory.PendingDirectory.make(str(path)) for _ in range(3)]
+    seen = iter([False, False, False])  # of the path, by those that look before another run publishes
+    monkeypatch.setattr(directory.os.path, "lexists", lambda path: next(seen, True))
+    for number, place in enumerate(made):
+        place.seal(Manifest({}, {}, run={"number": number}))
+        place.commit()
+    monkeypatch.undo()
+    assert Archive(str(path)).manifest.run["number"] == 2
+    assert _names(tmp_path) == [path.name]
+    with pytest.raises(CheckpointError, match="save to a folder that no other one uses"):  # noqa: SIM117
+        with directory.whole_file(str(path)) as temporary:
+            shutil.rmtree(Path(temporary).parent)
+
+
+def test_a_planted_link_is_not_written_to(tmp_path: Path) -> None:
+    """Whoever may write to a checkpoint's folder cannot make a save write elsewhere."""
+    (tmp_path / "mine").write_text("mine")
+    for name in ("latest", "last.ckpt"):
+        for planted in (f".{name}.partial", f".{name}.tmp", name):
+            os.symlink(tmp_path / "mine", tmp_path / planted)
+    name_latest(tmp_path, "tag", "")
+    _whole(tmp_path / "last.ckpt")
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert read_latest(tmp_path) == "tag"
+    assert (tmp_path / "last.ckpt").read_text() == "x"
+
+
+def test_folders_of_other_users_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / f".x.tmp-{socket.gethostname()}-77-0123abcd"
+    other.mkdir()
+    monkeypatch.setattr(staging.Path, "iterdir", _denied)
+    directory.remove_leftovers(tmp_path)
+    assert other.is_dir()
+
+
+def _denied(*_: Any) -> None:
+    raise PermissionError(errno.EACCES, "denied")
 
 
 def test_what_a_save_replaced_never_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +256,7 @@ def test_what_a_save_replaced_never_comes_back(tmp_path: Path, monkeypatch: pyte
     for folder in (old, path):
         folder.mkdir()
         (folder / "manifest.json").write_text(folder.name)
-    made = directory.PendingDirectory(str(old), str(directory._temporary(old)))
+    made = directory.PendingDirectory(str(old), str(staging.staging_path(old)))
     os.rename(path, made.folder)
     monkeypatch.setattr(directory.shutil, "rmtree", lambda *args, **kwargs: None)  # killed here
     made.commit()
@@ -298,7 +376,7 @@ def test_a_folder_that_cannot_be_opened_is_removed(tmp_path: Path, monkeypatch: 
     def fails(folder: str) -> int:
         raise OSError(errno.EROFS, "Read-only file system", folder)
 
-    monkeypatch.setattr(directory, "_open_folder", fails)
-    with pytest.raises(CheckpointError, match=f"Cannot make {tmp_path}/.one.*read-only"):
+    monkeypatch.setattr(staging, "open_folder", fails)
+    with pytest.raises(CheckpointError, match=f"Cannot make a folder beside {tmp_path}/one.*read-only"):
         PendingDirectory.make(str(tmp_path / "one"))
     assert not _names(tmp_path)

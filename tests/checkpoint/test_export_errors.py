@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lt_zero.checkpoint import output
 from lt_zero.checkpoint.export import export
@@ -38,6 +40,38 @@ def test_an_error_half_way_leaves_the_old_file(tmp_path: Path, name: str, error:
         export(source, out, "fp32", **options)
     assert [file.read_bytes() for file in files] == before
     assert listing(files[0].parent) == names
+
+
+@pytest.mark.parametrize("name", ["model.pt", "folder"])
+def test_what_a_killed_export_wrote_is_removed_by_the_next(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its temporary files are as large as the weights; the next one has their room before it looks for room."""
+    source, free = layers(), []
+    options: dict[str, Any] = {"shard_size": 450, "overwrite": True} if name == "folder" else {}
+    files = export(source, tmp_path / name, **options)
+    whole, before = listing(files[0].parent), [file.read_bytes() for file in files]
+    with monkeypatch.context() as killed:
+        killed.setattr(output.Staging, "remove", output.Staging.unlock)  # all that the kernel does
+        killed.setattr(source, "on_read", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            export(source, tmp_path / name, **options)
+    assert len(listing(files[0].parent)) > len(whole)
+    assert [file.read_bytes() for file in files] == before
+
+    def told(folder: Path) -> int:
+        free.append(listing(folder))
+        return 1 << 40
+
+    monkeypatch.setattr(output, "free_bytes", told)
+    export(source, tmp_path / name, **options)
+    assert listing(files[0].parent) == whole
+    assert free[0] == whole
+
+
+def _killed(read: str) -> None:
+    if read == "layers.4.weight":
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
@@ -107,6 +141,26 @@ def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
     unsavable = Memory(layers().tensors, meta={"hyper_parameters": {"loss": lambda: 0}})
     with pytest.raises(CheckpointError, match="hyper_parameters"):
         export(unsavable, tmp_path / "model.ckpt")
+    assert listing(tmp_path) == []
+
+
+def test_the_name_says_the_format(tmp_path: Path) -> None:
+    """That of the link, which the user has named, not that of the file to which it leads."""
+    (tmp_path / "target.safetensors").write_text("")
+    os.symlink("target.safetensors", tmp_path / "model.pt")
+    export(layers(), tmp_path / "model.pt")
+    assert "layers.1.weight" in torch.load(io.BytesIO((tmp_path / "target.safetensors").read_bytes()))
+    assert (tmp_path / "model.pt").is_symlink()
+    (tmp_path / "plain").write_text("")
+    os.symlink("plain", tmp_path / "to_plain.safetensors")
+    export(layers(), tmp_path / "to_plain.safetensors")
+    assert "layers.1.weight" in load_file(tmp_path / "plain")
+
+
+def test_no_name_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is empty"):
+        export(layers(), "")
     assert listing(tmp_path) == []
 
 

@@ -109,7 +109,7 @@ def test_a_kill_in_a_requeues_save_leaves_the_one_before(folder: Path, tmp_path:
     os.utime(saved / "manifest.json")
     version: Any = _CheckpointConnector._CheckpointConnector__max_ckpt_version_in_folder  # type: ignore[attr-defined]
     assert version(str(tmp_path), "hpc_ckpt_") == 1
-    place._unlock()
+    place.unlock()
     os.utime(place.folder, (0, 0))
     number = 2 if sealed else 1  # in the first case its rename was all that was missing
     if sealed:

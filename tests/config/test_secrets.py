@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
@@ -50,6 +52,69 @@ def test_secrets_are_not_shown(config: dict[str, Any], monkeypatch: pytest.Monke
         said += [clean(loaded), with_origins(loaded, True), with_origins(loaded, False)]
         said += [str(shown(made)) + str(config_lines(made, made.secret)) for made in (loaded.config, changed)]
     assert not [text for text in said if "hunter2" in text]
+
+
+FORMS = [  # of texts that read a variable; in most of them its value, or a part, becomes a name
+    "${${oc.env:LT_ZERO_TEST_SECRET}}",
+    "${.${oc.env:LT_ZERO_TEST_SECRET}}",
+    "${zero_optimization.${oc.env:LT_ZERO_TEST_SECRET}.x}",
+    "${oc.env:${oc.env:LT_ZERO_TEST_SECRET}}",
+    "${oc.env:PRE${oc.env:LT_ZERO_TEST_SECRET}POST}",
+    "${oc.${oc.env:LT_ZERO_TEST_SECRET}:x}",
+    "${oc.env:${oc.decode:${oc.env:LT_ZERO_TEST_SECRET}}}",
+    "${oc.decode:${oc.env:LT_ZERO_TEST_SECRET}${oc.env:LT_ZERO_TEST_SECRET}}",
+    "${${other}}",
+    "${oc.env:${other}}",
+    "${oc.decode:'[${other}'}",
+    "${oc.${word}:LT_ZERO_TEST_SECRET} ${absent}",
+    "${oc.env:LT_ZERO_TEST_SECRET}${absent}",
+    "${lt_zero_test.env:LT_ZERO_TEST_SECRET}",
+    "${lt_zero_test_upper:${other}}",
+]
+VALUES = [
+    "hunter2",
+    "hunter2 and more words of it " * 9,
+    "\"hunter2\"\\\n\thunter2 'hunter2'",
+    "[hunter2, {a: hunter2}",
+]
+
+
+@pytest.mark.parametrize("key", ["wandb.team", "optimizer.type", "zero_optimization.stage"])
+@pytest.mark.parametrize("form", FORMS)
+def test_no_form_of_a_variable_is_shown(form: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are masked against all that was read from the environment, whatever a text makes of it."""
+    for name, resolver in (("lt_zero_test.env", os.environ.get), ("lt_zero_test_upper", _fails_with_upper_case)):
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    block, _, name = key.partition(".")
+    texts = {block: {name: form}, "other": "${oc.env:LT_ZERO_TEST_SECRET}", "word": "env"}
+    for value in VALUES:
+        monkeypatch.setenv("LT_ZERO_TEST_SECRET", value)
+        with pytest.raises(ConfigError) as caught:
+            ZeroConfig.of(texts)
+        with pytest.raises(ConfigError) as of_part:  # Hydra's configuration, of which a part is ours
+            ZeroConfig.of(OmegaConf.create({**texts, "ours": texts, "all": 1}).ours)
+        assert "hunter2" not in f"{caught.value}{of_part.value}".lower()
+
+
+def _fails_with_upper_case(text: str) -> None:
+    raise ValueError(text.upper())
+
+
+def test_parts_of_configurations_keep_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of ours may name one outside that reads a variable."""
+    monkeypatch.setenv("LT_ZERO_TEST_SECRET", "hunter2")
+    whole = {"secret": FROM, "plain": "text", "ours": {"wandb": {"team": "${secret}", "group": "${plain}"}}}
+    loaded = examine(OmegaConf.create(whole).ours)
+    assert loaded.secret == {("wandb", "team")}
+    assert loaded.usable().wandb.team == "hunter2"
+
+
+def test_overrides_in_the_environment_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LT_ZERO_TEST_SECRET", "hunter2-of-overrides")
+    monkeypatch.setenv("LT_ZERO_OVERRIDES", f"optimizer.type={FROM}")
+    said = str(ConfigError(examine({}, for_run=True).problems))
+    assert "optimizer.type" in said
+    assert "hunter2" not in said
 
 
 def test_values_are_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,7 +289,7 @@ def goes_on(folder: Path, setting: Setting, wanted: Reference, logs: Path) -> tu
     if sums != [wanted.end] * RANKS or any(done.codes):
         what = "the resumed run differs" if None not in sums else "the resumed run fails"
         return what, f"wanted {wanted.end}, got {sums}\n{done.evidence()}"
-    left = [path for path in folder.iterdir() if path.name.startswith(".last") or path.name.endswith(".partial")]
+    left = [path for path in folder.iterdir() if path.name.startswith(".last") or ".tmp-" in path.name]
     left += [path for path in (logs / "tmp").iterdir() if not _TOLD.match(path.name)]
     left += [
         path for path in (folder / "nvme").iterdir() if path.suffix != ".new"

@@ -4,14 +4,12 @@
 that of its text without the checksum's line. It is written last: a directory without it is not a checkpoint.
 
 Note [Publishing a directory]
-    A checkpoint is written into ``.<name>.tmp-<host>-<pid>-<random>`` beside its path. Once all files are durable,
-    the manifest is written last, and a rename publishes the directory; an older checkpoint of that name is removed
+    A checkpoint is written into a hidden folder beside its path, see Note [Staging]. Once all files are durable, the
+    manifest is written last, and a rename publishes the directory; an older checkpoint of that name is removed
     afterwards. So ``<name>`` is at any moment the complete old or the complete new checkpoint. If ``<name>`` exists,
     both are exchanged atomically (renameat2, Linux). File systems without it need two renames; a kill between them
-    leaves the new checkpoint under its temporary name, where ``find`` looks for it. Each process holds a flock on its
-    temporary directory, which the kernel releases with the process, so the next save can remove those of dead
-    processes. For the same reason a checkpoint is renamed before its files are removed. Lightning numbers the
-    checkpoints of SLURM's requeues by the digits after ``ckpt_`` of all names in a folder: temporary names have none.
+    leaves the new checkpoint under its temporary name, where ``find`` looks for it. For the same reason a checkpoint is
+    renamed before its files are removed. The next save publishes, or removes, what dead processes have left.
 
 Object stores have neither directories nor renames. Files are written there under their final names, after those of an
 older checkpoint are removed; until the manifest is written, they are not a checkpoint.
@@ -22,16 +20,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import glob
 import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
-import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,15 +41,14 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.io.checked_file import STEP, FileRecord, FileSink, Sink, StreamSink, WriterPool
 from lt_zero.io.direct_file import free_bytes, trouble
 from lt_zero.io.regular_file import read_bytes
+from lt_zero.io.staging import Staging, hidden_name, leftovers, staged, staging_path, sync_folder, whole_name
 
 MANIFEST = "manifest.json"
 _VERSION = 1  # of the manifest
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<host>[^-]+(?:-[^-]+)*)-(?P<pid>\d+)-[0-9a-f]{8}")
 _FILES = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json")
 _STATE = re.compile(r"optimizer_\d+\.state\..+\..+")  # the name of an optimizer's state
-_OLD_AGE = 86400.0  # seconds after which another host's temporary directory is removed
-_LOCKED_AGE = 2.0  # seconds after which a process has surely locked the empty directory that it made
 _EXCHANGE, _AT_FDCWD = 2, -100  # of renameat2
+_ATTEMPTS = 5  # to replace a directory that other processes replace, too
 _MOST = 1 << 62  # elements or bytes: more do not exist
 
 
@@ -276,14 +269,15 @@ class PendingDirectory:
     Args:
         name: the final path of the checkpoint, or its URL.
         folder: the directory that files are written to.
+        staging: the same, as its maker has it.
     """
 
-    def __init__(self, name: str, folder: str) -> None:
+    def __init__(self, name: str, folder: str, staging: Staging | None = None) -> None:
         self.name, self.folder = name, folder
+        self._staging = staging
         self._fs: Any = file_system(name) if is_url(name) else None
         self._blocks: WriterPool | None = None
         self._published = False
-        self._lock = -1  # descriptor of the locked directory; see Note [Publishing a directory]
 
     @classmethod
     def make(cls, name: str) -> PendingDirectory:
@@ -301,25 +295,15 @@ class PendingDirectory:
             fs.makedirs(name, exist_ok=True)
             return place
         path = Path(name).absolute()
-        place = cls(str(path), str(_temporary(path)))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir() and not path.is_symlink() and not _is_ours(path / MANIFEST):
                 _refuse_others(name, os.listdir(path))
             remove_leftovers(path.parent)
-            os.mkdir(place.folder)
-            try:
-                place._lock = _open_folder(place.folder)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.rmdir(place.folder)
-                raise
-            # Without locks, leftovers are kept for ``_OLD_AGE``.
-            with contextlib.suppress(OSError):
-                fcntl.flock(place._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            staging = Staging(path, mode=0o777)
         except OSError as error:
-            raise _trouble(f"Cannot make {place.folder}", path, error) from None
-        return place
+            raise _trouble(f"Cannot make a folder beside {path}", path, error) from None
+        return cls(str(path), str(staging.folder), staging)
 
     def check_visible(self) -> None:
         """Check that this rank sees the directory: its name is random, so no other one has it.
@@ -374,7 +358,7 @@ class PendingDirectory:
         except OSError as error:
             raise _trouble(f"Cannot name {path}", path, error) from None
         finally:
-            self._unlock()
+            self.unlock()
 
     def discard(self) -> None:
         """Remove the directory after an error, unless it is published."""
@@ -385,12 +369,12 @@ class PendingDirectory:
                 self._fs.rm(self.folder, recursive=True)
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
-            self._unlock()
+            self.unlock()
 
-    def _unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-        self._lock = -1
+    def unlock(self) -> None:
+        """Let others remove the directory under its temporary name, if it still has it. Idempotent."""
+        if self._staging is not None:
+            self._staging.unlock()
 
 
 def _trouble(what: str, path: Path, error: OSError) -> RuntimeError:
@@ -411,7 +395,7 @@ def remove(path: str | os.PathLike[str]) -> None:
     """Remove a checkpoint directory or file. See Note [Publishing a directory]."""
     target = gone = Path(path)
     if target.is_dir() and not target.is_symlink():
-        gone = _temporary(target, "old")
+        gone = staging_path(target, "old")
         os.rename(target, gone)
     _remove(gone)
 
@@ -428,7 +412,7 @@ def find(path: str | os.PathLike[str]) -> str:
             return str(folder)
     if not target.exists():
         # See Note [Publishing a directory]: the save was killed between two renames.
-        pattern = f".{glob.escape(_escaped(target.name))}.tmp-*/{MANIFEST}"
+        pattern = f".{glob.escape(hidden_name(target.name))}.tmp-*/{MANIFEST}"
         beside = target.parent.glob(pattern) if target.parent.is_dir() else ()
         newest = max(beside, key=lambda found: found.stat().st_mtime, default=None)
         if newest is not None:
@@ -436,68 +420,56 @@ def find(path: str | os.PathLike[str]) -> str:
     return str(path)
 
 
-def _escaped(name: str) -> str:
-    """The name without text that Lightning takes for a requeue checkpoint. See Note [Publishing a directory]."""
-    return name.replace("ckpt_", "ckpt%5F")
-
-
 def published_name(folder: str) -> str | None:
-    """The name under which a save would have published its temporary directory; None: ``folder`` is none of them."""
-    match = _TEMPORARY.fullmatch(folder)
-    return match["name"].replace("ckpt%5F", "ckpt_") if match is not None and match["kind"] == "tmp" else None
-
-
-def _temporary(path: Path, kind: str = "tmp") -> Path:
-    return path.with_name(f".{_escaped(path.name)}.{kind}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+    """The name under which a save would have published its temporary directory; None: that is not known."""
+    hidden, kind = staged(folder) or ("", "")
+    return whole_name(hidden) if kind == "tmp" else None
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary directories of dead processes; complete checkpoints among them are published."""
-    for path in folder.glob(".*-*-*"):
-        match = _TEMPORARY.fullmatch(path.name)
+    """Remove temporary directories of dead processes; complete checkpoints among them are published.
+
+    One whose whole name is not known stays, where ``find`` looks for it, until another of its name is published. Files
+    that an export has moved out stay, too: they may be the only whole ones.
+    """
+    for left in leftovers(folder):
         # Another process may have just published or removed it.
         with contextlib.suppress(FileNotFoundError):
-            if match is None or not path.is_dir() or _may_be_in_use(path, match["host"]):
+            if left.kind == "out":
                 continue
-            name = published_name(path.name)
-            if name is not None and (path / MANIFEST).is_file() and not (folder / name).exists():
-                # The directory is complete: its process was killed before publishing it.
-                os.rename(path, folder / name)
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _may_be_in_use(folder: Path, host: str) -> bool:
-    """True if a process of this host holds a directory's lock, or the directory is too young to tell."""
-    age = time.time() - folder.stat().st_mtime
-    if host == socket.gethostname() and (age > _LOCKED_AGE or any(folder.iterdir())):
-        with contextlib.suppress(OSError):
-            fd = _open_folder(folder)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return False
-            finally:
-                os.close(fd)
-    return age < _OLD_AGE
-
-
-def _open_folder(folder: str | Path) -> int:
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            if left.kind == "tmp" and (left.path / MANIFEST).is_file():
+                name = whole_name(left.hidden)
+                if name is None and all(hidden_name(other) != left.hidden for other in os.listdir(folder)):
+                    continue
+                if name is not None and not (folder / name).exists():
+                    # The directory is complete: its process was killed before publishing it.
+                    os.rename(left.path, folder / name)
+                    continue
+            shutil.rmtree(left.path, ignore_errors=True)
 
 
 def _replace(new: Path, path: Path) -> None:
     """Give ``new`` the name ``path``, and remove the directory or file that has it."""
-    if not os.path.lexists(path):
-        os.rename(new, path)
-        return
-    old = _temporary(path, "old")
-    if path.is_dir() and not path.is_symlink() and _exchange(new, path):
-        # After a kill here, the new directory must not be mistaken for a new checkpoint.
-        os.rename(new, old)
-    else:
-        os.rename(path, old)
-        os.rename(new, path)
-    _remove(old)
+    for attempt in range(_ATTEMPTS):
+        try:
+            if not os.path.lexists(path):
+                os.rename(new, path)
+                return
+            old = staging_path(path, "old")
+            if path.is_dir() and not path.is_symlink() and _exchange(new, path):
+                # After a kill here, the new directory must not be mistaken for a new checkpoint.
+                with contextlib.suppress(FileNotFoundError):  # another run has removed it as a leftover
+                    os.rename(new, old)
+            else:
+                os.rename(path, old)
+                os.rename(new, path)
+            _remove(old)
+            return
+        except OSError as error:
+            # Another run that saves under this name has taken it, or what it stood for, since we looked.
+            taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
+            if not taken or attempt == _ATTEMPTS - 1 or not new.exists():
+                raise
 
 
 def _remove(path: Path) -> None:
@@ -529,8 +501,12 @@ def whole_file(path: str) -> Iterator[str]:
         CheckpointError: an OSError in it; names ``path``.
     """
     final = Path(path).absolute()
-    temporary = final.with_name(f".{_escaped(final.name)}.partial")  # one for each name: a kill leaves no second one
+    staging: Staging | None = None
     try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(final.parent)
+        staging = Staging(final)
+        temporary = staging.folder / "file"  # a suffix would make others take it for a checkpoint
         yield str(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
@@ -539,17 +515,5 @@ def whole_file(path: str) -> Iterator[str]:
     except OSError as error:
         raise _trouble(f"Cannot write {path}", final, error) from error
     finally:
-        with contextlib.suppress(OSError):  # the first error is reported
-            temporary.unlink()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    fd = _open_folder(folder)
-    try:
-        os.fsync(fd)
-    except OSError as error:  # some network file systems do not support it
-        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(fd)
+        if staging is not None:
+            staging.remove()

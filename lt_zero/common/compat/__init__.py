@@ -28,6 +28,7 @@ from typing_extensions import ParamSpec
 
 from lt_zero.common.compat.of_hydra import HydraOverride as HydraOverride
 from lt_zero.common.compat.of_hydra import HydraSyntaxError as HydraSyntaxError
+from lt_zero.common.compat.of_hydra import environment_read as environment_read
 from lt_zero.common.compat.of_hydra import is_part_of_config as is_part_of_config
 from lt_zero.common.compat.of_hydra import parse_override as parse_override
 from lt_zero.common.compat.of_hydra import yaml_loader as yaml_loader

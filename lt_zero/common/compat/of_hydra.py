@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
+
+_swapping = threading.RLock()  # resolvers are global in OmegaConf
 
 
 def yaml_loader(text: str) -> Any:
@@ -15,6 +20,36 @@ def yaml_loader(text: str) -> Any:
 def is_part_of_config(config: Any) -> bool:
     """True if an OmegaConf container has a parent, to which interpolations may refer."""
     return config._get_parent() is not None
+
+
+@contextmanager
+def environment_read() -> Iterator[set[str]]:
+    """Context that yields a set, to which each value is added that a resolver reads from the environment meanwhile.
+
+    Only the resolver itself knows: the name of a variable, and that of the resolver, may be put together from values.
+    ``oc.env`` is such a resolver, and by custom any whose name ends in ``env``.
+    """
+    from omegaconf.basecontainer import BaseContainer
+
+    values: set[str] = set()
+
+    def recording(original: Any) -> Any:
+        def resolver(*args: Any, **kwargs: Any) -> Any:
+            value = original(*args, **kwargs)
+            if value is not None:
+                values.add(str(value))
+            return value
+
+        return resolver
+
+    with _swapping:
+        resolvers = BaseContainer._resolvers
+        readers = {name: found for name, found in resolvers.items() if name.rpartition(".")[2] == "env"}
+        try:
+            resolvers.update({name: recording(found) for name, found in readers.items()})
+            yield values
+        finally:
+            resolvers.update(readers)
 
 
 Kind = Literal["change", "add", "force", "delete"]
