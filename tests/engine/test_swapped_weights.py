@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
+from tests.support.simulated_device import machine
 
 Change = Callable[[Engine], None]
 State = dict[str, Any]
@@ -42,7 +44,7 @@ def _engine(stage: int, mode: str = "bf16-mixed", zero: dict[str, Any] | None = 
     model = Net()
     model.blocks[0].requires_grad_(False)  # frozen weights, too, keep what they were loaded with
     config = config_of(stage, zero, torch.float16 if mode.startswith("16") else BF16, **keys)
-    return lt_zero.shard(model, config, policy=dtype_policy(config, mode))
+    return lt_zero.shard(model, config, torch.device("cpu"), policy=dtype_policy(config, mode))
 
 
 def _optimizer(engine: Engine) -> torch.optim.Optimizer:
@@ -54,7 +56,7 @@ def _optimizer(engine: Engine) -> torch.optim.Optimizer:
 def _backward(engine: Engine, number: int) -> None:
     compute = engine.policy.compute
     with torch.autocast("cpu", compute, enabled=engine.policy.autocast):
-        loss = next_token_loss(engine.root, number, 0, dist.get_rank())
+        loss = next_token_loss(engine.root, number, 0, engine.world.rank)
     loss.backward()
 
 
@@ -185,6 +187,20 @@ ROWS: list[tuple[int, str]] = [(2, "bf16-mixed"), (3, "bf16-mixed")]
 )
 def test_weights_come_back_in_full_precision(pool: Pool, stage: int, mode: str) -> None:
     pool.run(3 if stage == 3 and mode == "bf16-mixed" else 2, _as_without, stage, mode, SWAPS)
+
+
+@pytest.mark.parametrize(("stage", "device"), only_rows([(3, "cpu")], itertools.product([0, 2, 3], ["cpu", "nvme"])))
+def test_offloaded_weights_come_back(tmp_path: Path, stage: int, device: str) -> None:
+    """On a simulated device, whose order of copies is checked."""
+    zero: dict[str, Any] = {"offload_optimizer": {"device": device}}
+    if device == "nvme":
+        zero["offload_optimizer"]["nvme_path"] = str(tmp_path)
+    with machine():
+        want = _train(_engine(stage, zero=zero), None)
+        engine = _engine(stage, zero=zero)
+        for name, value in _train(engine, _swap_by_hand if device == "cpu" else _swap_nested).items():
+            assert torch.equal(value, want[name]), name
+        assert not engine.replaced
 
 
 # ---- other loads -----------------------------------------------------------------------------------------------------
