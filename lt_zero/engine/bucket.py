@@ -173,6 +173,7 @@ class Bucket:
         self.live = Live()
         # Called before a gather is launched (False) and before it is waited for (True); uneven_forwards.py.
         self.announce: Callable[[Bucket, bool], None] | None = None
+        self.adopts = False  # the values of rank 0 are about to become those of all ranks: ``adopt_edits``
         self._guarded = False
         self._owner = owner
         self._sentinels: list[Tensor] = []  # one for each parameter, with sharded parameters
@@ -612,4 +613,7 @@ class Bucket:
         self.group.broadcast(self.flat, self.name)
         self.group.after_write()
         self.weights.keep_edits()
+        if self.weights.is_rounded_in_copy and not self.is_cut and self.group.size > 1:
+            # Rank 0 may have loaded values that the compute copy does not show, and the others not.
+            self.weights.repeat_first(self.group, self.name)
         self.edits.note()

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import outside_inference, without_grad
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.storage_plan import StoragePlan
@@ -41,11 +42,13 @@ class AllReplaced:
     Attributes:
         weights: these.
         keeps: whether what is replaced is kept from now on.
+        keeps_codes: also of weights that rest encoded: where nothing is trained, there is no next step.
     """
 
     def __init__(self) -> None:
         self.weights: set[MasterWeights] = set()
         self.keeps = True
+        self.keeps_codes = False
 
 
 NO_COPY = _NoCopy(torch.float32, partial(torch.empty, 0))
@@ -255,6 +258,8 @@ class MasterWeights:
         """Keep the master or frozen weights, which are about to be replaced. See Note [Replaced weights]."""
         if self.replaced is not None or not (self.all_replaced.keeps and self.is_rounded_in_copy):
             return
+        if self.plan.codecs.rests is not None and not self.all_replaced.keeps_codes:
+            return
         place = self.places.step if self.trains else self.places.gather
         values = self.values()
         # The name is of a kind of its own: an optimizer's state may have the same key.
@@ -301,32 +306,53 @@ class MasterWeights:
             return
         values = self.values()
         given = given.to(values.device)
-        took = given.to(self.plan.dtype)
-        arrived = took if arrived is None else arrived.to(values.device)
-        if self.replaced is None:
-            # Loads often repeat frozen weights, of which nothing has to be kept.
-            if torch.equal(given, values[rows]) if not rounded else bool(self._are_shown(values, arrived, rows).all()):
+        shown = given.to(self.plan.dtype) if rounded or arrived is not None else None
+        if arrived is not None:
+            arrived = arrived.to(values.device)
+        # Ask the device once: most loads are of these kinds.
+        as_given = arrived is None or (shown is not None and torch.equal(shown, arrived))
+        if as_given and not rounded:
+            if self.all_replaced.keeps and self.replaced is None and torch.equal(given, values[rows]):
                 return
             self.keep_replaced()
-        values = self.writable_values()
-        if not rounded and (took is arrived or torch.equal(took, arrived)):
-            values[rows].copy_(given)
+            self.writable_values()[rows].copy_(given)
             return
-        # Select with ``where``: indexing by a mask would wait for a GPU.
-        loaded = edited = arrived.to(values.dtype)
-        as_before = torch.zeros_like(arrived, dtype=torch.bool)
+        assert shown is not None
+        there = shown if arrived is None else arrived
+        same = self._are_shown(values, there, rows)
+        if self.replaced is None and rounded and bool(same.all()):
+            return  # loads often repeat frozen weights, of which nothing has to be kept
+        self.keep_replaced()
+        values = self.writable_values()
+        mine = values[rows]
+        wide = there.to(values.dtype)
+        back, before = same, mine
         if self.replaced is not None:
-            before = self.replaced.read()
-            as_before = self._are_shown(before, arrived, rows)
-            edited = torch.where(as_before, before[rows], edited)
-        # What looks unchanged may not have been written at all.
-        edited = torch.where(self._are_shown(values, arrived, rows), values[rows], edited)
+            before = self.replaced.read()[rows]
+            back = self._are_shown(self.replaced.read(), there, rows)
         if rounded:
-            loaded = edited if self.replaced is None else torch.where(as_before, before[rows], edited)
             self.loads_rounded = True
+            loaded = torch.where(back, before, torch.where(same, mine, wide))
         else:
             loaded = given.to(values.dtype)
-        values[rows].copy_(torch.where(took == arrived, loaded, edited))
+        if not as_given:
+            # Where something else arrived, it is an edit. What looks unchanged may not have been written at all.
+            edited = torch.where(same, mine, torch.where(back, before, wide))
+            loaded = torch.where(shown == there, loaded, edited)
+        mine.copy_(loaded)
+
+    @outside_inference
+    def repeat_first(self, group: ShardGroup, name: str) -> None:
+        """Give all ranks of ``group`` the first one's weights, of which each has all elements. Collective.
+
+        ``name``: of the bucket.
+        """
+        values = self.writable_values()
+        first = values.to(group.device)
+        group.broadcast(first, name)
+        if first is not values:
+            values.copy_(first)
+        self.follow_edit()
 
     def edit_pair(self) -> tuple[Tensor, Tensor] | None:
         """The master weights, for writing, and ``shard``, if ``ops.take_edits`` can do all that a step needs.

@@ -138,7 +138,7 @@ class Engine(ProcessLocal):
         self.finish_reductions = self.unused_parameters.finish_reductions
         self.sharded_optim = any(not b.is_whole for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
-        self.replaced = ReplacedWeights(self.buckets, tell=world.rank == 0)
+        self.replaced = ReplacedWeights(self.buckets, world.rank == 0, training)
         self.before_backward: list[Callable[[], None]] = []  # called when a backward begins
         # Called at the end of a backward, also of a failed one.
         self.after_backward: list[Callable[[], None]] = [self.buffers.end_backward]
@@ -511,6 +511,7 @@ class Engine(ProcessLocal):
                 handle.remove()
             self._of_parts = []
             self.training = True
+            self.replaced.begin_training()
             self.gatherer.limit(self._residency)
             for bucket in self.buckets:
                 if bucket.wants_grad:

@@ -88,6 +88,8 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
         ranks.roll_call("lt_zero.gathered")
     for bucket in held:
         found[bucket].gatherer.hold(bucket)
+    for bucket in found if write else ():
+        bucket.adopts = True
     before = [(engine, bucket, _versions(bucket)) for bucket, engine in found.items() if write and _has_parts(bucket)]
     try:
         with ExitStack() as stack:
@@ -104,6 +106,8 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
             bucket.edits.note()
         raise
     finally:
+        for bucket in found:
+            bucket.adopts = False
         for bucket, keep in held.items():
             found[bucket].gatherer.let_go(bucket, keep)
 

@@ -15,6 +15,7 @@ Note [Rounded values]
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ class Loads:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._running: dict[nn.Module, tuple[dict[str, Any], str]] = {}  # -> state dict and prefix of names in it
-        self._rounded: bool | None = None  # of wide values in the running load; None: no load is running
+        # Modules whose ``load_state_dict`` is running, one inside of the other, and whether wide values are rounded.
+        self._called: list[tuple[nn.Module, bool]] = []
 
     def hook(self) -> list[Any]:
         """Hook all modules; returns the handles."""
@@ -68,7 +70,7 @@ class Loads:
             return False
         if value.dtype == bucket.dtype:
             return True
-        return self._rounded if self._rounded is not None else _has_values_of(value, bucket.dtype)
+        return self._called[-1][1] if self._called else _has_values_of(value, bucket.dtype)
 
     def _places(self, module: nn.Module) -> Iterator[tuple[str, Bucket, int]]:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -81,8 +83,10 @@ class Loads:
                         yield name, *place
 
     def _begin(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if self._rounded is None or not prefix:
-            self._rounded = self._are_rounded(module, state, prefix)
+        if not prefix or not self._called:
+            # An error may have ended an earlier load of this module.
+            self._called = list(takewhile(lambda known: known[0] is not module, self._called))
+            self._called.append((module, self._are_rounded(module, state, prefix)))
         self._running[module] = state, prefix
         for name, bucket, index in self._places(module):
             value = state.get(prefix + name)
@@ -111,6 +115,9 @@ class Loads:
             value, parameter = state.get(prefix + name), bucket.params[index]
             if not isinstance(value, Tensor) or bucket.sharding.params or bucket.weights.plan.master_is_view:
                 continue
+            if bucket.adopts and bucket.is_cut and bucket.group.mesh.shards < bucket.group.size:
+                # Only rank 0 may load, and other ranks repeat its shard: they get what the compute copy shows.
+                continue
             if not parameter.shape and value.shape == (1,):
                 value = value[0]
             if value.shape == parameter.shape:
@@ -119,9 +126,9 @@ class Loads:
                 changed.add(bucket)
         for bucket in changed:
             bucket.put_away()
-        if not prefix:
-            self._running.clear()  # of a load that an error has ended
-            self._rounded = None
+        self._called = list(takewhile(lambda known: known[0] is not module, self._called))
+        if not self._called:
+            self._running.clear()  # of loads that an error has ended
 
 
 def read_into(value: Any, bucket: Bucket, index: int) -> Tensor:

@@ -23,12 +23,14 @@ class ReplacedWeights:
     Args:
         buckets: all of the engine.
         tell: this rank warns for all.
+        training: there are steps, until which everything is kept; otherwise from ``begin_training`` on.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], tell: bool) -> None:
+    def __init__(self, buckets: Iterable[Bucket], tell: bool, training: bool) -> None:
         self._buckets = {bucket.weights: bucket for bucket in buckets}
         self._tell, self._warned = tell, False
         self._all = AllReplaced()
+        self._all.keeps_codes = training
         for weights in self._buckets:
             weights.all_replaced = self._all
 
@@ -39,6 +41,10 @@ class ReplacedWeights:
     def keeps(self) -> bool:
         """True if what is replaced is kept."""
         return self._all.keeps
+
+    def begin_training(self) -> None:
+        """Keep everything from now on."""
+        self._all.keeps_codes = True
 
     @contextmanager
     def restoring(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lt_zero.comm.work import Work
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.engine.bucket import Bucket, GatherStrategy
-from lt_zero.offload.store import CODES, Place, Store
+from lt_zero.offload.store import CODES, WEIGHTS, Place, Store
 from lt_zero.ops.codecs import Codec
 
 
@@ -87,7 +87,8 @@ def coded_place(place: Place, codec: Codec, device: torch.device) -> Place:
     """``place`` with its stores encoded."""
 
     def store(kind: str, numel: int, dtype: torch.dtype) -> Store:
-        return CodedStore(place.store(CODES, codec.nbytes(numel), torch.uint8), numel, dtype, codec, device)
+        codes = place.store(CODES if kind == WEIGHTS else f"{kind} {CODES}", codec.nbytes(numel), torch.uint8)
+        return CodedStore(codes, numel, dtype, codec, device)
 
     return replace(place, store=store)
 

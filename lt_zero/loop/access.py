@@ -52,7 +52,8 @@ def set_full_master(parameter: Parameter, value: Tensor) -> None:
     engine, bucket, index = _place(parameter, "lt_zero.set_full_master")
     _check_shape(bucket, index, value)
     engine.prepare_reading()
-    bucket.write(index, _part_of(engine, bucket, index, value), rounded=value.dtype == bucket.dtype)
+    narrow = value.dtype == bucket.dtype != bucket.weights.precision
+    bucket.write(index, _part_of(engine, bucket, index, value), rounded=narrow)
     bucket.edits.note()
     bucket.put_away()
 

@@ -232,7 +232,7 @@ class NvmeFiles:
             if kind.startswith(STATE) and dtype == self._moments[record].dtype:
                 name, sizes = kind, self._moment_sizes()
             else:
-                sizes = [record_nbytes(n, dtype, self._codec if kind == CODES else None) for n in self._numels]
+                sizes = [record_nbytes(n, dtype, self._codec if kind.endswith(CODES) else None) for n in self._numels]
                 name = f"{kind}-{str(dtype).removeprefix('torch.')}"
             file = self._file_of(name, record, sizes, of_step=kind not in (WEIGHTS, CODES))
             return NvmeStore(numel, dtype, file, record, self._buffers, self._note, link, scratch=kind == "grad")

@@ -155,6 +155,13 @@ def _loop(folder: Path, saves: bool) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     engine, *_ = lt_zero.initialize(model=model, optimizer=optimizer, config=config)
     if not saves:
+        codes = {name: value.clone() for name, _, value in full_parameters(engine.engine)}
+        with lt_zero.gathered(model):
+            shown = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict({name: value * 0.3 for name, value in shown.items()})
+        model.load_state_dict(shown)
+        for name, _, value in full_parameters(engine.engine):
+            assert torch.equal(value, codes[name]), f"{name} is swapped, and comes back with its code and scale"
         with torch.no_grad(), lt_zero.gathered(model, write=True):
             for parameter in model.parameters():
                 parameter.mul_(0.5)
