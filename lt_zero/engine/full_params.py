@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from lt_zero.common.arguments import expect, wrong
 from lt_zero.common.boxes import Box
 from lt_zero.common.compat import can_assign_data, in_transform, versions_of, without_torch_function
-from lt_zero.common.module_hooks import Hook
+from lt_zero.common.module_hooks import Hook, hookable_modules, own_parameters
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import HANDS_OUT, called, owner_of
@@ -187,8 +187,8 @@ def install_load_hooks(engine: Engine) -> None:
         _install_cutting(engine)
     if all(bucket.weights.plan.master_is_view or bucket.sharding.params for bucket in engine.buckets):
         return
-    for module in engine.root.modules():
-        owned = ((n, engine.owner.get(id(p))) for n, p in module.named_parameters(recurse=False))
+    for _, module in hookable_modules(engine.root):
+        owned = ((n, engine.owner.get(id(p))) for n, p in own_parameters(module))
         places = {
             name: place
             for name, place in owned
@@ -215,8 +215,8 @@ def _install_cutting(engine: Engine) -> None:
     """Make ``load_state_dict`` take the parameters' parts of full tensors."""
     every = ((p, span.spec) for b in engine.buckets for p, span in zip(b.params, b.layout.spans, strict=True))
     specs = {id(p): spec for p, spec in every if p.shape == torch.Size(spec.shape)}  # others cut by themselves
-    for module in engine.root.modules():
-        owned = {name: specs[id(p)] for name, p in module.named_parameters(recurse=False) if id(p) in specs}
+    for _, module in hookable_modules(engine.root):
+        owned = {name: specs[id(p)] for name, p in own_parameters(module) if id(p) in specs}
         if not (parts := {name: spec for name, spec in owned.items() if not spec.is_whole}):
             continue
 
