@@ -29,10 +29,10 @@ from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.arguments import expect
 from lt_zero.common.boxes import ParamSpec
-from lt_zero.common.compat import without_torch_function
+from lt_zero.common.compat import clean_name, without_torch_function
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.garbage import without_gc
-from lt_zero.common.module_hooks import no_hook
+from lt_zero.common.module_hooks import is_compiled_by_jit, no_hook
 from lt_zero.common.names import alone
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
@@ -312,16 +312,24 @@ def _check_whole(plan: EnginePlan) -> None:
 
 
 def _check_hooks(plan: EnginePlan) -> None:
-    """Raise TypeError if a module that the engine calls takes no hooks."""
-    for unit in (unit for unit in plan.units if isinstance(unit.module, torch.jit.ScriptModule)):
+    """Raise TypeError if a module that is to be gathered, or is the model itself, takes no hooks."""
+    if is_compiled_by_jit(plan.root):
         try:
-            unit.module.register_forward_pre_hook(no_hook).remove()
+            plan.root.register_forward_pre_hook(no_hook).remove()
         except RuntimeError as error:
-            name = f"Module {unit.name!r}" if unit.name else "The model"
-            raise TypeError(
-                f"{name} is compiled by torch.jit.script, and takes no hooks. Shard the module that it was made from; "
-                "use torch.compile if it has to be compiled."
-            ) from error
+            raise _compiled("The model") from error
+        return  # a traced one: all of it is gathered for its own call
+    sharded = {p for bucket in plan.buckets if bucket.sharding.params for _, p in bucket.parameters}
+    for name, module in plan.root.named_modules():
+        if is_compiled_by_jit(module) and not sharded.isdisjoint(module.parameters()):
+            raise _compiled(f"Module {clean_name(name)!r}")
+
+
+def _compiled(what: str) -> TypeError:
+    return TypeError(
+        f"{what} is compiled by torch.jit.script, and takes no hooks. Shard the module that it was made from; use "
+        "torch.compile if it has to be compiled. At stages 0 to 2 parts of a model may be compiled."
+    )
 
 
 def _move_in(

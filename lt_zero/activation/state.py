@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.common.compat import version_of
+from lt_zero.common.module_hooks import buffer_of
 from lt_zero.common.tensor_tree import iter_containers, iter_tensors
 from lt_zero.engine.fp32_modules import BATCH_NORMS
 
@@ -48,7 +49,7 @@ class SavedState:
 
     def __init__(self, state: ForwardState, arguments: Any) -> None:
         self._state = state
-        names = [(m, name) for m in state.modules if m.training for name in m._buffers]
+        names = [(m, name) for m in state.modules if m.training for name, _ in m.named_buffers(recurse=False)]
         found = {name: buffer for name in names if (buffer := _get(name)) is not None}
         self._versions = {name: (buffer, version_of(buffer)) for name, buffer in found.items()}
         copied = found.keys() & state.changing if state.known else found.keys()
@@ -109,7 +110,7 @@ def _put(
 
 
 def _get(name: _BufferName) -> Tensor | None:
-    buffer = name[0]._buffers.get(name[1])
+    buffer = buffer_of(*name)
     return buffer if buffer is not None and not buffer.is_inference() else None
 
 

@@ -13,7 +13,7 @@ Note [Aliases]
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,6 +54,32 @@ class Hook:
 
 def no_hook(*args: Any, **kwargs: Any) -> None:
     """The no-op that replaces a hook in a copy of its module."""
+
+
+def hookable_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules inside of ``root``, itself included, with their names, except those that torch.jit has compiled.
+
+    Compiled modules take no hooks, and call each other in C++. Python code calls the outermost one only.
+    """
+    return ((name, module) for name, module in root.named_modules() if module is root or not is_compiled_by_jit(module))
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
+    """The parameters for which ``module`` is the innermost one that takes hooks, under each of their names."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    for name, child in module.named_children():
+        if is_compiled_by_jit(child):
+            yield from child.named_parameters(name, remove_duplicate=False)
+
+
+def is_compiled_by_jit(module: nn.Module) -> bool:
+    """True if torch.jit has scripted or traced ``module``, or its class is a ``torch.jit.ScriptModule``."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def buffer_of(module: nn.Module, name: str) -> Tensor | None:
+    """The own buffer ``name`` of a module; None if there is none. The tables of compiled modules are no dicts."""
+    return module._buffers[name] if name in module._buffers else None  # noqa: SIM401
 
 
 class ProcessLocal:

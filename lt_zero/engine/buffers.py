@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.work import Work
 from lt_zero.common.compat import versions_of, without_torch_function
-from lt_zero.common.module_hooks import ProcessLocal
+from lt_zero.common.module_hooks import ProcessLocal, buffer_of
 from lt_zero.common.users_code import warn
 from lt_zero.engine.fp32_modules import BATCH_NORMS
 from lt_zero.engine.layout import split_by_size
@@ -69,7 +69,7 @@ class _Buffer:
 
     @property
     def now(self) -> Tensor | None:
-        return self.module._buffers.get(self.key)
+        return buffer_of(self.module, self.key)
 
     @property
     def is_sent(self) -> bool:
@@ -218,7 +218,7 @@ class BufferSync(ProcessLocal):
         return [
             _Buffer(module, key, f"{path}.{key}" if path else key)
             for path, module in self._root.named_modules()
-            for key in module._buffers
+            for key in module._buffers.keys()  # noqa: SIM118 - those of compiled modules cannot be iterated over
         ]
 
     def _agree_on_layout(self) -> None:

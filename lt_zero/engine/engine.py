@@ -48,7 +48,14 @@ from lt_zero.common.compat import (
     refuse_reentrant_checkpoint,
     running_transform,
 )
-from lt_zero.common.module_hooks import ProcessLocal, hook_bare_parameters, hook_forward, hook_inputs, hook_nodes
+from lt_zero.common.module_hooks import (
+    ProcessLocal,
+    hook_bare_parameters,
+    hook_forward,
+    hook_inputs,
+    hook_nodes,
+    hookable_modules,
+)
 from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.common.timing import NOTHING, TimedSpan, UnitRanges, phase, unit_range
 from lt_zero.config import ZeroConfig
@@ -168,7 +175,7 @@ class Engine(ProcessLocal):
     def _hook_parts(self) -> list[Any]:
         """Let parts of the model be called by themselves, as encoders are in generation."""
         others = {self.root, *(child for unit in self.units for child in unit.module.modules())}
-        parts = [module for module in self.root.modules() if module not in others]
+        parts = [module for _, module in hookable_modules(self.root) if module not in others]
         return [handle for part in parts for handle in self._hook_scope(part)]
 
     def detach(self) -> None:

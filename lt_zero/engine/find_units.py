@@ -35,6 +35,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from lt_zero.common.compat import clean_name as clean_name
+from lt_zero.common.module_hooks import is_compiled_by_jit
 from lt_zero.engine.guard import is_guarded
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -143,7 +144,9 @@ def _search(
     module: nn.Module, name: str, rules: UnitRules, repeated: int | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
     """The modules of units inside ``module``, or itself; ``repeated``: its elements if it is a repeated block."""
-    if not rules.numel(module):
+    # What is inside of a module that torch.jit has compiled is called in C++, where no hook runs: its parameters belong
+    # to the module that calls it.
+    if not rules.numel(module) or is_compiled_by_jit(module):
         return
     children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
     small = repeated is not None and repeated <= rules.max_numel

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lt_zero.common.module_hooks import Hook
+from lt_zero.common.module_hooks import Hook, hookable_modules, own_parameters
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.lazy_tensor import LazyTensor, part_of
@@ -57,9 +57,7 @@ class Loads:
     def hook(self) -> list[Any]:
         """Hook all modules; returns the handles."""
         handles: list[Any] = []
-        for module in self._engine.root.modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue  # it takes no hooks
+        for _, module in hookable_modules(self._engine.root):
             handles.append(module.register_load_state_dict_pre_hook(Hook(self._begin)))
             handles.append(module.register_load_state_dict_post_hook(Hook(self._end)))
         return handles
@@ -73,14 +71,9 @@ class Loads:
         return self._called[-1][1] if self._called else _has_values_of(value, bucket.dtype)
 
     def _places(self, module: nn.Module) -> Iterator[tuple[str, Bucket, int]]:
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        for name, parameter in own_parameters(module):
             if (place := self._engine.owner.get(id(parameter))) is not None:
                 yield name, *place
-        for child_name, child in module.named_children():
-            if isinstance(child, torch.jit.ScriptModule):
-                for name, parameter in child.named_parameters(child_name, remove_duplicate=False):
-                    if (place := self._engine.owner.get(id(parameter))) is not None:
-                        yield name, *place
 
     def _begin(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         if not prefix or not self._called:
@@ -154,8 +147,8 @@ def _install_cutting(engine: Engine) -> None:
     """Make ``load_state_dict`` take the parameters' parts of full tensors."""
     every = ((p, span.spec) for b in engine.buckets for p, span in zip(b.params, b.layout.spans, strict=True))
     specs = {id(p): spec for p, spec in every if p.shape == torch.Size(spec.shape)}  # others cut by themselves
-    for module in engine.root.modules():
-        owned = {name: specs[id(p)] for name, p in module.named_parameters(recurse=False) if id(p) in specs}
+    for _, module in hookable_modules(engine.root):
+        owned = {name: specs[id(p)] for name, p in own_parameters(module) if id(p) in specs}
         if not (parts := {name: spec for name, spec in owned.items() if not spec.is_whole}):
             continue
 

@@ -46,6 +46,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.compat import is_wrapper, replace_tensor, version_of, versions_of, without_torch_function
 from lt_zero.common.flat_storage import FlatStorage
+from lt_zero.common.module_hooks import is_compiled_by_jit
 from lt_zero.engine.guard import guard, guarded_parameters, is_guarded, own, owner_of, sentinel, unguard
 from lt_zero.engine.layout import plan_bucket, split_by_size
 from lt_zero.engine.lazy_tensor import LazyTensor
@@ -474,8 +475,14 @@ class Materializer:
         """Initialize the own meta buffers of ``module``, and those of its own parameters that are in ``fresh``."""
         parameters, buffers = dict(module._parameters), dict(module._buffers)
         children = list(module._modules.values())
+        told = f"{path or 'the root module'} ({type(module).__name__})"
         unset: dict[str, _Placeholder] = {}
         stand_ins: dict[Parameter, Parameter] = {}
+        if is_compiled_by_jit(module):
+            raise RuntimeError(
+                f"{told} was built on the meta device and is compiled by torch.jit, whose code refers to its tensors, "
+                "so they cannot be replaced. Build it without `empty_init=True`."
+            )
         with _children_aside(module):
             for name, parameter in parameters.items():
                 if parameter is None or is_lazy(parameter):
@@ -506,7 +513,6 @@ class Materializer:
                 module._parameters.clear()
                 module._parameters.update(parameters)
                 module._buffers.update({name: buffer for name, buffer in buffers.items() if name not in unset})
-        told = f"{path or 'the root module'} ({type(module).__name__})"
         if left := [name for name, placeholder in unset.items() if not placeholder.is_filled(found.get(name))]:
             raise RuntimeError(
                 f"{told} was built on the meta device and {', '.join(map(repr, left))} got no values: give the class a "

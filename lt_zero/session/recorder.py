@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from lt_zero.common.compat import in_running_backward
 from lt_zero.common.errors import ConfigError
-from lt_zero.common.module_hooks import Hook
+from lt_zero.common.module_hooks import Hook, hookable_modules
 from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
@@ -149,7 +149,7 @@ class Recorder:
         with engine.world.agree("opening the record", ConfigError):
             if engine.world.rank == 0:
                 self._begin(config, engine)
-        for name, module in engine.root.named_modules():
+        for name, module in hookable_modules(engine.root):
             module.register_forward_pre_hook(Hook(partial(self._enter, name or "(model)")), with_kwargs=True)
             module.register_forward_hook(Hook(partial(self._leave, name or "(model)")), always_call=True)
         engine.before_step.append(self._before_step)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_zero.common.compat import in_running_backward
-from lt_zero.common.module_hooks import Hook
+from lt_zero.common.module_hooks import Hook, hookable_modules
 from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.engine.find_units import clean_name
 from lt_zero.engine.guard import is_guarded
@@ -57,7 +57,7 @@ class FiniteWatch:
         if self._handles:
             return
         # Scripted modules take no hooks.
-        modules = {m: n for n, m in self.root.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
+        modules = {m: n for n, m in hookable_modules(self.root)}
         before, after = Hook(self._before), Hook(self._after)
         for module in modules:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))

@@ -43,7 +43,7 @@ from lt_zero.common.compat import (
     is_compiled,
     is_higher_order,
 )
-from lt_zero.common.module_hooks import Hook
+from lt_zero.common.module_hooks import Hook, hookable_modules
 from lt_zero.common.tensor_tree import iter_tensors
 
 ROOT = ""  # name of the trained module, as in ``named_modules``
@@ -215,7 +215,7 @@ class _Counter(DispatchMode):
         self._exit = ExitStack()
 
     def __enter__(self) -> _Counter:
-        for name, module in self._root.named_modules():
+        for name, module in hookable_modules(self._root):
             entering = Hook(partial(self._enter, name))
             self._exit.callback(module.register_forward_pre_hook(entering, with_kwargs=True).remove)
             self._exit.callback(module.register_forward_hook(Hook(self._leave), always_call=True).remove)

@@ -21,7 +21,7 @@ from torch import nn
 
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
-from lt_zero.common.module_hooks import Hook
+from lt_zero.common.module_hooks import Hook, hookable_modules
 from lt_zero.common.tables import show
 from lt_zero.common.users_code import warn
 from lt_zero.config.blocks import FlopsProfiler
@@ -89,7 +89,8 @@ class Profiler:
             yield
         else:
             self._times = _Stopwatch(device)
-            modules = {m: name for name, m in root.named_modules() if name} if self._count.counted is not None else {}
+            counted = self._count.counted is not None
+            modules = {m: name for name, m in hookable_modules(root) if name} if counted else {}
             with self._times.measure("forward"), self._times.measure_modules(modules):
                 yield
             if manual:
