@@ -59,7 +59,8 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
 
     Raises:
         RuntimeError: on all ranks, if some do not enter and something is to be gathered or written; at the end, if
-            parameters without an engine were changed without ``write``, or only some parts of a tensor were changed.
+            parameters without an engine were changed without ``write``, or only some parts of a tensor were changed, or
+            ``p.data`` was assigned a tensor of another shape, dtype or device.
     """
     found: dict[Bucket, Engine] = {}
     held: dict[Bucket, bool] = {}  # -> whether it was gathered; a bucket in use outside of this context is not held
@@ -94,17 +95,37 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
                 stack.enter_context(sharder.gathered(parameters, write))
             yield
         if write:
+            _put_back_assigned(found)
             _check_changed(before)
             for bucket in found:
                 bucket.adopt_edits()
     except BaseException:
         for bucket in found:
             # Forget the edits, or a lost edit would be reported instead of this error.
+            bucket.edits.drop_assigned()
             bucket.edits.note()
         raise
     finally:
         for bucket, keep in held.items():
             found[bucket].gatherer.let_go(bucket, keep)
+
+
+def _put_back_assigned(buckets: Iterable[Bucket]) -> None:
+    """Copy tensors that were assigned to ``p.data`` to the memory of their buckets, which would not follow them.
+
+    Raises:
+        RuntimeError: one has another shape, dtype or device than the parameter.
+    """
+    for bucket in buckets:
+        for index in bucket.edits.assigned():
+            value, view = bucket.params[index].data, bucket.param_views[index]
+            if described(value) != described(view):
+                raise RuntimeError(
+                    f"`.data` of {bucket.layout.spans[index].name!r} was assigned a tensor of {tuple(value.shape)}, "
+                    f"{value.dtype}, {value.device} inside lt_zero.gathered(write=True), and the parameter has "
+                    f"{tuple(view.shape)}, {view.dtype}, {view.device}. Copy the values: `p.data.copy_(tensor)`."
+                )
+        bucket.edits.put_back()
 
 
 def _has_parts(bucket: Bucket) -> bool:
