@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lt_zero.common.arguments import expect, wrong
-from lt_zero.common.boxes import Box
 from lt_zero.common.compat import can_assign_data, in_transform, versions_of, without_torch_function
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.guard import HANDS_OUT, called, owner_of
+from lt_zero.engine.guard import HANDS_OUT, VIEWS, called, describe, owner_of
 from lt_zero.engine.lazy_tensor import AbsentTensor
 from lt_zero.engine.loading import read_into
 from lt_zero.engine.materialize import ConstructionSharder
@@ -60,7 +59,8 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
 
     Raises:
         RuntimeError: on all ranks, if some do not enter and something is to be gathered or written; at the end, if
-            parameters without an engine were changed without ``write``, or only some parts of a tensor were changed.
+            parameters without an engine were changed without ``write``, or only some parts of a tensor were changed, or
+            ``p.data`` was assigned a tensor of another shape, dtype or device.
     """
     found: dict[Bucket, Engine] = {}
     held: dict[Bucket, bool] = {}  # -> whether it was gathered; a bucket in use outside of this context is not held
@@ -97,12 +97,14 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
                 stack.enter_context(sharder.gathered(parameters, write))
             yield
         if write:
+            _put_back_assigned(found)
             _check_changed(before)
             for bucket in found:
                 bucket.adopt_edits()
     except BaseException:
         for bucket in found:
             # Forget the edits, or a lost edit would be reported instead of this error.
+            bucket.edits.drop_assigned()
             bucket.edits.note()
         raise
     finally:
@@ -110,6 +112,24 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
             bucket.adopts = False
         for bucket, keep in held.items():
             found[bucket].gatherer.let_go(bucket, keep)
+
+
+def _put_back_assigned(buckets: Iterable[Bucket]) -> None:
+    """Copy tensors that were assigned to ``p.data`` to the memory of their buckets, which would not follow them.
+
+    Raises:
+        RuntimeError: one has another shape, dtype or device than the parameter.
+    """
+    for bucket in buckets:
+        for index in bucket.edits.assigned():
+            value, view = bucket.params[index].data, bucket.param_views[index]
+            if described(value) != described(view):
+                raise RuntimeError(
+                    f"`.data` of {bucket.layout.spans[index].name!r} was assigned a tensor of {tuple(value.shape)}, "
+                    f"{value.dtype}, {value.device} inside lt_zero.gathered(write=True), and the parameter has "
+                    f"{tuple(view.shape)}, {view.dtype}, {view.device}. Copy the values: `p.data.copy_(tensor)`."
+                )
+        bucket.edits.put_back()
 
 
 def _has_parts(bucket: Bucket) -> bool:
@@ -301,28 +321,47 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
             value = engine.parts.cut(bucket.params[index], value if value.shape == shape else value.expand(shape))
             bucket.write(index, value, rounded)
         return args[0]
+    resident = all(used.state is State.RESIDENT for used in buckets)
+    if not resident and func is Tensor.__repr__:
+        return describe(args[0])
+    if not resident and func is Tensor.__format__ and args[0].dim() > 0:
+        return repr(args[0])
     if engine.running:
         for used in buckets:
             engine.gatherer.pin(used, again=torch.is_grad_enabled())
             used.edits.handed_out |= func in HANDS_OUT
         return func(*args, **kwargs)
-    if all(used.state is State.RESIDENT for used in buckets):
+    if resident:
         with without_torch_function():
             return func(*args, **kwargs)
     name, world = bucket.layout.spans[index].name, engine.world.size
-    # ``state_dict()`` calls this, and puts the result into the state dict.
-    if func is Tensor.detach and len(buckets) == 1:
 
-        def refuse(lo: int, hi: int, box: Box) -> Tensor:
-            raise RuntimeError(
-                f"The values of parameter {name!r} are sharded over {world} ranks, and `state_dict()` has names, "
-                "shapes and dtypes only. Take the values from `trainer.strategy.full_state_dict()` (called on every "
-                "rank, full on rank 0), or call `state_dict()` inside of `with lt_zero.gathered(module):` on every "
-                "rank; to save weights use `trainer.save_checkpoint` or `trainer.strategy.export(path)`."
-            )
+    def refuse(function: str) -> RuntimeError:
+        return RuntimeError(
+            f"The values of parameter {name!r} are sharded over {world} ranks and not in memory here "
+            f"(`{function}` needs them). Wrap the code in `with lt_zero.gathered(parameter):` on "
+            "every rank (`write=True` to change values); to save weights use `trainer.save_checkpoint`, "
+            "`trainer.strategy.export(path)` or `trainer.strategy.full_state_dict()`."
+        )
 
+    def refuse_saved(function: str) -> RuntimeError:
+        return RuntimeError(
+            f"The values of parameter {name!r} are sharded over {world} ranks, and `state_dict()` has names, "
+            f"shapes and dtypes only (`{function}` needs values). Take the values from "
+            "`trainer.strategy.full_state_dict()` (called on every rank, full on rank 0), or call `state_dict()` "
+            "inside of `with lt_zero.gathered(module):` on every rank; to save weights use `trainer.save_checkpoint` "
+            "or `trainer.strategy.export(path)`."
+        )
+
+    if func in VIEWS and args[0] is parameters[0]:
+        # ``state_dict()`` calls ``detach``, and puts the result into the state dict.
+        refuses = refuse_saved if func is Tensor.detach else refuse
         with without_torch_function():
-            return AbsentTensor(tuple(parameters[0].shape), parameters[0].dtype, refuse, parameters[0].device)
+            me = parameters[0]
+            shape, dtype, device = tuple(me.shape), me.dtype, me.device
+            needs_grad = me.requires_grad and func not in HANDS_OUT
+        absent = AbsentTensor(shape, dtype, refuses, device, needs_grad=needs_grad)
+        return absent if func in HANDS_OUT else func(absent, *args[1:], **kwargs)
     # Lightning's finetuning callbacks search an optimizer's parameters with ``torch.equal``.
     if func is torch.equal:
         one, other = args
@@ -330,9 +369,4 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
             return one is other
         with gathered([p for p in args if isinstance(p, Parameter)]):
             return torch.equal(one, other)
-    raise RuntimeError(
-        f"The values of parameter {name!r} are sharded over {world} ranks and not in memory here "
-        f"(`{called(func)}` needs them). Wrap the code in `with lt_zero.gathered(parameter):` on "
-        "every rank (`write=True` to change values); to save weights use `trainer.save_checkpoint`, "
-        "`trainer.strategy.export(path)` or `trainer.strategy.full_state_dict()`."
-    )
+    raise refuse(called(func))

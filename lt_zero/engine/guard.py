@@ -4,8 +4,8 @@ A sharded parameter keeps its identity, shape and dtype; only ``p.data`` changes
 ``p.data`` is one NaN expanded to the full shape, and the object's class is a subclass of its own class that intercepts
 every torch function called on it. Functions that need only metadata (shape, dtype, grad, ...) pass. For all others the
 engine gathers the bucket inside a forward, scatters a full-size ``copy_`` (so ``load_state_dict`` works without a
-context), and otherwise raises an error that names the parameter. A parameter in use has its own class back, so the hot
-path costs nothing.
+context), makes views that have metadata only (lazy_tensor.py), and otherwise raises an error that names the parameter.
+A parameter in use has its own class back, so the hot path costs nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lt_zero.common.compat import plain_tensors, without_torch_function
+from lt_zero.common.compat import is_wrapper, plain_tensors, without_torch_function
 
 
 class Owner(Protocol):
@@ -42,12 +42,51 @@ _METHODS = (
     ("size", "numel", "nelement", "dim", "ndimension", "stride", "element_size", "storage_offset", "get_device"),
     ("is_floating_point", "is_complex", "is_contiguous", "is_pinned", "is_inference", "is_shared", "is_same_size"),
     ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__", "__hash__"),
+    ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "new_tensor"),
 )
 _FUNCTIONS = (torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like)
 PASSING: set[Any] = {*_FUNCTIONS, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
+PASSING |= {torch.result_type, torch.randint_like}
 PASSING |= {getattr(Tensor, name).__get__ for row in _GETTERS for name in row if hasattr(Tensor, name)}
 PASSING |= {getattr(Tensor, name) for row in _METHODS for name in row if hasattr(Tensor, name)}
 PASSING |= {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
+# Functions that look at the metadata of their other arguments, and at the values of the first one.
+_LIKE = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
+# A sentinel's strides are 0; the parameter is contiguous.
+_STRIDES = {Tensor.stride, Tensor.is_contiguous}
+_PASSING = PASSING - _STRIDES
+_VIEWS = (
+    ("view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "unflatten", "squeeze", "unsqueeze", "expand"),
+    (
+        "expand_as",
+        "broadcast_to",
+        "t",
+        "transpose",
+        "swapaxes",
+        "swapdims",
+        "permute",
+        "movedim",
+        "moveaxis",
+        "adjoint",
+    ),
+    (
+        "narrow",
+        "select",
+        "split",
+        "split_with_sizes",
+        "tensor_split",
+        "chunk",
+        "unbind",
+        "unfold",
+        "diagonal",
+        "detach",
+    ),
+    ("hsplit", "vsplit", "dsplit", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "view_as_real"),
+    ("view_as_complex", "__getitem__", "__iter__", "alias"),
+)
+# Functions that return views of a tensor (in most cases: what copies asks for values).
+VIEWS: set[Any] = {getattr(where, n) for where in (Tensor, torch) for row in _VIEWS for n in row if hasattr(where, n)}
+VIEWS |= {getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
 # Writes to the results of these do not change the parameter's version counter.
 HANDS_OUT = {Tensor.detach, getattr(Tensor, "data").__get__}  # noqa: B009
 
@@ -66,9 +105,15 @@ def _guarded_function(
 ) -> Any:
     kwargs = kwargs or {}
     # ``Tensor.type`` without a dtype only returns the name of one, so it needs no values.
-    if func in PASSING or (func is Tensor.type and len(args) == 1 and not kwargs):
+    if func in _PASSING or (func is Tensor.type and len(args) == 1 and not kwargs):
         with without_torch_function():
             return func(*args, **kwargs)
+    if func in _LIKE and not is_guarded(args[0]):
+        return func(*(_plain(value) for value in args), **{key: _plain(value) for key, value in kwargs.items()})
+    if func in _STRIDES:
+        like = _plain(args[0])
+        like = like if is_wrapper(like) else torch.empty(like.shape, device="meta")
+        return func(like, *args[1:], **kwargs)
     parameters = []
     for parameter in guarded_parameters((args, kwargs)):
         if parameter in _owners:
@@ -85,6 +130,23 @@ def _guarded_function(
             "strategy is dropped (`trainer.strategy.export(path)`), or load them from a checkpoint."
         )
     return owner.on_guarded_use(parameters, func, args, kwargs)
+
+
+def _plain(value: Any) -> Any:
+    """A guarded parameter as a tensor of its shape, dtype and device; anything else itself."""
+    if not isinstance(value, Tensor) or not is_guarded(value):
+        return value
+    with without_torch_function():
+        return value.detach()
+
+
+def describe(parameter: Tensor) -> str:
+    """What ``repr`` shows of a released parameter."""
+    with without_torch_function():
+        return (
+            f"ReleasedTensor(shape={tuple(parameter.shape)}, dtype={parameter.dtype}, "
+            f"device={str(parameter.device)!r}, requires_grad={parameter.requires_grad})"
+        )
 
 
 def called_on_guarded(

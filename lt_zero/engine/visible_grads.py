@@ -3,9 +3,9 @@
 The gradients are in the buckets' accumulators. After a backward ``p.grad`` of every reduced parameter is a stand-in, so
 that ``optimizer.zero_grad()``, norm logging and manual clipping work: setting it to None clears the gradient. Where a
 rank holds the full gradient (stage 0, and stage 1 inside of an accumulation window) the stand-in is a view of it.
-Where such a gradient lacks a deferred factor, the stand-in is a ``ShardedGrad`` that multiplies when it is read. Sharded
-gradients have a ``ShardedGrad``, too, which supports what needs no gather: norms over all ranks (one all-reduce for all
-parameters), and element-wise changes in place, of the rank's own piece. All else raises and names a remedy.
+Where such a gradient lacks a deferred factor, the stand-in is a ``ShardedGrad`` that multiplies when it is read. A
+sharded gradient has a ``ShardedGrad``, too, which supports what needs no gather: norms over all ranks (one all-reduce
+for all parameters), and what is computed element by element (sharded_grad.py). All else raises and names a remedy.
 
 One exchange of flags, launched when backward ends and waited for at the step, tells all ranks which parameters any of
 them used (reduced_grads.py, Note [Unused parameters]), which buckets need a second reduction (grad_reducer.py,
@@ -19,9 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,45 +28,18 @@ from torch.nn import Parameter
 from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.shard_group import ShardGroup, combine_rows
 from lt_zero.comm.work import Done, Work
-from lt_zero.common.compat import TRACED, without_torch_function
-from lt_zero.common.tensor_tree import iter_tensors, map_tensors
+from lt_zero.common.compat import without_torch_function
+from lt_zero.common.norms import VectorNorm
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.grad_reducer import GradReducer
-from lt_zero.engine.guard import PASSING, called
 from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.parts import Parts
 from lt_zero.engine.same_on_ranks import FLAGS, SameOnRanks
+from lt_zero.engine.sharded_grad import REMEDY, Place, ShardedGrad, ShardedValues, is_whole, local_rows, stand_in
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.store import Store
-from lt_zero.ops.flat import wide
-
-Place = tuple[Bucket, int]
-
-# Functions that work on a gradient of which ranks have parts: element by element, norms, and those that return it.
-IN_PLACE = {Tensor.mul_, Tensor.div_, Tensor.zero_, Tensor.clamp_, Tensor.clip_, Tensor.nan_to_num_, Tensor.neg_}
-NORMS = {Tensor.norm, torch.norm, torch.linalg.vector_norm}
-SAME = {getattr(Tensor, "data").__get__, Tensor.detach, Tensor.detach_}  # noqa: B009
-_CONVERSIONS = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
-_REMEDY = (
-    "Norms (`p.grad.norm(2)`, Lightning's `grad_norm`), `p.grad = None` and in-place scaling or clamping by numbers "
-    "work; on all ranks `lt_zero.full_grad(parameter)` reads all of it, and `lt_zero.set_full_grad(parameter, value)` "
-    "sets it; to clip use `Trainer(gradient_clip_val=...)` or `self.clip_gradients`; stage 0 keeps whole gradients."
-)
-
-
-def _local(bucket: Bucket, index: int, write: bool = True) -> list[Tensor]:
-    """This rank's rows (1D) of a gradient: all elements of the unreduced one, and the piece of the reduced one."""
-    grads, span = bucket.grads, bucket.layout.spans[index]
-    reduced = [grads.of(piece, write) for piece in bucket.pieces_of(index)] if grads.accumulated else []
-    return reduced if grads.local is None else [grads.local[span.lo : span.hi], *reduced]
-
-
-def _is_whole(bucket: Bucket) -> bool:
-    """True if ``_local`` is a single row with all elements."""
-    grads = bucket.grads
-    return bucket.is_whole if grads.local is None else not grads.accumulated
 
 
 def is_view(bucket: Bucket) -> bool:
@@ -77,88 +48,7 @@ def is_view(bucket: Bucket) -> bool:
     if local is None and (bucket.offloaded or bucket.grads.lacks_factor):
         return False
     dtype = local.dtype if local is not None else bucket.grads.values.dtype
-    return _is_whole(bucket) and dtype == bucket.dtype
-
-
-class ShardedGrad(Tensor):
-    """A gradient that is sharded over the ranks. Reading a norm is collective.
-
-    It refers weakly to its bucket and engine: the garbage collector does not traverse ``p.grad``, so a cycle of a
-    parameter, its stand-in and its bucket, with the process groups of the run, would never be freed.
-    """
-
-    _refs: tuple[weakref.ref[Bucket], int, weakref.ref[GradViews]]
-
-    def _owners(self) -> tuple[Bucket, int, GradViews]:
-        bucket, index, shown_by = self._refs[0](), self._refs[1], self._refs[2]()
-        if bucket is None or shown_by is None:
-            raise RuntimeError("A gradient of a model whose ZeRO engine is gone was read.")
-        return bucket, index, shown_by
-
-    def _apply(self, func: Any, *args: Any, **kwargs: Any) -> ShardedGrad:
-        """Apply an element-wise in-place function to this rank's piece."""
-        bucket, index, shown_by = self._owners()
-        for piece in _local(bucket, index):
-            func(piece, *args, **kwargs)
-        bucket.grads.put_away()
-        shown_by.norms.clear()
-        return self
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in PASSING or func in TRACED:
-            with without_torch_function():
-                return func(*args, **kwargs)
-        if func is Tensor.__repr__:
-            return f"ShardedGrad(shape={tuple(args[0].shape)}, dtype={args[0].dtype}, device={str(args[0].device)!r})"
-        stand_ins = [t for t in iter_tensors(args) if isinstance(t, ShardedGrad)]
-        # The whole gradient is here, and the stand-in is no view of it only because of its dtype.
-        if all(_is_whole(grad._owners()[0]) for grad in stand_ins):
-            whole = map_tensors(args, _accumulated)
-            result = func(*whole, **map_tensors(kwargs, _accumulated))
-            # An operation in place returns the stand-in, because ``p.grad *= 2`` assigns the result to ``p.grad``.
-            return args[0] if args and result is whole[0] else result
-        if getattr(func, "__name__", "") == "_foreach_zero_":  # optimizer.zero_grad(set_to_none=False)
-            for grad in args[0]:
-                grad._apply(Tensor.zero_) if isinstance(grad, ShardedGrad) else grad.zero_()
-            return None
-        me = args[0] if args and isinstance(args[0], ShardedGrad) else None
-        if me is not None and (func in SAME or (func in _CONVERSIONS and _changes_nothing(me, func, args, kwargs))):
-            return me
-        given = {key: value for key, value in kwargs.items() if value not in (None, False)}
-        if me is not None and func in NORMS and not given.keys() - {"p", "ord", "dtype"} and len(args) <= 2:
-            order = args[1] if len(args) == 2 else given.get("p", given.get("ord", 2))
-            bucket, index, shown_by = me._owners()
-            norm = shown_by.norm((bucket, index), float(2 if order == "fro" else order))
-            return norm.to(given.get("dtype", wide(bucket.grads.dtype)))
-        others = [*args[1:], *kwargs.values()]
-        if me is not None and func in IN_PLACE and not any(isinstance(o, Tensor) and o.dim() > 0 for o in others):
-            return me._apply(func, *args[1:], **kwargs)
-        raise RuntimeError(f"`{called(func)}` needs all of a gradient whose pieces lie on several ranks. {_REMEDY}")
-
-
-@lru_cache(maxsize=1024)
-def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One NaN expanded to the shape of a gradient; stand-ins are aliases of it, and it is never written."""
-    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
-
-
-def _changes_nothing(grad: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
-    """True if a conversion of ``grad`` (``args[0]``) to a device or dtype gives itself, as ``.cpu()`` does on a CPU."""
-    with without_torch_function():
-        probe = torch.empty(0, dtype=grad.dtype, device=grad.device)
-        return func(probe, *args[1:], **kwargs) is probe
-
-
-def _accumulated(tensor: Tensor) -> Tensor:
-    """The accumulated gradient of a stand-in; any other tensor itself."""
-    if not isinstance(tensor, ShardedGrad):
-        return tensor
-    bucket, index, shown_by = tensor._owners()
-    local, shape = _local(bucket, index), bucket.shapes[index]  # no row if it has no elements
-    value = local[0].view(shape) if local else bucket.param_views[index].new_empty(shape)
-    return shown_by.parts.show(bucket.params[index], value)
+    return is_whole(bucket) and dtype == bucket.dtype
 
 
 def _with_gradients(places: set[Place]) -> set[Place]:
@@ -173,13 +63,19 @@ def _replace(bucket: Bucket, index: int, value: Tensor, parts: Parts) -> None:
     ``p.grad = 0.5 * p.grad``, leaves the zeros of unused parameters what they are.
 
     Raises:
-        RuntimeError: the gradient is sharded, or kept in another dtype or place.
+        RuntimeError: the gradient is sharded.
     """
-    if not (is_view(bucket) or (bucket.grads.lacks_factor and _is_whole(bucket))):
+    if isinstance(value, ShardedValues) and value._owners()[:2] == (bucket, index):
+        for row, new in zip(local_rows(bucket, index), value._rows(False), strict=True):
+            row.copy_(new)
+        bucket.grads.put_away()
+        return
+    if not is_whole(bucket):
         name = bucket.layout.spans[index].name
-        raise RuntimeError(f"`p.grad` of {name!r} was replaced, but its gradient is sharded over the ranks. {_REMEDY}")
-    for local in _local(bucket, index):
+        raise RuntimeError(f"`p.grad` of {name!r} was replaced, but its gradient is sharded over the ranks. {REMEDY}")
+    for local in local_rows(bucket, index):
         local.copy_(parts.cut(bucket.params[index], value).reshape(-1))
+    bucket.grads.put_away()
     if index not in bucket.grads.used and bool(value.any()):
         bucket.grads.used.add(index)
 
@@ -260,7 +156,7 @@ class GradViews:
                 if parameter.grad is not None:
                     self.shown[(bucket, index)] = None
                     continue
-                local = _local(bucket, index) if views[bucket] else []
+                local = local_rows(bucket, index) if views[bucket] else []
                 grad: Tensor | None = self._hidden.get((bucket, index))
                 if local:
                     grad = self.parts.show(parameter, local[0].view(bucket.shapes[index]))
@@ -282,16 +178,13 @@ class GradViews:
                 parameter.grad = self.shown[(bucket, index)] = self._stand_in(bucket, index)
 
     def _stand_in(self, bucket: Bucket, index: int) -> ShardedGrad:
-        parameter = bucket.params[index]
-        empty = _nothing(parameter.shape, parameter.dtype, parameter.device)
-        made = empty.as_subclass(ShardedGrad)
-        made._refs = weakref.ref(bucket), index, weakref.ref(self)
-        return made
+        return stand_in(bucket.params[index], (weakref.ref(bucket), index, weakref.ref(self)))
 
     def detach(self, fresh: bool = False) -> None:
         """Remove the stand-ins and apply assignments to ``p.grad``: None clears, a tensor replaces the gradient.
 
         With ``fresh`` a backward is running: a tensor is its gradient, and the accumulated one was cleared before.
+        Values that were computed from a sharded gradient were assigned in any case: autograd makes none.
 
         Raises:
             RuntimeError: a sharded gradient was replaced.
@@ -309,7 +202,7 @@ class GradViews:
                 if grad is None and current is not None:
                     continue
                 parameter.grad = None
-                if current is None or (fresh and current is not grad):
+                if current is None or (fresh and current is not grad and not isinstance(current, ShardedValues)):
                     cleared.append((bucket, index))
                     parameter.grad = current
                 elif current is grad:
@@ -379,25 +272,24 @@ class GradViews:
 
     @torch.no_grad()
     def _compute_norms(self, norm_type: float) -> dict[Place, Tensor]:
-        places = self._in_order()
-        row = torch.zeros(len(places), dtype=torch.float64, device=self._peers.device)
-        infinite = norm_type == float("inf")
+        places, kind = self._in_order(), VectorNorm(norm_type)
+        device = self._peers.device
+        parts = kind.nothing(len(places), device)
         for number, (bucket, index) in enumerate(places):
             if bucket.grads.local is not None:
                 continue  # not reduced: ``norm`` refuses it
             if bucket.repeats(index):
                 continue
-            for grad in _local(bucket, index, write=False):
-                norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
-                row[number] = norm if infinite else norm**norm_type
+            parts[number] = kind.part(local_rows(bucket, index, write=False), device)
             if number + 1 == len(places) or places[number + 1][0] is not bucket:
                 bucket.grads.put_away()
-        row = combine_rows(row, [bucket.holders(index) for bucket, index in places], "gradient norms", infinite)
-        row = row if infinite else row ** (1.0 / norm_type)
-        return {place: row[number] for number, place in enumerate(places)}
+        groups = [bucket.holders(index) for bucket, index in places]
+        parts = combine_rows(parts, groups, "gradient norms", kind.takes_maximum)
+        return {place: norm for place, norm in zip(places, kind.finish(parts), strict=True)}
 
     def scaled(self, places: list[tuple[Bucket, int, Parameter]], factor: Tensor | float) -> None:
         """Scale computed norms after gradients were multiplied by ``factor`` (0D, not negative). Not collective."""
+        self.norms.pop(0.0, None)  # it is no multiple: the factor may be 0
         for table in self.norms.values():
             for bucket, index, _ in places:
                 if (bucket, index) in table:

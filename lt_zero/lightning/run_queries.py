@@ -78,12 +78,21 @@ class RunQueries(DDPStrategy):
         return memory_report(self.run.engine, self.run.sharded)
 
     def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
-        """The global norm (0D) of the averaged gradients; after backward and before the step. Collective."""
+        """The global norm (0D) of the averaged gradients; after backward and before the step. Collective.
+
+        Args:
+            optimizer: whose parameters count; default: the first.
+            norm_type: any order that torch takes. The result is the norm of the norms of all gradients, as that of
+                ``torch.nn.utils.get_total_norm``: for order 0 the number of gradients that are not all zeros.
+
+        Raises:
+            ValueError: the optimizer has no parameters of this model.
+        """
         sharded = sharded_of(optimizer if optimizer is not None else self.optimizers[0])
         if sharded is None:
             raise ValueError("The optimizer has no parameters of this model.")
         sharded.engine.world.roll_call("grad_norm")
-        return sharded.grads.norm(norm_type) / sharded.grads.loss_scale
+        return sharded.grads.unscaled_norm(norm_type)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The module's state dict with full tensors on rank 0, {} on the others. Collective: call it on every rank.

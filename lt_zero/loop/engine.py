@@ -284,7 +284,7 @@ class TrainingEngine(EngineQueries):
         if self.loss_scale_controller.checks:
             return None
         self.engine.finish_reductions()
-        return sharded.grads.norm() / sharded.grads.loss_scale
+        return sharded.grads.unscaled_norm()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True if the running micro-batch is the last one of a step."""

@@ -20,9 +20,11 @@ from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.compat import local_tensor, replace_tensor, set_local_tensor, without_torch_function
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.norms import VectorNorm
+from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.engine.guard import called_on_guarded, is_guarded
 from lt_zero.engine.lazy_tensor import part_of, whole
-from lt_zero.engine.visible_grads import IN_PLACE, NORMS, SAME
+from lt_zero.engine.sharded_grad import IN_PLACE, NORMS, SAME, asked_norm
 from lt_zero.parallel.first_gradients import FirstGradients
 
 
@@ -118,14 +120,17 @@ class LocalParameter(LocalTensor):
 class LocalGrad(LocalTensor):
     """The accumulated gradient of a ``LocalParameter``, as ``p.grad`` shows it.
 
-    Norms are plain tensors of all of it, collective over the ranks that have parts; and scaling in place takes plain
-    numbers. Otherwise code that handles all gradients of a model (``clip_grad_norm_``, Lightning's ``grad_norm``) would
-    meet plain tensors and DTensors, or DTensors of two meshes, in one operation, which torch refuses.
+    Norms and other reductions are plain tensors of all of it, collective over the ranks that have parts; and scaling in
+    place takes plain numbers. Otherwise code that handles all gradients of a model (``clip_grad_norm_``, Lightning's
+    ``grad_norm``) would meet plain tensors and DTensors, or DTensors of two meshes, in one operation, which torch
+    refuses.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         me, kwargs = args[0] if args else None, kwargs or {}
+        if getattr(func, "__name__", "") == "_foreach_norm":
+            return tuple(torch.linalg.vector_norm(grad, *args[1:], **kwargs) for grad in args[0])
         with without_torch_function():
             if not isinstance(me, LocalGrad):
                 return func(*args, **kwargs)
@@ -136,8 +141,85 @@ class LocalGrad(LocalTensor):
                 if not any(isinstance(other, Tensor) and other.dim() for other in [*others, *kwargs.values()]):
                     func(local_tensor(me), *others, **kwargs)
                     return me
-            result = func(*args, **kwargs)
-            return result.full_tensor() if func in NORMS and result.dim() == 0 else result
+            if func in NORMS and (asked := asked_norm(me, func, args, kwargs)) is not None:
+                return _norm(me, *asked)
+            if func in _OF_ALL_ELEMENTS:
+                return func(*map_tensors(args, _full), **map_tensors(kwargs, _full))
+            return map_tensors(func(*args, **kwargs), _shown_in_full)
+
+
+# Functions of all elements. Of a DTensor torch reads this rank's summand, and some are wrong along a cut dimension, so
+# they are computed of the full tensor. All others keep the parts, and what is read in the end is read in full.
+_REDUCTIONS = (
+    ("sum", "nansum", "mean", "nanmean", "std", "var", "std_mean", "var_mean", "min", "max", "amin", "amax", "aminmax"),
+    ("median", "nanmedian", "mode", "prod", "argmin", "argmax", "count_nonzero", "any", "all", "norm", "logsumexp"),
+    (
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "cummin",
+        "logcumsumexp",
+        "topk",
+        "sort",
+        "msort",
+        "argsort",
+        "kthvalue",
+        "quantile",
+    ),
+    ("nanquantile", "histc", "bincount", "unique", "unique_consecutive", "nonzero", "dist", "trace", "softmax"),
+    (
+        "log_softmax",
+        "dot",
+        "vdot",
+        "inner",
+        "mv",
+        "mm",
+        "matmul",
+        "einsum",
+        "equal",
+        "allclose",
+        "isin",
+        "diff",
+        "cdist",
+    ),
+    ("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"),
+    ("__format__", "__contains__", "__matmul__", "__rmatmul__"),
+)
+_OF_ALL_ELEMENTS = {
+    getattr(where, name)
+    for where in (Tensor, torch, torch.linalg)
+    for row in _REDUCTIONS
+    for name in row
+    if hasattr(where, name)
+} | {torch.linalg.vector_norm, torch.linalg.matrix_norm}
+
+
+def _full(value: Tensor) -> Tensor:
+    """All of a DTensor, of any other tensor itself. Collective over the ranks that have parts."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _shown_in_full(result: Tensor) -> Tensor:
+    """What is computed from a gradient, such that reading it gives that of all elements: a number is a plain tensor."""
+    if not isinstance(result, DTensor):
+        return result
+    if result.dim() == 0:
+        return _full(result)
+    result.__class__ = LocalGrad
+    return result
+
+
+def _norm(grad: DTensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    """The norm (0D) of all elements. Collective over the ranks that have parts.
+
+    Not by DTensor's own operation, which is wrong for orders of 0 and below.
+    """
+    kind = VectorNorm(order)
+    part = kind.part([local_tensor(grad)], grad.device)
+    summand = Partial("max" if kind.takes_maximum else "sum")
+    placements = [summand if isinstance(place, Shard) else Replicate() for place in grad.placements]
+    combined = DTensor.from_local(part, grad.device_mesh, placements, run_check=False).full_tensor()
+    return kind.finish(combined[None])[0].to(dtype or grad.dtype)
 
 
 def copied(tensor: DTensor) -> DTensor:

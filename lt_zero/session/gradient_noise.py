@@ -95,7 +95,7 @@ class GradientNoise:
         if self._backwards == self._micro_batches:
             grads = self._sharded.grads
             self._sharded.engine.finish_reductions()
-            norm = grads.norm() / grads.loss_scale
+            norm = grads.unscaled_norm()
             self._new.append((self._squares / self._weight() ** 2, norm.double(), self._rows))
         self._squares = torch.zeros_like(self._squares)
         self._backwards = self._rows = 0

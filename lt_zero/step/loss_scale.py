@@ -259,7 +259,7 @@ class LossScaleController:
             self._notice(sharded.engine, sharded.engine.unused_parameters.nonfinite)
         if self.checks:
             self._some = sharded.grads.exist()
-            self.norm = sharded.grads.norm() / sharded.grads.loss_scale
+            self.norm = sharded.grads.unscaled_norm()
             if self._some and self._skips_on_device(sharded):
                 sharded.found_inf = torch.isfinite(self.norm).logical_not().float()
             else:
@@ -307,7 +307,7 @@ class LossScaleController:
         if self.skip:
             return None
         if not self._told:
-            self.norm = sharded.grads.norm() / sharded.grads.loss_scale if self.norm is None else self.norm
+            self.norm = sharded.grads.unscaled_norm() if self.norm is None else self.norm
             self._notice(sharded.engine, not accelerator.holds(self.norm) and not bool(torch.isfinite(self.norm)))
         norm = sharded.grads.clip_norm(limit, self.norm if norm_type == 2.0 else None, norm_type)
         self.norm = None

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lt_zero import ops
-from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.shard_group import ShardGroup, combine_rows
 from lt_zero.common.compat import without_grad
+from lt_zero.common.norms import VectorNorm
 from lt_zero.common.timing import phased
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.grad_accumulator import Products
@@ -130,37 +131,98 @@ class ReducedGrads:
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The global norm (0D, fp32; fp64 if all accumulators are) of the accumulated gradients. Collective.
 
-        It is finite unless a gradient of some rank is not, or is too large to be squared. While ranks step with their
-        own gradients it is the root mean square of their norms, so that they agree.
+        As ``torch.nn.utils.get_total_norm`` it is the norm of the norms of all gradients, which for order 0 counts the
+        gradients that are not all zeros. The 2-norm is finite unless a gradient of some rank is not, or is too large to
+        be squared. While ranks step with their own gradients it is the power mean of their norms, so that they agree.
+
+        Args:
+            norm_type: any order that ``torch.linalg.vector_norm`` takes.
+
+        Raises:
+            RuntimeError: the order is 0, and ranks step with their own gradients.
         """
-        engine, device, dtype = self._engine, self._engine.device, self._dtype
-        apart = engine.exchange.ranks_step_apart
-        sums = apart or engine.sharded_optim or engine.has_groups
-        found = ((rows, factor, self._share(group) if sums else 1.0) for rows, factor, group in self._by_factor())
-        ranks = engine.world.size if apart else 1
-        if norm_type == 2.0:
-            # In fp64: squares of finite fp32 gradients may overflow fp32, and the norm is the test for overflow.
-            total = torch.zeros((), dtype=torch.float64, device=device)
-            for rows, factor, share in found:
-                squares = _squares(rows, device)
-                squares = squares if factor is None else squares * factor.to(device, torch.float64) ** 2
-                total = total + squares * share if share else total
-            if sums:
-                total = engine.world.sum_all(total, "gradient norm") / ranks
-            return total.sqrt().to(dtype)
-        parts = []
-        for rows, factor, share in found:
-            norms = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in rows]
-            norms = norms if factor is None else [norm * factor.to(norm.device) for norm in norms]
-            parts += [norm * share ** (1.0 / norm_type) for norm in norms] if share else []
-        none = torch.zeros((), dtype=dtype, device=device)
-        local = torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else none
-        if not sums:
-            return local
-        if norm_type == float("inf"):
-            return engine.world.max_all(local, "gradient norm")
-        total = engine.world.sum_all(local.to(torch.float64) ** norm_type, "gradient norm") / ranks
-        return (total ** (1.0 / norm_type)).to(local.dtype)
+        if norm_type != 2.0:
+            return self._norm_of_order(norm_type)
+        engine, device = self._engine, self._engine.device
+        # In fp64: squares of finite fp32 gradients may overflow fp32, and the norm is the test for overflow.
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for rows, factor, group in self._by_factor():
+            squares = _squares(rows, device)
+            squares = squares if factor is None else squares * factor.to(device, torch.float64) ** 2
+            share = self._share(group)
+            total = total + squares * share if share else total
+        if self._sums_over_ranks:
+            total = engine.world.sum_all(total, "gradient norm")
+        if engine.exchange.ranks_step_apart:
+            total = total / engine.world.size
+        return total.sqrt().to(self._dtype)
+
+    def unscaled_norm(self, norm_type: float = 2.0) -> Tensor:
+        """``norm`` of the gradients without the loss scale that they carry. Collective."""
+        norm = self.norm(norm_type)
+        return norm if norm_type == 0.0 else norm / self.loss_scale
+
+    @property
+    def _sums_over_ranks(self) -> bool:
+        """True if this rank's gradients are not all that there are."""
+        engine = self._engine
+        return engine.exchange.ranks_step_apart or engine.sharded_optim or engine.has_groups
+
+    def _norm_of_order(self, order: float) -> Tensor:
+        """``norm`` of any order, of each parameter's own elements: the zeros between them would count in a minimum."""
+        engine, kind = self._engine, VectorNorm(order)
+        apart, device = engine.exchange.ranks_step_apart, engine.device
+        if order == 0.0:
+            return self._count_nonzero_gradients()
+        total = kind.nothing(1, device)[0]
+        for group, rows in self._each():
+            if share := self._share(group):
+                total = kind.combine(total, kind.part(rows, device, share))
+        if self._sums_over_ranks:
+            combine = engine.world.max_all if kind.takes_maximum else engine.world.sum_all
+            total = combine(total, "gradient norm")
+        return kind.finish(total[None], among=engine.world.size if apart else 1)[0].to(self._dtype)
+
+    def _count_nonzero_gradients(self) -> Tensor:
+        """The norm of order 0, which torch takes of the norms of all gradients: how many of them are not all zeros.
+
+        Raises:
+            RuntimeError: the ranks step with their own gradients.
+        """
+        engine, kind = self._engine, VectorNorm(0.0)
+        if engine.exchange.ranks_step_apart:
+            raise RuntimeError(
+                "norm_type=0: the ranks step with their own gradients, whose norms of order 0 have no mean. Use "
+                "another order, such as 2."
+            )
+        device, sums = engine.device, self._sums_over_ranks
+        places = [(bucket, index) for bucket, indices in self.used().items() for index in indices]
+        table = kind.nothing(len(places), device)
+        for number, (bucket, index) in enumerate(places):
+            if not (sums and bucket.repeats(index)):
+                table[number] = kind.part(
+                    (bucket.grads.of(piece, write=False) for piece in bucket.pieces_of(index)), device
+                )
+            if number + 1 == len(places) or places[number + 1][0] is not bucket:
+                bucket.grads.put_away()
+        shares = [1.0] * len(places)
+        if sums and places:
+            table = combine_rows(table, [bucket.holders(index) for bucket, index in places], "gradient norms")
+            shares = [bucket.group.norm_share * (bucket.holders(index).rank == 0) for bucket, index in places]
+        total = ((table[:, 0] > 0) * torch.tensor(shares, dtype=torch.float64, device=device)).sum()
+        for grad in self._foreign():
+            total = total + (kind.part([grad], device)[0] > 0) * self._share(engine.groups[0])
+        total = engine.world.sum_all(total, "gradient norm") if sums else total
+        return total.to(self._dtype)
+
+    def _each(self) -> Iterator[tuple[ShardGroup, list[Tensor]]]:
+        """This rank's elements (1D rows) of each gradient, read-only, with their group. Collective."""
+        for bucket, indices in self.used().items():
+            for index in indices:
+                yield bucket.group, [bucket.grads.of(piece, write=False) for piece in bucket.pieces_of(index)]
+            bucket.grads.put_away()
+        for grad in self._foreign():
+            yield self._engine.groups[0], [grad]
 
     def _share(self, group: ShardGroup) -> float:
         """The factor of this rank's sums over the gradients of ``group`` in a sum over the world.
@@ -168,6 +230,8 @@ class ReducedGrads:
         So each element counts once: replicas, and other ranks that have all of it, contribute nothing.
         """
         engine = self._engine
+        if not self._sums_over_ranks:
+            return 1.0
         apart = engine.exchange.ranks_step_apart
         repeats = group.mesh.replica > 0 if engine.sharded_optim else group.rank > 0 and not apart
         return 0.0 if repeats else group.norm_share
@@ -198,7 +262,7 @@ class ReducedGrads:
         self._engine.exchange.check_clipping(norm_type)
         if self._engine.exchange.clips_before_exchange:
             return self._clip_exchanged(max_norm)
-        norm = self.norm(norm_type) / self.loss_scale if norm is None else norm
+        norm = self.unscaled_norm(norm_type) if norm is None else norm
         self.multiply(torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self.loss_scale)
         self.loss_scale = 1.0
         return norm

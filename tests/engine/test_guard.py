@@ -6,9 +6,11 @@ import copy
 import io
 import itertools
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,23 +31,138 @@ def _engine(stage: int, dtype: torch.dtype | None = None) -> Any:
     return lt_zero.shard(Net(), config_of(stage, dtype=dtype))
 
 
+# What needs the shape, dtype and device of a released parameter, and no values.
+METADATA: list[Callable[[Any, Any], object]] = [
+    lambda p, x: (p.shape, p.numel(), p.dim(), p.dtype, p.device, len(p), p.nbytes, p.is_leaf, p.requires_grad, p.grad),
+    lambda p, x: (
+        p.stride(),
+        p.stride(0),
+        p.is_contiguous(),
+        p.is_floating_point(),
+        p.type(),
+        isinstance(p, nn.Parameter),
+    ),
+    lambda p, x: (x.type_as(p).dtype, x.to(p).dtype, x.to(p.data), torch.result_type(x, p), torch.result_type(p, x)),
+    lambda p, x: (x[0].expand_as(p).shape, x[0].expand_as(p.data).shape, x[:1].view_as(p[:1, :1]).shape),
+    lambda p, x: (
+        p.new_zeros(3),
+        p.new_full((2,), 3.0),
+        p.data.new_ones(2),
+        torch.zeros_like(p),
+        torch.ones_like(p.data),
+    ),
+    lambda p, x: (torch.zeros_like(p).is_contiguous(), torch.empty_like(p.t()).shape, torch.randn_like(p.data).shape),
+    lambda p, x: (p.squeeze().shape, p.view(-1).shape, p.flatten().shape, p.reshape(-1, 1).shape, p.unsqueeze(0).shape),
+    lambda p, x: (p.t().shape, p.t().stride(), p.t().is_contiguous(), p.T.shape, p.mT.shape, p.transpose(0, 1).shape),
+    lambda p, x: (p[0].shape, p[0, 1].shape, p[:, 1:3].stride(), p[None, ..., 0].shape, p.view(-1)[3:5].shape),
+    lambda p, x: ([row.shape for row in p], [q.shape for q in p.chunk(2)], [q.shape for q in torch.split(p, 2)]),
+    lambda p, x: (p.unbind()[0].shape, p.expand(3, *p.shape).shape, p.narrow(0, 1, 2).shape, p.diagonal().shape),
+    lambda p, x: (torch.transpose(p, 0, 1).shape, torch.flatten(p).shape, torch.permute(p, (1, 0)).stride()),
+    lambda p, x: (
+        p.data.shape,
+        p.data.dim(),
+        p.data.dtype,
+        p.data.t()[0].shape,
+        p.data.view(-1).numel(),
+        p.data.stride(),
+    ),
+    lambda p, x: (p.detach().shape, p.detach().view(-1).shape, p.data.data.shape, p.data.is_floating_point()),
+    lambda p, x: (p.view(-1).requires_grad, p.t().is_leaf, p.view(-1)[0].requires_grad, p.data.requires_grad),
+    lambda p, x: (
+        p.data.is_leaf,
+        p.t().detach().requires_grad,
+        p in {p},
+        nn.init._calculate_fan_in_and_fan_out(p.data),
+    ),
+]
+
+
+def _same(got: object, want: object) -> bool:
+    if isinstance(got, tuple) and isinstance(want, tuple):
+        return len(got) == len(want) and all(map(_same, got, want))
+    return torch.equal(got, want) if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor) else got == want
+
+
 def _metadata() -> None:
     engine, whole = _engine(3), Net()
     for (name, p), (_, q) in zip(engine.root.named_parameters(), whole.named_parameters(), strict=True):
-        assert (p.shape, p.numel(), p.dim(), p.dtype, p.device) == (q.shape, q.numel(), q.dim(), q.dtype, q.device), (
-            name
-        )
-        assert p.requires_grad
-        assert p.is_leaf
-        assert p.grad is None
-        assert isinstance(p, nn.Parameter)
-        assert torch.zeros_like(p).shape == q.shape
-        assert torch.zeros_like(p).is_contiguous()
-        assert len(p) == len(q)
+        assert repr(p).startswith(f"Parameter containing:\nReleasedTensor(shape={tuple(q.shape)}, dtype=torch.float32")
+        assert (str(p), f"{p}") == (repr(p), f"{p!s}")
+        for number, function in enumerate(METADATA if p.dim() == 2 else METADATA[:1]):
+            got, want = function(p, torch.ones(3, dtype=torch.float64)), function(q, torch.ones(3, dtype=torch.float64))
+            assert _same(got, want), (name, number, got, want)
+    assert not any(bucket.resident for bucket in engine.buckets)
+    for shown in (lambda m: m, lambda m: nn.ParameterList(m.parameters()), lambda m: nn.ParameterDict({"p": m.scale})):
+        assert repr(shown(engine.root)) == repr(shown(whole))
 
 
 def test_metadata_of_released_parameters(pool: Pool) -> None:
     pool.run(2, _metadata)
+
+
+# Reads and writes of views of a released parameter, with its data.
+USES: list[Callable[[Any, Any], object]] = [
+    lambda p, data: p.view(-1).sum(),
+    lambda p, data: p.t() @ data,
+    lambda p, data: p[0][0].item(),
+    lambda p, data: bool(p[0, 0] > 0),
+    lambda p, data: float(p[0, 0]),
+    lambda p, data: p[0].tolist(),
+    lambda p, data: p.t().numpy(force=True),
+    lambda p, data: copy.deepcopy(p[0]),
+    lambda p, data: p[p > 0],
+    lambda p, data: p[torch.tensor([0])],
+    lambda p, data: p.t().contiguous(),
+    lambda p, data: p.t().reshape(-1),
+    lambda p, data: torch.cat([p.view(-1), torch.ones(3)]),
+    lambda p, data: torch.ones(3).copy_(p.view(-1)[:3]),
+    lambda p, data: torch.where(torch.ones(3) > 0, torch.ones(3), p.view(-1)[:3]),
+    lambda p, data: p.view(-1).add_(1),
+    lambda p, data: p[0].fill_(1),
+    lambda p, data: data.__setitem__(0, 1.0),
+    lambda p, data: data.clone(),
+    lambda p, data: data.copy_(torch.ones(p.shape)),
+    lambda p, data: data.zero_(),
+    lambda p, data: nn.init.normal_(data),
+    lambda p, data: data.resize_(3),
+    lambda p, data: data.set_(),
+    lambda p, data: data.t_(),
+    lambda p, data: data.share_memory_(),
+    lambda p, data: data.untyped_storage(),
+    lambda p, data: data.data_ptr(),
+    lambda p, data: torch.from_dlpack(data),
+    lambda p, data: np.asarray(data),
+    lambda p, data: pickle.dumps(data),
+    lambda p, data: torch.tensor(data),
+    lambda p, data: setattr(data, "data", torch.ones(p.shape)),
+    lambda p, data: torch._foreach_norm([data]),
+    lambda p, data: nn.utils.parameters_to_vector([p]),
+]
+
+
+def _uses() -> None:
+    engine = _engine(3)
+    p = engine.root.blocks[0].up.weight
+    kept, row, data = p.view(-1), p[0], p.data
+    for number, use in enumerate(USES):
+        with pytest.raises(RuntimeError) as caught:
+            use(p, data)
+        assert "'blocks.0.up.weight' are sharded over 2 ranks and not in memory here" in str(caught.value), number
+        assert "lt_zero.gathered(parameter)" in str(caught.value)
+    with lt_zero.gathered(engine.root, write=True):
+        for view in (kept, row, data):
+            with pytest.raises(RuntimeError, match="'blocks.0.up.weight' are sharded over 2 ranks"):
+                view.sum()
+            with pytest.raises(RuntimeError, match="'blocks.0.up.weight' are sharded over 2 ranks"):
+                view.zero_()
+        torch.manual_seed(0)
+        want = Net().blocks[0].up.weight
+        assert torch.equal(p.detach(), want)
+        assert torch.equal(p.view(-1)[3:5].clone(), want.view(-1)[3:5])
+
+
+def test_views_of_released_parameters_have_no_values(pool: Pool) -> None:
+    pool.run(2, _uses)
 
 
 def _reads() -> None:
@@ -53,7 +170,7 @@ def _reads() -> None:
     p = engine.root.blocks[0].up.weight
     reads = [
         lambda: p + 1,
-        lambda: p.data,
+        lambda: p.data.sum(),
         lambda: p.detach().clone(),
         lambda: p.detach().cpu(),
         lambda: p.detach().to("cpu"),
@@ -69,7 +186,7 @@ def _reads() -> None:
         lambda: to_plain({"mine": engine.root.state_dict()}),
         lambda: p.sum().item(),
         lambda: p.norm(),
-        lambda: p[0],
+        lambda: p[0].sum(),
         lambda: p.cpu(),
         lambda: copy.deepcopy(p),
         lambda: torch.save(engine.root.state_dict(), io.BytesIO()),
@@ -83,8 +200,6 @@ def _reads() -> None:
     for read in reads:
         with torch.no_grad(), pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.weight'|'embedding.weight'|'scale'"):
             read()
-    with pytest.raises(RuntimeError, match=r"`\.data` needs them"):
-        p.data  # noqa: B018
     state, whole = engine.root.state_dict(), Net().state_dict()
     assert {k: (v.shape, v.dtype) for k, v in state.items()} == {k: (v.shape, v.dtype) for k, v in whole.items()}
     assert not any(value.requires_grad for value in state.values())
@@ -102,19 +217,6 @@ def _reads() -> None:
 
 def test_reading_values_is_loud(pool: Pool) -> None:
     pool.run(2, _reads)
-
-
-def _gradients() -> None:
-    engine = _engine(3)
-    p = engine.root.blocks[0].up.weight
-    next_token_loss(engine.root, 0, 0, dist.get_rank()).backward()
-    for wrong in (lambda: p.grad.add_(torch.ones(p.shape)), lambda: p.grad + torch.ones(p.shape)):
-        with pytest.raises(RuntimeError, match=r"`add_?` needs all of a gradient.*lt_zero\.set_full_grad\("):
-            wrong()
-
-
-def test_writing_gradients_is_loud(pool: Pool) -> None:
-    pool.run(2, _gradients)
 
 
 def _load(stage: int, low: bool) -> None:

@@ -38,6 +38,32 @@ def families(world: World, tensor: int) -> Callable[[str, nn.Parameter], ShardGr
     return group_of
 
 
+def _compare_reads(what: str, grad: Any, whole: Any) -> None:
+    """What is read of a gradient is of all elements, whichever ranks have them."""
+    for order in (0.0, float("inf"), 0.5, 2.0):
+        for norm in (lambda g, o: g.norm(o), lambda g, o: torch._foreach_norm([g], o)[0]):
+            assert float(norm(grad, order)) == pytest.approx(float(norm(whole, order)), rel=1e-4), (what, order)
+    if not isinstance(grad, DTensor):
+        return  # tests/engine/test_gradient_edits.py
+    reads: list[Callable[[Any], Any]] = [
+        lambda g: g.sum().item(),
+        lambda g: g.mean(),
+        lambda g: g.abs().max(),
+        lambda g: g.min(),
+        lambda g: (g * 2).flatten().sum(0).sum(),
+        lambda g: g.norm(1, dim=0).sum(),
+        lambda g: g.max(0)[0].sum(),
+        lambda g: (g != 0).sum(),
+        lambda g: g[0].sum(),
+        lambda g: (g > 10).any(),
+        lambda g: g.std(),
+        lambda g: torch.tensor(g.tolist()).sum(),
+        lambda g: torch.linalg.vector_norm(g, 1, keepdim=True),
+    ]
+    for number, read in enumerate(reads):
+        assert float(read(grad)) == pytest.approx(float(read(whole)), rel=1e-4, abs=1e-6), (what, number)
+
+
 def _train(stage: int, optimizer: str, tensor: int, sequence: bool) -> float:
     """The largest difference of a weight from one process."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -61,6 +87,10 @@ def _train(stage: int, optimizer: str, tensor: int, sequence: bool) -> float:
         model(batch(step, rank // tensor)).square().mean().backward()
         for part in range(data):
             (reference(batch(step, part)).square().mean() / data).backward()
+        if step == 0:
+            engine.finish_reductions()
+            for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+                _compare_reads(f"{name}, stage {stage}", p.grad, q.grad)
         want = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05))
         assert want > 0.05
         assert float(sharded.grads.clip_norm(0.05)) == pytest.approx(want, rel=1e-5)

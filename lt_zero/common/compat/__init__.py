@@ -341,13 +341,18 @@ def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def wrapper_tensor(
-    cls: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+    cls: type[Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    strides: tuple[int, ...] | None = None,
 ) -> Any:
-    """A tensor of a subclass with shape, dtype and device, but no memory."""
+    """A tensor of a subclass with shape, dtype, device and strides (default: contiguous), but no memory."""
     device = device or torch.device("cpu")
     # The mode is left only where it is on, because entering a context of it is slow.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+        size = torch.Size(shape)
+        return torch.Tensor._make_wrapper_subclass(cls, size, strides=strides, dtype=dtype, device=device)
 
 
 def alias_with_version(tensor: torch.Tensor) -> torch.Tensor:
@@ -373,6 +378,14 @@ def written_arguments(func: Any) -> frozenset[str]:
     """Names of the arguments that an operator of torch writes to."""
     found = (argument for argument in func._schema.arguments if argument.alias_info is not None)
     return frozenset(argument.name for argument in found if argument.alias_info.is_write)
+
+
+@functools.cache
+def is_view(func: Any) -> bool:
+    """True if an operator of torch returns views of its first argument, and writes to none."""
+    if not hasattr(func, "_schema") or written_arguments(func):
+        return False
+    return any(result.alias_info is not None for result in func._schema.returns)
 
 
 def argument_names(func: Any) -> list[str]:
