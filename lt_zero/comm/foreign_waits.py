@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lt_zero.comm.work import POINT_TO_POINT, CollectiveId
-from lt_zero.common.compat import count_of_launches, recorded_collectives
+from lt_zero.common.compat import count_of_launches, process_groups, recorded_collectives
 from lt_zero.common.users_code import is_users
 
 FOREIGN = "torch.distributed"  # the operation of a CollectiveId that this package did not launch
-_CHANNEL = "group "
+_CHANNEL = "group of torch.distributed: "
 # Operations that several functions of torch.distributed share: a backend does not tell these functions apart.
 _FAMILIES = ("allgather", "allreduce", "alltoall", "reducescatter", "broadcast", "barrier")
 
@@ -97,9 +97,12 @@ def launched_by(call: ForeignCall) -> CollectiveId | None:
     if not ours:
         return None
     _, number, operation, ended = ours[-1]
-    if ended:
-        return None
-    return CollectiveId(f"{_CHANNEL}{call.group}", number, FOREIGN, _family(operation))
+    return None if ended else CollectiveId(_channel(call.group, operation), number, FOREIGN, _family(operation))
+
+
+def _channel(group: str, operation: str) -> str:
+    """Collectives of one order: a group with several backends ("cpu:gloo,cuda:nccl") has one for each."""
+    return f"{_CHANNEL}{operation.partition(':')[0]} {group}"
 
 
 def is_foreign(channel: str) -> bool:
@@ -107,20 +110,30 @@ def is_foreign(channel: str) -> bool:
     return channel.startswith(_CHANNEL)
 
 
-def progress(channel: str, number: int) -> tuple[int, CollectiveId | None]:
-    """The number of this process's last launch in a foreign ``channel``, and its launch of ``number``, if known."""
-    name, last, found = channel.removeprefix(_CHANNEL), 0, None
-    newer = None
+def progress(channel: str, number: int) -> tuple[int, CollectiveId | None] | None:
+    """The number of this process's last launch in a foreign ``channel``, and its launch of ``number``, if recorded.
+
+    None if it is not known whether the process has launched anything there.
+    """
+    last, found, earlier = 0, None, 0
     for group, launched, operation, _ in reversed(recorded_collectives()):
-        if group != name:
+        if _channel(group, operation) != channel:
             continue
-        if newer is not None and launched > newer:
-            break  # of an earlier group of that name, which was destroyed
-        newer = launched
-        last = max(last, launched)
+        if last and launched > earlier:
+            break  # of a group of that name which was destroyed
+        last, earlier = last or launched, launched
         if launched == number:
             found = CollectiveId(channel, number, FOREIGN, _family(operation))
+    if not last and not _is_unused(channel):
+        return None  # the recorder has forgotten them
     return last, found
+
+
+def _is_unused(channel: str) -> bool:
+    """True if nothing was launched in the group of a foreign ``channel``."""
+    name = channel.removeprefix(_CHANNEL).partition(" ")[2]
+    groups = [group for group in process_groups() if group.group_name == name]
+    return bool(groups) and all(count_of_launches(group) == 0 for group in groups)
 
 
 def _family(operation: str) -> str:

@@ -10,7 +10,7 @@ import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from lt_zero.comm.before_joining import met, watch_start
 from lt_zero.comm.launchers import Tasks, launched_tasks, local_rank, refuse_alone
 from lt_zero.common import accelerator, compat
 from lt_zero.common.arguments import check_group_options
@@ -410,6 +411,7 @@ def init_distributed(
             is.
         RuntimeError: the group that there is has fewer ranks than the launcher has started tasks; see launchers.py.
     """
+    watch_start()
     if (rank < 0) != (world_size < 0):
         raise ValueError(f"init_distributed(rank={rank}, world_size={world_size}): pass both, or none.")
     check_group_options("init_distributed", timeout, dist_backend=dist_backend)
@@ -428,7 +430,7 @@ def init_distributed(
             refuse_alone(1)
         init_alone(dist_backend, timeout)
         return
-    _export(tasks, init_method, distributed_port)
+    tasks = _export(tasks, init_method, distributed_port)
     _join_tasks(tasks, dist_backend, init_method, timeout)
     if world_size < 0:
         refuse_alone(dist.get_world_size())
@@ -440,7 +442,8 @@ def _join_tasks(tasks: Tasks, backend: str | None, init_method: str | None, time
     device = accelerator.default_device(own_gpu(local_rank())) if accelerator.is_available() else None
     accelerator.make_current(device)
     bound = device if "nccl" in backend else None  # groups are then split off the default one
-    with joining():
+    meeting = met(tasks, timeout) if init_method in (None, "env://") else nullcontext()
+    with joining(), meeting:
         begin_restarted(backend, timeout, bound)
         if not dist.is_initialized():
             dist.init_process_group(backend, init_method, timeout, tasks.world, tasks.rank, device_id=bound)
@@ -478,8 +481,8 @@ def _joining_tasks(rank: int, world_size: int, init_method: str | None, mpi: boo
     return tasks
 
 
-def _export(tasks: Tasks, init_method: str | None, port: int | None) -> None:
-    """Write torchrun's variables, which scripts and other packages read."""
+def _export(tasks: Tasks, init_method: str | None, port: int | None) -> Tasks:
+    """Write torchrun's variables, which scripts and other packages read; returns the tasks that they tell."""
     made = {"RANK": tasks.rank, "WORLD_SIZE": tasks.world}
     if tasks.local_rank is not None:
         made["LOCAL_RANK"] = tasks.local_rank
@@ -497,3 +500,5 @@ def _export(tasks: Tasks, init_method: str | None, port: int | None) -> None:
         os.environ["MASTER_ADDR"] = address
         os.environ.setdefault("MASTER_PORT", str(tasks.port if port is None else port))
     os.environ.update({name: str(value) for name, value in made.items()})
+    place = os.environ.get("MASTER_ADDR", tasks.address), int(os.environ.get("MASTER_PORT", tasks.port))
+    return tasks._replace(address=place[0], port=place[1])
