@@ -19,12 +19,14 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lt_zero.comm.process_groups import awaits_all, number_of_set_ups
 from lt_zero.comm.work import POINT_TO_POINT, CollectiveId
 from lt_zero.common.compat import count_of_launches, process_groups, recorded_collectives
 from lt_zero.common.users_code import is_users
 
 FOREIGN = "torch.distributed"  # the operation of a CollectiveId that this package did not launch
 _CHANNEL = "group of torch.distributed: "
+_SET_UP = "set-up"  # in place of a group: the first point of a run, before it has numbers of its own
 # Operations that several functions of torch.distributed share: a backend does not tell these functions apart.
 _FAMILIES = ("allgather", "allreduce", "alltoall", "reducescatter", "broadcast", "barrier")
 
@@ -70,6 +72,8 @@ def question_of(wait: CollectiveId) -> str:
 
 def call_of(frame: FrameType | None) -> ForeignCall | None:
     """The collective of torch.distributed in whose frame a thread is; None if it is in none."""
+    if frame is not None and awaits_all(frame):
+        return ForeignCall(_SET_UP, number_of_set_ups(), "await_all")
     group = group_of(frame)
     if frame is None or group is None:
         return None
@@ -93,6 +97,8 @@ def group_of(frame: FrameType | None) -> dist.ProcessGroup | None:
 
 def launched_by(call: ForeignCall) -> CollectiveId | None:
     """The collective that ``call`` has launched, and that has not ended; None if there is none, or it is unknown."""
+    if call.group == _SET_UP:
+        return CollectiveId(f"{_CHANNEL}{_SET_UP}", call.launches, FOREIGN, _SET_UP)
     ours = [entry for entry in recorded_collectives() if entry[0] == call.group]
     if not ours:
         return None
@@ -115,6 +121,8 @@ def progress(channel: str, number: int) -> tuple[int, CollectiveId | None] | Non
 
     None if it is not known whether the process has launched anything there.
     """
+    if channel == f"{_CHANNEL}{_SET_UP}":
+        return number_of_set_ups(), None
     last, found, earlier = 0, None, 0
     for group, launched, operation, _ in reversed(recorded_collectives()):
         if _channel(group, operation) != channel:
@@ -144,6 +152,8 @@ def _family(operation: str) -> str:
 
 def described_call(frame: FrameType) -> str:
     """The call of torch.distributed in which a frame is, in words, and who called it if that was not the user."""
+    if awaits_all(frame):
+        return "the set-up of a run, which needs all ranks"
     name, caller = frame.f_code.co_name, frame.f_back
     while caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
         if caller.f_code.co_filename == distributed_c10d.__file__:

@@ -77,7 +77,14 @@ from lt_zero.comm.foreign_waits import (
     standstill,
 )
 from lt_zero.comm.next_run import RunStart
-from lt_zero.comm.process_groups import abort_nccl, backend_of, close_connections, closing_if_unanswered, exists
+from lt_zero.comm.process_groups import (
+    abort_nccl,
+    awaits_all,
+    backend_of,
+    close_connections,
+    closing_if_unanswered,
+    exists,
+)
 from lt_zero.comm.questions import Questions
 from lt_zero.comm.verdict import GONE, OVER, RAN, RankState, Remedy, at_standstill, diverged, sentence
 from lt_zero.comm.work import CALL, CollectiveId, CollectiveMonitor, collective_of, in_collective, in_layer
@@ -254,10 +261,12 @@ class HangDetector:
             text = OVER if end is not None and not end.text and end.concerns(self.ends.scopes) else GONE
             lost = f", or its link is cut ({self.ends.lost[rank]})" if rank in self.ends.lost else ""
             return RankState(None, "", f"{text}{self.ends.on_hosts([rank])}{lost}", never=True)
-        if answer["asks"] < self._first_question:
+        answered = answer["asks"] >= self._first_question
+        if not answered or answer["launch"] is None:
             end = self.ends.of(rank)
             if end is not None and not end.text and end.concerns(self.ends.scopes) and end.precedes(launch):
                 return RankState(None, "", OVER, never=True)
+        if not answered:
             return RankState(None, "", "does not answer")
         theirs = CollectiveId(*answer["launch"]) if answer["launch"] is not None else None
         state = RankState(theirs, answer["place"], answer["text"])
@@ -568,6 +577,8 @@ class _Reporter:
 
     def _needs(self, frame: FrameType) -> list[int] | None:
         """Global ranks of another package's collective in which this frame waits; None if it waits in none."""
+        if awaits_all(frame):
+            return self._all_ranks
         return collective_of(frame) or (self.layers if in_layer(frame) else None) or None
 
     def _frame(self) -> FrameType | None:

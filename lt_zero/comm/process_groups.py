@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ _TIMEOUT = timedelta(minutes=30)  # torch's for new groups
 _CPU = torch.device("cpu")
 _IDLE_S = 5.0  # for kernels of a device to end after an error
 _ABORT_S = 10.0
+_set_ups: list[int] = []  # numbers of the calls of ``await_all``
 
 
 def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
@@ -160,6 +162,7 @@ def await_all(timeout: timedelta | None = None) -> None:
     """
     if backend_of(_CPU) != "gloo":
         return
+    _set_ups.append(len(_set_ups) + 1)
     try:
         _meet(timeout or _TIMEOUT)
     except RuntimeError as error:
@@ -176,6 +179,17 @@ def await_all(timeout: timedelta | None = None) -> None:
             " or an exit of the script. See the last that was printed there, and dmesg. Or an error of an earlier run"
             f" in these processes has closed their connections: then start the processes again. ({error})"
         ) from None
+
+
+def number_of_set_ups() -> int:
+    """How often this process has come to ``await_all``: all ranks come equally often."""
+    return len(_set_ups)
+
+
+def awaits_all(frame: FrameType) -> bool:
+    """True if a thread, whose innermost frame this is, waits in ``await_all``."""
+    outer = frame.f_back
+    return frame.f_code is _done.__code__ and outer is not None and outer.f_code is _meet.__code__
 
 
 def _meet(timeout: timedelta) -> None:
