@@ -51,6 +51,11 @@ COUNTS = (
     "Every rank has to run the same number of batches: let a sampler cut the data (`DistributedSampler`), cut an"
     " `IterableDataset` into equal parts, or limit the batches (`limit_train_batches`)."
 )
+ALIKE = (
+    "Every rank has to make the same calls in the same order: look for `if trainer.is_global_zero:` or"
+    " `rank_zero_only` around a call that needs all ranks, and for a callback, a logger or an interval that only some"
+    " ranks have."
+)
 _PROBE_TAG = 0x5AB0  # of a message that is never received
 # What the kernel says of a connection whose peer does not answer; that of a process that has ended is closed, or reset.
 _UNREACHABLE = re.compile("(Connection|Operation) timed out|No route to host|(Network|Host) is (unreachable|down)")
@@ -269,7 +274,8 @@ class EndedRanks:
             return causes[0]
         if over and not silent:
             went = f"while rank {self._rank} went on"
-            return f"{_ranks(over)} came to the end without an error (or by sys.exit), {went}. {COUNTS}"
+            remedy = COUNTS if self.scopes else ALIKE
+            return f"{_ranks(over)} came to the end without an error (or by sys.exit), {went}. {remedy}"
         silent = self._of_gone_hosts(silent) or silent
         one, hosts = len(silent) == 1, self.on_hosts(silent)
         if lost := [rank for rank in silent if rank in self.lost]:
@@ -335,20 +341,41 @@ class EndObserver(Protocol):
 
 
 _members: weakref.WeakSet[Any] = weakref.WeakSet()
+_members_known: list[bool] = []  # whether there was a member
+_observers: list[Callable[[BaseException], object]] = []  # of uncaught errors
 _installed: list[Any] = []  # the hook for uncaught errors that there was before
 _told: list[BaseException] = []  # uncaught errors that members have been told of
 
 
 def tell_at_end(member: EndObserver) -> None:
     """Tell ``member``, while it lives, of the error that ends this process, or of an end without one."""
+    if not _members_known:
+        _members_known.append(True)
+        atexit.register(_end)  # not sooner: it runs before what was registered earlier, such as the end of the group
     _members.add(member)
+    _install()
+
+
+def tell_of_uncaught(observer: Callable[[BaseException], object]) -> None:
+    """Call ``observer`` after an uncaught error was printed."""
+    if observer not in _observers:
+        _observers.append(observer)
+    _install()
+
+
+def _install() -> None:
     if not _installed:
         _installed.append(sys.excepthook)
         sys.excepthook = _uncaught
-        atexit.register(_end)
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _print(kind, error, trace)
+    for observer in _observers:
+        observer(error)
+
+
+def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     _told.append(error)
     members = list(_members)
     follows = [member.end_process(error) for member in members]

@@ -19,12 +19,14 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lt_zero.comm.process_groups import awaits_all, number_of_set_ups
 from lt_zero.comm.work import POINT_TO_POINT, CollectiveId
-from lt_zero.common.compat import count_of_launches, recorded_collectives
+from lt_zero.common.compat import count_of_launches, process_groups, recorded_collectives
 from lt_zero.common.users_code import is_users
 
 FOREIGN = "torch.distributed"  # the operation of a CollectiveId that this package did not launch
-_CHANNEL = "group "
+_CHANNEL = "group of torch.distributed: "
+_SET_UP = "set-up"  # in place of a group: the first point of a run, before it has numbers of its own
 # Operations that several functions of torch.distributed share: a backend does not tell these functions apart.
 _FAMILIES = ("allgather", "allreduce", "alltoall", "reducescatter", "broadcast", "barrier")
 
@@ -70,6 +72,8 @@ def question_of(wait: CollectiveId) -> str:
 
 def call_of(frame: FrameType | None) -> ForeignCall | None:
     """The collective of torch.distributed in whose frame a thread is; None if it is in none."""
+    if frame is not None and awaits_all(frame):
+        return ForeignCall(_SET_UP, number_of_set_ups(), "await_all")
     group = group_of(frame)
     if frame is None or group is None:
         return None
@@ -93,13 +97,18 @@ def group_of(frame: FrameType | None) -> dist.ProcessGroup | None:
 
 def launched_by(call: ForeignCall) -> CollectiveId | None:
     """The collective that ``call`` has launched, and that has not ended; None if there is none, or it is unknown."""
+    if call.group == _SET_UP:
+        return CollectiveId(f"{_CHANNEL}{_SET_UP}", call.launches, FOREIGN, _SET_UP)
     ours = [entry for entry in recorded_collectives() if entry[0] == call.group]
     if not ours:
         return None
     _, number, operation, ended = ours[-1]
-    if ended:
-        return None
-    return CollectiveId(f"{_CHANNEL}{call.group}", number, FOREIGN, _family(operation))
+    return None if ended else CollectiveId(_channel(call.group, operation), number, FOREIGN, _family(operation))
+
+
+def _channel(group: str, operation: str) -> str:
+    """Collectives of one order: a group with several backends ("cpu:gloo,cuda:nccl") has one for each."""
+    return f"{_CHANNEL}{operation.partition(':')[0]} {group}"
 
 
 def is_foreign(channel: str) -> bool:
@@ -107,20 +116,32 @@ def is_foreign(channel: str) -> bool:
     return channel.startswith(_CHANNEL)
 
 
-def progress(channel: str, number: int) -> tuple[int, CollectiveId | None]:
-    """The number of this process's last launch in a foreign ``channel``, and its launch of ``number``, if known."""
-    name, last, found = channel.removeprefix(_CHANNEL), 0, None
-    newer = None
+def progress(channel: str, number: int) -> tuple[int, CollectiveId | None] | None:
+    """The number of this process's last launch in a foreign ``channel``, and its launch of ``number``, if recorded.
+
+    None if it is not known whether the process has launched anything there.
+    """
+    if channel == f"{_CHANNEL}{_SET_UP}":
+        return number_of_set_ups(), None
+    last, found, earlier = 0, None, 0
     for group, launched, operation, _ in reversed(recorded_collectives()):
-        if group != name:
+        if _channel(group, operation) != channel:
             continue
-        if newer is not None and launched > newer:
-            break  # of an earlier group of that name, which was destroyed
-        newer = launched
-        last = max(last, launched)
+        if last and launched > earlier:
+            break  # of a group of that name which was destroyed
+        last, earlier = last or launched, launched
         if launched == number:
             found = CollectiveId(channel, number, FOREIGN, _family(operation))
+    if not last and not _is_unused(channel):
+        return None  # the recorder has forgotten them
     return last, found
+
+
+def _is_unused(channel: str) -> bool:
+    """True if nothing was launched in the group of a foreign ``channel``."""
+    name = channel.removeprefix(_CHANNEL).partition(" ")[2]
+    groups = [group for group in process_groups() if group.group_name == name]
+    return bool(groups) and all(count_of_launches(group) == 0 for group in groups)
 
 
 def _family(operation: str) -> str:
@@ -131,6 +152,8 @@ def _family(operation: str) -> str:
 
 def described_call(frame: FrameType) -> str:
     """The call of torch.distributed in which a frame is, in words, and who called it if that was not the user."""
+    if awaits_all(frame):
+        return "the set-up of a run, which needs all ranks"
     name, caller = frame.f_code.co_name, frame.f_back
     while caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
         if caller.f_code.co_filename == distributed_c10d.__file__:

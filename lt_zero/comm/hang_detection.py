@@ -77,7 +77,14 @@ from lt_zero.comm.foreign_waits import (
     standstill,
 )
 from lt_zero.comm.next_run import RunStart
-from lt_zero.comm.process_groups import abort_nccl, backend_of, close_connections, closing_if_unanswered, exists
+from lt_zero.comm.process_groups import (
+    abort_nccl,
+    awaits_all,
+    backend_of,
+    close_connections,
+    closing_if_unanswered,
+    exists,
+)
 from lt_zero.comm.questions import Questions
 from lt_zero.comm.verdict import GONE, OVER, RAN, RankState, Remedy, at_standstill, diverged, sentence
 from lt_zero.comm.work import CALL, CollectiveId, CollectiveMonitor, collective_of, in_collective, in_layer
@@ -254,10 +261,12 @@ class HangDetector:
             text = OVER if end is not None and not end.text and end.concerns(self.ends.scopes) else GONE
             lost = f", or its link is cut ({self.ends.lost[rank]})" if rank in self.ends.lost else ""
             return RankState(None, "", f"{text}{self.ends.on_hosts([rank])}{lost}", never=True)
-        if answer["asks"] < self._first_question:
+        answered = answer["asks"] >= self._first_question
+        if not answered or answer["launch"] is None:
             end = self.ends.of(rank)
             if end is not None and not end.text and end.concerns(self.ends.scopes) and end.precedes(launch):
                 return RankState(None, "", OVER, never=True)
+        if not answered:
             return RankState(None, "", "does not answer")
         theirs = CollectiveId(*answer["launch"]) if answer["launch"] is not None else None
         state = RankState(theirs, answer["place"], answer["text"])
@@ -286,8 +295,8 @@ class HangDetector:
         if foreign is None:
             return False  # it is not known: this rank waits, and so launches none
         wait = CollectiveId(*foreign)
-        launched, found = self._reporter.progress(wait.channel, wait.number)
-        return launched >= wait.number and (found is None or found.like(wait))
+        progress = self._reporter.progress(wait.channel, wait.number)
+        return progress is not None and progress[0] >= wait.number and (progress[1] is None or wait.like(progress[1]))
 
     def raise_divergence(self, launch: CollectiveId) -> None:
         """Raise the error of ranks that meet in different collectives. Collective.
@@ -568,6 +577,8 @@ class _Reporter:
 
     def _needs(self, frame: FrameType) -> list[int] | None:
         """Global ranks of another package's collective in which this frame waits; None if it waits in none."""
+        if awaits_all(frame):
+            return self._all_ranks
         return collective_of(frame) or (self.layers if in_layer(frame) else None) or None
 
     def _frame(self) -> FrameType | None:
@@ -600,8 +611,8 @@ class _Reporter:
             self._foreign = launched_by(self._in)
         return self._foreign
 
-    def progress(self, channel: str, number: int) -> tuple[int, CollectiveId | None]:
-        """The number of this rank's last launch in a channel, and its launch of ``number``, if known."""
+    def progress(self, channel: str, number: int) -> tuple[int, CollectiveId | None] | None:
+        """The number of this rank's last launch in a channel, and its launch of ``number``; None: unknown."""
         if is_foreign(channel):
             return foreign_waits.progress(channel, number)
         own = self._watch.channels.get(channel)
@@ -625,11 +636,14 @@ class _Reporter:
         waits = launch or foreign
         ran: dict[str, tuple[int, CollectiveId | None]] = {}
         for channel, number in self.questions.known():
-            # Who does not wait blocks nobody for ever. The recorder is read for others only, as that takes a moment.
+            progress: tuple[int, CollectiveId | None] | None = None
             if waits is not None and (waits.channel, waits.number) == (channel, number):
-                ran[f"{channel}#{number}"] = number, waits
+                progress = number, waits  # without the recorder, which takes a moment to read
             elif waits is not None or not is_foreign(channel):
-                ran[f"{channel}#{number}"] = self.progress(channel, number)
+                progress = self.progress(channel, number)
+            # A rank that does not wait blocks no other for ever, so its foreign launches do not matter.
+            if progress is not None:
+                ran[f"{channel}#{number}"] = progress
         seconds = time.monotonic() - self._since if self._in is not None else 0.0
         answer = {"asks": asks, "seconds": seconds, "ran": ran, "launch": launch, "foreign": foreign, "place": place}
         answer |= {"text": text, "ranks": ranks, "members": members}

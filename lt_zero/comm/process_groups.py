@@ -10,14 +10,16 @@ import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from lt_zero.comm.before_joining import met, watch_start
 from lt_zero.comm.launchers import Tasks, launched_tasks, local_rank, refuse_alone
 from lt_zero.common import accelerator, compat
 from lt_zero.common.arguments import check_group_options
@@ -39,6 +41,7 @@ _TIMEOUT = timedelta(minutes=30)  # torch's for new groups
 _CPU = torch.device("cpu")
 _IDLE_S = 5.0  # for kernels of a device to end after an error
 _ABORT_S = 10.0
+_set_ups: list[int] = []  # numbers of the calls of ``await_all``
 
 
 def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
@@ -159,6 +162,7 @@ def await_all(timeout: timedelta | None = None) -> None:
     """
     if backend_of(_CPU) != "gloo":
         return
+    _set_ups.append(len(_set_ups) + 1)
     try:
         _meet(timeout or _TIMEOUT)
     except RuntimeError as error:
@@ -175,6 +179,17 @@ def await_all(timeout: timedelta | None = None) -> None:
             " or an exit of the script. See the last that was printed there, and dmesg. Or an error of an earlier run"
             f" in these processes has closed their connections: then start the processes again. ({error})"
         ) from None
+
+
+def number_of_set_ups() -> int:
+    """How often this process has come to ``await_all``: all ranks come equally often."""
+    return len(_set_ups)
+
+
+def awaits_all(frame: FrameType) -> bool:
+    """True if a thread, whose innermost frame this is, waits in ``await_all``."""
+    outer = frame.f_back
+    return frame.f_code is _done.__code__ and outer is not None and outer.f_code is _meet.__code__
 
 
 def _meet(timeout: timedelta) -> None:
@@ -410,6 +425,7 @@ def init_distributed(
             is.
         RuntimeError: the group that there is has fewer ranks than the launcher has started tasks; see launchers.py.
     """
+    watch_start()
     if (rank < 0) != (world_size < 0):
         raise ValueError(f"init_distributed(rank={rank}, world_size={world_size}): pass both, or none.")
     check_group_options("init_distributed", timeout, dist_backend=dist_backend)
@@ -428,7 +444,7 @@ def init_distributed(
             refuse_alone(1)
         init_alone(dist_backend, timeout)
         return
-    _export(tasks, init_method, distributed_port)
+    tasks = _export(tasks, init_method, distributed_port)
     _join_tasks(tasks, dist_backend, init_method, timeout)
     if world_size < 0:
         refuse_alone(dist.get_world_size())
@@ -440,7 +456,8 @@ def _join_tasks(tasks: Tasks, backend: str | None, init_method: str | None, time
     device = accelerator.default_device(own_gpu(local_rank())) if accelerator.is_available() else None
     accelerator.make_current(device)
     bound = device if "nccl" in backend else None  # groups are then split off the default one
-    with joining():
+    meeting = met(tasks, timeout) if init_method in (None, "env://") else nullcontext()
+    with joining(), meeting:
         begin_restarted(backend, timeout, bound)
         if not dist.is_initialized():
             dist.init_process_group(backend, init_method, timeout, tasks.world, tasks.rank, device_id=bound)
@@ -478,8 +495,8 @@ def _joining_tasks(rank: int, world_size: int, init_method: str | None, mpi: boo
     return tasks
 
 
-def _export(tasks: Tasks, init_method: str | None, port: int | None) -> None:
-    """Write torchrun's variables, which scripts and other packages read."""
+def _export(tasks: Tasks, init_method: str | None, port: int | None) -> Tasks:
+    """Write torchrun's variables, which scripts and other packages read; returns the tasks that they tell."""
     made = {"RANK": tasks.rank, "WORLD_SIZE": tasks.world}
     if tasks.local_rank is not None:
         made["LOCAL_RANK"] = tasks.local_rank
@@ -497,3 +514,5 @@ def _export(tasks: Tasks, init_method: str | None, port: int | None) -> None:
         os.environ["MASTER_ADDR"] = address
         os.environ.setdefault("MASTER_PORT", str(tasks.port if port is None else port))
     os.environ.update({name: str(value) for name, value in made.items()})
+    place = os.environ.get("MASTER_ADDR", tasks.address), int(os.environ.get("MASTER_PORT", tasks.port))
+    return tasks._replace(address=place[0], port=place[1])

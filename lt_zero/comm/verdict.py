@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from lt_zero.comm.ended_ranks import COUNTS, WHERE
+from lt_zero.comm.ended_ranks import ALIKE, COUNTS, WHERE
 from lt_zero.comm.foreign_waits import FOREIGN, Blocked
 from lt_zero.comm.work import CALL, FENCE, MEETING, START, CollectiveId
 
@@ -23,11 +23,6 @@ _ALONE = (
 RAN = (
     "Every rank has to launch the same collectives in the same order: look for a branch or a loop that depends on the"
     " rank or its data."
-)
-_BOTH = (
-    "Every rank has to make the same calls in the same order: look for `if trainer.is_global_zero:` or"
-    " `rank_zero_only` around a call that needs all ranks, and for a callback, a logger or an interval that only some"
-    " ranks have."
 )
 Remedy = Callable[[CollectiveId, CollectiveId | None], str]  # what to tell users whose ranks ran these two, or this one
 
@@ -131,7 +126,7 @@ def at_standstill(states: Mapping[int, Blocked], circle: list[int], remedy: Reme
     others = "".join(f", for rank {rank}, which {states[rank].text}" for rank in rest)
     return (
         f"{_names(came).capitalize()} {waits} for rank {other}, which {states[other].text}{others}: none of these waits"
-        f" can end. {_BOTH}"
+        f" can end. {ALIKE}"
     )
 
 

@@ -22,6 +22,7 @@ from typing_extensions import override
 from lt_zero.checkpoint.native.load import engine_of, restore_weights
 from lt_zero.checkpoint.native.save import FABRIC
 from lt_zero.checkpoint.open import load_same
+from lt_zero.comm.before_joining import met, watch_start
 from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted, check_device, joining
 from lt_zero.comm.shard_group import ShardGroup
@@ -39,6 +40,7 @@ from lt_zero.lightning.arguments import check_launch, explained, with_sizes_of_m
 from lt_zero.lightning.checkpoint_plugin import writes_directories
 from lt_zero.lightning.data_position.position import tracked
 from lt_zero.lightning.fabric_items import FabricItems, ShardedModule, optimizer_state, whole
+from lt_zero.lightning.place import launched_place, place_of
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.setup import shorten_errors
 from lt_zero.parallel.mesh import DeviceMesh
@@ -94,6 +96,7 @@ class FabricZeroStrategy(DDPStrategy):
         sequence_parallel_size: int | None = None,
         expert_parallel_size: int | None = None,
     ) -> None:
+        watch_start(launched_place)
         sizes = tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size, expert_parallel_size
         overrides = with_sizes_of_mesh(overrides, *sizes)
         check_launch("FabricZeroStrategy", start_method, timeout, process_group_backend)
@@ -176,7 +179,8 @@ class FabricZeroStrategy(DDPStrategy):
     def _setup_distributed(self) -> None:
         check_device(self.root_device, self.num_nodes * self.num_processes, self._get_process_group_backend())
         device = self.root_device if self.root_device.type != "cpu" else None
-        with joining(self.config.communication.link_timeout):
+        place = place_of(self.cluster_environment, self.global_rank, self.num_nodes * self.num_processes)
+        with joining(self.config.communication.link_timeout), met(place, self._timeout):
             begin_restarted(self._get_process_group_backend(), self._timeout, device)
             super()._setup_distributed()  # takes the group that there is
 

@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lt_zero.activation.checkpointing import install, installed, uninstall
+from lt_zero.comm.before_joining import met, watch_start
 from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted, check_device, joining
 from lt_zero.comm.world import World
@@ -38,6 +39,7 @@ from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.lightning import setup as set_up
 from lt_zero.lightning.arguments import check_launch, explained, with_sizes_of_mesh
 from lt_zero.lightning.metrics import count_all_ranks, count_data_ranks
+from lt_zero.lightning.place import launched_place, place_of
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.run_queries import RunQueries
@@ -109,6 +111,7 @@ class ZeroStrategy(RunQueries):
         sequence_parallel_size: int | None = None,
         expert_parallel_size: int | None = None,
     ) -> None:
+        watch_start(launched_place)
         sizes = tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size, expert_parallel_size
         overrides = with_sizes_of_mesh(overrides, *sizes)
         check_launch("ZeroStrategy", start_method, timeout, process_group_backend)
@@ -204,7 +207,8 @@ class ZeroStrategy(RunQueries):
     def setup_distributed(self) -> None:
         check_device(self.root_device, self.num_nodes * self.num_processes, self._get_process_group_backend())
         device = self.root_device if self.root_device.type != "cpu" else None
-        with joining(self.config.communication.link_timeout):  # Lightning waits on this group, too
+        place = place_of(self.cluster_environment, self.global_rank, self.num_nodes * self.num_processes)
+        with joining(self.config.communication.link_timeout), met(place, self._timeout):  # Lightning waits here, too
             begin_restarted(self._get_process_group_backend(), self._timeout, device)
             super().setup_distributed()  # takes the group that there is
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from lt_zero.comm.before_joining import watch_start
 from lt_zero.comm.process_groups import init_distributed, joining, rank_and_size
 from lt_zero.common.arguments import expect
 from lt_zero.common.compat import without_torch_function
@@ -69,6 +70,7 @@ def initialize(
         ConfigError: the configuration has a problem, or contradicts the arguments.
         ValueError: there is no model, or no configuration; or ``mpu`` or ``mesh_param`` is of other ranks.
     """
+    watch_start()
     given = config_of({"config": config, "config_params": config_params, "args": args})
     if model is None or given is None:
         lacks = "model" if model is None else "config"

@@ -1,0 +1,122 @@
+"""Ranks that fail before they have joined the process group: the others learn why, and do not wait for them.
+
+Note [Before the process group]
+    torch waits for all ranks in C++, for as long as the group's timeout. A rank whose start fails (a bad variable on
+    its node, a warning that is an error there) would keep the others waiting for half an hour, if its launcher does not
+    end them as torchrun does. So ranks meet here first, in slices: rank 0 serves torch's store at the address of the
+    run, each rank counts itself there, and looks whether another one has failed. A process that an error ends before it
+    has met the others tells the store; rank 0 serves it for that, and lets the others read for some seconds.
+    A rank that ends otherwise (killed, or before this package is imported) tells nothing: then torch's timeout counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from lt_zero.comm.ended_ranks import WHERE, summary, tell_of_uncaught
+from lt_zero.comm.launchers import Tasks, launched_tasks
+
+_LINGER_S = 10.0  # that a process waits which has failed, for rank 0 or (rank 0) for the others
+_TIMEOUT = timedelta(minutes=30)  # torch's for new groups
+_LONGEST_PAUSE_S = 0.1
+
+_met: list[Tasks] = []  # the ranks that this process has met: later errors concern their process group
+_place: list[Callable[[], Tasks | None]] = []
+
+
+def watch_start(place: Callable[[], Tasks | None] = launched_tasks) -> None:
+    """Tell the other ranks of an error that ends this process before it has met them.
+
+    Args:
+        place: this rank, and where the store of all ranks will be, as far as that is known then.
+    """
+    _place[:] = [place]
+    tell_of_uncaught(_failed)
+
+
+@contextmanager
+def met(tasks: Tasks, timeout: timedelta | None) -> Iterator[None]:
+    """Context in which the default group is made, after all ranks have come. Collective.
+
+    No-op under torchrun, which ends all ranks if one fails.
+
+    Args:
+        tasks: this rank; the address and port at which rank 0 serves the store.
+        timeout: for ranks that come late, as for the group.
+
+    Raises:
+        RuntimeError: a rank has failed before it came; names it and its error.
+    """
+    if tasks.world == 1 or tasks.address is None or _is_served_elsewhere() or dist.is_initialized():
+        yield
+        return
+    limit = timeout or _TIMEOUT
+    store = _store(tasks, limit)  # kept until torch has made its own, which shares the server
+    _meet(store, tasks, limit.total_seconds())
+    _met.append(tasks)
+    yield
+    del store
+
+
+def _meet(store: Store, tasks: Tasks, limit: float) -> None:
+    started = time.monotonic()
+    store.add("here", 1)
+    while store.add("here", 0) < tasks.world:
+        if store.check(["failed/1"]):
+            rank, text = json.loads(store.get("failed/1"))
+            store.add("told", 1)
+            if tasks.rank == 0:
+                _linger(store, tasks.world)
+            _met.append(tasks)  # this rank's error tells nothing new
+            raise RuntimeError(
+                f"Rank {rank} ended before it joined the run, with {text}: see what it printed{WHERE}. Rank"
+                f" {tasks.rank} waited for it. Correct that, and start all ranks again."
+            )
+        waited = time.monotonic() - started
+        if waited > limit:
+            return  # torch will say so
+        time.sleep(min(max(waited / 10, 1e-3), _LONGEST_PAUSE_S))
+
+
+def _linger(store: Store, world: int) -> None:
+    """Serve the store until all other ranks have read why they end, or have failed, too."""
+    until = time.monotonic() + _LINGER_S
+    while store.add("told", 0) + store.add("failures", 0) < world and time.monotonic() < until:
+        time.sleep(_LONGEST_PAUSE_S)
+
+
+def _failed(error: BaseException) -> None:
+    """Tell the others of an error that ends this process before it has met them; waits some seconds at most."""
+    if _met or dist.is_initialized() or _is_served_elsewhere() or isinstance(error, KeyboardInterrupt):
+        return
+    # A variable may be the problem, or the store cannot be reached: the error itself was printed.
+    with suppress(Exception):
+        tasks = _place[0]()
+        if tasks is None or tasks.world == 1 or tasks.address is None:
+            return
+        store = _store(tasks, timedelta(seconds=_LINGER_S))
+        number = store.add("failures", 1)
+        store.set(f"failed/{number}", json.dumps([tasks.rank, summary(error)]))
+        if tasks.rank == 0:
+            _linger(store, tasks.world)
+
+
+def _store(tasks: Tasks, timeout: timedelta) -> Store:
+    assert tasks.address is not None
+    serves = tasks.rank == 0
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        tasks.address, tasks.port, None, serves, timeout, wait_for_workers=False, multi_tenant=True
+    )
+    return PrefixStore("lt_zero before joining", store)
+
+
+def _is_served_elsewhere() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,0 +1,353 @@
+"""Waits in collectives of Lightning and the user: proven to be endless, they end with an error on every rank.
+
+A rank that is only late is waited for, whatever it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+import lt_zero
+from lt_zero import FabricZeroStrategy
+from lt_zero.comm.foreign_waits import FOREIGN, Blocked, progress, question_of, standstill
+from lt_zero.comm.verdict import at_standstill
+from lt_zero.comm.work import CALL, CollectiveId
+from lt_zero.comm.world import World
+from tests.support.lightning_tools import GPT, quick, sharded_trainer, torchrun_env
+from tests.support.matrix import only
+from tests.support.pool import Pool
+
+LATE_S = 0.7  # more than twice as long as a stuck rank may stay
+ALIKE = "Every rank has to make the same calls in the same order"
+ON_EVERY_RANK = "call it on every rank"
+
+
+# ---- what is concluded from answers ----------------------------------------------------------------------------------
+
+
+def _wait(channel: str, number: int, name: str = "barrier") -> CollectiveId:
+    return CollectiveId(channel, number, FOREIGN, name)
+
+
+def _told(
+    wait: CollectiveId, members: list[int], ran: dict[CollectiveId, tuple[int, CollectiveId | None]] | None = None
+) -> Blocked:
+    answers = {question_of(asked): launched for asked, launched in (ran or {}).items()}
+    return Blocked(wait, members, f"waits in {wait.name} of {wait.channel}", f"{wait.channel}.py:1", answers)
+
+
+A, B, C = _wait("a", 3), _wait("b", 5), _wait("c", 7)
+
+
+def test_two_ranks_that_wait_for_each_other() -> None:
+    states = {0: _told(A, [0, 1], {B: (4, None)}), 1: _told(B, [0, 1], {A: (2, None)})}
+    assert standstill(states) == [0, 1]
+    verdict = at_standstill(states, [1, 0], lambda *_: "")
+    assert verdict == at_standstill(states, [0, 1], lambda *_: "")
+    assert verdict.startswith("Rank 0 waits in barrier of a for rank 1, which waits in barrier of b: none of these")
+    assert ALIKE in verdict
+
+
+def test_a_call_of_this_package_is_named_first() -> None:
+    call = CollectiveId("collective", 4, CALL, "export")
+    states = {0: _told(A, [0, 1], {call: (3, None)}), 1: _told(call, [0, 1], {A: (2, None)})}
+    verdict = at_standstill(states, [0, 1], lambda *_: "")
+    assert "`export` was called on rank 1 (collective.py:1) and not on rank 0, which waits in barrier of a." in verdict
+    assert ON_EVERY_RANK in verdict
+
+
+def test_three_ranks_in_groups_of_two() -> None:
+    """Each group has a rank that waits in another one; no two ranks wait for each other."""
+    states = {
+        0: _told(A, [0, 1], {C: (6, None)}),
+        1: _told(B, [1, 2], {A: (2, None)}),
+        2: _told(C, [0, 2], {B: (4, None)}),
+    }
+    assert standstill(states) == [0, 1, 2]
+    del states[2]  # it computes
+    assert standstill(states) == []
+
+
+def test_another_operation_under_the_same_number() -> None:
+    theirs = _wait("a", 3, "broadcast")
+    states = {0: _told(A, [0, 1], {A: (3, A)}), 1: _told(theirs, [0, 1], {A: (3, theirs)})}
+    states[0].ran[question_of(theirs)] = (3, A)
+    assert standstill(states) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "ran",
+    [{}, {A: (3, A)}, {A: (9, A)}, {A: (9, None)}],
+    ids=["unknown", "launched", "launched before", "launched and forgotten"],
+)
+def test_what_may_still_end(ran: dict[CollectiveId, Any]) -> None:
+    """Rank 1 waits for rank 0, which may get what it waits for."""
+    assert standstill({0: _told(A, [0, 1], {B: (4, None)}), 1: _told(B, [0, 1], ran)}) == []
+
+
+def test_ranks_that_wait_in_the_same_collective_for_a_late_one() -> None:
+    launched = {A: (3, A)}
+    assert standstill({0: _told(A, [0, 1, 2], launched), 2: _told(A, [0, 1, 2], launched)}) == []
+
+
+# ---- ranks that wait in torch.distributed ----------------------------------------------------------------------------
+
+
+def _errors(*calls: Callable[[World], Any]) -> str:
+    """The error, with its cause, of a rank's call; ``calls``: of each rank."""
+    with quick():
+        world = World.join(torch.device("cpu"))
+    with pytest.raises(RuntimeError) as caught:
+        calls[dist.get_rank()](world)
+    world.explain(caught.value)
+    return str(caught.value)
+
+
+def _barrier(world: World) -> None:
+    dist.barrier()  # the line of the barrier
+
+
+def _sum(world: World) -> None:
+    dist.all_reduce(torch.ones(2))
+
+
+def _sends_alone(world: World) -> None:
+    dist.broadcast_object_list([1], 0)  # its sender does not wait
+    dist.barrier()
+
+
+def _receives(world: World) -> None:
+    dist.all_gather_object([None, None], 1)
+
+
+def _sets_up(world: World) -> None:
+    World.join(torch.device("cpu"))
+
+
+CALLS = {
+    "operations": (_barrier, _sum),
+    "numbers": (_sends_alone, _barrier),
+    "objects": (_barrier, _receives),
+    "set-up": (_barrier, _sets_up),
+}
+
+
+def _in_foreign_collectives(case: str) -> str:
+    return _errors(*CALLS[case])
+
+
+@pytest.mark.parametrize("case", only(["numbers"], CALLS))
+def test_two_foreign_collectives(pool: Pool, case: str) -> None:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    number = next(i for i, line in enumerate(lines, 1) if "the line of the barrier" in line)
+    messages = pool.run(2, _in_foreign_collectives, case)
+    for message in messages:
+        assert "Rank 0 waits in b" in message
+        assert f" waits in barrier of torch.distributed (tests/comm/test_foreign_waits.py:{number})" in message
+        assert "for rank 1, which waits in " in message
+        assert ALIKE in message
+
+
+def _groups_of_two() -> str:
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 2])]
+    return _errors(*[lambda world, group=group: dist.barrier(group) for group in groups])
+
+
+@pytest.mark.slow
+def test_a_circle_over_groups(pool: Pool) -> None:
+    for message in pool.run(3, _groups_of_two):
+        assert "Rank 0 waits in barrier of torch.distributed (" in message
+        assert "for rank 1, which waits in barrier" in message
+        assert "for rank 2, which waits in barrier" in message
+
+
+def _late() -> None:
+    """Every kind of wait for a rank that does something else for long, in the default group and in a part of it."""
+    part = dist.new_group([0, 1])
+    with quick():
+        world = World.join(torch.device("cpu"))
+    rank, number = dist.get_rank(), torch.ones(1)
+    if rank == 0:
+        time.sleep(LATE_S)
+    dist.barrier()
+    if rank == 0:
+        time.sleep(LATE_S)
+        dist.send(number, 1)
+    elif rank == 1:
+        dist.recv(number, 0)
+    # Ranks 1 and 2 wait in different groups, and rank 0 comes to both.
+    if rank == 0:
+        time.sleep(LATE_S)
+    if rank < 2:
+        dist.barrier(part)
+    launched = dist.all_reduce(number, async_op=True)
+    if rank == 0:
+        time.sleep(LATE_S)
+    assert launched is not None
+    launched.wait()
+    world.roll_call("export")
+    assert world.watch.verdict is None
+    assert world.host_gather(rank, "a test") == [0, 1, 2]
+
+
+def test_late_ranks_are_waited_for(pool: Pool) -> None:
+    pool.run(3, _late)
+
+
+def _messages() -> None:
+    """The thread writes no messages while no rank waits, whatever is launched."""
+    with quick(poll=0.02):
+        world = World.join(torch.device("cpu"))
+    assert world.detector is not None
+    world.roll_call("export")
+    store = world.detector._reporter._store
+    time.sleep(0.3)
+    before, asked = store.check([f"doing/{dist.get_rank()}"]), store.add("asks", 0)
+    with mock.patch.object(type(store), "set", side_effect=AssertionError("a message")):
+        for _ in range(300):
+            dist.all_reduce(torch.ones(2))
+    assert (store.check([f"doing/{dist.get_rank()}"]), store.add("asks", 0)) == (before, asked)
+
+
+def test_collectives_cost_no_messages(pool: Pool) -> None:
+    pool.run(2, _messages)
+
+
+def _numbers() -> None:
+    """Sends and receives have no numbers; another group of the same name begins anew."""
+    number, channel = torch.ones(1), "group of torch.distributed: gloo 0"
+    world = dist.get_world_size()
+    before, _ = progress(channel, 0) or (0, None)
+    if dist.get_rank() == 0:
+        dist.send(number, 1)
+    else:
+        dist.recv(number, 0)
+    dist.all_reduce(number)
+    told = progress(channel, before + 1)
+    assert told is not None
+    last, found = told
+    assert last == before + 1 == 2  # the first is the pool's barrier
+    assert found is not None
+    assert found.name == "allreduce"
+    assert world == 2
+
+
+@pytest.mark.slow
+def test_numbers_are_those_of_all_ranks(pool: Pool) -> None:
+    for _ in range(2):
+        pool.run(2, _numbers)
+
+
+# ---- calls on one rank only, on all interfaces -----------------------------------------------------------------------
+
+
+def _alone(case: str, stage: int, path: str) -> str:
+    """The error of a rank of which another calls something alone."""
+    first = dist.get_rank() == 0
+    run = _fabric if case.startswith("fabric") else _loop if case.startswith("loop") else _trainer
+    with quick(), pytest.raises(RuntimeError) as caught:
+        run(case, stage, path, first)
+    return str(caught.value)
+
+
+def _trainer(case: str, stage: int, path: str, first: bool) -> None:
+    size = dist.get_world_size()
+    interval = {"callback": 2 if first else None, "interval": 2 if first else 3}.get(case)
+    saves = [ModelCheckpoint(path, every_n_train_steps=interval)] if interval else []
+    trainer = sharded_trainer(stage, max_steps=6, callbacks=saves, enable_checkpointing=bool(saves))
+    if case == "hook" and not first:
+        with mock.patch.object(GPT, "on_save_checkpoint", side_effect=ValueError("broken on purpose"), create=True):
+            _fit_and_save(trainer, path)
+        return
+    trainer.fit(GPT(size, rows=96))
+    strategy: Any = trainer.strategy
+    if case == "hook":
+        with contextlib.suppress(ValueError):
+            trainer.save_checkpoint(path)
+    elif case.startswith("save") and first:
+        trainer.save_checkpoint(path)
+    elif case == "export" and first:
+        strategy.export(path)
+    try:
+        dist.barrier() if case == "save, then dist.barrier" else strategy.barrier()
+    except RuntimeError as error:
+        strategy.world.explain(error)  # as where an error ends the process
+        raise
+
+
+def _fit_and_save(trainer: L.Trainer, path: str) -> None:
+    trainer.fit(GPT(dist.get_world_size(), rows=96))
+    with contextlib.suppress(ValueError):
+        trainer.save_checkpoint(path)
+    trainer.strategy.barrier()
+
+
+def _fabric(case: str, stage: int, path: str, first: bool) -> None:
+    with mock.patch.dict("os.environ", torchrun_env()):
+        strategy = FabricZeroStrategy(stage=stage)
+        fabric = L.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+        fabric.launch()
+        net = nn.Linear(3, 5)
+        module, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        fabric.backward(module(torch.ones(2, 3)).sum())
+        optimizer.step()
+        if first:
+            {
+                "fabric.save": lambda: fabric.save(path, {"module": module, "optimizer": optimizer}),
+                "fabric.load": lambda: fabric.load(path, {"module": module}),
+                "fabric export": lambda: strategy.export(module, path),
+                "fabric broadcast": lambda: fabric.broadcast(1) and fabric.barrier(),
+            }[case]()
+        fabric.barrier()
+
+
+def _loop(case: str, stage: int, path: str, first: bool) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
+    engine, *_ = lt_zero.initialize(model=nn.Linear(3, 5), config=config)
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+    if first:
+        engine.save_checkpoint(path) if case == "loop save" else engine.load_checkpoint(path)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        engine.world.explain(error)
+        raise
+
+
+NAMES = {
+    "save": "`Trainer.save_checkpoint` was called on rank 0 (",
+    "save, then dist.barrier": "`Trainer.save_checkpoint` was called on rank 0 (",
+    "export": "`export` was called on rank 0 (",
+    "hook": "`Strategy.save_checkpoint` was called on rank 0 (",
+    "callback": "Rank 0 waits in broadcast_object_list of torch.distributed, called by ",
+    "interval": "Rank 0 waits in ",
+    "fabric.save": "`Fabric.save` was called on rank 0 (",
+    "fabric.load": "`Fabric.load` was called on rank 0 (",
+    "fabric export": "`export` was called on rank 0 (",
+    "fabric broadcast": "Rank 0 waits in b",
+    "loop save": "`engine.save_checkpoint` was called on rank 0 (",
+    "loop load": "`engine.load_checkpoint` was called on rank 0 (",
+}
+
+
+@pytest.mark.parametrize("stage", only([1], [1, 3]))
+@pytest.mark.parametrize("case", only(["save", "callback", "fabric.save"], NAMES))
+def test_what_one_rank_calls_alone(pool: Pool, tmp_path: Path, case: str, stage: int) -> None:
+    for message in pool.run(2, _alone, case, stage, str(tmp_path / "a")):
+        assert NAMES[case] in message
+        assert "rank 1, which waits in " in message
+        assert (ALIKE if NAMES[case].startswith("Rank 0") else ON_EVERY_RANK) in message
