@@ -3,9 +3,9 @@
 The gradients are in the buckets' accumulators. After a backward ``p.grad`` of every reduced parameter is a stand-in, so
 that ``optimizer.zero_grad()``, norm logging and manual clipping work: setting it to None clears the gradient. Where a
 rank holds the full gradient (stage 0, and stage 1 inside of an accumulation window) the stand-in is a view of it.
-Where such a gradient lacks a deferred factor, the stand-in is a ``ShardedGrad`` that multiplies when it is read. Sharded
-gradients have a ``ShardedGrad``, too, which supports what needs no gather: norms over all ranks (one all-reduce for all
-parameters), and element-wise changes in place, of the rank's own piece. All else raises and names a remedy.
+Where such a gradient lacks a deferred factor, the stand-in is a ``ShardedGrad`` that multiplies when it is read. A
+sharded gradient has a ``ShardedGrad``, too, which supports what needs no gather: norms over all ranks (one all-reduce
+for all parameters), and element-wise changes in place, of the rank's own piece. All else raises and names a remedy.
 
 One exchange of flags, launched when backward ends and waited for at the step, tells all ranks which parameters any of
 them used (reduced_grads.py, Note [Unused parameters]), which buckets need a second reduction (grad_reducer.py,
