@@ -126,6 +126,25 @@ def _fit(stage: int, epochs: int, save: str | None = None, resume: str | None = 
     return weights(trainer)
 
 
+class _Dropping(GPT):
+    """With dropout, which draws from the generator that a validation's loader takes its seed from."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        logits = F.dropout(self.net(batch), 0.2, self.training) * self.temperature.mean(0)
+        return F.cross_entropy(logits.flatten(0, 1), batch.roll(-1, 1).flatten())
+
+
+def _dropped(strategy: str, validations: int) -> Weights:
+    options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": validations, "use_distributed_sampler": False}
+    trainer = sharded_trainer(2, **options, **({"strategy": strategy} if strategy else {}))
+    trainer.fit(_Dropping(dist.get_world_size()))
+    return weights(trainer)
+
+
+def _with_dropout(*runs: tuple[str, int]) -> Callable[[Pool], Sequence[Weights]]:
+    return lambda pool: [pool.run(2, _dropped, *run)[0] for run in runs]
+
+
 def _resumed(stages: tuple[int, int], ranks: tuple[int, int]) -> Callable[[Pool], tuple[Weights, Weights]]:
     """A run that goes on from a checkpoint, and the run at the first stage that was not interrupted."""
 
@@ -261,6 +280,17 @@ CLAIMS = [
         "a resume with another number of ranks",
         _resumed((3, 3), (2, 3)),
         "other micro-batches of the same batch: see the next row",
+        CLOSE,
+    ),
+    Claim(
+        "dropout, with a validation after each epoch, and without validations",
+        _with_dropout(("", 2), ("", 0)),
+        "validation inside `fit` restores the random states, as a resume may skip one; under DDP it does not",
+    ),
+    Claim(
+        "dropout, stage 2 and DDP, without validations",
+        _with_dropout(("", 0), ("ddp", 0)),
+        "the same random numbers; means are rounded in another order",
         CLOSE,
     ),
     Claim(
