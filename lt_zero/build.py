@@ -47,6 +47,7 @@ from lt_zero.engine.guard import Owner, owner_of
 from lt_zero.engine.loading import install_load_hooks
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
+from lt_zero.engine.outside_steps import AutocastOutsideOfSteps
 from lt_zero.engine.partition import (
     BucketPlan,
     EnginePlan,
@@ -242,6 +243,10 @@ def _build(
         engine.handles += install_fp32_modules(
             plan.fp32_modules, policy.compute, device.type, cast_back=not policy.autocast
         )
+    if policy.low and policy.compute is not None and policy.autocast:
+        low = {id(p) for bucket in engine.buckets if bucket.dtype == policy.compute for p in bucket.params}
+        having = [child for child in module.modules() if any(id(p) in low for p in child.parameters())]
+        engine.handles.append(AutocastOutsideOfSteps(having, policy.compute, device.type))
     engine_ref.append(weakref.ref(engine))
     install_load_hooks(engine)
     if training:

@@ -27,6 +27,7 @@ from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.materialize import parameters_in
+from lt_zero.engine.outside_steps import within_step
 from lt_zero.step.loss_scale import LossScaleController, LossScaler, usable_scale
 from lt_zero.step.sharded_optimizer import RanClosure, ShardedOptimizer
 
@@ -182,12 +183,13 @@ class ZeroPrecision(HalfPrecision):
     @contextmanager
     @override
     def forward_context(self) -> Generator[None, None, None]:
-        context: AbstractContextManager[Any] = nullcontext()
         if self.policy.autocast:
-            context = self.autocast_context_manager()
+            with within_step(), self.autocast_context_manager():
+                yield
         elif self.policy.compute is not None:
-            context = super().forward_context()  # tensors created in forward get the compute dtype
-        with context:
+            with super().forward_context():  # tensors created in forward get the compute dtype
+                yield
+        else:
             yield
 
     @override

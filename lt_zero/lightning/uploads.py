@@ -180,7 +180,7 @@ def _directories(callback: Any) -> list[Listed]:
 
 
 def _upload_of(logger: Logger) -> Callable[[Listed], None] | None:
-    """How a logger uploads a directory; None: unknown, or a subclass has a way of its own."""
+    """Return how a logger uploads a directory; None: unknown, or a subclass has a way of its own."""
     for name, upload in (("WandbLogger", _to_wandb), ("MLFlowLogger", _to_mlflow), ("LitLogger", _to_lightning)):
         kind = getattr(loggers, name, None)  # the last one is not in every version of Lightning
         if kind is not None and isinstance(logger, kind):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from lt_zero.config.applicability import Face, check_face
 from lt_zero.config.load import shown
 from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.engine import Engine
+from lt_zero.engine.outside_steps import within_step
 from lt_zero.engine.partition import with_sizes
 from lt_zero.loop.monitors import LoopMonitor
 from lt_zero.loop.queries import EngineQueries
@@ -198,8 +199,12 @@ class TrainingEngine(EngineQueries):
         if sequences is not None and sequences.cuts_inputs:
             self.session.compare_batch([args, kwargs], "train" if trains else "other")
             args, kwargs = (), sequences.cut_inputs(self.module, args, kwargs)
-        autocast = torch.autocast(self.device.type, policy.compute) if policy.autocast else nullcontext()
-        with autocast, self.engine.forward_scope(trains), self.session.own_numbers(trains):
+        with ExitStack() as stack:
+            if policy.autocast:
+                stack.enter_context(within_step())
+                stack.enter_context(torch.autocast(self.device.type, policy.compute))
+            stack.enter_context(self.engine.forward_scope(trains))
+            stack.enter_context(self.session.own_numbers(trains))
             return self.module(*args, **kwargs)
 
     def _cast(self, value: Tensor) -> Tensor:

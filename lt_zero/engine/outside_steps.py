@@ -1,0 +1,145 @@
+"""Calls of a model, or of a part of it, outside of a step under mixed precision: in callbacks, hooks and scripts.
+
+Note [Autocast outside of steps]
+    Under mixed precision the weights in memory are in 16 bits, and a step runs under autocast. Elsewhere (sampling in a
+    callback, ``trainer.model(x)``, ``pl_module.net(x)``) nothing enables it, because with other strategies the weights
+    are in fp32 there and need none: fp32 inputs would meet 16-bit weights. So the outermost module of the model that is
+    called without autocast runs under it, and its outputs become fp32. Its results are those of a step, and so, up to
+    the rounding of the compute dtype, those of fp32 weights. Any module may be called, so the hooks are global ones.
+    Within a step (``within_step``), and inside of the outermost module, there are none: they would cost time for each
+    layer, and torch.compile would trace other graphs than those of a step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from lt_zero.common.module_hooks import Hook
+from lt_zero.common.tensor_tree import map_tensors
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+@dataclass
+class _OutermostCall:
+    """The running call of an outermost module.
+
+    Attributes:
+        context: its autocast.
+        handles: of the hooks on the module while the call runs.
+        inner: calls of the same module inside of it that run.
+    """
+
+    context: torch.autocast
+    handles: list[Any] = field(default_factory=list)
+    inner: int = 0
+
+
+class _RunningCall(threading.local):
+    """Holder of the running call of this thread: autocast belongs to a thread, too."""
+
+    def __init__(self) -> None:
+        self.open: _OutermostCall | None = None
+
+
+_calls = _RunningCall()
+# Modules with 16-bit weights inside: how they compute.
+_modules: WeakKeyDictionary[nn.Module, tuple[str, torch.dtype]] = WeakKeyDictionary()
+_handles: list[Any] = []  # of the global hook, while it is registered
+_quiet = 0  # steps and outermost calls that run
+
+
+class AutocastOutsideOfSteps:
+    """Handle of an engine: until ``remove``, modules run under autocast if they are called without it.
+
+    Args:
+        modules: those that have weights in ``dtype`` inside.
+        dtype: the compute dtype.
+        device_type: of the weights.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype, device_type: str) -> None:
+        self._mine = list(modules)
+        for module in self._mine:
+            _modules[module] = device_type, dtype
+        _update()
+
+    def remove(self) -> None:
+        for module in self._mine:
+            _modules.pop(module, None)
+        self._mine = []
+        _update()
+
+
+@contextmanager
+def within_step() -> Iterator[None]:
+    """Context of a step, which enables autocast itself: no call of a module is looked at."""
+    if _calls.open is not None:  # a KeyboardInterrupt has ended that call, for which torch calls no hook
+        _end(_calls.open)
+    _count(1)
+    try:
+        yield
+    finally:
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    global _quiet
+    _quiet += change
+    _update()
+
+
+def _update() -> None:
+    """Register the global hook, or remove it, as it is needed."""
+    needed = bool(_modules) and _quiet == 0
+    if needed and not _handles:
+        _handles.append(register_module_forward_pre_hook(Hook(_begin)))
+    elif not needed and _handles:
+        _handles.pop().remove()
+
+
+def _begin(module: nn.Module, args: Any) -> None:
+    """Enable autocast for a module that is called without it."""
+    how = _modules.get(module)
+    if how is None or torch.is_autocast_enabled(how[0]):
+        return
+    # Without a cache: the weights have the compute dtype, and what is left to cast may change between calls.
+    call = _OutermostCall(torch.autocast(how[0], dtype=how[1], cache_enabled=False))
+    call.context.__enter__()
+    _calls.open = call
+    _count(1)
+
+    def enter(module: nn.Module, args: Any) -> None:
+        call.inner += 1
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        if call.inner > 0:  # the module has called itself
+            call.inner -= 1
+            return None
+        _end(call)
+        return map_tensors(output, _widen)
+
+    # torch has collected the hooks before this call already: ``enter`` is called for those inside of it only.
+    call.handles.append(module.register_forward_pre_hook(Hook(enter)))
+    call.handles.append(module.register_forward_hook(Hook(leave), always_call=True))
+
+
+def _end(call: _OutermostCall) -> None:
+    _calls.open = None
+    for handle in call.handles:
+        handle.remove()
+    call.context.__exit__(None, None, None)
+    _count(-1)
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _LOW else tensor
