@@ -66,7 +66,7 @@ def _step(engine: Engine, optimizer: torch.optim.Optimizer, number: int) -> None
     optimizer.zero_grad()
 
 
-def _train(engine: Engine, change: Change | None, steps: int = 4) -> dict[str, Tensor]:
+def _train(engine: Engine, change: Change | None, steps: int = 3) -> dict[str, Tensor]:
     """Train, with ``change`` before each step but the second; returns master and frozen weights."""
     optimizer = _optimizer(engine)
     for number in range(steps):
