@@ -512,7 +512,8 @@ class Materializer:
                 given = dict(module._parameters)
                 module._parameters.clear()
                 module._parameters.update(parameters)
-                module._buffers.update({name: buffer for name, buffer in buffers.items() if name not in unset})
+                had_values = ((name, buffer) for name, buffer in buffers.items() if name not in unset)
+                module._buffers.update((name, buffer) for name, buffer in had_values if buffer is not None)
         if left := [name for name, placeholder in unset.items() if not placeholder.is_filled(found.get(name))]:
             raise RuntimeError(
                 f"{told} was built on the meta device and {', '.join(map(repr, left))} got no values: give the class a "
@@ -521,12 +522,13 @@ class Materializer:
         _check_same_parameters(told, parameters, given, children, module)
         for name, parameter in parameters.items():
             now = given.get(name)
-            # A module that shares the parameter, of which this rank has a part, may have filled it already.
-            if parameter in stand_ins and parameter in fresh and (name in unset or _has_values(now)):
-                assert parameter is not None
-                assert now is not None
-                replace_tensor(parameter, self._parts.place(parameter, now))
-            elif parameter is not None and parameter in fresh and now is not None and now is not parameter:
+            if parameter is None or now is None or parameter not in fresh:
+                continue
+            if parameter in stand_ins:  # this rank has a part of it
+                # A module that shares it may have filled it already, and this one may leave that.
+                if name in unset or _has_values(now):
+                    replace_tensor(parameter, self._parts.place(parameter, now))
+            elif now is not parameter:
                 parameter.data = now.detach().to(parameter.device, parameter.dtype)
                 vars(parameter).update(vars(now))
         for name in unset.keys() - parameters.keys():

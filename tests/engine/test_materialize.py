@@ -357,6 +357,7 @@ class Tables(nn.Module):
         self.register_buffer("counts", torch.zeros(4, dtype=torch.uint8))
         self.register_buffer("least", torch.zeros(2, dtype=torch.int16))
         self.register_buffer("cos", torch.ones(4), persistent=False)
+        self.register_buffer("late", None)
         self.weight = nn.Parameter(torch.empty(3, 2))
         self.bias = nn.Parameter(torch.empty(2), requires_grad=False)
 
@@ -366,6 +367,7 @@ class Tables(nn.Module):
         self.counts.zero_()
         self.least.fill_(-(2**15))
         self.cos = torch.arange(6.0, device=self.cos.device)
+        self.late = torch.ones(1)
         self.weight = nn.Parameter(torch.full((3, 2), 5.0, dtype=torch.float64))
         self.bias.data = torch.ones(2)
 
@@ -380,6 +382,7 @@ def test_values_are_seen_in_any_dtype_and_if_they_are_assigned() -> None:
     assert not model.counts.any()
     assert (model.least == -(2**15)).all()
     assert torch.equal(model.cos, torch.arange(6.0))
+    assert model.late.tolist() == [1.0]
     assert "cos" not in model.state_dict()
     assert model.weight is weight, "optimizers may have the parameter"
     assert weight.dtype == torch.float32

@@ -141,6 +141,10 @@ def _sharded_parts() -> None:
         lt_zero.shard(network(), config_of(3))
     with pytest.raises(TypeError, match=r"The model is compiled by torch\.jit\.script"):
         lt_zero.shard(torch.jit.script(nn.Linear(3, 3)), config_of(2))
+    with torch.device("meta"):
+        empty = network()
+    with pytest.raises(RuntimeError, match=r"1\.0\.time .* is compiled by torch\.jit"):
+        lt_zero.shard(empty, config_of(2), torch.device("cpu"))
     small = network()
     lt_zero.shard(small, config_of(3, {"stage3_param_persistence_threshold": 10**6}))  # nothing is sharded
     small(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
