@@ -39,13 +39,16 @@ class VectorNorm:
             made[:, 0] = -math.inf
         return made
 
-    def part(self, elements: Iterable[Tensor], device: torch.device, share: float = 1.0) -> Tensor:
+    def part(
+        self, elements: Iterable[Tensor], device: torch.device, share: float = 1.0, factor: Tensor | None = None
+    ) -> Tensor:
         """The part (1D) that these tensors are.
 
         Args:
             elements: of any shape.
             device: of the result.
             share: by what a sum is multiplied, where other ranks count the same elements, too; an extremum is not.
+            factor: by what the elements are to be multiplied (0D, positive); not for order 0.
         """
         found = self.nothing(1, device)[0]
         for tensor in elements:
@@ -54,6 +57,7 @@ class VectorNorm:
             dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
             dense = dense.abs() if dense.is_complex() else dense
             norm = torch.linalg.vector_norm(dense, self.order, dtype=torch.float64).to(device)
+            norm = norm if factor is None else norm * factor.to(device, torch.float64)
             there = torch.ones_like(norm)
             if self.takes_maximum:
                 extremum = norm if self.order > 0 else -norm

@@ -141,7 +141,7 @@ def _plain(value: Any) -> Any:
 
 
 def describe(parameter: Tensor) -> str:
-    """What ``repr`` shows of a released parameter."""
+    """The text that ``repr`` shows of a released parameter."""
     with without_torch_function():
         return (
             f"ReleasedTensor(shape={tuple(parameter.shape)}, dtype={parameter.dtype}, "

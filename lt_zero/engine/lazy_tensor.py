@@ -189,13 +189,9 @@ class AbsentTensor(LazyTensor):
     def _with(self, values: _Values) -> LazyTensor:
         return self._like(_on_meta(self), False)
 
-    @property  # type: ignore[override]
-    def requires_grad(self) -> bool:
-        return self._needs_grad
-
-    @property
-    def is_leaf(self) -> bool:
-        return not self._needs_grad
+    # What the parameter's views would tell; torch has none for tensors without a graph.
+    requires_grad: Any = property(lambda self: self._needs_grad)
+    is_leaf: Any = property(lambda self: not self._needs_grad)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

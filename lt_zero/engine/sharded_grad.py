@@ -84,7 +84,7 @@ REMEDY = (
 
 
 class ShownBy(Protocol):
-    """What attaches gradients to ``p.grad`` (visible_grads.py)."""
+    """The object that attaches gradients to ``p.grad`` (visible_grads.py)."""
 
     parts: Parts
     norms: dict[float, dict[Place, Tensor]]
@@ -144,7 +144,7 @@ class ShardedGrad(_Sharded):
 
 
 class ShardedValues(_Sharded):
-    """What was computed from a sharded gradient element by element. It has no memory but this rank's rows (1D)."""
+    """Values that were computed from a sharded gradient element by element. Only this rank's rows (1D) have memory."""
 
     _own: list[Tensor]
 

@@ -200,7 +200,7 @@ def _full(value: Tensor) -> Tensor:
 
 
 def _shown_in_full(result: Tensor) -> Tensor:
-    """What is computed from a gradient, such that reading it gives that of all elements: a number is a plain tensor."""
+    """A result of a gradient, such that reading it gives that of all elements: a number is a plain tensor."""
     if not isinstance(result, DTensor):
         return result
     if result.dim() == 0:

@@ -169,15 +169,16 @@ class ReducedGrads:
         return engine.exchange.ranks_step_apart or engine.sharded_optim or engine.has_groups
 
     def _norm_of_order(self, order: float) -> Tensor:
-        """``norm`` of any order, of each parameter's own elements: the zeros between them would count in a minimum."""
+        """``norm`` of any order."""
         engine, kind = self._engine, VectorNorm(order)
         apart, device = engine.exchange.ranks_step_apart, engine.device
         if order == 0.0:
             return self._count_nonzero_gradients()
         total = kind.nothing(1, device)[0]
-        for group, rows in self._each():
+        # The zeros between parameters would count in a minimum, and in sums of negative powers.
+        for rows, factor, group in self._by_factor() if order > 0.0 else self._each():
             if share := self._share(group):
-                total = kind.combine(total, kind.part(rows, device, share))
+                total = kind.combine(total, kind.part(rows, device, share, factor))
         if self._sums_over_ranks:
             combine = engine.world.max_all if kind.takes_maximum else engine.world.sum_all
             total = combine(total, "gradient norm")
@@ -215,14 +216,14 @@ class ReducedGrads:
         total = engine.world.sum_all(total, "gradient norm") if sums else total
         return total.to(self._dtype)
 
-    def _each(self) -> Iterator[tuple[ShardGroup, list[Tensor]]]:
-        """This rank's elements (1D rows) of each gradient, read-only, with their group. Collective."""
+    def _each(self) -> Iterator[tuple[list[Tensor], None, ShardGroup]]:
+        """This rank's elements (1D rows) of each gradient, as ``_by_factor``, but without those between. Collective."""
         for bucket, indices in self.used().items():
             for index in indices:
-                yield bucket.group, [bucket.grads.of(piece, write=False) for piece in bucket.pieces_of(index)]
+                yield [bucket.grads.of(piece, write=False) for piece in bucket.pieces_of(index)], None, bucket.group
             bucket.grads.put_away()
         for grad in self._foreign():
-            yield self._engine.groups[0], [grad]
+            yield [grad], None, self._engine.groups[0]
 
     def _share(self, group: ShardGroup) -> float:
         """The factor of this rank's sums over the gradients of ``group`` in a sum over the world.

@@ -86,7 +86,7 @@ def _edited(stage: int) -> None:
                 for p in [*model.parameters(), *reference.parameters()]:
                     p.grad = None if p.grad is None else p.grad * 0.5
         engine.finish_reductions()
-        with lt_zero.gathered(model):
+        with torch.no_grad(), lt_zero.gathered(model):
             for p in [*model.parameters(), *reference.parameters()]:
                 edit(p)
         for optimizer in optimizers:
