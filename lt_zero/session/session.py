@@ -28,9 +28,10 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.parallel.batches import check_same_batch
-from lt_zero.parallel.mesh import DATA, DeviceMesh, ParallelMesh, mesh_of
+from lt_zero.parallel.mesh import DeviceMesh, ParallelMesh, mesh_of
 from lt_zero.parallel.pipeline import position
 from lt_zero.parallel.pipeline.layers import join_pipelines
+from lt_zero.parallel.reductions import group_of_reduction, reduce_over
 from lt_zero.parallel.sequence.huggingface import attentions
 from lt_zero.parallel.sequence.ranks import current, use
 from lt_zero.parallel.sequence.run import SequenceRun
@@ -114,12 +115,16 @@ class Session:
     @property
     def data_group(self) -> Any:
         """The ranks that see different data and have the same parts; None: all ranks."""
-        return self.mesh.device_mesh[DATA].get_group() if self.mesh is not None else None
+        return self.mesh.data_group if self.mesh is not None else None
 
     @property
     def token_group(self) -> Any:
         """The ranks that see other tokens, of other data or of another part of sequences; None: all ranks."""
         return self.mesh.token_group if self.mesh is not None else None
+
+    def group_of_reduction(self, reduce_op: Any) -> Any:
+        """``parallel.reductions.group_of_reduction`` for this run."""
+        return group_of_reduction(self.mesh, reduce_op)
 
     @property
     def engines(self) -> list[Engine]:
@@ -171,6 +176,7 @@ class Session:
             if self.mesh is not None and self.mesh.sequence is not None:
                 self.sequences = SequenceRun(self.mesh.sequence, self.mesh.sizes.tensor, self.mesh.sizes.pipeline)
         use(self.sequences.ranks if self.sequences is not None else None)
+        reduce_over(self.mesh)
         self._compared.clear()
         self.world.begin_run()
         return new
@@ -403,6 +409,7 @@ class Session:
             position.leave()
             if self.sequences is not None and current() is self.sequences.ranks:
                 use(None)
+            reduce_over(None)
             self.world.end_run()
 
 
