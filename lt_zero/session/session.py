@@ -32,7 +32,7 @@ from lt_zero.parallel.mesh import DeviceMesh, ParallelMesh, mesh_of
 from lt_zero.parallel.pipeline import position
 from lt_zero.parallel.pipeline.layers import join_pipelines
 from lt_zero.parallel.reductions import group_of_reduction, reduce_over
-from lt_zero.parallel.sequence.huggingface import attentions
+from lt_zero.parallel.sequence.huggingface import attentions, warn_of_caches
 from lt_zero.parallel.sequence.ranks import current, use
 from lt_zero.parallel.sequence.run import SequenceRun
 from lt_zero.planning.check import check_optimizers
@@ -234,6 +234,8 @@ class Session:
             self.mesh.share_buffers(module)
         if training and self.world.rank == 0 and (line := advice_on_wire(engine, config)):
             Console().print(line)
+        if training and self.world.rank == 0:
+            warn_of_caches(module)
         if training:
             record(engine, len(self._engines), config, self.mesh.sizes.of_data_rank if self.mesh is not None else 1)
         self._engines.append(weakref.ref(engine))
