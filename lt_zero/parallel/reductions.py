@@ -4,7 +4,8 @@ Note [Parts and whole rows]
     Where sequences are cut, a rank's number may be of its part of the rows (tokens that count), or of whole rows (their
     number), which all ranks of a sequence have alike. A sum over ranks is of the parts in the first case, and of data
     ranks in the second. Values do not tell which it is, as parts may happen to have equal ones. So nothing is guessed:
-    the call gives the group, by ``part_group`` or ``row_group``. A mean over ranks is right for both.
+    the call gives the group, by ``part_group`` or ``row_group``. A mean counts all ranks alike, so that values that
+    ranks of a sequence have alike, such as those of ``token_mean``, stay as they are.
 """
 
 from __future__ import annotations

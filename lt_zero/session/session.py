@@ -211,8 +211,9 @@ class Session:
         backward. Errors are those of ``shard``.
         """
         self._refuse_another()
-        # Here, because what a mesh cuts is not the same on all ranks any more.
-        self.compare_model(module)
+        if self.face is Face.FABRIC:
+            # Before a mesh cuts it. The other faces have compared it, as what is "auto" depends on it.
+            self.compare_model(module)
         join_pipelines(module, config.pipeline)
         if replace_reentrant_checkpoints(module) and training and self.world.rank == 0:
             Console().print("Activation checkpoints of transformers are run with use_reentrant=False.")

@@ -236,13 +236,13 @@ class StepPrinter(RunObserver):
         noise = self._noise.read() if self._noise is not None else None
         if trainer.is_global_zero:
             loss, losses, total, counted, operations, known = sums.tolist()
-            ranks, seconds = session.data_ranks, None if self._since is None else time.perf_counter() - self._since
+            world, seconds = trainer.world_size, None if self._since is None else time.perf_counter() - self._since
             shared: dict[str, Any] = {
                 "loss": loss / losses if losses else None,
                 "loss_scale": plugin.loss_scale if plugin.scaler is not None else None,
                 "skipped_steps": skipped if plugin.loss_scale_controller.checks else None,
-                "samples_per_s": total / seconds if seconds and counted == ranks else None,
-                "tflops": operations / ranks / seconds / 1e12 if seconds and known == ranks else None,
+                "samples_per_s": total / seconds if seconds and counted == session.data_ranks else None,
+                "tflops": operations / world / seconds / 1e12 if seconds and known == world else None,
                 "memory_gb": memory_gb(device),
                 "gradient_noise_scale": noise,
             }
