@@ -266,6 +266,11 @@ def exists(group: dist.ProcessGroup) -> bool:
     return True
 
 
+def is_chosen(group: dist.ProcessGroup | None) -> bool:
+    """True if a script has named a group: Fabric passes that of all processes in place of None."""
+    return group is not None and group is not dist.group.WORLD
+
+
 def close_connections(group: dist.ProcessGroup) -> None:
     """Close all of this rank's connections in a gloo group, which ends all waits for them."""
     for peer in dist.get_process_group_ranks(group):

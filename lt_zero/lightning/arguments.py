@@ -12,6 +12,7 @@ from typing import Any, ParamSpec
 
 from lt_zero.common.arguments import check_group_options
 from lt_zero.common.fields import dotted_keys
+from lt_zero.common.numbers import to_whole_number
 from lt_zero.config.load import ZeroConfig
 
 P = ParamSpec("P")
@@ -90,13 +91,14 @@ _START_METHODS = "popen", "spawn", "fork", "forkserver"  # of Lightning
 def with_sizes_of_mesh(
     overrides: Sequence[str], tensor: int | None, pipeline: int | None, sequence: int | None, expert: int | None
 ) -> Sequence[str]:
-    """The overrides of a strategy with its numbers of ranks along the axes of parallelism."""
+    """The overrides of a strategy with its numbers of ranks along the axes of parallelism, checked as the keys are."""
+    experts = to_whole_number(expert)
     keys = {
         "tensor_parallel.autotp_size": tensor,
         "pipeline.stages": pipeline,
         "sequence_parallel_size": sequence,
         "expert_parallel.autoep_size": expert,
-        "expert_parallel.enabled": str(expert > 1).lower() if expert is not None else None,
+        "expert_parallel.enabled": str(experts > 1).lower() if type(experts) is int else None,
     }
     given = [f"{key}={value}" for key, value in keys.items() if value is not None]
     return [*overrides, *given] if given else overrides

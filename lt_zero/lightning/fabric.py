@@ -24,7 +24,7 @@ from lt_zero.checkpoint.native.save import FABRIC
 from lt_zero.checkpoint.open import load_same
 from lt_zero.comm.before_joining import met, watch_start
 from lt_zero.comm.launchers import refuse_own_launcher
-from lt_zero.comm.process_groups import begin_restarted, check_device, joining
+from lt_zero.comm.process_groups import begin_restarted, check_device, is_chosen, joining
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World, together
 from lt_zero.common import accelerator
@@ -204,6 +204,29 @@ class FabricZeroStrategy(DDPStrategy):
         if self.device_mesh is None:
             return super().distributed_sampler_kwargs
         return {"num_replicas": self.session.data_ranks, "rank": self.session.data_rank}
+
+    @override
+    def all_reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduce over the ranks that see different tokens, unless ``group`` says over which.
+
+        Raises:
+            ValueError: sequences are cut over ranks, and it is no mean; see parallel/reductions.py.
+        """
+        group = group if is_chosen(group) else self.session.group_of_reduction(reduce_op)
+        return super().all_reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the ranks that see different tokens, unless ``group`` says from which."""
+        return super().all_gather(tensor, group if is_chosen(group) else self.session.token_group, sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide over all ranks, also those that see the same data: all must go on in the same way."""
+        if self.session.mesh is None:
+            return super().reduce_boolean_decision(decision, all)
+        agreeing = super().all_reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
+        return int(agreeing) == self.world_size if all else bool(agreeing)
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -27,7 +28,7 @@ from lt_zero.comm.launchers import refuse_own_launcher
 from lt_zero.comm.process_groups import begin_restarted, check_device, joining
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
-from lt_zero.common.compat import before_distribution, set_device_mesh
+from lt_zero.common.compat import before_distribution, counts_batches, set_device_mesh
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import ignored_keys, tell_ignored
@@ -239,14 +240,20 @@ class ZeroStrategy(RunQueries):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks that see different tokens, unless ``group`` says over which; sums over data ranks.
+        """Reduce over the ranks that see different tokens, unless ``group`` says over which.
 
-        Sequence ranks have losses of whole sequences, and as many samples: each of these counts once in a sum.
+        Raises:
+            ValueError: sequences are cut over ranks, and it is no mean; see parallel/reductions.py.
         """
-        if group is None and self.session.mesh is not None:
-            sums = str(reduce_op).lower().endswith("sum")
-            group = self.session.data_group if sums else self.session.token_group
+        if group is None:
+            own = counts_batches(sys._getframe(1))
+            group = self.session.data_group if own else self.session.group_of_reduction(reduce_op)
         return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the ranks that see different tokens, unless ``group`` says from which."""
+        return super().all_gather(tensor, group if group is not None else self.session.token_group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -9,6 +9,8 @@ from lt_zero.parallel.pipeline.module import PipelineModule as PipelineModule
 from lt_zero.parallel.pipeline.specs import LayerSpec as LayerSpec
 from lt_zero.parallel.pipeline.specs import TiedLayerSpec as TiedLayerSpec
 from lt_zero.parallel.random import LocalRandom as LocalRandom
+from lt_zero.parallel.reductions import part_group as part_group
+from lt_zero.parallel.reductions import row_group as row_group
 from lt_zero.parallel.sequence.attention import sequence_attention as sequence_attention
 from lt_zero.parallel.sequence.batches import cut_batch as cut_batch
 from lt_zero.parallel.sequence.batches import cut_sequence as cut_sequence

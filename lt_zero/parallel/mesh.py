@@ -238,6 +238,11 @@ class ParallelMesh:
         self._shared: dict[tuple[frozenset[int], bool], ShardGroup] = {}  # by the stages, and whether it is cut
 
     @property
+    def data_group(self) -> Any:
+        """The ranks that see different data, and have the same parts of the model and of sequences."""
+        return self.device_mesh[DATA].get_group()
+
+    @property
     def tensor(self) -> DeviceMesh:
         """The ranks that have the other parts of this rank's tensors."""
         return self.device_mesh[TENSOR]

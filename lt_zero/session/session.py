@@ -28,10 +28,11 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.engine.same_on_ranks import compare_models
 from lt_zero.parallel.batches import check_same_batch
-from lt_zero.parallel.mesh import DATA, DeviceMesh, ParallelMesh, mesh_of
+from lt_zero.parallel.mesh import DeviceMesh, ParallelMesh, mesh_of
 from lt_zero.parallel.pipeline import position
 from lt_zero.parallel.pipeline.layers import join_pipelines
-from lt_zero.parallel.sequence.huggingface import attentions
+from lt_zero.parallel.reductions import group_of_reduction, reduce_over
+from lt_zero.parallel.sequence.huggingface import attentions, warn_of_caches
 from lt_zero.parallel.sequence.ranks import current, use
 from lt_zero.parallel.sequence.run import SequenceRun
 from lt_zero.planning.check import check_optimizers
@@ -114,12 +115,16 @@ class Session:
     @property
     def data_group(self) -> Any:
         """The ranks that see different data and have the same parts; None: all ranks."""
-        return self.mesh.device_mesh[DATA].get_group() if self.mesh is not None else None
+        return self.mesh.data_group if self.mesh is not None else None
 
     @property
     def token_group(self) -> Any:
         """The ranks that see other tokens, of other data or of another part of sequences; None: all ranks."""
         return self.mesh.token_group if self.mesh is not None else None
+
+    def group_of_reduction(self, reduce_op: Any) -> Any:
+        """``parallel.reductions.group_of_reduction`` for this run."""
+        return group_of_reduction(self.mesh, reduce_op)
 
     @property
     def engines(self) -> list[Engine]:
@@ -171,6 +176,7 @@ class Session:
             if self.mesh is not None and self.mesh.sequence is not None:
                 self.sequences = SequenceRun(self.mesh.sequence, self.mesh.sizes.tensor, self.mesh.sizes.pipeline)
         use(self.sequences.ranks if self.sequences is not None else None)
+        reduce_over(self.mesh)
         self._compared.clear()
         self.world.begin_run()
         return new
@@ -205,8 +211,9 @@ class Session:
         backward. Errors are those of ``shard``.
         """
         self._refuse_another()
-        # Here, because what a mesh cuts is not the same on all ranks any more.
-        self.compare_model(module)
+        if self.face is Face.FABRIC:
+            # Before a mesh cuts it. The other faces have compared it, as what is "auto" depends on it.
+            self.compare_model(module)
         join_pipelines(module, config.pipeline)
         if replace_reentrant_checkpoints(module) and training and self.world.rank == 0:
             Console().print("Activation checkpoints of transformers are run with use_reentrant=False.")
@@ -228,6 +235,8 @@ class Session:
             self.mesh.share_buffers(module)
         if training and self.world.rank == 0 and (line := advice_on_wire(engine, config)):
             Console().print(line)
+        if training and self.world.rank == 0:
+            warn_of_caches(module)
         if training:
             record(engine, len(self._engines), config, self.mesh.sizes.of_data_rank if self.mesh is not None else 1)
         self._engines.append(weakref.ref(engine))
@@ -404,6 +413,7 @@ class Session:
             position.leave()
             if self.sequences is not None and current() is self.sequences.ranks:
                 use(None)
+            reduce_over(None)
             self.world.end_run(leaves)
 
 

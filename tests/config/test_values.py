@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import lt_zero
-from lt_zero import ZeroStrategy
+from lt_zero import FabricZeroStrategy, ZeroStrategy
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.fields import Block, dotted_keys
 from lt_zero.config import ZeroConfig
@@ -160,3 +160,31 @@ def test_a_switch_is_no_number(value: bool) -> None:
             if not isinstance(got, Block):  # the value, or a block that false turns off
                 break
         assert got is None or got is value or not isinstance(got, (int, float)), key
+
+
+AXES = ("tensor", "pipeline", "sequence", "expert")
+
+
+def _axes(**sizes: Any) -> list[int]:
+    config = FabricZeroStrategy(stage=1, **{f"{axis}_parallel_size": size for axis, size in sizes.items()}).config
+    tensor, stages = config.tensor_parallel.autotp_size, config.pipeline.ranks
+    return [tensor, stages, config.sequence_parallel_size, config.expert_parallel.ranks]
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_sizes_of_axes_are_numbers_texts_or_0_for_off(axis: str) -> None:
+    for size in (2, "2"):
+        assert _axes(**{axis: size}) == [2 if each == axis else 1 for each in AXES]
+    for size in (0, "0", 1):
+        assert _axes(**{axis: size}) == [1] * 4
+    for size in (True, False, -1, 1.5, "some", ""):
+        with pytest.raises(ConfigError, match="whole number|greater than 0"):
+            _axes(**{axis: size})
+
+
+def test_a_size_of_one_byte_is_no_share() -> None:
+    for value, found in ((1, 1.0), ("0.5", 0.5), ("2B", 2), ("4GB", 4 * 10**9)):
+        block = ZeroConfig.of({"activation_checkpointing": {"memory_budget": value}}).activation_checkpointing
+        assert block.memory_budget == found
+    with pytest.raises(ConfigError, match='memory_budget="1B" is wrong'):
+        ZeroConfig.of({"activation_checkpointing": {"memory_budget": "1B"}})

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 import lt_zero
+from lt_zero import FabricZeroStrategy
 from lt_zero.common.errors import ConfigError
+from lt_zero.parallel import part_group, row_group
 from lt_zero.parallel.mesh import ParallelSizes
-from tests.support.lightning_tools import quick, sharded_trainer, single_trainer, trust
+from tests.support.lightning_tools import quick, sharded_trainer, single_trainer, torchrun_env, trust
 from tests.support.matrix import only, only_rows
 from tests.support.pool import Pool
 from tests.support.sequences import (
     LENGTH,
     ROWS,
     Block,
+    Decoder,
     Module,
     Rows,
     batch_of,
@@ -176,30 +183,107 @@ def test_parts_have_masks_of_their_own_and_data_is_drawn_alike(pool: Pool, tmp_p
 
 
 class Counting(Module):
+    """Logs what is known of parts and of whole rows in each way."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__(batches)
+        self.metric, self.rows = SumMetric(), SumMetric()
+
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        assert batch["input_ids"].shape == (ROWS, LENGTH // 2)
+        labelled = (batch["shift_labels"] != -100).sum().float()
         self.log("val", self.net(**batch), sync_dist=True)
+        how: dict[str, Any] = {"sync_dist": True, "batch_size": ROWS}
+        for operation in ("sum", "min", "max"):
+            self.log(operation, labelled, reduce_fx=operation, sync_dist_group=part_group(), **how)
+        self.log("rows", float(ROWS), reduce_fx="sum", sync_dist_group=row_group(), **how)
+        self.metric(labelled)
+        self.log("metric", self.metric)
+        self.rows.process_group = row_group()
+        self.rows(float(ROWS))
+        self.log("rows_metric", self.rows)
+        if batch_idx == 0:
+            self.log("gathered", self.all_gather(labelled).sum())
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        # Each data rank has other batches: Lightning divides them.
         return DataLoader(Rows(4), batch_size=1, collate_fn=first)
 
 
-def _metrics() -> tuple[float, float, float]:
+def _metrics() -> tuple[list[int], dict[str, float]]:
     module = Counting(2)
     trainer = sharded_trainer(1, config=keys_of(2), max_epochs=1)
     trainer.fit(module)
-    logged = trainer.callback_metrics
-    return float(logged["loss"]), float(logged["count"]), float(logged["val"])
+    return module.lengths, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def test_means_are_of_all_tokens_and_sums_count_data_ranks(pool: Pool) -> None:
+def test_means_are_of_all_tokens_and_sums_say_of_what(pool: Pool) -> None:
     module = Module(2)
     with torch.no_grad():
         want = torch.stack([module.net(**whole(batch_of(number))) for number in range(2)]).mean()
-    for loss, count, val in pool.run(4, _metrics):
-        close(loss, float(want))
-        assert count == 2 * ROWS, "samples of two data ranks"
-        assert 0 < val < loss + 1
+    labels = [(whole(batch_of(number))["shift_labels"] != -100) for number in range(4)]
+    parts = [int(part.sum()) for each in labels for part in each.chunk(2, dim=1)]
+    whole_rows = sum(parts)
+    for lengths, logged in pool.run(4, _metrics):
+        assert lengths == [LENGTH // 2]
+        close(logged["loss"], float(want))
+        assert 0 < logged["val"] < logged["loss"] + 1
+        assert logged["count"] == 2 * ROWS, "samples of two data ranks"
+        assert logged["tokens"] == 2 * ROWS * LENGTH, "tokens of two data ranks, a half on each sequence rank"
+        assert logged["rows"] == logged["rows_metric"] == 4 * ROWS
+        assert logged["sum"] == logged["metric"] == whole_rows
+        assert (logged["min"], logged["max"]) == (min(parts), max(parts))
+        assert logged["gathered"] == sum(parts[:4]), "the first batches of two data ranks"
+
+
+class Guessing(Module):
+    """Logs a number without saying of what."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__(2)
+        self.operation = operation
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("guessed", 1.0, sync_dist=True, reduce_fx=self.operation)
+        return loss
+
+
+def _guesses() -> list[str]:
+    """The errors of a Trainer and of Fabric; each rank has the same value, by which nothing is decided."""
+    found = []
+    for operation in ("sum", "max"):
+        with quick(), pytest.raises(ValueError, match="whole rows") as caught:
+            sharded_trainer(1, config=keys_of(2), max_epochs=1).fit(Guessing(operation))
+        found.append(str(caught.value))
+    os.environ.update(torchrun_env())
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricZeroStrategy(sequence_parallel_size=2))
+    fabric.launch()
+    one, operations = torch.ones(()), ("sum", dist.ReduceOp.MIN)
+    for reduce_op in operations:
+        with pytest.raises(ValueError, match="whole rows") as caught:
+            fabric.all_reduce(one, reduce_op=reduce_op)  # type: ignore[arg-type]
+        found.append(str(caught.value))
+    assert float(fabric.all_reduce(one.clone(), reduce_op="mean")) == 1
+    assert float(fabric.all_reduce(one.clone(), part_group(), "sum")) == 2
+    assert float(fabric.all_reduce(one.clone(), row_group(), "sum")) == 1
+    assert torch.as_tensor(fabric.all_gather(one)).shape == (2,)
+    assert not fabric.strategy.reduce_boolean_decision(dist.get_rank() == 0)
+    net = Decoder()
+    config = keys_of(2, train_micro_batch_size_per_gpu=ROWS, zero_optimization={"stage": 1})
+    engine, *_ = lt_zero.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=config)
+    assert engine(**batch_of(0)).isfinite(), "forward needs what the cut adds: positions, and shift_labels of labels"
+    assert engine(batch_of(0)["input_ids"], shift_labels=whole(batch_of(0))["shift_labels"]).isfinite()
+    with pytest.raises(TypeError, match="mistyped"):
+        engine(**batch_of(0), mistyped=None)
+    return found
+
+
+def test_a_sum_that_does_not_say_of_what_is_refused(pool: Pool) -> None:
+    for errors in pool.run(2, _guesses):
+        for operation, text in zip(("sum", "max", "sum", "min"), errors, strict=True):
+            assert f"sequence_parallel_size=2: a {operation} over ranks" in text
+            for name in ("token_mean", f"{operation.title()}Metric", "part_group()", "row_group()"):
+                assert name in text
 
 
 def test_sequence_ranks_are_neighbours_that_see_the_same_data() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import lt_zero
 from lt_zero.common.errors import ConfigError
-from lt_zero.parallel.sequence.huggingface import switch
+from lt_zero.parallel.sequence.huggingface import switch, warn_of_caches
 from tests.support.lightning_tools import sharded_trainer, single_trainer
 from tests.support.matrix import only_rows
 from tests.support.parity import OPTIMIZERS
@@ -299,6 +300,16 @@ def _mistakes() -> list[str]:
         engine.destroy()
 
     batch = plain(0)
+
+    def generates(engine: Any) -> None:
+        """Of a prompt that is as long as a part, so that its first call has no other sign."""
+        with torch.no_grad():
+            engine.eval()
+            engine(**batch)
+            prompt = batch["input_ids"][:, : LENGTH // 2]
+            engine.module.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1)
+
+    error(generates)
     error(lambda engine: engine.module(**batch))
     error(lambda engine: engine.backward(engine(**batch).loss), "bert", **BERT)
     error(lambda engine: engine(**batch, past_scores=torch.zeros(2, LENGTH)))
@@ -306,7 +317,55 @@ def _mistakes() -> list[str]:
 
 
 def test_whole_batches_are_an_error(pool: Pool) -> None:
-    whole, own, unknown = pool.run(2, _mistakes)[0]
+    generated, whole, own, unknown = pool.run(2, _mistakes)[0]
+    assert "generate() was called inside of a run whose sequences are cut" in generated
     assert "the model got 12 tokens, but no batch was cut" in whole
     assert "BertForMaskedLM has computed a loss, but as a mean over the tokens of each rank" in own
     assert "'past_scores' of shape [2, 12] may have a value for each token" in unknown
+
+
+# ---- packed rows, and a cache ----------------------------------------------------------------------------------------
+
+
+def with_cache(number: int) -> dict[str, Any]:
+    """Packed rows with what is on by default."""
+    return {key: value for key, value in packed(number).items() if key != "use_cache"}
+
+
+def _told(call: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in caught if "use_cache" in str(each.message)]
+
+
+def test_a_cache_that_mixes_up_the_sequences_of_a_row_is_told_of() -> None:
+    """With it transformers makes no mask that keeps them apart."""
+    models = {batch: build("llama").train() for batch in (with_cache, packed, plain)}
+    for model in models.values():
+        warn_of_caches(model)
+    told = {batch: _told(lambda batch=batch, model=model: model(**batch(0))) for batch, model in models.items()}  # type: ignore[misc]
+    assert told[packed] == told[plain] == []
+    assert "lets the sequences of a row see each other. Set model.config.use_cache=False" in told[with_cache][0]
+    model = models[with_cache]
+    assert not _told(lambda: model(**with_cache(0))), "once"
+    batch, places = with_cache(0), packed(0)["position_ids"][0]
+    last = {"input_ids": batch["input_ids"][:, places[:5].numel() :]}
+    with torch.no_grad():
+        alone = model(**last, use_cache=False).logits
+        torch.testing.assert_close(model(**packed(0)).logits[:, 5:], alone, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(model(**batch).logits[:, 5:], alone, atol=1e-3), "what the warning says"
+
+
+def _cached_parts() -> list[str]:
+    model = build("llama")
+    config = {"sequence_parallel_size": 2, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+    engine, *_ = lt_zero.initialize(model=model, optimizer=OPTIMIZERS["sgd"](model.parameters()), config=config)
+    return _told(lambda: engine(**with_cache(0)))
+
+
+def test_sequence_ranks_tell_of_the_cache_once(pool: Pool) -> None:
+    first, other = pool.run(2, _cached_parts)
+    assert len(first) == 1
+    assert "without sequence_parallel_size, which keeps them apart" in first[0]
+    assert not other

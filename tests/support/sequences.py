@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
-from lt_zero.parallel import sequence_attention, token_mean
+from lt_zero.parallel import part_group, row_group, sequence_attention, token_mean
 from lt_zero.parallel.sequence.batches import Takes, cut_for, last_layout, model_takes
 from lt_zero.parallel.sequence.ranks import SequenceRanks, use
 from tests.support.lightning_tools import sharded_trainer, single_trainer, torchrun_env
@@ -112,7 +112,9 @@ class Module(pl.LightningModule):
         loss: Tensor = self.net(**batch)
         self.losses.append(float(loss))
         self.log("loss", loss, sync_dist=True)
-        self.log("count", float(ROWS), sync_dist=True, reduce_fx="sum", batch_size=ROWS)
+        how: dict[str, Any] = {"sync_dist": True, "reduce_fx": "sum", "batch_size": ROWS}
+        self.log("count", float(ROWS), sync_dist_group=row_group(), **how)
+        self.log("tokens", float(batch["input_ids"].numel()), sync_dist_group=part_group(), **how)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -37,6 +37,7 @@ from lt_zero.common.compat.of_lightning import SignalOverride as SignalOverride
 from lt_zero.common.compat.of_lightning import announce_compute_dtype as announce_compute_dtype
 from lt_zero.common.compat.of_lightning import announce_device as announce_device
 from lt_zero.common.compat.of_lightning import asked_precision as asked_precision
+from lt_zero.common.compat.of_lightning import counts_batches as counts_batches
 from lt_zero.common.compat.of_lightning import is_default_logger as is_default_logger
 from lt_zero.common.compat.of_lightning import is_plain_closure as is_plain_closure
 from lt_zero.common.compat.of_lightning import logged_step as logged_step

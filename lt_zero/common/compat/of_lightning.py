@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,6 +120,14 @@ class SignalOverride:
 
 def _bare_object(cls: Any) -> Any:
     return cls.__new__(cls)
+
+
+def counts_batches(frame: FrameType) -> bool:
+    """True if ``frame`` is where Lightning adds up the lengths of the ranks' loaders, which may not all be 0."""
+    return frame.f_code.co_name == "has_len_all_ranks" and frame.f_globals.get("__name__") == _COUNTS_BATCHES
+
+
+_COUNTS_BATCHES = "lightning.pytorch.utilities.data"
 
 
 def logged_step(trainer: Any) -> int:

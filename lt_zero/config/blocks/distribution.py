@@ -39,7 +39,20 @@ def _regex(value: str) -> str:
     return value
 
 
-one_if_zero = BeforeValidator(lambda value: 1 if type(value) is int and value == 0 else value)
+def _one_if_zero(value: Any) -> Any:
+    """0 ranks along an axis, which turn it off, are 1; any other value stays as it is."""
+    number = to_whole_number(value)
+    return 1 if type(number) is int and number == 0 else value
+
+
+def _stages(value: Any) -> Any:
+    number = _one_if_zero(to_whole_number(value))
+    if number != "auto" and (type(number) is not int or number < 1):
+        raise ValueError('it is neither "auto" nor a whole number of ranks, such as 2; 0 or 1: none')
+    return number
+
+
+one_if_zero = BeforeValidator(_one_if_zero)
 
 
 # ---- ZeRO and offload ------------------------------------------------------------------------------------------------
@@ -329,7 +342,7 @@ class PartitionConfig(Block):
 class TensorParallel(Block):
     """The ``tensor_parallel`` block: ranks that have parts of each layer."""
 
-    autotp_size: Annotated[int, BeforeValidator(to_whole_number), Field(gt=0, strict=True), one_if_zero] = key(
+    autotp_size: Annotated[Positive, one_if_zero] = key(
         1, "ranks that share the tensors of each layer, and see the same data; they divide all ranks (DeepSpeed: 0)"
     )
     partition_config: PartitionConfig | None = key(
@@ -344,7 +357,7 @@ class ExpertParallel(Block):
     """The ``expert_parallel`` block: ranks that have some of a layer's experts each, and see different data."""
 
     enabled: bool = key(False, "put the experts of lt_zero.parallel.Experts on autoep_size ranks")
-    autoep_size: Annotated[Positive, BeforeValidator(to_whole_number)] = key(
+    autoep_size: Annotated[Positive, one_if_zero] = key(
         1, "ranks that share the experts of each layer; they divide the data ranks and the number of experts"
     )
 
@@ -386,7 +399,7 @@ def _partition_method(value: Any) -> Any:
 class PipelineParallel(Block):
     """The ``pipeline`` block: ranks that have some of a model's layers each, one after the other."""
 
-    stages: Literal["auto"] | Annotated[Positive, one_if_zero] = key(
+    stages: Annotated[Literal["auto"] | Positive, BeforeValidator(_stages)] = key(
         "auto", "ranks that have layers after each other, and see the same data; auto: as the model says, or 1"
     )
     partition_method: Annotated[str, BeforeValidator(_partition_method)] = key(

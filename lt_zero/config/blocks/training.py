@@ -132,7 +132,9 @@ def _memory_budget(value: Any) -> Any:
     number = to_number(value)
     if isinstance(number, str):
         with suppress(ConfigError):
-            return parse_bytes(number, "memory_budget")
+            nbytes = parse_bytes(number, "memory_budget")
+            if nbytes > 1:  # 1 is the share of all memory
+                return nbytes
         raise ValueError("it is no size; write a share of the memory without recomputation, such as 0.5, or 4GB")
     if number is None:
         return None

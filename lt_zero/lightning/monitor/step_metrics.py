@@ -27,6 +27,7 @@ from lt_zero.lightning.monitor.flops import FlopCount
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.setup import RunSnapshot
 from lt_zero.session.gradient_noise import GradientNoise
+from lt_zero.session.session import Session
 
 
 class RunObserver:
@@ -227,7 +228,9 @@ class StepPrinter(RunObserver):
         sums = torch.tensor([float(count) for count in counts], dtype=torch.float64, device=device)  # 1D
         if self._loss is not None:
             sums[0] = self._loss / self._losses
-        sums = trainer.strategy.reduce(sums, reduce_op="sum")
+        session: Session = cast(Any, trainer.strategy).session
+        # Ranks that see the same data have equal counts of it, which are of whole rows.
+        sums = trainer.strategy.reduce(sums, session.data_group, reduce_op="sum")
         # Collective if the device has a skip flag.
         skipped = plugin.skipped_steps
         noise = self._noise.read() if self._noise is not None else None
@@ -238,7 +241,7 @@ class StepPrinter(RunObserver):
                 "loss": loss / losses if losses else None,
                 "loss_scale": plugin.loss_scale if plugin.scaler is not None else None,
                 "skipped_steps": skipped if plugin.loss_scale_controller.checks else None,
-                "samples_per_s": total / seconds if seconds and counted == world else None,
+                "samples_per_s": total / seconds if seconds and counted == session.data_ranks else None,
                 "tflops": operations / world / seconds / 1e12 if seconds and known == world else None,
                 "memory_gb": memory_gb(device),
                 "gradient_noise_scale": noise,

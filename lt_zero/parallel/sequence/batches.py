@@ -209,7 +209,7 @@ def cut_entries(
     length = _length_of(batch, ranks, module)
     entries = dict(batch)
     added = -length % ranks.multiple
-    sequences = _sequences(entries.get(_POSITIONS)) if entries.get(_MASK) is None else None
+    sequences = sequences_of(entries.get(_POSITIONS)) if entries.get(_MASK) is None else None
     if sequences is not None and not takes.masks:
         raise ConfigError.about(
             SIZE,
@@ -289,7 +289,7 @@ def _rows_of(entries: Mapping[str, Any]) -> tuple[int, torch.device]:
     return tokens.shape[0], tokens.device
 
 
-def _sequences(positions: Any) -> Tensor | None:
+def sequences_of(positions: Any) -> Tensor | None:
     """The numbers of sequences in rows, [batch, length], by positions that begin anew; None: a row is one sequence."""
     if not isinstance(positions, Tensor) or positions.dim() != 2:
         return None

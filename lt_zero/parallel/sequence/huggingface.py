@@ -12,6 +12,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.module_hooks import Hook, ProcessLocal
+from lt_zero.common.users_code import warn
 from lt_zero.parallel.sequence.attention import sequence_attention
-from lt_zero.parallel.sequence.batches import IGNORED, SIZE, Takes, last_layout
+from lt_zero.parallel.sequence.batches import IGNORED, SIZE, Takes, last_layout, sequences_of
 from lt_zero.parallel.sequence.loss import token_mean
 from lt_zero.parallel.sequence.ranks import SequenceRanks, current
 
@@ -70,6 +73,44 @@ def attentions(module: nn.Module) -> dict[str, str]:
     """The implementations of attention of the models of transformers in a module, which may depend on the machine."""
     found = [(type(model).__name__, getattr(model.config, "_attn_implementation", None)) for model in models_of(module)]
     return {f"attn_implementation of {kind} {number}": str(chosen) for number, (kind, chosen) in enumerate(found)}
+
+
+def warn_of_caches(module: nn.Module) -> None:
+    """Let models of transformers warn at their first forward of training if a cache mixes up sequences in a row."""
+    for model in models_of(module):
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            _CacheWarning(model)
+
+
+class _CacheWarning(ProcessLocal):
+    """Warns of packed rows and a cache, with which transformers makes no mask that keeps their sequences apart."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._handle = model.register_forward_pre_hook(Hook(self.examine), with_kwargs=True)
+
+    def examine(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not model.training:
+            return
+        self._handle.remove()
+        cached = kwargs.get("use_cache")
+        cached = getattr(model.config, "use_cache", False) if cached is None else cached
+        if not cached or getattr(model, "is_gradient_checkpointing", False):  # which turns caches off
+            return
+        ranks = current()
+        if ranks is None:
+            alone = kwargs.get("attention_mask") is None
+            packed = alone and sequences_of(kwargs.get("position_ids")) is not None
+            what = "lets the sequences of a row see each other"
+        else:
+            layout = last_layout(ranks)
+            packed = layout is not None and layout.sequences is not None
+            what = f"lets the sequences of a row see each other without {SIZE}, which keeps them apart"
+        if packed:
+            warn(
+                f"Rows hold several sequences (position_ids begin anew), and {type(model).__name__} has a cache "
+                f"(use_cache=True, transformers' default), with which it {what}. Set model.config.use_cache=False for "
+                "training: each sequence then sees itself only, with any number of ranks."
+            )
 
 
 def switch(module: nn.Module, ranks: SequenceRanks, tensor: int = 1) -> Takes:
@@ -250,6 +291,12 @@ def whole_mask(
     if ranks is None:
         offsets = {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask}
         return function(q_length=q_length, kv_length=kv_length, **offsets, **given, **place)
+    if not torch.compiler.is_compiling() and _generates():
+        raise ValueError(
+            f"{SIZE}={ranks.size}: generate() was called inside of a run whose sequences are cut: a rank has a part of "
+            "each row, and no keys of earlier calls. Generate outside of the run, with the exported weights or "
+            f"lt_zero.inference, or validate without {SIZE}."
+        )
     layout, length = last_layout(ranks), q_length * ranks.size
     if layout is None or layout.length != length:
         part = "no batch was cut" if layout is None else f"a part of the last batch has {layout.length // ranks.size}"
@@ -269,6 +316,16 @@ def whole_mask(
         place |= {name: False for name in place if name in ("allow_is_causal_skip", "allow_is_bidirectional_skip")}
     mask = attention_mask if layout.padded else None
     return function(q_length=length, kv_length=length, attention_mask=mask, **given, **place)
+
+
+def _generates() -> bool:
+    """True if a model of transformers is called to generate."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("transformers.generation"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _inside_of_sequences(base: str, function: Any, sequences: Tensor, config: Any) -> Callable[..., Any]:

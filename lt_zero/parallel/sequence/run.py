@@ -70,10 +70,13 @@ class SequenceRun:
             ConfigError: it is unknown how to cut them, or the module takes no positions.
         """
         signature = inspect.signature(module.forward)
-        bound = signature.bind(*args, **kwargs).arguments
         kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
         more = [name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD]
-        given = {name: value for name, value in bound.items() if name not in more}
+        # In part, since the cut adds positions, and makes shift_labels of labels, which the module need not take.
+        others = {name: value for name, value in kwargs.items() if name not in kinds and not more}
+        named = {name: value for name, value in kwargs.items() if name not in others}
+        bound = signature.bind_partial(*args, **named).arguments
+        given = {name: value for name, value in bound.items() if name not in more} | others
         for name in more:
             given |= bound.get(name, {})
         if any(
@@ -82,7 +85,8 @@ class SequenceRun:
             text = f"{SIZE}: {type(module).__name__}.forward has inputs without names, which cannot be cut"
             raise ConfigError.about(SIZE, f"{text}. Cut them before, with lt_zero.parallel.cut_sequence.")
         cut = self.cut(given, module)
-        if unknown := [name for name in cut if name not in kinds and not more]:
+        # What the caller has passed by a name that the module does not know, the call itself refuses.
+        if unknown := [name for name in cut if name not in kinds and name not in others and not more]:
             raise ConfigError.about(
                 SIZE,
                 f"{SIZE}: {type(module).__name__}.forward takes no {unknown[0]!r}, which a part of a sequence needs. "
