@@ -41,9 +41,11 @@ from lt_zero.checkpoint.native.load import (
     check_schedule,
     engine_of,
     load_module,
+    renamed,
     require_training_state,
     restore_weights,
     trained_weights,
+    with_names,
 )
 from lt_zero.checkpoint.native.pieces import (
     full_optimizer_state,
@@ -90,6 +92,8 @@ class CheckpointService:
         self._synchronous = False  # see ``foreground``
         self._deferred: tuple[Mapping[str, Any], bool, list[str]] | None = None  # See Note [Life of a restore]
         self._early: dict[str, tuple[Any, Tensor]] = {}  # loaded value and module's: Note [Callbacks that restore]
+        self._opened: dict[str, Any] = {}  # the state dict of a directory, until hooks have had it
+        self._renamed: dict[str, str | None] = {}  # names that a hook has changed in it
         self._compared = False  # whether the ranks know of each other what they open in this run
         self._directories = False  # whether checkpoints are directories
 
@@ -106,13 +110,18 @@ class CheckpointService:
     # ---- collecting ----------------------------------------------------------------------------------------------
 
     def model_state(self, run: RunSnapshot) -> dict[str, Any]:
-        """The module's state dict: fragments on all ranks, or full tensors on rank 0 and {} elsewhere. Collective."""
+        """The module's state dict: fragments on all ranks, or full tensors on rank 0 only. Collective.
+
+        Other ranks have tensors without values (on the meta device) in their place, for hooks that look at names,
+        shapes and dtypes, or change the names.
+        """
         engine = run.engine
         run.loss_scale.read_skip_flag()  # schedules are saved next
         if (average := average_of(engine)) is not None:
             average.drop_if_outdated()
         self._frozen = frozen_names(engine, leave_out=not run.config.checkpoint.save_frozen)
-        return weights_to_save(engine, self._frozen, sharded=self._directories)
+        state = weights_to_save(engine, self._frozen, sharded=self._directories)
+        return state if self._directories else _without_values(run, state)
 
     def add_trained(self, run: RunSnapshot, checkpoint: dict[str, Any]) -> None:
         """Add the trained weights to a checkpoint with averages in its state dict. Collective."""
@@ -239,6 +248,7 @@ class CheckpointService:
         # The checkpoint may be the one that is being written in the background.
         self.wait(run)
         self._deferred, self._early = None, {}
+        self._opened, self._renamed = {}, {}
         self._compared = True
 
         def read() -> tuple[dict[str, Any], Callable[[], Identity]]:
@@ -257,6 +267,8 @@ class CheckpointService:
             return found, partial(of_content, found, file)
 
         opened = load_same(run.world, path, read)
+        if is_directory(path):  # the states of its optimizers have names
+            self._opened = dict(opened["state_dict"])
         fits = run.trainer is not None and run.trainer.state.fn == TrainerFn.FITTING
         if fits and run.rank == 0 and "last" in Path(path).stem and not is_url(path):
             tell_of_newer(path, opened.get("global_step"))
@@ -294,7 +306,8 @@ class CheckpointService:
         with run.agree("reading what a hook has taken from the checkpoint", CheckpointError):
             read_now(module)
         fits = run.trainer is not None and run.trainer.state.fn == TrainerFn.FITTING
-        state: Mapping[str, Any] = trained_weights(checkpoint) if fits else checkpoint["state_dict"]
+        self._renamed, self._opened = renamed(self._opened, checkpoint["state_dict"]), {}
+        state: Mapping[str, Any] = trained_weights(checkpoint, self._renamed) if fits else checkpoint["state_dict"]
         left_out = list(checkpoint.get(LT_ZERO, {}).get("frozen_left_out", []))
         owners = {id(owner): owner for owner in map(owner_of, module.parameters()) if owner is not None}
         for owner in owners.values():
@@ -333,7 +346,8 @@ class CheckpointService:
 
     def load_optimizers(self, run: RunSnapshot, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states and the position in the data. Collective."""
-        states, world, how = checkpoint["optimizer_states"], run.engine.world, run.config.checkpoint
+        states = [with_names(state, self._renamed) for state in checkpoint["optimizer_states"]]
+        world, how = run.engine.world, run.config.checkpoint
         running = run.trainer.lr_scheduler_configs if run.trainer is not None else []
         for state, config in zip(checkpoint.get("lr_schedulers", ()), running, strict=False):
             check_schedule(state, config.scheduler, checkpoint.get(LT_ZERO, {}).get("path") or "The checkpoint")
@@ -353,6 +367,25 @@ class CheckpointService:
         pairs = dict(enumerate(zip(run.optimizers, states, strict=True)))
         with progress_bar("Loading optimizer states", total, rank=world.rank) as work:
             restore_optimizers(run.engine, pairs, tick=work.advance)
+
+
+def _without_values(run: RunSnapshot, state: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's state dict; on other ranks tensors without values stand for its own. Collective."""
+    specs = {
+        name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value for name, value in state.items()
+    }
+    found: dict[str, Any] = run.engine.world.host_broadcast(specs, "names of the state dict")
+    if run.rank == 0:
+        return state
+    return {
+        name: torch.empty(spec[0], dtype=spec[1], device="meta") if _is_spec(spec) else spec
+        for name, spec in found.items()
+    }
+
+
+def _is_spec(value: Any) -> bool:
+    """True for what ``_without_values`` sends in place of a tensor."""
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], torch.dtype)
 
 
 def _remove(run: RunSnapshot, path: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -10,10 +12,12 @@ import torch
 from omegaconf import OmegaConf
 
 from lt_zero.checkpoint.native.load import as_lightning
+from lt_zero.checkpoint.native.plain import has_missing
 from lt_zero.checkpoint.native.save import LT_ZERO
 from lt_zero.checkpoint.open import open_source
 from lt_zero.common.arguments import expect, expect_path
 from lt_zero.common.compat import module_from_checkpoint
+from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.lazy_tensor import read_now
 
 Module = TypeVar("Module", bound=pl.LightningModule)
@@ -40,7 +44,8 @@ def load_from_checkpoint(
     Weights are read one by one into the module, which is the only copy in memory.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged; or a hyper-parameter was left out because it has no
+            plain form.
         RuntimeError: names or shapes do not agree, or frozen parameters were not saved.
     """
     expect(cls, type, "lt_zero.load_from_checkpoint(cls=...)", "pass the class of the module first, then the path")
@@ -53,6 +58,13 @@ def load_from_checkpoint(
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = hparams = OmegaConf.create(dict(hparams))
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hparams)
     hparams.update(kwargs)
+    if left_out := _left_out(cls, checkpoint):
+        names = ", ".join(left_out)
+        raise CheckpointError(
+            f"{path}: {cls.__name__} was made with objects in {names}, which have no plain form and are unpickled only "
+            f"if you say so. Pass weights_only=False to lt_zero.load_from_checkpoint if you trust the checkpoint, or "
+            f"{left_out[0]}=... in their place."
+        )
     if (missing := own.get("frozen_left_out")) and strict is not False:
         names = f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
         raise RuntimeError(
@@ -62,3 +74,14 @@ def load_from_checkpoint(
     module: Module = module_from_checkpoint(cls, checkpoint, strict, kwargs)
     read_now(module)
     return module.to(map_location) if map_location is not None else module
+
+
+def _left_out(cls: type[pl.LightningModule], checkpoint: Mapping[str, Any]) -> list[str]:
+    """The hyper-parameters that ``cls`` would get with a text in place of what has no plain form."""
+    accepted = inspect.signature(cls.__init__).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    whole = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME) in accepted  # one parameter gets all of them
+    hparams = checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY]
+    return [
+        str(name) for name, value in hparams.items() if (anything or whole or name in accepted) and has_missing(value)
+    ]

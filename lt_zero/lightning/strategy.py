@@ -514,7 +514,7 @@ class ZeroStrategy(RunQueries):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Fragments on all ranks, or (full checkpoints) the full state dict on rank 0 and {} elsewhere. Collective."""
+        """Fragments on all ranks, or (full checkpoints) the full state dict; only rank 0 has values. Collective."""
         if self._engine is None or not self._engine.attached or self._engine.root is not self.lightning_module:
             return super().lightning_module_state_dict()
         self._engine.world.roll_call("Trainer.save_checkpoint")  # Lightning calls this first

@@ -19,7 +19,7 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.plain import MISSING
 from lt_zero.engine.lazy_tensor import LazyTensor
 from tests.support.checkpoint_tools import SHARDED, error_of, everything, resume, same, train
-from tests.support.lightning_tools import GPT, sharded_trainer, weights
+from tests.support.lightning_tools import FULL, GPT, sharded_trainer, weights
 from tests.support.matrix import only
 from tests.support.pool import Pool
 
@@ -147,6 +147,91 @@ def _renaming(folder: str) -> None:
 
 def test_renaming_by_hooks(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _renaming, str(tmp_path))
+
+
+class NewNames(GPT):
+    """A model whose parameters have other names now, two of them exchanged, and which maps those of old checkpoints."""
+
+    def __init__(self, passes_on: bool = True) -> None:
+        super().__init__(dist.get_world_size(), "adamw")
+        self.passes_on = passes_on
+        self.heat = self.temperature
+        del self.temperature
+        blocks = self.net.blocks
+        blocks[0], blocks[1] = blocks[1], blocks[0]
+
+    @property
+    def temperature(self) -> Any:
+        return self.heat
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        exchanged = {"net.blocks.0.": "net.blocks.1.", "net.blocks.1.": "net.blocks.0.", "temperature": "heat"}
+        state = {}
+        for name, value in checkpoint["state_dict"].items():
+            start = next((old for old in exchanged if name.startswith(old)), "")
+            state[exchanged.get(start, "") + name.removeprefix(start)] = value if self.passes_on else value * 1
+        checkpoint["state_dict"] = state
+
+
+def _new_names(folder: str) -> None:
+    """The states of optimizers follow the names that a hook gives to the weights."""
+    options: dict[str, Any] = {"config": SHARDED, "callbacks": [lt_zero.EMA(0.9)]}
+    trainer = train(3, **options)
+    want = everything(trainer)
+    trainer.save_checkpoint(f"{folder}/before")
+    got, _ = resume(f"{folder}/before", 2, NewNames(), callbacks=[lt_zero.EMA(0.9)])
+    if dist.get_rank() == 0:
+        assert torch.equal(got["weights"]["heat"], want["weights"]["temperature"])
+        one = got["weights"]["net.blocks.1.up.weight"]
+        assert torch.equal(one, want["weights"]["net.blocks.0.up.weight"])
+
+    def moments(found: Any) -> list[float]:
+        states = found["optimizers"][0]["state"].values()
+        return sorted(float(state["exp_avg"].double().norm()) for state in states)
+
+    if dist.get_rank() == 0:
+        assert moments(got) == moments(want), "each moment once"
+        number = [name for name, _ in NewNames().named_parameters()].index("net.blocks.1.up.weight")
+        before = [name for name, _ in GPT().named_parameters()].index("net.blocks.0.up.weight")
+        state, saved = (found["optimizers"][0]["state"] for found in (got, want))
+        assert torch.equal(state[number]["exp_avg"], saved[before]["exp_avg"]), "that of the renamed weight"
+    text = error_of(resume, f"{folder}/before", 2, NewNames(passes_on=False))
+    assert "only in the model: heat" in text
+
+
+def test_optimizer_states_follow_renamed_weights(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _new_names, str(tmp_path))
+
+
+def _full(stage: int, folder: str) -> None:
+    """A hook may look at the state dict on every rank, and change its names; rank 0 has the values."""
+    seen: dict[str, Any] = {}
+
+    def look(checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        seen.update({name: (value.shape, value.dtype) for name, value in state.items()})
+        if dist.get_rank() != 0:
+            with pytest.raises(RuntimeError, match=r"[Mm]eta"):
+                float(state["temperature"].sum())
+        checkpoint["state_dict"] = {f"new.{name}": value for name, value in state.items()}
+        checkpoint["copies"] = {name: value.clone() for name, value in state.items()}
+
+    trainer = train(stage, Hooked(look), config=FULL)
+    want = everything(trainer)["weights"]
+    trainer.save_checkpoint(f"{folder}/full.ckpt")
+    names = set(GPT().state_dict())
+    assert set(seen) == names
+    if dist.get_rank() == 0:
+        assert seen == {name: (value.shape, value.dtype) for name, value in want.items()}
+        found = torch.load(f"{folder}/full.ckpt", weights_only=True)
+        for name, value in want.items():
+            assert torch.equal(found["state_dict"][f"new.{name}"], value)
+            assert torch.equal(found["copies"][name], value)
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_hooks_on_full_state_dicts(pool: Pool, tmp_path: Path, stage: int) -> None:
+    pool.run(2, _full, stage, str(tmp_path))
 
 
 def _on_one_rank(folder: str) -> list[str]:

@@ -20,12 +20,14 @@ import pytest
 import torch
 from omegaconf import MISSING as NOT_GIVEN
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
+import lt_zero
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.plain import MISSING, Key, described, described_keys, restore, to_plain, unknown
+from lt_zero.common.errors import CheckpointError
 from tests.support.checkpoint_tools import error_of
 from tests.support.lightning_tools import GPT, sharded_trainer, trust
 from tests.support.matrix import only
@@ -455,3 +457,57 @@ def test_hyperparameters_of_omegaconf_through_both_formats(pool: Pool, tmp_path:
         assert found["hyper_parameters"] == {"base": 0.5, "lr": 0.5}
         assert found["lt_zero"]["hparams"] == "omegaconf"
     assert Plain.load_from_checkpoint(tmp_path / "full.ckpt", weights_only=True, cfg={}).layer.weight.shape == (2, 2)
+
+
+class Act:
+    """An object of the user's, without a plain form."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+class WithObjects(pl.LightningModule):
+    def __init__(self, width: int = 2, act: Any = None, options: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer, self.act, self.options = nn.Linear(2, width), act, options
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.act(self.layer(batch)).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    train_dataloader = Plain.train_dataloader
+
+
+class Fewer(WithObjects):
+    """Takes no objects."""
+
+    def __init__(self, width: int = 2) -> None:
+        super().__init__(width)
+
+
+def _objects(folder: str) -> None:
+    trainer = sharded_trainer(1, config={"checkpoint": {"format": "sharded"}}, max_steps=1)
+    trainer.fit(WithObjects(3, Act(), {"inner": [Act()]}))
+    trainer.save_checkpoint(f"{folder}/one")
+
+
+def test_a_module_gets_no_text_in_place_of_an_object(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, _objects, str(tmp_path))
+    path = tmp_path / "one"
+    with pytest.raises(
+        CheckpointError, match="with objects in act, options, .* weights_only=False .* or act="
+    ) as caught:
+        lt_zero.load_from_checkpoint(WithObjects, path)
+    assert "WithObjects" in str(caught.value)
+    with pytest.raises(CheckpointError, match="with objects in options"):
+        lt_zero.load_from_checkpoint(WithObjects, path, act=Act())
+    given = lt_zero.load_from_checkpoint(WithObjects, path, act=Act(), options={})
+    assert type(given.act) is Act
+    assert given.layer.weight.shape == (3, 2)
+    trusted = lt_zero.load_from_checkpoint(WithObjects, path, weights_only=False)
+    assert type(trusted.act) is Act
+    assert type(trusted.options["inner"][0]) is Act
+    assert lt_zero.load_from_checkpoint(Fewer, path).layer.weight.shape == (3, 2)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,7 @@ from lt_zero.step.sharded_optimizer import ShardedOptimizer
 _FINITE = ("lr", "initial_lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "lr_decay")
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
 NEW = "set checkpoint.load_optimizer_states=false to start with a new optimizer."
+UNCHANGED: Mapping[str, str | None] = MappingProxyType({})  # names that no hook has changed
 _SCALERS = ("FSDPPrecision", "FSDPMixedPrecision")  # Lightning's plugins, which save the scaler under their names
 
 
@@ -432,10 +434,57 @@ def _load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, left
 # ---- restoring -------------------------------------------------------------------------------------------------------
 
 
-def trained_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The weights that training goes on with. See Note [Weights of a checkpoint]."""
+def renamed(opened: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, str | None]:
+    """The new names of the entries that a hook has renamed, by their names in the checkpoint; None: it is gone.
+
+    Args:
+        opened: the state dict as it was opened; ``state``: as the hooks have left it. Entries are known by their
+            values, which a hook that only renames passes on.
+    """
+    old, new = _names_by_value(opened), _names_by_value(state)
+    found: dict[str, str | None] = {}
+    for key, names in old.items():
+        after = new.get(key, [])
+        for number, name in enumerate(names):  # several: tied ones
+            if name in after or (not after and name in state):  # the hook has put another value in its place
+                continue
+            found[name] = after[min(number, len(after) - 1)] if after else None
+    return found
+
+
+def _names_by_value(state: Mapping[str, Any]) -> dict[int, list[str]]:
+    """The names of each object in a state dict."""
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            names.setdefault(id(value), []).append(name)
+    return names
+
+
+def with_names(saved: Any, names: Mapping[str, str | None]) -> Any:
+    """An optimizer's saved state with the names that a hook has given to its parameters."""
+
+    def name_of(name: Any) -> Any:
+        return names.get(name) or name if isinstance(name, str) else name
+
+    if not names or not isinstance(saved, Mapping) or "param_groups" not in saved:
+        return saved
+    groups = [{**group, "params": [name_of(name) for name in group["params"]]} for group in saved["param_groups"]]
+    return {**saved, "param_groups": groups, "state": {name_of(n): state for n, state in saved["state"].items()}}
+
+
+def trained_weights(
+    checkpoint: Mapping[str, Any], names: Mapping[str, str | None] = MappingProxyType({})
+) -> Mapping[str, Any]:
+    """The weights that training goes on with. See Note [Weights of a checkpoint].
+
+    ``names``: those that a hook has changed in the state dict, ``renamed``.
+    """
     state: Mapping[str, Any] = checkpoint["state_dict"]  # callbacks may still change it
-    return {**state, **checkpoint[TRAINED_WEIGHTS]["weights"]} if TRAINED_WEIGHTS in checkpoint else state
+    if TRAINED_WEIGHTS not in checkpoint:
+        return state
+    weights = {names.get(name, name): value for name, value in checkpoint[TRAINED_WEIGHTS]["weights"].items()}
+    return {**state, **{name: value for name, value in weights.items() if name is not None}}
 
 
 def stepped(checkpoint: Mapping[str, Any]) -> bool:

@@ -55,6 +55,21 @@ def dotted_path(path: Path) -> str:
     return ".".join(str(part.name if isinstance(part, Key) else part) for part in path)
 
 
+def has_missing(value: Any) -> bool:
+    """True if something inside of plain containers had no plain form, and was not unpickled."""
+    seen = set[int]()  # a stranger's file may have one container very often
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, str):
+            if found == MISSING:
+                return True
+        elif isinstance(found, (Mapping, list, tuple, set, frozenset)) and id(found) not in seen:
+            seen.add(id(found))
+            waiting += found.values() if isinstance(found, Mapping) else found
+    return False
+
+
 def to_plain(value: Any, swap: Callable[[Path, Tensor], Any] = lambda _, tensor: tensor) -> tuple[Any, dict[Path, Any]]:
     """``value`` in plain containers, and the values without a plain form by their path.
 
