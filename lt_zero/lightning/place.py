@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from lt_zero.comm.launchers import Tasks, launched_tasks
 
