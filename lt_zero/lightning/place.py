@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet, as Lightning's cluster environments tell it."""
+"""Place where the ranks of a run meet, as Lightning's cluster environments tell it."""
 
 from __future__ import annotations
 
