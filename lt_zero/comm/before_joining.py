@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import wraps
+from types import TracebackType
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from lt_zero.comm.ended_ranks import WHERE, summary, tell_of_uncaught
+from lt_zero.comm.ended_ranks import WHERE, summary
 from lt_zero.comm.launchers import Tasks, launched_tasks
 
 _LINGER_S = 10.0  # that a process waits which has failed, for rank 0 or (rank 0) for the others
@@ -38,8 +41,23 @@ def watch_start(place: Callable[[], Tasks | None] = launched_tasks) -> None:
     Args:
         place: this rank, and where the store of all ranks will be, as far as that is known then.
     """
+    if not _place:
+        sys.excepthook = _telling(sys.excepthook)
     _place[:] = [place]
-    tell_of_uncaught(_failed)
+
+
+def _telling(hook: Callable[..., object]) -> Callable[..., object]:
+    """Hook for uncaught errors: what ``hook`` does, and ``_failed``.
+
+    torch and ended_ranks.py put theirs over it once the process has joined.
+    """
+
+    @wraps(hook)
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        hook(kind, error, trace)
+        _failed(error)
+
+    return tell
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -274,7 +275,8 @@ class EndedRanks:
             return causes[0]
         if over and not silent:
             went = f"while rank {self._rank} went on"
-            remedy = COUNTS if self.scopes else ALIKE
+            alone = f"Or rank {self._rank} called alone what needs all ranks: call it on every rank."
+            remedy = f"{COUNTS} {alone}" if self.scopes else ALIKE
             return f"{_ranks(over)} came to the end without an error (or by sys.exit), {went}. {remedy}"
         silent = self._of_gone_hosts(silent) or silent
         one, hosts = len(silent) == 1, self.on_hosts(silent)
@@ -341,41 +343,20 @@ class EndObserver(Protocol):
 
 
 _members: weakref.WeakSet[Any] = weakref.WeakSet()
-_members_known: list[bool] = []  # whether there was a member
-_observers: list[Callable[[BaseException], object]] = []  # of uncaught errors
 _installed: list[Any] = []  # the hook for uncaught errors that there was before
 _told: list[BaseException] = []  # uncaught errors that members have been told of
 
 
 def tell_at_end(member: EndObserver) -> None:
     """Tell ``member``, while it lives, of the error that ends this process, or of an end without one."""
-    if not _members_known:
-        _members_known.append(True)
-        atexit.register(_end)  # not sooner: it runs before what was registered earlier, such as the end of the group
     _members.add(member)
-    _install()
-
-
-def tell_of_uncaught(observer: Callable[[BaseException], object]) -> None:
-    """Call ``observer`` after an uncaught error was printed."""
-    if observer not in _observers:
-        _observers.append(observer)
-    _install()
-
-
-def _install() -> None:
     if not _installed:
         _installed.append(sys.excepthook)
         sys.excepthook = _uncaught
+        atexit.register(_end)
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    _print(kind, error, trace)
-    for observer in _observers:
-        observer(error)
-
-
-def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     _told.append(error)
     members = list(_members)
     follows = [member.end_process(error) for member in members]
@@ -388,6 +369,7 @@ def _print(kind: type[BaseException], error: BaseException, trace: TracebackType
 
 def _prints(hook: Any) -> bool:
     """True if a hook for uncaught errors only prints them; one of the user's may send or debug them in full."""
+    hook = inspect.unwrap(hook)  # that of before_joining.py
     return hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch.")
 
 

@@ -44,7 +44,7 @@ class ForeignCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocked:
-    """What a rank told of a wait that has lasted for some time.
+    """Answer of a rank about a wait that has lasted for some time.
 
     ``wait``: the collective; its channel and number are the same on all ranks. ``members``: the ranks that have to
     launch it. ``text``, ``place``: for messages. ``ran``: by ``question_of`` of waits that were asked about, the number

@@ -183,7 +183,7 @@ class HangDetector:
 
     @property
     def remedy(self) -> Remedy:
-        """What to tell the user whose ranks ran these two collectives, or this one."""
+        """Text for users whose ranks ran these two collectives, or this one."""
         return self._reporter.remedy
 
     @remedy.setter
@@ -694,7 +694,10 @@ class _Reporter:
             }
             place, members = answer["place"], answer["members"]
             states[rank] = Blocked(CollectiveId(*told), members, answer["text"], place, ran)
-        if circle := standstill(states):
+        circle = standstill(states)
+        of_this_package = any(not is_foreign(states[rank].wait.channel) for rank in circle)
+        # If one of two waits in a collective of this package, it asks by itself, and knows all that have come there.
+        if circle and not (of_this_package and len(circle) == 2):
             self.post_verdict(at_standstill(states, circle, self.remedy))
 
     def post_verdict(self, verdict: str) -> None:

@@ -182,7 +182,7 @@ def await_all(timeout: timedelta | None = None) -> None:
 
 
 def number_of_set_ups() -> int:
-    """How often this process has come to ``await_all``: all ranks come equally often."""
+    """Number of times that this process has come to ``await_all``: all ranks come equally often."""
     return len(_set_ups)
 
 

@@ -94,7 +94,9 @@ def sentence(states: dict[int, RankState], head: int, lost: int, remedy: Remedy)
     meets, starts = first.launch.operation == MEETING, first.launch.operation == START
     done = "was called" if called else "was reached" if meets or starts else "was begun"
     begun = f"{first.launch} {done}" if called else f"T{str(first.launch)[1:]} {done}"
-    if meets or other.text.startswith(OVER):
+    if called and other.text.startswith(OVER):
+        advice = CALLED
+    elif meets or other.text.startswith(OVER):
         advice = COUNTS
     elif other.text.startswith(GONE):
         advice = _ENDED

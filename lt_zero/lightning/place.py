@@ -1,8 +1,9 @@
-"""Where the ranks of a run meet, as Lightning's cluster environments tell it."""
+"""Place where the ranks of a run meet, as Lightning's cluster environments tell it."""
 
 from __future__ import annotations
 
-from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from lt_zero.comm.launchers import Tasks, launched_tasks
 
