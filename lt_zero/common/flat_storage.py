@@ -16,6 +16,7 @@ import time
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from lt_zero.common.compat import storage_references
 
@@ -78,6 +79,21 @@ def anonymous_pages(nbytes: int, *advice: str) -> mmap.mmap:
         with contextlib.suppress(OSError, AttributeError):
             pages.madvise(getattr(mmap, name))
     return pages
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """The memory of a contiguous ``view`` as a tensor whose storage is these elements alone.
+
+    What looks at storages takes a view for all of its storage: ``torch.save`` writes all of it, and safetensors refuses
+    it. The memory is freed with the last tensor in it, as for views. A view of a device or dtype for which torch has no
+    DLPack is returned as it is.
+    """
+    if view.numel() == 0:
+        return torch.empty_like(view)
+    try:
+        return from_dlpack(view)
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        return view
 
 
 def brief_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,7 +2,8 @@
 
 ``flat``     the compute copy, all elements; parameters are views of it. With sharded parameters its memory is freed
              unless the bucket is gathered (flat_storage.py). Views survive that, so the views that autograd saved are
-             valid again after every gather.
+             valid again after every gather. Otherwise parameters have storages of their own in its memory, so that
+             ``torch.save`` of a layer writes that layer.
 ``weights``  this rank's master weights, or the shard of frozen weights, and the copy of them that gathers read
              (bucket_weights.py).
 ``grads``    the gradient accumulator (grad_accumulator.py).
@@ -31,7 +32,7 @@ from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Work
 from lt_zero.common.compat import assign_data, held_by_autograd, without_grad, without_torch_function
-from lt_zero.common.flat_storage import FlatStorage, brief_empty, flat_empty
+from lt_zero.common.flat_storage import FlatStorage, brief_empty, flat_empty, with_own_storage
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket_weights import MasterWeights
 from lt_zero.engine.grad_accumulator import GradAccumulator
@@ -215,7 +216,7 @@ class Bucket:
             place.copy_(next(values))
             unguard(parameter)
             disown(parameter)  # a weak reference, which ``assign_data`` may not meet
-            assign_data(parameter, view)
+            assign_data(parameter, self.shown(view))
             own(parameter, self._owner)
         self.group.broadcast(full, self.name)
         if full is not self.flat:
@@ -230,6 +231,10 @@ class Bucket:
             self._sentinels = sentinels(self.flat, self.shapes)
         self.release()
         self.put_away()
+
+    def shown(self, view: Tensor) -> Tensor:
+        """What a parameter gets for its ``view`` of the flat tensor: with a storage of its own if that stays."""
+        return with_own_storage(view) if self._storage is None else view
 
     # ---- residency ---------------------------------------------------------------------------------------------
 

@@ -38,6 +38,8 @@ class Edited(Protocol):
 
     def expected_shard(self) -> Tensor: ...
 
+    def shown(self, view: Tensor) -> Tensor: ...
+
 
 class InplaceEdits:
     """Detects edits of compute copies outside of ``gathered``, which the next step would overwrite.
@@ -194,7 +196,7 @@ class InplaceEdits:
                 self.lost.append(name)
                 continue
             view.copy_(value)
-            parameter.data = view
+            parameter.data = bucket.shown(view)
             found.append(name)
         return found
 

@@ -108,7 +108,10 @@ class GradViews:
         self.changes += 1
 
     def abort(self) -> None:
-        """Drop all gradients after a failed backward, including those that it was added to."""
+        """Drop all gradients: after a failed backward, including those that it was added to, and at the end of a run.
+
+        Stand-ins would let ``module.double()`` and its like fail.
+        """
         self.shown, self._hidden = {}, {}
         self.changes += 1
         for bucket in self._buckets:
@@ -356,7 +359,10 @@ class UnusedParameters:
         self._views.attach_held()
 
     def abort(self) -> None:
-        """Drop all gradients after a failed backward, including those that it was added to."""
+        """Drop all gradients: after a failed backward, including those that it was added to, and at the end of a run.
+
+        Stand-ins would let ``module.double()`` and its like fail.
+        """
         self._flags = None
         self._views.abort()
 

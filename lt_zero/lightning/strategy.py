@@ -592,6 +592,7 @@ class ZeroStrategy(RunQueries):
             self._signals.give_back()
             self._signals = None
         if engine is not None:
+            engine.grad_views.abort()
             engine.offload_manager.rest()
         if module is not None:
             count_all_ranks(module)

@@ -354,6 +354,7 @@ class TrainingEngine(EngineQueries):
         self.moved.reload()
         ended.add(self.engine)
         self.monitor.end(self.loss_scale_controller)
+        self.engine.grad_views.abort()
         self.session.end()
 
     def wait_for_save(self) -> None:
