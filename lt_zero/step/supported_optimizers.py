@@ -115,7 +115,7 @@ def check_supported(
         )
     if found is Division.UNKNOWN:
         warn(
-            f"{name} cannot be tried out ({why}): each rank runs it on some of the parameters, which is exact only if "
+            f"{name} cannot be tried out by lt_zero ({why}): each rank runs it on some of the parameters, which is exact only if "
             "it treats them one by one."
         )
 
