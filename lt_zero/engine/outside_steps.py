@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from lt_zero.common.compat import in_running_backward
 from lt_zero.common.module_hooks import Hook
 from lt_zero.common.tensor_tree import map_tensors
 
@@ -110,7 +111,8 @@ def _update() -> None:
 def _begin(module: nn.Module, args: Any) -> None:
     """Enable autocast for a module that is called without it."""
     how = _modules.get(module)
-    if how is None or torch.is_autocast_enabled(how[0]):
+    # A recomputation in backward is as the forward was, in which the user may have disabled autocast.
+    if how is None or torch.is_autocast_enabled(how[0]) or in_running_backward():
         return
     # Without a cache: the weights have the compute dtype, and what is left to cast may change between calls.
     call = _OutermostCall(torch.autocast(how[0], dtype=how[1], cache_enabled=False))

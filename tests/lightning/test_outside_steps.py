@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lt_zero
@@ -235,3 +236,24 @@ def test_calls_that_fail_or_nest_leave_no_autocast() -> None:
     with pytest.raises(RuntimeError, match="BFloat16"):
         outer(ROWS)
     assert not torch.nn.modules.module._has_any_global_hook()
+
+
+def test_a_recomputation_is_as_its_forward_was() -> None:
+    """A part that disables autocast itself computes in 16 bits in backward, too."""
+    layer = nn.Linear(3, 3).bfloat16()
+    seen: list[torch.dtype] = []
+
+    def part(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = layer(x.bfloat16())
+        seen.append(y.dtype)
+        return y.float().square()  # saves a tensor, so that the recomputation comes here
+
+    handle = AutocastOutsideOfSteps([layer], torch.bfloat16, "cpu")
+    try:
+        with within_step(), torch.autocast("cpu", torch.bfloat16):
+            loss = checkpoint(part, ROWS, use_reentrant=False).sum()
+        loss.backward()
+    finally:
+        handle.remove()
+    assert seen == [torch.bfloat16, torch.bfloat16]
