@@ -53,7 +53,7 @@ _RANDOM = "it draws random numbers, which differ from those of one process"
 
 
 class Division(Enum):
-    """Parts of a model that ranks may step apart from each other, so that an optimizer computes what it does in one process."""
+    """Parts of a model that ranks may step apart, so that an optimizer computes what it does in one process."""
 
     NOTHING = "it needs all parameters at once, or a loss"
     PARAMETERS = "each parameter"
