@@ -233,7 +233,7 @@ class Bucket:
         self.put_away()
 
     def shown(self, view: Tensor) -> Tensor:
-        """What a parameter gets for its ``view`` of the flat tensor: with a storage of its own if that stays."""
+        """The tensor of a parameter with this ``view`` of the flat tensor: with a storage of its own if that stays."""
         return with_own_storage(view) if self._storage is None else view
 
     # ---- residency ---------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ _RANDOM = "it draws random numbers, which differ from those of one process"
 
 
 class Division(Enum):
-    """What ranks may step apart from each other, so that an optimizer computes what it does in one process."""
+    """Parts of a model that ranks may step apart, so that an optimizer computes what it does in one process."""
 
     NOTHING = "it needs all parameters at once, or a loss"
     PARAMETERS = "each parameter"
@@ -200,7 +200,7 @@ class _Value:
 
 
 class _Piece:
-    """What one rank has of a ``_Value``: elements ``[lo, hi)``, flat, or all of them in its shape."""
+    """The part of a ``_Value`` on one rank: elements ``[lo, hi)``, flat, or all of them in its shape."""
 
     def __init__(self, value: _Value, lo: int = 0, hi: int | None = None) -> None:
         self.value, self._range = value, None if hi is None else slice(lo, hi)
@@ -209,7 +209,7 @@ class _Piece:
         return whole if self._range is None else whole.flatten()[self._range]
 
 
-class _Rank:
+class _Stepper:
     """A copy of an optimizer over some pieces."""
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[int], pieces: Sequence[_Piece]) -> None:
@@ -294,8 +294,8 @@ class _Trial:
         else:
             parts = [[_Piece(value) for value in self._values[number::2]] for number in range(2)]
         steps = _STEPS if by_elements else max(_STEPS_OF_WHOLE, self._differed + 4)
-        whole = _Rank(self._optimizer, self._groups, [_Piece(value) for value in self._values])
-        ranks = [_Rank(self._optimizer, self._groups, pieces) for pieces in parts]
+        whole = _Stepper(self._optimizer, self._groups, [_Piece(value) for value in self._values])
+        ranks = [_Stepper(self._optimizer, self._groups, pieces) for pieces in parts]
         for value in self._values:
             value.moved = 0.0
         for step in range(steps):
@@ -346,7 +346,7 @@ def _loss(step: int, rank: float) -> float:
 
 
 def _halves(value: _Value) -> tuple[list[_Piece], list[_Piece]]:
-    """What two ranks have of a value, if they have flat pieces; a single element is on the first."""
+    """The flat pieces of a value that two ranks have; a single element is on the first."""
     numel = value.start.numel()
     if numel < 2:
         return [_Piece(value)], []

@@ -115,13 +115,13 @@ def check_supported(
         )
     if found is Division.UNKNOWN:
         warn(
-            f"{name} cannot be tried out by lt_zero ({why}): each rank runs it on some of the parameters, which is exact only if "
-            "it treats them one by one."
+            f"{name} cannot be tried out by lt_zero ({why}): each rank runs it on some of the parameters, which "
+            "is exact only if it treats them one by one."
         )
 
 
 def tried(optimizer: Optimizer, gather: Gather = lambda mine: [mine]) -> Verdict:
-    """How an optimizer may be divided, and why that could not be tried. Collective; all ranks go by the worst result.
+    """Try how an optimizer may be divided, and why not. Collective; all ranks go by the worst result.
 
     The result is kept while options and shapes stay as they are.
     """
