@@ -8,7 +8,6 @@ once to the dtype of W. What ``modules_to_save`` trained replaces the original. 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -22,8 +21,11 @@ from torch import Tensor
 
 from lt_zero.checkpoint.source import CheckpointSource, SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.name_pattern import NamePattern
+from lt_zero.io.regular_file import read_json
 
 _FILE = "adapter_config.json"
+_MOST = 1 << 20  # bytes of it; real ones have one or two thousand
 _FACTOR = re.compile(
     r"^(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.(?P<adapter>[^.]+?))??(\.weight)?$"
 )
@@ -79,10 +81,12 @@ class LoraScaling:
             return cls(alpha)
         path = path / _FILE if path.is_dir() else path
         try:
-            content = json.loads(path.read_text())
+            content = read_json(path, _MOST)
             kind, alpha = content.get("peft_type", "LORA"), float(content["lora_alpha"])
             patterns = {str(name): float(value) for name, value in (content.get("alpha_pattern") or {}).items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            for pattern in patterns:
+                NamePattern.of(pattern)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             text = f"merge_lora={str(given)!r}: {path} is no {_FILE} with lora_alpha ({error!r})."
             raise CheckpointError(f"{text} Name that file, its folder, or lora_alpha as a number.") from error
         others = [what for key, what in _OTHERS.items() if content.get(key)]
@@ -94,7 +98,7 @@ class LoraScaling:
 
     def of_module(self, module: str, rank: int) -> float:
         """The factor of a module (dotted name) whose factors have rank ``rank``."""
-        found = (a for pattern, a in self.alpha_pattern.items() if re.match(rf"(.*\.)?({pattern})$", module))
+        found = (a for pattern, a in self.alpha_pattern.items() if NamePattern.of(pattern).matches_end(module))
         return next(found, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from lt_zero.common.console import Console
 from lt_zero.common.tables import show
 from lt_zero.ops import library
 from lt_zero.ops.library import Status

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from lt_zero.common.console import Console
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.config import ZeroConfig

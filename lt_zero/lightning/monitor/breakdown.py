@@ -8,12 +8,12 @@ from statistics import fmean
 import lightning.pytorch as pl
 import psutil
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch.optim import Optimizer
 
 from lt_zero.common import accelerator
 from lt_zero.common.compat import logged_step
+from lt_zero.common.console import RunConsole
 from lt_zero.common.tables import show
 from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, TimedSpan, Times, phase
 from lt_zero.lightning.model_report import memory_report
@@ -186,7 +186,7 @@ class MemoryPhases(RunObserver):
         self._note("after step", module)
         number = module.trainer.global_step + 1
         if self._rows and self._due(number):
-            console = Console()
+            console = RunConsole()
             with console.capture() as text:
                 show(memory_table(number, self._rows), console)
             module.print(text.get())
