@@ -47,7 +47,7 @@ class NamePattern:
 
 
 class _Match:
-    """What the parts of a pattern match in one text."""
+    """Matches of the parts of a pattern in one text."""
 
     def __init__(self, text: str) -> None:
         self._text = text

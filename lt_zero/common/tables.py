@@ -6,7 +6,7 @@ import rich.console
 from rich.measure import Measurement
 from rich.table import Table
 
-from lt_zero.common.console import Console
+from lt_zero.common.console import RunConsole
 from lt_zero.common.units import format_bytes
 
 _LEAST = 24  # columns of text that may be broken, such as names of modules
@@ -19,7 +19,7 @@ def show(table: Table, console: rich.console.Console | None = None) -> Table:
     ``overflow="fold"`` give way, by a second line. A table that is wider still keeps its width: the terminal breaks its
     lines, a notebook scrolls, a file holds them whole.
     """
-    console = console or Console()
+    console = console or RunConsole()
     wide = console.options.update(max_width=10_000)
     for column in table.columns:
         column.no_wrap = column.overflow != "fold"
