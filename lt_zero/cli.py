@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from lt_zero.common.garbage import gc_disabled
+from lt_zero.common.output import printable
 
 app = typer.Typer(help="ZeRO for PyTorch Lightning.", no_args_is_help=True, add_completion=False)
 ops = typer.Typer(help="The native kernels.", no_args_is_help=True)
@@ -71,14 +72,14 @@ def build_command(
         try:
             built = build(recipe_of(kind, CSRC), folder, force=force)
         except BuildError as error:
-            typer.echo(f"The {kind} kernels were not built: {error}", err=True)
+            typer.echo(printable(f"The {kind} kernels were not built: {error}"), err=True)
             if error.log is not None:
-                typer.echo(f"Output of the compiler: {error.log}", err=True)
+                typer.echo(printable(f"Output of the compiler: {error.log}"), err=True)
             raise typer.Exit(1) from None
         origin = "cached" if built.seconds is None else f"compiled in {built.seconds:.1f} s"
-        typer.echo(f"{kind}: {built.path} ({origin})")
+        typer.echo(printable(f"{kind}: {built.path} ({origin})"))
     if folder != cache_dir():
-        typer.echo(f"Set LT_ZERO_CACHE={folder} to use them.")
+        typer.echo(printable(f"Set LT_ZERO_CACHE={folder} to use them."))
 
 
 @ops.command("report")

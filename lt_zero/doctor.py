@@ -26,10 +26,10 @@ import typer
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from rich.console import Console
 from rich.markup import escape
 
 import lt_zero
+from lt_zero.common.console import Console
 
 _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
 _NAMED = ("torch", "lightning", "torchmetrics", "omegaconf")  # packages with a row of their own

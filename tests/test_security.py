@@ -64,6 +64,16 @@ tests/checkpoint/test_disk.py::test_a_planted_link_is_not_written_to
       there is followed, and two runs never share one.
 tests/checkpoint/test_export_errors.py::test_what_a_killed_export_wrote_is_removed_by_the_next
     - The next save or export removes what a killed one has left.
+tests/io/test_readers.py::test_no_reader_waits_or_fills_the_memory
+    - No file is waited for, and none fills the memory: of what lies in a folder or is named to a command
+      (manifests, indices, `.metadata`, adapters, records, logs), pipes, devices, sockets and too large files are
+      errors that name it.
+tests/io/test_readers.py::test_damaged_adapters
+    - Patterns in `adapter_config.json` are matched in a time that does not explode.
+tests/io/test_readers.py::test_a_damaged_record_is_no_difference
+    - Fields of another type are an error of one line, for `lt-zero compare` with status 2.
+tests/lightning/test_console.py::test_commands_show_control_characters
+    - Names in files are printed with `\\x1b` and the like in place of what controls a terminal.
 tests/io/test_private_folder.py::test_a_link_that_takes_a_folders_name_is_not_followed
     - The folders in `nvme_path` are removed when their process ends, and those of killed processes by the next
       one, which follows no link.

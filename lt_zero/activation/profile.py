@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from lt_zero.common import accelerator
+from lt_zero.common.console import Console, RunConsole
 from lt_zero.common.tables import show
 from lt_zero.config.blocks import ActivationCheckpointing
 
@@ -134,5 +134,5 @@ def open_boundary(
     """The ``Boundary`` that the configuration asks for, or None. Rank 0 prints, every 10 steps by default."""
     if not block.profile and not block.synchronize_checkpoint_boundary:
         return None
-    console = Console() if rank == 0 else None
+    console = RunConsole() if rank == 0 else None
     return Boundary(device, block.profile, block.synchronize_checkpoint_boundary, steps_per_print or _EVERY, console)

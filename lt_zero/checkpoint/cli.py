@@ -12,6 +12,7 @@ import typer
 from lt_zero.checkpoint.export import Format, export
 from lt_zero.checkpoint.open import verify
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.output import printable
 from lt_zero.common.units import exact_bytes, format_bytes
 
 Option = typer.Option
@@ -25,10 +26,10 @@ def _reporting() -> Iterator[None]:
         try:
             yield
         except (CheckpointError, ValueError, OSError) as error:
-            typer.echo(" ".join(str(error).split()), err=True)
+            typer.echo(printable(" ".join(str(error).split())), err=True)
             raise typer.Exit(1) from None
     for message in dict.fromkeys(str(warning.message) for warning in caught):
-        typer.echo(f"Warning: {message}", err=True)
+        typer.echo(printable(f"Warning: {message}"), err=True)
 
 
 def export_command(
@@ -61,7 +62,7 @@ def export_command(
         how = (dtype, format, shard_size, training_state, keep_fp32 or (), True, strip_prefix, overwrite)
         files = export(ckpt, out, *how, merge_lora=merge_lora)
     for file in files:
-        typer.echo(f"{file} ({format_bytes(file.stat().st_size)})")
+        typer.echo(printable(f"{file} ({format_bytes(file.stat().st_size)})"))
 
 
 def import_command(
@@ -91,7 +92,7 @@ def import_command(
     with _reporting():
         path = import_checkpoint(src, out, tag, True, inert or (), add_prefix, _cuts(cut or ()))
         facts = verify(path)
-    typer.echo(f"{path} ({exact_bytes(facts['bytes'])})")
+    typer.echo(printable(f"{path} ({exact_bytes(facts['bytes'])})"))
 
 
 def _cuts(texts: Sequence[str]) -> dict[str, int]:
@@ -117,6 +118,6 @@ def verify_command(
     """Read every byte of a checkpoint directory of lt_zero, and print its contents. Exit code 1: it is damaged."""
     with _reporting():
         facts = verify(ckpt)
-    typer.echo(f"{ckpt}: complete, all checksums match")
+    typer.echo(printable(f"{ckpt}: complete, all checksums match"))
     for name, value in facts.items():
-        typer.echo(f"{name}: {exact_bytes(value) if name == 'bytes' else value}")
+        typer.echo(printable(f"{name}: {exact_bytes(value) if name == 'bytes' else value}"))

@@ -8,7 +8,6 @@ once to the dtype of W. What ``modules_to_save`` trained replaces the original. 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -22,8 +21,11 @@ from torch import Tensor
 
 from lt_zero.checkpoint.source import CheckpointSource, SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.name_pattern import NamePattern
+from lt_zero.io.regular_file import read_json
 
 _FILE = "adapter_config.json"
+_MOST = 1 << 20  # bytes of it; real ones have one or two thousand
 _FACTOR = re.compile(
     r"^(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.(?P<adapter>[^.]+?))??(\.weight)?$"
 )
@@ -87,13 +89,13 @@ class LoraScaling:
             return cls(alpha)
         path = path / _FILE if path.is_dir() else path
         try:
-            content = json.loads(path.read_text())
+            content = read_json(path, _MOST)
             kind = content.get("peft_type", "LORA")
             alpha = _number(content["lora_alpha"], "lora_alpha")
             alphas = _patterns(content, "alpha_pattern", _number)
             rank = _rank(content["r"], "r") if content.get("r") is not None else None
             ranks = _patterns(content, "rank_pattern", _rank)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             text = f"merge_lora={str(given)!r}: {path} is no {_FILE} with lora_alpha ({error!r})."
             raise CheckpointError(f"{text} Name that file, its folder, or lora_alpha as a number.") from error
         others = [what for key, what in _OTHERS.items() if content.get(key)]
@@ -133,7 +135,7 @@ Value = TypeVar("Value")
 
 def _matching(patterns: Mapping[str, Value], module: str, default: Value) -> Value:
     """The value of the first pattern that the end of a module's name matches, as in peft."""
-    return next((v for pattern, v in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), default)
+    return next((v for pattern, v in patterns.items() if NamePattern.of(pattern).matches_end(module)), default)
 
 
 def _number(value: Any, key: str) -> float:
@@ -155,10 +157,7 @@ def _patterns(content: Mapping[str, Any], key: str, read: Callable[[Any, str], V
     """A mapping of the configuration, from patterns of names to values; raises ValueError."""
     found: dict[str, Value] = {}
     for pattern, value in (content.get(key) or {}).items():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{key} has {pattern!r}, which is no pattern: {error}") from None
+        NamePattern.of(pattern)
         found[pattern] = read(value, f"{key}[{pattern!r}]")
     return found
 

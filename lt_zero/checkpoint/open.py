@@ -41,7 +41,7 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.users_code import warn
 from lt_zero.io.direct_file import unreadable
-from lt_zero.io.regular_file import read_bytes
+from lt_zero.io.regular_file import read_start
 
 LATEST = "latest"  # the file that names the last checkpoint of a folder
 _LONGEST = 4096  # bytes of a tag
@@ -100,7 +100,7 @@ def read_latest(folder: str | os.PathLike[str]) -> str | None:
         data = bytes(files.cat_file(latest)) if files.exists(latest) else None
     else:
         try:
-            data = read_bytes(latest, _LONGEST) if os.path.lexists(latest) else None
+            data = read_start(latest, _LONGEST) if os.path.lexists(latest) else None
         except OSError as error:
             raise unreadable(latest, error) from error
     if data is None:

@@ -28,6 +28,7 @@ from lt_zero.checkpoint.source import CheckpointSource, SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
 from lt_zero.io.pinned import view_of
+from lt_zero.io.regular_file import read_start
 from lt_zero.io.staging import sync_folder
 
 LATEST = "latest_universal"  # the file that names the folder; DeepSpeed looks for it
@@ -45,9 +46,9 @@ def earlier_of(out: Path, overwrite: bool) -> list[str]:
         CheckpointError: there is one, and not ``overwrite``.
     """
     latest = out / LATEST
-    found = [LATEST] if latest.exists() else []
+    found = [LATEST] if os.path.lexists(latest) else []
     with naming(out):
-        tag = latest.read_text(errors="replace")[:_LONGEST].strip() if found else ""
+        tag = read_start(latest, _LONGEST).decode(errors="replace").strip() if found else ""
     if tag and Path(tag).name == tag and (out / tag / FOLDER).is_dir():
         found.append(tag)
     if found and not overwrite:

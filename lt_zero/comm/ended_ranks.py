@@ -43,6 +43,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm.work import CollectiveId, CollectiveMonitor
 from lt_zero.common.errors import add_note
+from lt_zero.common.output import say
 from lt_zero.common.users_code import innermost, is_users, user_line
 from lt_zero.common.variables import switched
 
@@ -387,7 +388,7 @@ def _cut(error: BaseException) -> bool:
     finally:
         for link, full in whole:  # for debuggers
             link.__traceback__ = full
-    print(f"[rank{_rank()}]: {line}", file=sys.stderr, flush=True)
+    say(f"[rank{_rank()}]: {line}", stderr=True)
     return True
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import sys
 import threading
 import time
@@ -55,8 +56,12 @@ _OPEN = 4  # exchanges of small tensors that may be open at a time
 
 
 def supported() -> bool:
-    """True if this system supports windows, and they are not disabled (``LT_ZERO_SHARED_MEMORY=0``)."""
+    """True if this system supports windows, and they are not disabled (``LT_ZERO_SHARED_MEMORY=0``).
+
+    A limit of the size of files (``ulimit -f``) holds for windows, too: the run goes on without, more slowly.
+    """
     wanted = switched("LT_ZERO_SHARED_MEMORY", True)
+    wanted = wanted and resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     return wanted and sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "preadv")
 
 

@@ -41,6 +41,7 @@ from lt_zero.comm.topology import group_by_node, node_identity
 from lt_zero.comm.work import MEETING, CollectiveId, CollectiveMonitor
 from lt_zero.common import accelerator
 from lt_zero.common.compat import name_of_split
+from lt_zero.common.output import say
 from lt_zero.config import ZeroConfig
 
 _P = ParamSpec("_P")
@@ -83,7 +84,7 @@ class World(Ranks):
         size = dist.get_world_size(process_group) if process_group is not None else 1
         rank = dist.get_rank(process_group) if process_group is not None else 0
         device, watch = accelerator.with_index(device), CollectiveMonitor()
-        show = (lambda text: print(text, flush=True)) if rank == 0 else None
+        show = say if rank == 0 else None
         costs = CommLog(device, size, show) if records else Unlogged()
         super().__init__(process_group, range(size), rank, device, watch, LaunchOrder(watch, range(size)), costs)
         self.check, self.timeout, self.link_timeout = check, timeout, link_timeout

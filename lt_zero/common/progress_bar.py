@@ -214,15 +214,16 @@ def _draws() -> bool:
 
 def follow_bar(work: ProgressBar, wait: Callable[[float], bool]) -> bool:
     """Show a bar until the operation ends; False if another live display prevents it."""
-    from rich.console import Console
     from rich.errors import LiveError
     from rich.progress import BarColumn, Progress, TextColumn
+
+    from lt_zero.common.console import RunConsole
 
     global _display, _shown
     with _lock:
         if _display is None:
             texts = [TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[status]")]
-            display = Progress(texts[0], BarColumn(), texts[1], console=Console(stderr=True))
+            display = Progress(texts[0], BarColumn(), texts[1], console=RunConsole(stderr=True))
             try:
                 display.start()
             except LiveError:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+import rich.console
 from rich.measure import Measurement
 from rich.table import Table
 
+from lt_zero.common.console import RunConsole
 from lt_zero.common.units import format_bytes
 
 _LEAST = 24  # columns of text that may be broken, such as names of modules
 
 
-def show(table: Table, console: Console | None = None) -> Table:
+def show(table: Table, console: rich.console.Console | None = None) -> Table:
     """Print ``table`` with all its characters, and return it.
 
     rich shortens numbers and names to the width of the window, which is 80 columns in a pipe. Here only columns with
     ``overflow="fold"`` give way, by a second line. A table that is wider still keeps its width: the terminal breaks its
     lines, a notebook scrolls, a file holds them whole.
     """
-    console = console or Console()
+    console = console or RunConsole()
     wide = console.options.update(max_width=10_000)
     for column in table.columns:
         column.no_wrap = column.overflow != "fold"

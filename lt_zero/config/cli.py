@@ -8,11 +8,12 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.console import Console
 from rich.markup import escape
 
+from lt_zero.common.console import Console
 from lt_zero.common.errors import ConfigError, Path, dotted
 from lt_zero.common.fields import scalars
+from lt_zero.common.output import printable
 from lt_zero.config import catalog
 from lt_zero.config.applicability import Face, refused, without_effect
 from lt_zero.config.document import HIDDEN, MISSING, Document, leaves, masked, without_told
@@ -66,7 +67,7 @@ def show(
     everything: Annotated[bool, typer.Option("--all", help="Also show keys that have their defaults.")] = False,
 ) -> None:
     """Print the resolved configuration and the source of each value."""
-    print(with_origins(_read(file, overrides, stage), everything))
+    print(printable(with_origins(_read(file, overrides, stage), everything)))
 
 
 @config_command.command()
@@ -79,7 +80,7 @@ def convert(
     """Write the configuration as YAML with current keys, without keys that have no effect."""
     text = clean(_read(file, overrides, stage))
     if out is None:
-        print(text)
+        print(printable(text))
     elif out.exists():
         raise _stopped(f"{out} exists. Remove it, or name another file.")
     else:

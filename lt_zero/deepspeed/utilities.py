@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from lt_zero.comm.process_groups import rank_and_size
+from lt_zero.common.output import say
 from lt_zero.deepspeed.accelerator import get_accelerator
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -82,7 +83,7 @@ def warning_once(message: str) -> None:
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
     """Print a message on some ranks ([-1]: all)."""
     if (text := _of_rank(message, ranks)) is not None:
-        print(text)  # noqa: T201 - DeepSpeed's, too
+        say(text)
 
 
 class RepeatingLoader:
@@ -171,7 +172,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         * (1 if sys.platform == "darwin" else 1024),
         "host in use": device_total() - os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"),
     }
-    print(message + ": " + ", ".join(f"{name} {value / gib:.2f} GiB" for name, value in parts.items()))  # noqa: T201
+    say(message + ": " + ", ".join(f"{name} {value / gib:.2f} GiB" for name, value in parts.items()))
     device.reset_peak_memory_stats()
 
 

@@ -46,7 +46,7 @@ class SwapFolder:
     """A private folder below ``nvme_path`` for the files of one process.
 
     Args:
-        nvme_path: a folder on a local disk; created if it does not exist.
+        nvme_path: a folder on a local disk; created if it does not exist, but only inside of one that does.
         rank: the process's rank, for messages and the lock file.
 
     Raises:
@@ -124,7 +124,13 @@ def _make_base(base: Path) -> None:
         if base.exists() and not base.is_dir():
             raise SwapError(f"{what}: it is not a folder. Set it to a folder on a local disk.")
         if not base.exists():
-            base.mkdir(parents=True, exist_ok=True)
+            if not base.parent.is_dir():
+                # A path with a typing error, or whose disk is not mounted, would be made on the disk of the system.
+                raise SwapError(
+                    f"{what}: there is neither this folder nor a folder {base.parent}. Mount the disk, or set "
+                    "nvme_path to a folder that exists."
+                )
+            base.mkdir(exist_ok=True)
             log.warning("nvme_path %s did not exist; it was created, on the file system of %s.", base, base.parent)
         if not os.access(base, os.W_OK | os.X_OK):
             read_only = os.statvfs(base).f_flag & os.ST_RDONLY

@@ -2,15 +2,18 @@
 
 A pipe or a terminal in the place of a file would keep its reader waiting for ever, and a device has no end. The kind is
 looked at before a file is opened, as opening a device may do something by itself, and again on the open descriptor: the
-name may stand for something else by then. Links are followed: caches of Hugging Face consist of them.
+name may stand for something else by then. Links are followed by readers: caches of Hugging Face consist of them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+_BLOCK = 1 << 16
 
 _KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -42,10 +45,68 @@ def open_bytes(path: str | os.PathLike[str]) -> IO[bytes]:
     return open(open_regular(path), "rb")  # noqa: SIM115
 
 
-def read_bytes(path: str | os.PathLike[str], most: int = -1) -> bytes:
-    """The content of a regular file, or its first ``most`` bytes. Errors are those of ``open_regular``."""
+def read_start(path: str | os.PathLike[str], count: int) -> bytes:
+    """The first ``count`` bytes of a regular file, or all if it has fewer. Errors are those of ``open_regular``."""
     with open_bytes(path) as file:
-        return file.read(most)
+        return file.read(count) or b""
+
+
+def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
+    """The content of a regular file, which may have ``most`` bytes: a file of no size on the disk can fill the memory.
+
+    Raises:
+        OSError: it has more, or as of ``open_regular``.
+    """
+    with open_bytes(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        # The size is asked for first: it tells what is wrong. What has none, or grows, is not read beyond the limit.
+        content = (file.read(max(size, _BLOCK) + 1) or b"") if size <= most else b""
+    if (size := max(size, len(content))) > most:
+        raise OSError(f"it has {size:,} bytes, and a file of its kind has {most:,} at most; is it the right file?")
+    return content
+
+
+def read_text(path: str | os.PathLike[str], most: int, encoding: str = "utf-8", errors: str = "strict") -> str:
+    """``read_bytes`` as text, with the line breaks that it has.
+
+    Raises:
+        OSError: as of ``read_bytes``. ValueError: it is no text.
+    """
+    return read_bytes(path, most).decode(encoding, errors)
+
+
+def read_json(path: str | os.PathLike[str], most: int) -> Any:
+    """The value in a file of JSON.
+
+    Raises:
+        OSError: as of ``read_bytes``. ValueError: it is no JSON, or nested too deeply.
+    """
+    return parse_json(read_bytes(path, most))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """``json.loads`` of what a stranger may have written. Raises ValueError for all that is wrong."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists and mappings are nested too deeply") from None
+
+
+def open_for_update(path: str | os.PathLike[str], flags: int) -> int:
+    """A descriptor of a regular file to which a program of ours writes, made with mode 666 if O_CREAT is in ``flags``.
+
+    A link is not followed: who may write to the folder could make us write elsewhere.
+
+    Raises:
+        OSError: it is a link or no regular file, or cannot be opened.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        _require_regular(os.fstat(fd), f"{os.fspath(path)} ")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def own_path(fd: int, path: str | os.PathLike[str]) -> str:
@@ -54,6 +115,6 @@ def own_path(fd: int, path: str | os.PathLike[str]) -> str:
     return own if Path(own).exists() else os.fspath(path)
 
 
-def _require_regular(found: os.stat_result) -> None:
+def _require_regular(found: os.stat_result, what: str = "it ") -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(f"it is no regular file, but {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}")
+        raise OSError(f"{what}is no regular file, but {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}")

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_zero.checkpoint.export import export
+from lt_zero.checkpoint.formats.reading import explained
 from lt_zero.checkpoint.last import tell_of_newer
 from lt_zero.checkpoint.live_weights import export_engine, kept_names
 from lt_zero.checkpoint.native.archive import Archive
@@ -263,7 +264,9 @@ class CheckpointService:
                     safe = weights_only is not False
                     found: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=safe)
                 else:
-                    found = dict(plugin())
+                    found = _of_plugin(plugin, file)
+            if file is not None and not isinstance(found, dict):
+                raise CheckpointError(f"{file} is no checkpoint: it holds a {type(found).__name__}. Take another one.")
             return found, partial(of_content, found, file)
 
         opened = load_same(run.world, path, read)
@@ -425,3 +428,23 @@ def _file_beside(run: RunSnapshot, path: str) -> tuple[Path, torch.dtype] | None
     bf16 = run.built is not None and run.built.policy.compute == torch.bfloat16
     file = Path(path).with_name(f"{Path(path).name.removesuffix('.ckpt')}-{'bf16' if bf16 else 'fp16'}.pt")
     return file, torch.bfloat16 if bf16 else torch.float16
+
+
+def _of_plugin(plugin: Callable[[], Mapping[str, Any]], file: str | os.PathLike[str] | None) -> Any:
+    """Read a checkpoint of another kind than torch's archives.
+
+    ``file``: the local file, which torch reads; None: only the plugin knows what it reads.
+
+    Raises:
+        CheckpointError: the file is empty, or of another kind; names it.
+    """
+    if file is None:
+        return dict(plugin())
+    if Path(file).is_file() and Path(file).stat().st_size == 0:
+        raise CheckpointError(f"{file} is empty. Take another checkpoint.")
+    try:
+        return plugin()
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # a file of another kind may be anything to torch
+        raise explained(error, Path(file)) from error

@@ -6,10 +6,10 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from lt_zero.common.console import Console, RunConsole
 from lt_zero.common.tables import show
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
@@ -39,7 +39,7 @@ def unit_table(engine: Engine, console: Console | None = None) -> None:
     for *numbers, kind, name in rows:
         right = "  ".join(cell.rjust(width) for cell, width in zip(numbers, widths, strict=False))
         lines.append(f"  {right}  {kind.ljust(widths[-2])}  {name}")
-    (console or Console()).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    (console or RunConsole()).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def _elements(buckets: Iterable[Bucket]) -> int:

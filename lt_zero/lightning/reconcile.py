@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from pydantic import TypeAdapter, ValidationError
-from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 
 from lt_zero.comm.world import World
+from lt_zero.common.console import RunConsole
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, path_of
 from lt_zero.common.names import OfRanks, alone
 from lt_zero.common.tables import show
@@ -240,7 +240,7 @@ def show_table(rows: Sequence[Resolution]) -> None:
     width = max((len(row.key) for row in rows), default=0)
     lines = [f"  {row.key.ljust(width)}  {row.value}  ({row.source})" for row in rows]
     if lines:
-        Console().print("\n".join(["Configuration:", *lines]), markup=False, highlight=False, soft_wrap=True)
+        RunConsole().print("\n".join(["Configuration:", *lines]), markup=False, highlight=False, soft_wrap=True)
 
 
 def _quotient(total: int, name: str, factor: int, world: int, wanted: str) -> int:

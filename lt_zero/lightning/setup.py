@@ -17,7 +17,6 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,6 +26,7 @@ from lt_zero.comm.ended_ranks import call_with_short_errors
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.compat import SignalOverride
+from lt_zero.common.console import RunConsole
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
@@ -203,7 +203,7 @@ def show_model(engine: Engine, new: bool) -> None:
         unit_table(engine)
         dtype_table(engine)
     if (checkpointing := installed(engine)) is not None:
-        Console().print(str(checkpointing))
+        RunConsole().print(str(checkpointing))
 
 
 @contextmanager

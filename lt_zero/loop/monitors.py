@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -24,11 +25,12 @@ from torch import Tensor
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
-from lt_zero.common.run_file import RunFile, cut_incomplete_line
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
 from lt_zero.engine.engine import Engine
+from lt_zero.io.regular_file import open_for_update
+from lt_zero.io.run_file import RunFile, cut_incomplete_line
 from lt_zero.session.gradient_noise import GradientNoise
 from lt_zero.session.session import Session
 from lt_zero.step.loss_scale import LossScaleController
@@ -55,7 +57,8 @@ class CsvFiles:
             if path not in self._seen:
                 cut_incomplete_line(path)
                 self._seen.add(path)
-            with path.open("a", encoding="utf-8", newline="") as file:
+            opened = open_for_update(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            with open(opened, "a", encoding="utf-8", newline="") as file:
                 rows = csv.writer(file)
                 if file.tell() == 0:
                     rows.writerow(["step", name.rpartition("/")[2]])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from lt_zero.common.console import Console, RunConsole
 from lt_zero.common.tables import show
 from lt_zero.ops import library
 from lt_zero.ops.library import Status
@@ -21,7 +21,7 @@ def operations_table(console: Console | None = None) -> Table:
 
     Builds libraries that are missing.
     """
-    console = console or Console()
+    console = console or RunConsole()
     kinds = [library.status("cpu"), library.status("cuda")]
     table = Table(title="lt_zero operations")
     for column in ("operation", *(status.kind for status in kinds)):

@@ -23,7 +23,6 @@ from math import prod
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
@@ -35,6 +34,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.compat import forget_meshes
+from lt_zero.common.console import RunConsole
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.units import format_bytes
 from lt_zero.common.users_code import warn
@@ -307,7 +307,7 @@ class ParallelMesh:
         if pipeline is not None:
             check_shared(self._of_stages(placements(pipeline, _shared(pipeline))))
         if self._world.rank == 0:
-            Console().print(table(rows))
+            RunConsole().print(table(rows))
 
     def _cut_experts(self, module: nn.Module, experts: _ExpertRanks) -> None:
         cut_experts(module, experts.mesh, experts.ranks, self._of_stages)

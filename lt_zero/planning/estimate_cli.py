@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import psutil
 import torch
 import typer
-from rich.console import Console
 from torch import nn
 
+from lt_zero.common.console import Console
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.numbers import count_of
 from lt_zero.common.tables import show

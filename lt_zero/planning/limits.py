@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from lt_zero.common import accelerator
+from lt_zero.common.console import Console
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.common.units import format_bytes
 from lt_zero.common.variables import switched

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from lt_zero.common.console import Console, RunConsole
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.config import ZeroConfig
@@ -100,7 +100,7 @@ def dtypes_table(
             table.add_row(choice.name, *cells)
         except ConfigError as error:
             problems.append(f"{choice.name}: {error.problems[0].message}")
-    console = console or Console()
+    console = console or RunConsole()
     show(table, console)
     for problem in problems:
         console.print(problem, markup=False, soft_wrap=True)

@@ -23,15 +23,16 @@ from typing import Annotated, Any
 import psutil
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from lt_zero.common import accelerator
+from lt_zero.common.console import Console
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.common.units import format_bytes, parse_bytes
 from lt_zero.config.cli import to_yaml
 from lt_zero.config.load import OVERRIDES, examine
+from lt_zero.io.regular_file import read_start
 from lt_zero.planning.search import MOST_NOISE, Outcome, Tuner, TuningError
 from lt_zero.planning.search_space import Candidate, Facts, written
 from lt_zero.planning.trial import FACTS, FOLDER, REPORT, Order
@@ -120,7 +121,11 @@ def _write(tuner: Tuner, best: Candidate, templates: Templates, output: Path, co
 
 def _check_output(path: Path) -> None:
     """Raise ConfigError, before anything runs, if the result cannot be written."""
-    if path.exists() and not path.read_text(encoding="utf-8").startswith(_HEADER):
+    try:
+        ours = not os.path.lexists(path) or read_start(path, len(_HEADER.encode())) == _HEADER.encode()
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be read ({error.strerror or error}). Name another file.") from None
+    if not ours:
         raise ConfigError(f"--output {path} exists, and lt-zero tune has not written it. Name another file.")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--output {path}: there is no folder {path.parent}.")

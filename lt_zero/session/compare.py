@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from lt_zero.common.console import Console
 from lt_zero.common.tables import show
+from lt_zero.io.regular_file import parse_json, read_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _KINDS = ("input", "output", "gradient", "update")  # in the order of a step
 _VERSION = 2  # of records
+_MOST = 1 << 30  # bytes of a record
 # Relative differences that rounding explains: the epsilon times the root of 65,536 added numbers. Sums of 16-bit
 # numbers are fp32's, and the results of a few layers are rounded.
 _ROUNDING = {"float64": 256 * 2.0**-52, "float32": 256 * 2.0**-23, "float16": 8 * 2.0**-10, "bfloat16": 8 * 2.0**-7}
@@ -42,6 +43,17 @@ class Tensors(NamedTuple):
     squares: float
     largest: float
     products: Sequence[float]
+
+    @classmethod
+    def of(cls, fields: Any) -> Tensors:
+        """From a line of a record. Raises ValueError or TypeError for what none of ours has."""
+        made = cls(**fields)
+        numbers = [made.rows, made.numel, made.squares, made.largest, *made.products]
+        if not isinstance(made.dtype, str) or not all(type(number) in (int, float) for number in numbers):
+            raise TypeError("a tensor has a field of another type")
+        if made.rows < 0 or made.numel < 0 or made.squares < 0:
+            raise ValueError("a tensor has a negative size")
+        return made
 
     @property
     def in_parts(self) -> bool:
@@ -115,17 +127,17 @@ def read_record(folder: Path, number: int = 0) -> RecordedRun:
     path = folder / f"engine{number}.jsonl"
     steps, skipped, taken = dict[int, Mapping[tuple[str, str], Tensors]](), dict[int, int](), 0
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_text(path, _MOST, errors="replace").splitlines()
     except OSError as error:
         remedy = f"Record a run: LT_ZERO_RECORD={folder} python train.py"
         raise RecordError(f"{path} cannot be read ({error.strerror or error}). {remedy}") from None
     for count, line in enumerate(lines):
         try:
-            found = json.loads(line)
+            found = parse_json(line)
             if count == 0:
                 about = dict(found)
             else:
-                rows = {(row.pop("kind"), plain(row.pop("name"))): Tensors(**row) for row in found["tensors"]}
+                rows = {(row.pop("kind"), plain(row.pop("name"))): Tensors.of(row) for row in found["tensors"]}
                 if found.get("skipped") or _was_skipped(rows, steps.get(taken)):
                     skipped[taken + 1] = skipped.get(taken + 1, 0) + 1
                     continue
@@ -422,13 +434,22 @@ def _both(a: Path, b: Path) -> Iterator[tuple[RecordedRun, RecordedRun]]:
             yield read_record(a, number), read_record(b, number)
 
 
+def _end_with(problem: str) -> NoReturn:
+    """End the program with status 2 and a message."""
+    stderr = Console(stderr=True)
+    stderr.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(2) from None
+
+
 def compare_command(
     a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a run with LT_ZERO_RECORD=A.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="That of another, whose differences are looked for.")],
     output: Annotated[Path | None, typer.Option(help="A PNG file for the differences over steps.")] = None,
     tolerance: Annotated[float, typer.Option(min=0, help="Multiplies what rounding explains.")] = 1.0,
 ) -> None:
-    """Print the first output, gradient or update in which two runs differ beyond rounding. Ends with 1 if there is one.
+    """Print the first output, gradient or update in which two runs differ beyond rounding.
+
+    Ends with status 1 if there is one, and with 2 after an error.
 
     Record each run by LT_ZERO_RECORD=FOLDER in its environment. Stage, ranks, precision and offload may differ.
     """
@@ -462,6 +483,7 @@ def compare_command(
                 console.print(_of_other_data(one, two, first.step))
             show(_table(differences, first), console)
     except (RecordError, OSError) as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        _end_with(str(error))
+    except Exception as error:  # a record can be damaged in ways that only show here; 1 means that the runs differ
+        _end_with(f"{a} or {b} is damaged ({type(error).__name__}: {error}). Record the runs again.")
     raise typer.Exit(1 if parted else 0)

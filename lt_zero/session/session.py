@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +18,7 @@ from lt_zero.build import shard
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.compat import replace_reentrant_checkpoints
+from lt_zero.common.console import RunConsole
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
@@ -216,7 +216,7 @@ class Session:
             self.compare_model(module)
         join_pipelines(module, config.pipeline)
         if replace_reentrant_checkpoints(module) and training and self.world.rank == 0:
-            Console().print("Activation checkpoints of transformers are run with use_reentrant=False.")
+            RunConsole().print("Activation checkpoints of transformers are run with use_reentrant=False.")
         move_buffers(module, device)
         how: dict[str, Any] = {"group": self.group}
         if self.sequences is not None:
@@ -234,7 +234,7 @@ class Session:
         if self.mesh is not None:
             self.mesh.share_buffers(module)
         if training and self.world.rank == 0 and (line := advice_on_wire(engine, config)):
-            Console().print(line)
+            RunConsole().print(line)
         if training and self.world.rank == 0:
             warn_of_caches(module)
         if training:
@@ -292,7 +292,7 @@ class Session:
         self.loss_scale.start_watching(engine)
         line = engine.offload_manager.announce(engine.buckets, max(map(states_per_element, given)))
         if line and engine.world.rank == 0:
-            Console().print(line)
+            RunConsole().print(line)
 
     def _shard_optimizer(self, engine: Engine, optimizer: Optimizer) -> None:
         known = ShardedOptimizer.of(optimizer)

@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import random
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -375,3 +376,22 @@ def test_numbers_that_would_make_weights_nan_are_refused(tmp_path: Path) -> None
     group(saved).update(limit=math.inf)  # "no limit" of some optimizer
     torch.save(saved, tmp_path / "edited.ckpt")
     trainer(2).fit(GPT(1, "adamw"), ckpt_path=tmp_path / "edited.ckpt")
+
+
+def _errors_of_others(folder: str) -> list[str]:
+    return [error_of(resume, path, 3) for path in sorted(Path(folder).iterdir())]
+
+
+def test_files_of_other_kinds(pool: Pool, tmp_path: Path) -> None:
+    """``ckpt_path`` may name anything: the error has its name on all ranks."""
+    (tmp_path / "empty.ckpt").touch()
+    (tmp_path / "garbage.ckpt").write_bytes(b"e" * 1000)
+    (tmp_path / "list.ckpt").write_bytes(pickle.dumps([1, 2]))
+    (tmp_path / "text.ckpt").write_text("epoch: 3\n")
+    torch.save(torch.ones(3), tmp_path / "tensor.ckpt")
+    torch.save([torch.ones(3)], tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    for texts in pool.run(2, _errors_of_others, str(tmp_path)):
+        for name, text in zip(names, texts, strict=True):
+            assert name in text
+            assert re.search("is empty|is damaged|is no checkpoint: it holds", text), text

@@ -250,6 +250,14 @@ def _denied(*_: Any) -> None:
     raise PermissionError(errno.EACCES, "denied")
 
 
+def test_the_memory_of_one_process_is_no_place_for_several() -> None:
+    """Each rank would write its part into a memory of its own, and nobody could read the checkpoint."""
+    rank_0 = PendingDirectory.make("memory://several/one")
+    with pytest.raises(CheckpointError, match="several/one is in the memory of one process"):
+        PendingDirectory(rank_0.name, rank_0.folder).check_visible()
+    rank_0.discard()
+
+
 def test_what_a_save_replaced_never_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill while the old checkpoint is being removed leaves a part of it, which must not get a name again."""
     old, path = tmp_path / "last", tmp_path / "new"

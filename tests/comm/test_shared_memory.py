@@ -201,3 +201,9 @@ def test_memory_of_dropped_windows_is_not_taken_for_theirs(monkeypatch: pytest.M
     windows = [arena.allocate(numel, torch.float32) for _ in range(2)]  # each fills a segment
     windows.clear()  # an engine is gone
     assert not any(arena.has(tensor) for tensor in [flat_empty(numel, torch.float32, cpu) for _ in range(3)])
+
+
+def test_a_limit_of_files_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ulimit -f`` holds for windows, too; what only makes a run faster must not end it."""
+    monkeypatch.setattr(shared_memory.resource, "getrlimit", lambda kind: (1 << 20, 1 << 30))
+    assert not shared_memory.supported()

@@ -176,8 +176,12 @@ def test_places_that_cannot_be_used_are_told(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_missing_place_is_made_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = SwapFolder(tmp_path / "a" / "b", 0)
-    assert f"nvme_path {tmp_path / 'a' / 'b'} did not exist; it was created" in caplog.text
+    """Only inside of a folder that exists: else its disk may not be mounted, and that of the system would fill."""
+    with pytest.raises(SwapError, match=f"nor a folder {tmp_path / 'a'}.*Mount the disk"):
+        SwapFolder(tmp_path / "a" / "b", 0)
+    assert not (tmp_path / "a").exists()
+    made = SwapFolder(tmp_path / "b", 0)
+    assert f"nvme_path {tmp_path / 'b'} did not exist; it was created" in caplog.text
     free = direct_file.free_bytes(made.path)
     made.require(1)
     with pytest.raises(SwapError, match=rf"rank 0 needs {1 << 60} bytes \(1\.15 EB\), and [0-9]+ bytes .*are free"):

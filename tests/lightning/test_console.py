@@ -24,11 +24,13 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CometLogger, CSVLogger, TensorBoardLogger, WandbLogger
 from pydantic import ValidationError
+from rich.table import Table
 from torch import Tensor
 from typer.testing import CliRunner
 
 from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.cli import app
+from lt_zero.common.console import Console
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.fields import Block
 from lt_zero.common.garbage import gc_disabled
@@ -417,3 +419,81 @@ def test_tensors_stay_where_they_are_until_a_line_is_due() -> None:
         printer.before_forward(module)
         printer.after_forward(module, torch.zeros(2, 3), torch.ones(1).as_subclass(Loud))
     assert float(printer._loss.as_subclass(Tensor)) == 3  # type: ignore[union-attr]
+
+
+# ---- nothing that only prints ends a run -----------------------------------------------------------------------------
+
+PRINTS: dict[str, Any] = {
+    "zero_optimization": {"stage": 3},
+    "comms_logger": {"enabled": True},
+    "flops_profiler": {"enabled": True, "profile_step": 1},
+    **dict.fromkeys(("dump_state", "memory_breakdown", "wall_clock_breakdown"), True),
+    "steps_per_print": 1,
+}
+
+
+class _Full(io.StringIO):
+    """A stream without a reader, or on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def _steps_with(kind: str) -> int:
+    before = sys.stdout, os.dup(1)
+    try:
+        if kind == "full":
+            with open("/dev/full", "w") as full:
+                os.dup2(full.fileno(), 1)
+            sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        else:
+            sys.stdout = None if kind == "closed" else _Full()  # type: ignore[assignment]
+        trainer = sharded_trainer(3, config=PRINTS, max_steps=3, max_epochs=2)
+        trainer.fit(GPT(dist.get_world_size()))
+        if kind == "full":
+            sys.stdout.flush()  # as at the exit, where Python ends with another status if something is left
+        return trainer.global_step
+    finally:
+        sys.stdout = before[0]
+        os.dup2(before[1], 1)
+        os.close(before[1])
+
+
+def _steps_of_all() -> list[int]:
+    return [_steps_with(kind) for kind in ("full", "pipe", "closed")]
+
+
+def test_what_prints_does_not_end_a_run(pool: Pool) -> None:
+    assert pool.run(1, _steps_of_all) == [[3, 3, 3]]
+
+
+def test_names_do_not_control_the_terminal() -> None:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, color_system=None)
+    table = Table("\x1b[31mname")
+    table.add_row("a\x1b]0;title\x07b\u202ec", "\x9b2J")
+    console.print("loss\x1b[2J", "é ü\t漢", markup=False)
+    console.print(table)
+    shown = text.getvalue()
+    assert not set("\x1b\x07\x9b\u202e") & set(shown)
+    assert r"loss\x1b[2J" in shown
+    assert "é ü" in shown
+    assert "漢" in shown
+
+
+def test_commands_show_control_characters(tmp_path: Path) -> None:
+    """Names in files of strangers: keys, metrics, tensors, paths."""
+    (tmp_path / "c.yaml").write_text('"zero\\e[2Jbad": 1\n')
+    (tmp_path / "metrics.csv").write_text("step,zero/\x1b[2Jloss\n0,1.0\n1,0.5\n")
+    torch.save({"a\x1b[2J": torch.ones(1), "net.b": torch.ones(1)}, tmp_path / "w.pt")
+    out = str(tmp_path / "o.pt")
+    for command in (
+        ["config", "check", str(tmp_path / "c.yaml")],
+        ["config", "show", str(tmp_path / "c.yaml")],
+        ["logs", str(tmp_path)],
+        ["export", str(tmp_path / "w.pt"), out, "--strip-prefix", "net."],
+        ["verify", str(tmp_path / "x\x1b[2J")],
+    ):
+        done = CliRunner().invoke(app, command)
+        assert "\x1b" not in done.output, command
+        assert r"\x1b[2J" in done.output.replace("\n", ""), (command, done.output)

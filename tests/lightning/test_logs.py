@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from lt_zero import ZeroStrategy
 from lt_zero.cli import app
-from lt_zero.common.run_file import NAME, RunFile, read_facts
+from lt_zero.io.run_file import NAME, RunFile, read_facts
 from lt_zero.lightning.monitor.logs import course, heading, peaks, times, traffic
 from lt_zero.lightning.monitor.reading import STEP_MS, LoggedRun, LogsError, read_run
 from tests.support.lightning_tools import QUIET, torchrun_env
@@ -188,7 +188,7 @@ def test_a_disk_that_fails_ends_the_file_and_not_the_run(tmp_path: Path) -> None
 
 def test_pauses_are_left_out(tmp_path: Path) -> None:
     clock = SimpleNamespace(now=0.0)
-    with mock.patch("lt_zero.common.run_file.time", SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: 0.0)):
+    with mock.patch("lt_zero.io.run_file.time", SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: 0.0)):
         file = RunFile(tmp_path, 0)
         for step, seconds in enumerate((1.0, 2.0, 4.0)):
             clock.now += seconds

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lt_zero
-from lt_zero.common.run_file import NAME
+from lt_zero.io.run_file import NAME
 from tests.support.pool import Pool
 
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}

@@ -42,10 +42,11 @@ from lt_zero.checkpoint.formats.records import (
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.tensor_tree import dense_tensors
 from lt_zero.io.direct_file import unreadable
-from lt_zero.io.regular_file import open_bytes, own_path
+from lt_zero.io.regular_file import open_bytes, own_path, read_bytes
 
 VERSION = "pytorch-lightning_version"  # in every checkpoint that Lightning wrote
 _ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+_MOST_METADATA = 1 << 28  # bytes; a million pieces of tensors take a half
 _lock = threading.Lock()  # torch's list of admitted classes is one for the process
 
 
@@ -301,11 +302,10 @@ def load_metadata(path: Path) -> Any:
     Raises:
         CheckpointError: the file is damaged, or names what no metadata needs.
     """
-    with opened(path) as file:
-        try:
-            data = file.read()
-        except OSError as error:
-            raise unreadable(path, error) from error
+    try:
+        data = read_bytes(path, _MOST_METADATA)
+    except OSError as error:
+        raise unreadable(path, error) from error
     try:
         for code, number, _ in pickletools.genops(data):
             # The memo is a list: a large number would make room for as many entries.

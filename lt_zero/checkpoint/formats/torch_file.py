@@ -9,7 +9,6 @@ Note [Optimizer states with numbers]
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,8 +21,9 @@ from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, mapping, ti
 from lt_zero.checkpoint.formats.reading import opened
 from lt_zero.checkpoint.formats.records import Record, identity_of
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.regular_file import open_bytes, own_path, read_bytes
+from lt_zero.io.regular_file import open_bytes, own_path, parse_json, read_json
 
+_MOST_INDEX = 1 << 28  # bytes; a million tensors take a half
 _NAMES = (  # in this order, as Hugging Face's tools look for them
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -91,7 +91,7 @@ class FileSource(ForeignSource):
                     # The library's save_model writes one of the tied names, and the others into the metadata.
                     metadata = (file.metadata() or {}).items()
                 size = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(size))
+                header = parse_json(stream.read(size))
             except (SafetensorError, OSError, ValueError) as error:
                 raise CheckpointError(f"{path} is damaged: {error}. Take another checkpoint.") from error
             places = {name: header[name]["data_offsets"] for name in tensors}
@@ -131,8 +131,8 @@ class FileSource(ForeignSource):
     def _read_index(self, index: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
         """Tensors by name, from the files beside ``index`` that it names."""
         try:
-            content = json.loads(read_bytes(index))
-        except (OSError, ValueError, RecursionError) as error:
+            content = read_json(index, _MOST_INDEX)
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{index} is damaged: {error}. Take another copy.") from error
         places = mapping(mapping(content, "index", index).get("weight_map"), "weight_map", index)
         if not places:

@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.reading import explained
-from lt_zero.checkpoint.native.directory import MANIFEST, Chunk, Manifest, file_system, is_url, table, texts
+from lt_zero.checkpoint.native.directory import (
+    MANIFEST,
+    MOST_MANIFEST,
+    Chunk,
+    Manifest,
+    file_system,
+    is_url,
+    table,
+    texts,
+)
 from lt_zero.checkpoint.native.plain import described_keys, restore
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.boxes import Box, cut_range, flat_index
@@ -51,7 +60,7 @@ class Archive:
         self._blocks = BlockReader(path, fs)
         place = f"{path}/{MANIFEST}"
         try:
-            data: bytes = read_bytes(place) if fs is None else fs.cat_file(place)
+            data: bytes = read_bytes(place, MOST_MANIFEST) if fs is None else _fetched(fs, place)
         except OSError as error:
             if fs is None and error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 raise unreadable(place, error) from None
@@ -259,3 +268,12 @@ def _refuse_compressed(file: io.BytesIO) -> None:
     stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
     if not stored or sum(record.file_size for record in records) > size:
         raise ValueError("its records are compressed, or overlap")
+
+
+def _fetched(fs: Any, url: str) -> bytes:
+    """The manifest at a URL. Raises OSError if it has too many bytes, or none can be read."""
+    size = fs.size(url)
+    if size is not None and size > MOST_MANIFEST:
+        raise OSError(f"it has {size:,} bytes, and a manifest has {MOST_MANIFEST:,} at most")
+    data: bytes = fs.cat_file(url)
+    return data

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import fsspec
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
 from lt_zero.checkpoint.source import Spec
@@ -40,10 +41,11 @@ from lt_zero.common.boxes import Box, check_cover
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io.checked_file import STEP, FileRecord, FileSink, Sink, StreamSink, WriterPool
 from lt_zero.io.direct_file import free_bytes, trouble
-from lt_zero.io.regular_file import read_bytes
+from lt_zero.io.regular_file import read_start
 from lt_zero.io.staging import Staging, hidden_name, leftovers, staged, staging_path, sync_folder, whole_name
 
 MANIFEST = "manifest.json"
+MOST_MANIFEST = 1 << 28  # bytes; 10,000 tensors on 1,000 ranks take a tenth
 _VERSION = 1  # of the manifest
 _FILES = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json")
 _STATE = re.compile(r"optimizer_\d+\.state\..+\..+")  # the name of an optimizer's state
@@ -258,7 +260,7 @@ def dtype_of(value: Any, what: str) -> torch.dtype:
 def _is_ours(path: str | os.PathLike[str]) -> bool:
     """True if a file begins like a manifest of lt_zero."""
     try:
-        return b'"format": "lt_zero"' in read_bytes(path, 200)
+        return b'"format": "lt_zero"' in read_start(path, 200)
     except OSError:
         return False
 
@@ -311,6 +313,11 @@ class PendingDirectory:
         Raises:
             CheckpointError: it does not.
         """
+        if isinstance(self._fs, MemoryFileSystem):
+            raise CheckpointError(
+                f"{self.name} is in the memory of one process, and each rank has its own. Save to a file system that "
+                "all ranks share."
+            )
         if self._fs is None and not Path(self.folder).is_dir():
             raise CheckpointError(
                 f"{self.folder}, which rank 0 created, is not visible: {Path(self.folder).parent} is a disk of one "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -556,3 +557,20 @@ def profiling() -> bool:
     ``record_function`` costs microseconds even without a profiler, so callers check first.
     """
     return torch_profiler._is_profiler_enabled
+
+
+# ---- Checked on Python 3.10 to 3.14 ----------------------------------------------------------------------------------
+
+
+def parsed_pattern(pattern: str) -> Any:
+    """The parts of a regular expression, as Python's own compiler gets them.
+
+    Raises:
+        re.error: it is none. ValueError: it has flags.
+    """
+    # The parser was a module of its own before Python 3.11.
+    parser = getattr(re, "_parser", None) or __import__("sre_parse")
+    parsed = parser.parse(pattern)
+    if parsed.state.flags & ~re.UNICODE:
+        raise ValueError("it has flags")
+    return parsed

@@ -8,15 +8,16 @@ from statistics import fmean
 import lightning.pytorch as pl
 import psutil
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch.optim import Optimizer
 
 from lt_zero.common import accelerator
 from lt_zero.common.compat import logged_step
+from lt_zero.common.console import RunConsole
 from lt_zero.common.tables import show
 from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, TimedSpan, Times, phase
 from lt_zero.lightning.model_report import memory_report
+from lt_zero.lightning.monitor.printing import print_line
 from lt_zero.lightning.monitor.step_metrics import RunObserver, is_due
 from lt_zero.lightning.setup import RunSnapshot
 from lt_zero.planning.limits import peak_rss
@@ -93,14 +94,14 @@ class StepClock(RunObserver):
         with self._clock.paused():
             shown = metrics(times) if self._shows_times else {}
             if self._shows_times:
-                module.print(time_line(number, times))
+                print_line(module, time_line(number, times))
             if len(times) > 1:
                 rank, lateness = late_rank(times)
                 shown |= {"zero/late_rank": rank, "zero/lateness_ms": lateness}
                 if self._tolerance is not None:
                     shown["zero/late_gradients"] = self._tolerance.missing_share()
                 if lateness > LATE_SHARE * metrics(times)["time/total_ms"]:
-                    module.print(late_line(number, rank, self._world.hosts[rank], lateness, times))
+                    print_line(module, late_line(number, rank, self._world.hosts[rank], lateness, times))
             for logger in module.trainer.loggers:
                 logger.log_metrics(shown, step=logged_step(module.trainer))
 
@@ -186,10 +187,10 @@ class MemoryPhases(RunObserver):
         self._note("after step", module)
         number = module.trainer.global_step + 1
         if self._rows and self._due(number):
-            console = Console()
+            console = RunConsole()
             with console.capture() as text:
                 show(memory_table(number, self._rows), console)
-            module.print(text.get())
+            print_line(module, text.get())
             self._write(logged_step(module.trainer), self._run.rank, self._rows)
             self._shown, self._rows = True, {}
 

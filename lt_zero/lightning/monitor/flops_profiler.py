@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
+from lt_zero.common.console import Console, RunConsole
 from lt_zero.common.module_hooks import Hook, hookable_modules
+from lt_zero.common.output import Lenient
 from lt_zero.common.tables import show
 from lt_zero.common.users_code import warn
 from lt_zero.config.blocks import FlopsProfiler
@@ -115,10 +116,13 @@ class Profiler:
         if self._modules and (count.counted is not None or count.problem is not None):
             times = self._times.read() if self._times is not None and clean else None
             if file is None:
-                self._write(Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH), times)
+                self._write(RunConsole(highlight=False, width=None if Lenient(sys.stdout).isatty() else _WIDTH), times)
                 return
-            with open(file, "w", encoding="utf-8") as stream:
-                self._write(Console(file=stream, width=_WIDTH, color_system=None, highlight=False), times)
+            try:
+                with open(file, "w", encoding="utf-8") as stream:
+                    self._write(Console(file=stream, width=_WIDTH, color_system=None, highlight=False), times)
+            except OSError as error:
+                warn(f"flops_profiler.output_file={file!r} cannot be written ({error.strerror or error}).")
         elif clean:
             warn(
                 f"flops_profiler counted nothing: flops_profiler.profile_step={self._block.profile_step}, and the last "

@@ -11,12 +11,12 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
-from lt_zero.common.run_file import NAME as FACTS
+from lt_zero.common.console import Console
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.common.units import format_bytes
+from lt_zero.io.run_file import NAME as FACTS
 from lt_zero.lightning.monitor.plot import is_drawn, plot_read
 from lt_zero.lightning.monitor.reading import NAME, STEP_MS, LoggedRun, LogsError, read_run
 
@@ -161,7 +161,7 @@ def _table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) ->
             column, justify="left" if number == 0 else "right", overflow="fold" if number == 0 else "ellipsis"
         )
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(str, row))
     return table
 
 
@@ -236,7 +236,7 @@ def print_logs(run: LoggedRun, console: Console) -> None:
     try:
         metrics, memory, collectives = (make(run) for make in made)
         lines, head = list(_lines(run)), heading(run)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         if isinstance(error, LogsError):
             raise
         text = f"{FACTS} beside {run.path} is damaged ({type(error).__name__}: {error})"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
 
+from lt_zero.common.console import Console
 from lt_zero.lightning.monitor.reading import NAME, STEP_MS, LoggedRun, LogsError, find_metrics, read_run
 
 if TYPE_CHECKING:

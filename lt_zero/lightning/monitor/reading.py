@@ -5,17 +5,20 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lt_zero.common.run_file import NAME as FACTS
-from lt_zero.common.run_file import read_facts
+from lt_zero.io.regular_file import open_regular, read_text
+from lt_zero.io.run_file import NAME as FACTS
+from lt_zero.io.run_file import read_facts
 
 NAME = "metrics.csv"
 STEP_MS = "zero/step_ms"  # the times of steps in ``lt_zero.jsonl``, as a column
 _STEP = "step"
+_MOST = 1 << 30  # bytes of a table
 _EVENTS, _BOARD = "Train_Samples_*.csv", "events.out.tfevents.*"
 _PREFIX = "Train/Samples/"
 # DeepSpeed's events that mean what a metric of the Trainer means.
@@ -62,7 +65,9 @@ def find_metrics(path: str | os.PathLike[str]) -> Path:
         LogsError: there are none.
     """
     path = Path(path)
-    if path.is_file():
+    if not path.is_dir() and os.path.lexists(path):
+        with _naming(path):
+            os.close(open_regular(path))
         return path.parent if path.match(_EVENTS) or path.match(_BOARD) else path
     if not path.is_dir():
         raise LogsError(f"{path} does not exist. Name the folder of a run, or its {NAME}.")
@@ -75,6 +80,15 @@ def find_metrics(path: str | os.PathLike[str]) -> Path:
     newest = max(found, key=lambda file: file.stat().st_mtime)
     siblings = [file for file in found if file.parent.parent == newest.parent.parent and file.name == newest.name]
     return max(siblings, key=_version) if newest.name == NAME else newest.parent
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Context that turns an OSError into a LogsError with ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise LogsError(f"{path} cannot be read: {error}.") from error
 
 
 def _version(file: Path) -> tuple[int, float]:
@@ -108,6 +122,8 @@ def read_run(run: str | os.PathLike[str], wanted: Callable[[str], object]) -> Lo
         raise LogsError(f"{path} cannot be read: {error}.") from error
     except ValueError as error:
         raise error if isinstance(error, LogsError) else LogsError(str(error)) from error
+    except (TypeError, LookupError, OverflowError) as error:
+        raise LogsError(f"{FACTS} beside {path} is damaged ({type(error).__name__}: {error}). Remove it.") from error
     times = [(at, ms) for fact in found.facts if fact["kind"] == "steps" for at, ms in _pairs(fact, found.path)]
     if times and wanted(STEP_MS):
         found.columns[STEP_MS] = _ordered([at for at, _ in times], [ms for _, ms in times])
@@ -117,7 +133,7 @@ def read_run(run: str | os.PathLike[str], wanted: Callable[[str], object]) -> Lo
 def _pairs(fact: dict[str, Any], path: Path) -> list[tuple[float, float]]:
     try:
         return [(float(at), float(ms)) for at, ms in zip(fact["at"], fact["ms"], strict=True)]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise LogsError(f"{FACTS} beside {path}: times of steps are damaged ({error}). Remove the line.") from error
 
 
@@ -169,8 +185,7 @@ def _latest(steps: list[float], values: list[float]) -> tuple[list[float], list[
 
 
 def _read_table(path: Path, wanted: Callable[[str], object]) -> tuple[int, Columns]:
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        lines = file.read().splitlines(keepends=True)
+    lines = read_text(path, _MOST, encoding="utf-8-sig").splitlines(keepends=True)
     if len(lines) > 1 and not lines[-1].endswith("\n"):
         del lines[-1]
     reader = csv.reader(lines, strict=True)
@@ -238,10 +253,16 @@ def _read_board(folder: Path, wanted: Callable[[str], object]) -> tuple[int, Col
     except ImportError as error:
         text = f"{folder} has files of TensorBoard only, which need its package to read ({error})"
         raise LogsError(f"{text}. Run: pip install tensorboard") from error
+    for file in folder.glob(_BOARD):  # all of them are read, by name
+        os.close(open_regular(file))
     events: Any = module.EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
+    try:
+        events.Reload()
+        tags = list(events.Tags()["scalars"])
+    except Exception as error:  # a damaged file may be anything to the package
+        raise LogsError(f"{folder} has a damaged file of TensorBoard ({type(error).__name__}: {error}).") from error
     columns: Columns = {}
-    for tag in events.Tags()["scalars"]:
+    for tag in tags:
         if _is_event(tag) or wanted(tag):
             points = events.Scalars(tag)
             columns[tag] = _ordered([float(p.step) for p in points], [float(p.value) for p in points])

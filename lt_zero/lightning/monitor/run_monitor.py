@@ -20,16 +20,17 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 from pydantic import BaseModel
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_zero.comm.comm_log import CommLog, comm_table
 from lt_zero.comm.world import World
+from lt_zero.common.console import RunConsole
 from lt_zero.common.errors import Path
 from lt_zero.common.fields import thawed
 from lt_zero.common.garbage import gc_disabled
+from lt_zero.common.output import Lenient
 from lt_zero.common.progress_bar import set_local_rank
 from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import rows_of
@@ -130,7 +131,7 @@ class RunMonitor:
     def _show_comms(self, log: CommLog, rank: int) -> None:
         if rank == 0 and (records := log.records(wait=self._clean)):
             self._record.write_collectives(records, rank)
-            show(comm_table(records), Console(width=None if sys.stdout.isatty() else 160))
+            show(comm_table(records), RunConsole(width=None if Lenient(sys.stdout).isatty() else 160))
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -221,7 +222,7 @@ def dump_state(run: RunSnapshot) -> None:
         table.add_column(column, justify="left" if column == "kind" else "right")
     for kind, (here, replicated) in memory_report(run.engine, run.sharded).items():
         table.add_row(kind, f"{here:,}", f"{replicated:,}")
-    console = Console()
+    console = RunConsole()
     text = "\n".join(
         ["Configuration of ZeroStrategy, defaults included:", *config_lines(run.config, run.config.secret)]
     )

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lt_zero.comm.comm_log import CommRecord, bus_factor
 from lt_zero.common.compat import logged_step
-from lt_zero.common.run_file import RunFile
+from lt_zero.io.run_file import RunFile
 from lt_zero.lightning.monitor.step_metrics import RunObserver
 from lt_zero.lightning.setup import RunSnapshot
 

@@ -24,6 +24,7 @@ from lt_zero.common import accelerator
 from lt_zero.common.compat import logged_step
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.lightning.monitor.flops import FlopCount
+from lt_zero.lightning.monitor.printing import print_line
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.lightning.setup import RunSnapshot
 from lt_zero.session.gradient_noise import GradientNoise
@@ -262,7 +263,7 @@ class StepPrinter(RunObserver):
 
     def _show(self, module: pl.LightningModule, metrics: StepMetrics, optimizer: int, step: int) -> None:
         if self.every is not None:
-            module.print(metrics.line())
+            print_line(module, metrics.line())
         if len(set(metrics.rates)) > 1:
             # Never removed, so that columns stay the same.
             self._split_rates.add(optimizer)

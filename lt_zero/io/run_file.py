@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from lt_zero.common.users_code import warn
+from lt_zero.io.regular_file import open_for_update, parse_json, read_text
 
 NAME = "lt_zero.jsonl"
 _BLOCK = 1 << 16  # bytes that are read at a time
+_MOST = 1 << 30  # bytes; a million steps take a hundredth
+_LONGEST = 1 << 26  # bytes of a line
 _SECONDS = 5.0  # between two lines of times of steps
 
 
@@ -81,7 +84,8 @@ class RunFile:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
+            opened = open_for_update(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            with open(opened, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"kind": kind, **fields}) + "\n")
         except OSError as error:
             self._works = False
@@ -94,13 +98,15 @@ def cut_incomplete_line(path: Path) -> None:
     Otherwise the next line would be one with it, and perhaps still a valid one.
 
     Raises:
-        OSError: the file cannot be read or written.
+        OSError: the file cannot be read or written, or its last line has no end for ``_LONGEST`` bytes.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    with path.open("rb+") as file:
+    with open(open_for_update(path, os.O_RDWR), "rb+") as file:
         end = size = file.seek(0, os.SEEK_END)
         while end > 0:
+            if size - end > _LONGEST:
+                raise OSError(f"{path} has no line break in its last {_LONGEST:,} bytes; it is no file of ours")
             start = max(0, end - _BLOCK)
             file.seek(start)
             if (found := file.read(end - start).rfind(b"\n")) >= 0:
@@ -115,18 +121,18 @@ def read_facts(folder: Path) -> list[dict[str, Any]]:
     """The lines of the file in ``folder``, none if it is absent. An incomplete last line is left out.
 
     Raises:
-        ValueError: a line is damaged; names it. OSError: the file cannot be read.
+        ValueError: a line is damaged; names it. OSError: the file cannot be read, or has more than ``_MOST`` bytes.
     """
     path, found = folder / NAME, list[dict[str, Any]]()
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    lines = read_text(path, _MOST, errors="replace").splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         if not line.endswith("\n"):
             break  # it is being written
         try:
-            facts = json.loads(line)
-            if not isinstance(facts, dict) or "kind" not in facts:
+            facts = parse_json(line)
+            if not isinstance(facts, dict) or not isinstance(facts.get("kind"), str):
                 raise ValueError("no object with a kind")
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}. Remove the line.") from None
