@@ -11,7 +11,6 @@ Note [Numbers of foreign collectives]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import NamedTuple
@@ -184,8 +183,3 @@ def standstill(states: dict[int, Blocked]) -> list[int]:
         path.append(rank)
         rank = next(other for other in blocking[rank] if other in left)
     return path[path.index(rank) :] if path else []
-
-
-def same_wait(states: dict[int, Blocked], rank: int) -> Iterable[int]:
-    """The ranks that wait in the same collective as ``rank``."""
-    return sorted(other for other, state in states.items() if state.wait == states[rank].wait)
