@@ -157,7 +157,10 @@ def _patterns(content: Mapping[str, Any], key: str, read: Callable[[Any, str], V
     """A mapping of the configuration, from patterns of names to values; raises ValueError."""
     found: dict[str, Value] = {}
     for pattern, value in (content.get(key) or {}).items():
-        NamePattern.of(pattern)
+        try:
+            NamePattern.of(pattern)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
         found[pattern] = read(value, f"{key}[{pattern!r}]")
     return found
 

@@ -139,7 +139,7 @@ def test_what_cannot_be_merged_is_told(tensors: dict[str, Tensor], text: str) ->
         ({"lora_alpha": 1e308, "use_rslora": True}, "no number of fp32"),
         ({"lora_alpha": 2, "alpha_pattern": {"a": math.nan}}, r"alpha_pattern\['a'\] is nan"),
         ({"lora_alpha": 2, "alpha_pattern": {"a": -1e308}}, r"The factor of a is -3\.3"),
-        ({"lora_alpha": 2, "alpha_pattern": {"(": 1}}, r"alpha_pattern has '\(', which is no pattern"),
+        ({"lora_alpha": 2, "alpha_pattern": {"(": 1}}, r"alpha_pattern: the pattern '\(' cannot be used"),
         ({"lora_alpha": 2, "r": 0}, "r is 0, which is no positive integer"),
         ({"lora_alpha": 2, "r": -3}, "r is -3"),
         ({"lora_alpha": 2, "rank_pattern": {"a": math.inf}}, r"rank_pattern\['a'\] is inf"),
