@@ -29,6 +29,8 @@ class GradAccumulator:
     The reduced ones, of the same elements as the master weights, are in a store of the place of optimizer states. They
     are valid for the parameters in ``valid``, and zero in the gaps. What is stored may have yet to be multiplied by a
     deferred factor (fused_step.py, Note [Deferred factor]): ``stored`` returns both, everything else the products.
+    ``shown`` lends the products to user code; what that leaves as it is gets its factor back, so that reading on one
+    rank rounds nothing that other ranks do not round.
     Those of an accumulation window that were not reduced yet are in ``local`` (all elements).
     """
 
@@ -53,6 +55,8 @@ class GradAccumulator:
         self.changes = 0  # counts changes of the gradients
         self._dropping = False  # ``_drop`` is queued
         self._factor: Tensor | None = None  # deferred; 0D
+        # While ``values`` are the products that ``shown`` has lent: what was stored, and its factor.
+        self._lent: tuple[Tensor, Tensor] | None = None
         self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
         self.used: set[int] = set()  # parameters that had a gradient on this rank
         self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
@@ -132,12 +136,13 @@ class GradAccumulator:
     def stored(self) -> tuple[Tensor, Tensor | None]:
         """The stored values (1D, elements [shard_range)), read-only, and the factor (0D) that they lack; None: 1."""
         self._background.wait()
+        self._end_lending()
         return self.values.read(), self._factor
 
     @property
     def lacks_factor(self) -> bool:
         """True if a factor is deferred, so that the stored values are not the gradients."""
-        return self._factor is not None
+        return self._factor is not None or self._lent is not None
 
     def read(self) -> Tensor:
         """The gradients (1D, elements [shard_range)), read-only; a copy if a factor is deferred."""
@@ -153,6 +158,29 @@ class GradAccumulator:
         """The gradient (1D) of one of this rank's pieces; without ``write`` as in ``read``."""
         rows = slice(piece.offset, piece.offset + piece.numel)
         return self.write()[rows] if write else self._product(rows)
+
+    @without_grad
+    def shown(self, piece: Piece) -> Tensor:
+        """The gradient (1D) of one of this rank's pieces, which user code may change, or only read."""
+        if self._lent is None and self._factor is not None:
+            self._background.wait()
+            lent = self.values.read().clone(), self._factor
+            self.apply_deferred_scale()
+            self._lent = lent
+        self.changes += 1
+        return self.values.write()[piece.offset : piece.offset + piece.numel]
+
+    @without_grad
+    def _end_lending(self) -> None:
+        """Take back the products that ``shown`` has lent: if they are as they were, their factor is deferred again."""
+        lent, self._lent = self._lent, None
+        if lent is None or not self.accumulated:
+            return
+        before, factor = lent
+        values = self.values.read()
+        if torch.equal(values, before.to(values.dtype) * factor.to(values.device)):
+            self.values.write().copy_(before)
+            self._factor = factor
 
     def _product(self, rows: slice) -> Tensor:
         # The stored values are left alone: reading on one rank must not round what the step multiplies unrounded.
@@ -190,7 +218,7 @@ class GradAccumulator:
     def _drop(self) -> None:
         self._dropping = False
         if not self.valid and not self.used:
-            self.local = self._factor = None
+            self.local = self._factor = self._lent = None
             self.values.discard()
             self.values = self._none
 
@@ -225,6 +253,7 @@ class GradAccumulator:
             products: the same object for all buckets, {} at first.
         """
         self._background.wait()
+        self._end_lending()
         self.changes += 1
         # On the host where the background step reads it: it would wait for all work queued on the device by then.
         place, before = torch.device("cpu") if self._places.step.offloads else self._group.device, self._factor
@@ -236,6 +265,7 @@ class GradAccumulator:
     def apply_deferred_scale(self) -> None:
         """Multiply by the deferred factor."""
         self._background.wait()
+        self._end_lending()
         factor, self._factor = self._factor, None
         if factor is not None and self.accumulated:
             self.widen_fp16()

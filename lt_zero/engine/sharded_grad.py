@@ -198,10 +198,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sharded = [t for t in iter_tensors((args, kwargs)) if isinstance(t, _Sharded)]
     # The whole gradient is here, and the stand-in is no view of it only because of its dtype.
     if all(isinstance(grad, ShardedGrad) and is_whole(grad._owners()[0]) for grad in sharded):
-        whole = map_tensors(args, _accumulated)
-        result = func(*whole, **map_tensors(kwargs, _accumulated))
-        # An operation in place returns the stand-in, because ``p.grad *= 2`` assigns the result to ``p.grad``.
-        return args[0] if args and result is whole[0] else result
+        return _call_whole(func, args, kwargs)
     name = getattr(func, "__name__", "")
     if name.startswith("_foreach_"):
         return _for_each(func, name.removeprefix("_foreach_"), args, kwargs, sharded[0])
@@ -227,14 +224,52 @@ def _changes_nothing(grad: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
         return func(probe, *args[1:], **kwargs) is probe
 
 
-def _accumulated(tensor: Tensor) -> Tensor:
-    """The accumulated gradient of a stand-in; any other tensor itself."""
-    if not isinstance(tensor, ShardedGrad):
-        return tensor
-    bucket, index, shown_by = tensor._owners()
-    local, shape = local_rows(bucket, index), bucket.shapes[index]  # no row if it has no elements
-    value = local[0].view(shape) if local else bucket.param_views[index].new_empty(shape)
+def _call_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch with stand-ins of gradients of which this rank has all elements."""
+    me = args[0] if args and isinstance(args[0], ShardedGrad) else None
+    if me is not None and func in SAME and me._owners()[0].grads.lacks_factor:
+        return me
+    name = getattr(func, "__name__", "")
+    # What these return shares no memory with the gradient, so a product that is dropped afterwards will do.
+    reads = func in NORMS or (func in _ELEMENTWISE and func not in _CONVERTING)
+    reads = (reads or (name.startswith("_foreach_") and not name.endswith("_"))) and kwargs.get("out") is None
+
+    def whole_of(tensor: Tensor) -> Tensor:
+        return _accumulated(tensor, not reads) if isinstance(tensor, ShardedGrad) else tensor
+
+    whole = map_tensors(args, whole_of)
+    result = func(*whole, **map_tensors(kwargs, whole_of))
+    # An operation in place returns the stand-in, because ``p.grad *= 2`` assigns the result to ``p.grad``.
+    return args[0] if args and result is whole[0] else result
+
+
+def _accumulated(grad: ShardedGrad, write: bool) -> Tensor:
+    """The accumulated gradient of a stand-in, in its shape.
+
+    Raises:
+        RuntimeError: it was used by a step.
+    """
+    bucket, index, shown_by = grad._owners()
+    grads, shape = bucket.grads, bucket.shapes[index]
+    if grads.local is not None:
+        rows = local_rows(bucket, index)
+    elif not grads.accumulated:
+        raise _earlier(bucket, index)
+    elif write:
+        rows = [grads.shown(piece) for piece in bucket.pieces_of(index)]
+    else:
+        # As ``shown``, which widens fp16 only.
+        stored = grads.values.dtype
+        dtype = wide(stored) if stored == torch.float16 and grads.lacks_factor else stored
+        rows = [grads.of(piece, write=False).to(dtype) for piece in bucket.pieces_of(index)]
+    # No row if it has no elements.
+    value = rows[0].view(shape) if rows else bucket.param_views[index].new_empty(shape)
     return shown_by.parts.show(bucket.params[index], value)
+
+
+def _earlier(bucket: Bucket, index: int) -> RuntimeError:
+    name = bucket.layout.spans[index].name
+    return RuntimeError(f"This gradient of {name!r} is that of an earlier step. Read p.grad again.")
 
 
 def _for_each(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: _Sharded) -> Any:
@@ -279,7 +314,8 @@ def _change(me: _Sharded, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if func is Tensor.copy_ and not (len(args) > 1 and isinstance(args[1], _Sharded)):
         # Ranks may have different values there, of which each would take a part.
         raise _refusal(func, me)
-    if func not in _LINEAR or any(isinstance(operand, _Sharded) for operand in iter_tensors((args[1:], kwargs))):
+    linear = func in _LINEAR and kwargs.get("rounding_mode") is None
+    if not linear or any(isinstance(operand, _Sharded) for operand in iter_tensors((args[1:], kwargs))):
         _require_all(func, args, kwargs)
     if any(operand.dim() > 0 for operand in iter_tensors((args[1:], kwargs))):
         func(*map_tensors(args, _on_meta), **map_tensors(kwargs, _on_meta))  # raises torch's errors
@@ -319,7 +355,7 @@ def _require_all(func: Any, args: Any, kwargs: Any) -> None:
                 "the last micro-batch."
             )
         if not bucket.grads.accumulated:
-            raise RuntimeError(f"This gradient of {name!r} is that of an earlier step. Read p.grad again.")
+            raise _earlier(bucket, index)
 
 
 def _spans(sharded: _Sharded) -> list[tuple[int, int]]:

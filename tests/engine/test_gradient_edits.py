@@ -178,3 +178,34 @@ def _refused() -> None:
 
 def test_what_needs_all_of_a_gradient_is_refused(pool: Pool) -> None:
     pool.run(2, _refused)
+
+
+def _read_on_one_rank() -> list[dict[str, Tensor]]:
+    """The weights of stage 0 with gradients that lack a factor, which nobody reads, or rank 0 alone."""
+    readers: list[Callable[[Any], object]] = [
+        lambda g: None,
+        lambda g: (g.norm(), (g > 0).sum(), g.data.abs(), g.view(-1)[0].item(), g.flatten().max()),
+    ]
+    found = []
+    for read in readers:
+        torch.manual_seed(0)
+        model = Net(depth=1)
+        engine = lt_zero.shard(model, config_of(0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        grads = lt_zero.ShardedOptimizer(engine, optimizer).grads
+        grads.carry(3.0)  # as a loop does with three micro-batches
+        next_token_loss(model, 0, 0, dist.get_rank()).backward()
+        grads.carry(1.0)
+        for p in model.parameters() if dist.get_rank() == 0 else ():
+            read(p.grad)
+        grads.clip_norm(0.05)
+        optimizer.step()
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return found
+
+
+def test_reading_on_one_rank_rounds_nothing(pool: Pool) -> None:
+    (alone, first), (_, second) = pool.run(2, _read_on_one_rank)
+    for name, value in alone.items():
+        assert torch.equal(value, first[name]), name
+        assert torch.equal(value, second[name]), name
