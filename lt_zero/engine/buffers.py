@@ -215,11 +215,13 @@ class BufferSync(ProcessLocal):
     # ---- which buffers there are -------------------------------------------------------------------------------------
 
     def _find(self) -> list[_Buffer]:
-        return [
+        """The buffers, by name: a script that registers what it finds in a set does so in another order on each rank."""
+        found = [
             _Buffer(module, key, f"{path}.{key}" if path else key)
             for path, module in self._root.named_modules()
             for key in module._buffers.keys()  # noqa: SIM118 - those of compiled modules cannot be iterated over
         ]
+        return sorted(found, key=lambda buffer: buffer.name)
 
     def _agree_on_layout(self) -> None:
         """Take over that buffers were added, removed, or replaced by others of another shape or dtype. Collective.

@@ -532,8 +532,12 @@ class Materializer:
                 parameter.data = now.detach().to(parameter.device, parameter.dtype)
                 vars(parameter).update(vars(now))
         for name in unset.keys() - parameters.keys():
-            if (buffer := module._buffers[name]) is not None and buffer.device != self._device:
-                module._buffers[name] = buffer.to(self._device)
+            now, before = module._buffers[name], buffers[name]
+            if now is not None and now.device != self._device:
+                module._buffers[name] = now.to(self._device)
+            if before is not None and now is not before:
+                # Nobody has set the values of the old one, and another module may share it: it has its own turn.
+                replace_tensor(before, torch.empty_like(before, device="meta"))
 
     def _initialize(self, path: str, module: nn.Module) -> None:
         """Call what initializes ``module``. See Note [Who initializes a module]."""

@@ -303,7 +303,7 @@ def model_facts(
         prefix: of all names.
         leaves_out: the names of modules that are left out, with all that is inside of them.
     """
-    facts, settings = dict[str, Any](), dict[str, str]()
+    facts, settings, order = dict[str, Any](), dict[str, str](), dict[str, str]()
     first, differ = dict[int, str](), set(map(id, apart))
     # Parameters that are sharded already have guards, which would intercept the access.
     with without_torch_function():
@@ -318,13 +318,15 @@ def model_facts(
                 more = ("" if parameter.requires_grad else ", frozen") + (f", tied to {tied!r}" if tied != name else "")
                 form = str(parameter.dtype) if id(parameter) in differ else described(parameter)
                 facts[f"parameter {name!r} (of {kind})"] = form + more
+                order[f"parameter number {len(order)}" + (f" of {prefix!r}" if prefix else "")] = repr(name)
             if buffers:
                 for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                     facts[f"buffer {inside + name!r} (of {kind})"] = described(buffer)
             if _has_settings(module) and not any(id(parameter) in differ for _, parameter in own):
                 settings[f"module {path!r}"] = f"{kind}({module.extra_repr()})"
-    # Last, since an error shows the first differences: the text of a module often follows from its parameters.
-    return facts | settings
+    # Last, since an error shows the first differences: the text of a module often follows from its parameters. Their
+    # order is that of the elements of a bucket, and another one where a script registers what it finds in a set.
+    return facts | settings | order
 
 
 # Of torch.nn, modules that compute nothing, and losses, which a script may make where it logs: on rank 0 only.

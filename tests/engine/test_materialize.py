@@ -391,6 +391,29 @@ def test_values_are_seen_in_any_dtype_and_if_they_are_assigned() -> None:
     assert not model.bias.requires_grad
 
 
+class Causal(nn.Module):
+    """Assigns a mask, which another module shares as it was before."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def reset_parameters(self) -> None:
+        self.mask = torch.ones(3, 3, dtype=torch.bool).tril()
+
+
+def test_a_shared_buffer_that_one_module_replaces_is_left_to_the_others() -> None:
+    with torch.device("meta"):
+        mask = torch.ones(3, 3, dtype=torch.bool).tril()
+        model = nn.ModuleList([Causal(mask), Causal(mask)])
+        lost = nn.ModuleList([Causal(mask), nn.Module()])
+        lost[1].register_buffer("mask", mask)
+    for module in filled(model):
+        assert torch.equal(module.mask, torch.ones(3, 3, dtype=torch.bool).tril())
+    with pytest.raises(RuntimeError, match=r"1 \(Module\) was built on the meta device and 'mask' got no values"):
+        filled(lost)
+
+
 @pytest.mark.parametrize(
     ("then", "told"),
     [

@@ -197,12 +197,42 @@ def _unchecked() -> str:
     return str(caught.value)
 
 
+class Unordered(nn.Module):
+    """Registers what it finds in a set, whose order is another one in each process; ``of``: its tensors."""
+
+    def __init__(self, register: str, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        for number in [1, 2, 0] if other() else [0, 1, 2]:
+            getattr(self, register)(f"tensor{number}", of(torch.full((2,), number + 10.0 * dist.get_rank())))
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+def _unordered() -> str:
+    model = Unordered("register_buffer", torch.clone)
+    with quick():
+        engine, *_ = lt_zero.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            config={"zero_optimization": {"stage": 1}, "train_batch_size": 2},
+        )
+    engine(torch.ones(1, 2))
+    assert {name: buffer[0].item() for name, buffer in model.named_buffers()} == {f"tensor{n}": n for n in range(3)}
+    with pytest.raises(RuntimeError) as caught:
+        lt_zero.shard(Unordered("register_parameter", nn.Parameter), lt_zero.ZeroConfig())
+    return str(caught.value)
+
+
 def _cuts() -> list[str]:
     number = 6 if other() else 4
     return [
         _cut_by_fabric(blocks(2, 12 if other() else 8), {"tensor_parallel": TENSORS}),
         _cut_by_fabric(FeedForwards(number), {"expert_parallel": {"enabled": True, "autoep_size": 2}}),
         _cut_by_user(),
+        _unordered(),
         _unchecked(),
     ]
 
@@ -213,6 +243,7 @@ def test_models_are_compared_before_they_are_cut(pool: Pool) -> None:
         r"parameter '0.0.weight' (of Linear) is (8, 6) float32 on rank 0 and (12, 6) float32 on rank 1",
         r"parameter 'up' (of FeedForwards) is (4, 6, 5) float32 on rank 0 and (6, 6, 5) float32 on rank 1",
         r"parameter 'net.2.0.weight' (of Linear) is missing on rank 0 and (8, 6) float32 on rank 1",
+        r"parameter number 0 is 'tensor0' on rank 0 and 'tensor1' on rank 1",
         r"LT_ZERO_MEMORY_CHECK is 1 on rank 0, 0 on rank 1",
     )
     for errors in pool.run(2, _cuts):
