@@ -23,8 +23,12 @@ from lt_zero.step.optimizer_trial import Division, division_of, states_of
 
 ELEMENTWISE = "zero_optimization.optimizer_is_elementwise"
 _ALONG = "zero_optimization.shard_along"
-# Names of classes that are refused on pieces without a trial.
-_WHOLE = {"Muon", "Adafactor", "Shampoo", "SOAP", "DistributedShampoo", "Kron", "PSGD", "Lamb", "LAMB", "Lars", "LARS"}
+# Names of classes that are refused on pieces without a trial. Some use whole matrices only after more steps than a
+# trial has: ScalableShampoo does so from the 1,000th on.
+_WHOLE = {
+    *("Muon", "Adafactor", "Shampoo", "ScalableShampoo", "DistributedShampoo", "SOAP", "Kron", "PSGD"),
+    *("Lamb", "LAMB", "Lars", "LARS"),
+}
 # Wrappers and optimizers that shard states, or average weights, over the ranks by themselves.
 _DISTRIBUTED = {
     "ZeroRedundancyOptimizer",

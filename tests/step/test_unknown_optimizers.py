@@ -80,6 +80,10 @@ class Noisy(Plain):
         return momentum + 1e-3 * torch.randn_like(momentum)
 
 
+class ScalableShampoo(Plain):
+    """As that of pytorch_optimizer: whole matrices count only after 1,000 steps, when a trial is over."""
+
+
 class MyAdam(torch.optim.Adam):
     """Of an element-wise parent, and not element-wise."""
 
@@ -116,6 +120,7 @@ TRIALS: list[tuple[type[Optimizer], str, str]] = [  # what is told by default, a
     (Trusting, f"Trusting computes something else {PIECES}", "^$"),
     (Together, "Together .* all parameters at once .* stage 0", "Together .* all parameters at once .* stage 0"),
     (Noisy, "Noisy cannot be tried .* random .*optimizer_is_elementwise=true", "Noisy cannot be tried .*one by one"),
+    (ScalableShampoo, "ScalableShampoo .* whole matrices .*zero_optimization.shard_along=parameter", "^$"),
     (Coarse, f"Coarse computes something else {PIECES}", "^$"),
     (MyAdam, f"MyAdam computes something else {PIECES}", "^$"),
 ]
@@ -123,7 +128,7 @@ TRIALS: list[tuple[type[Optimizer], str, str]] = [  # what is told by default, a
 
 @pytest.mark.parametrize(
     ("cls", "by_default", "along_parameters"),
-    only_rows(TRIALS[:4], TRIALS),
+    only_rows(TRIALS[:5], TRIALS),
 )
 def test_a_trial_tells(pool: Pool, cls: type[Optimizer], by_default: str, along_parameters: str) -> None:
     for zero, match in (({}, by_default), ({"shard_along": "parameter"}, along_parameters)):
