@@ -228,6 +228,7 @@ class GradViews:
                 parameter = bucket.params[index]
                 if grad is not None and (current := parameter.grad) is not None and current is not grad:
                     _replace(bucket, index, current, self.parts)
+                    self.norms.clear()
                     parameter.grad = grad
 
     def drop_cleared(self) -> None:

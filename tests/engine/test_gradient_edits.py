@@ -209,3 +209,21 @@ def test_reading_on_one_rank_rounds_nothing(pool: Pool) -> None:
     for name, value in alone.items():
         assert torch.equal(value, first[name]), name
         assert torch.equal(value, second[name]), name
+
+
+def _norm_of_assigned() -> None:
+    torch.manual_seed(0)
+    model = Net(depth=1)
+    engine = lt_zero.shard(model, config_of(1))
+    lt_zero.ShardedOptimizer(engine, torch.optim.SGD(model.parameters(), lr=0.5))
+    next_token_loss(model, 0, 0, dist.get_rank()).backward()
+    with engine.unused_parameters.user_access():
+        weight: Any = model.blocks[0].up.weight
+        before = weight.grad.norm()
+        weight.grad = weight.grad * 3
+        engine.finish_reductions()
+        torch.testing.assert_close(weight.grad.norm(), 3 * before)
+
+
+def test_norms_follow_what_is_assigned(pool: Pool) -> None:
+    pool.run(2, _norm_of_assigned)
