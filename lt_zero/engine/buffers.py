@@ -215,7 +215,7 @@ class BufferSync(ProcessLocal):
     # ---- which buffers there are -------------------------------------------------------------------------------------
 
     def _find(self) -> list[_Buffer]:
-        """The buffers, by name: a script that registers what it finds in a set does so in another order on each rank."""
+        """The buffers, sorted by name: a script that registers the elements of a set has an order on each rank."""
         found = [
             _Buffer(module, key, f"{path}.{key}" if path else key)
             for path, module in self._root.named_modules()

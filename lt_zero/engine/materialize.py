@@ -532,10 +532,10 @@ class Materializer:
                 parameter.data = now.detach().to(parameter.device, parameter.dtype)
                 vars(parameter).update(vars(now))
         for name in unset.keys() - parameters.keys():
-            now, before = module._buffers[name], buffers[name]
-            if now is not None and now.device != self._device:
-                module._buffers[name] = now.to(self._device)
-            if before is not None and now is not before:
+            buffer, before = module._buffers[name], buffers[name]
+            if buffer is not None and buffer.device != self._device:
+                module._buffers[name] = buffer.to(self._device)
+            if before is not None and buffer is not before:
                 # Nobody has set the values of the old one, and another module may share it: it has its own turn.
                 replace_tensor(before, torch.empty_like(before, device="meta"))
 

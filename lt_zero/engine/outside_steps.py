@@ -12,6 +12,7 @@ Note [Autocast outside of steps]
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -35,11 +36,13 @@ class _OutermostCall:
     """The running call of an outermost module.
 
     Attributes:
+        module: the module.
         context: its autocast.
         handles: of the hooks on the module while the call runs.
         inner: calls of the same module inside of it that run.
     """
 
+    module: nn.Module
     context: torch.autocast
     handles: list[Any] = field(default_factory=list)
     inner: int = 0
@@ -75,6 +78,7 @@ class AutocastOutsideOfSteps:
         _update()
 
     def remove(self) -> None:
+        _end_interrupted()
         for module in self._mine:
             _modules.pop(module, None)
         self._mine = []
@@ -84,8 +88,7 @@ class AutocastOutsideOfSteps:
 @contextmanager
 def within_step() -> Iterator[None]:
     """Context of a step, which enables autocast itself: no call of a module is looked at."""
-    if _calls.open is not None:  # a KeyboardInterrupt has ended that call, for which torch calls no hook
-        _end(_calls.open)
+    _end_interrupted()
     _count(1)
     try:
         yield
@@ -115,7 +118,7 @@ def _begin(module: nn.Module, args: Any) -> None:
     if how is None or torch.is_autocast_enabled(how[0]) or in_running_backward():
         return
     # Without a cache: the weights have the compute dtype, and what is left to cast may change between calls.
-    call = _OutermostCall(torch.autocast(how[0], dtype=how[1], cache_enabled=False))
+    call = _OutermostCall(module, torch.autocast(how[0], dtype=how[1], cache_enabled=False))
     call.context.__enter__()
     _calls.open = call
     _count(1)
@@ -133,6 +136,19 @@ def _begin(module: nn.Module, args: Any) -> None:
     # torch has collected the hooks before this call already: ``enter`` is called for those inside of it only.
     call.handles.append(module.register_forward_pre_hook(Hook(enter)))
     call.handles.append(module.register_forward_hook(Hook(leave), always_call=True))
+
+
+def _end_interrupted() -> None:
+    """End a call that a KeyboardInterrupt has ended, after which torch calls no hook: autocast would stay enabled."""
+    call = _calls.open
+    if call is None:
+        return
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is call.module:
+            return  # it runs, and what it calls begins a step of its own
+        frame = frame.f_back
+    _end(call)
 
 
 def _end(call: _OutermostCall) -> None:

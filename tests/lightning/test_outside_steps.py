@@ -215,7 +215,11 @@ def test_calls_that_fail_or_nest_leave_no_autocast() -> None:
         def forward(self, x: Tensor, depth: int = 0) -> Tensor:
             if depth == self.depth and self.error is not None:
                 raise self.error
-            return self(x, depth + 1) if depth < self.depth else self.layer(x)
+            if depth < self.depth:
+                return self(x, depth + 1)
+            with within_step():  # of another engine's module
+                pass
+            return self.layer(x)
 
     outer: Any = Outer()
     handle = AutocastOutsideOfSteps([outer, outer.layer], torch.bfloat16, "cpu")
@@ -231,8 +235,13 @@ def test_calls_that_fail_or_nest_leave_no_autocast() -> None:
         assert not torch.is_autocast_enabled("cpu")
         with torch.autocast("cpu", torch.bfloat16):
             assert outer(ROWS).dtype == torch.bfloat16, "the caller decides"
+        outer.error = KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt):
+            outer(ROWS)
     finally:
         handle.remove()
+    assert not torch.is_autocast_enabled("cpu")
+    outer.error = None
     with pytest.raises(RuntimeError, match="BFloat16"):
         outer(ROWS)
     assert not torch.nn.modules.module._has_any_global_hook()
