@@ -11,6 +11,8 @@ Note [Numbers of foreign collectives]
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 from dataclasses import dataclass
 from types import FrameType
 from typing import NamedTuple
@@ -26,6 +28,8 @@ from lt_zero.common.users_code import is_users
 FOREIGN = "torch.distributed"  # the operation of a CollectiveId that this package did not launch
 _CHANNEL = "group of torch.distributed: "
 _SET_UP = "set-up"  # in place of a group: the first point of a run, before it has numbers of its own
+# Where the code of Python and of packages is, and beginnings of names of code that has no file.
+_INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen ")
 # Operations that several functions of torch.distributed share: a backend does not tell these functions apart.
 _FAMILIES = ("allgather", "allreduce", "alltoall", "reducescatter", "broadcast", "barrier")
 
@@ -147,6 +151,27 @@ def _family(operation: str) -> str:
     """The operation as backends match it: "gloo:all_gather" and "gloo:_all_gather_base" are one."""
     name = operation.rpartition(":")[2].replace("_", "")
     return next((family for family in _FAMILIES if name.startswith(family)), name)
+
+
+def another_may_launch(thread: int) -> bool:
+    """True if a thread other than ``thread`` runs code that could launch a collective sooner or later.
+
+    Code of the script, or of a module that has imported torch.distributed. A thread of a pool that has nothing to do is
+    in code of Python's library.
+    """
+    return any(_may_launch(frame) for other, frame in sys._current_frames().items() if other != thread)
+
+
+def _may_launch(frame: FrameType | None) -> bool:
+    """True if the function of ``frame``, or one that has called it, is of such code."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.partition(".")[0] != "lt_zero":  # what its threads launch is known by name
+            of_script = not frame.f_code.co_filename.startswith(_INSTALLED)
+            if of_script or any(value is dist for value in list(frame.f_globals.values())):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def described_call(frame: FrameType) -> str:

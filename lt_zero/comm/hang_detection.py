@@ -20,6 +20,8 @@ Note [Waits of other packages]
     for a collective that the next one has not launched, or in place of which that one has launched another. All answers
     are younger than that, so these waits last at the same time, and none can end. A rank that does anything else, or
     waits for something else, breaks the circle, so a rank that is late is waited for as long as the group allows.
+    Another thread of a rank may launch what others wait for: a checkpoint is written there, say, and its end is a
+    barrier. While such a thread of the script runs, nothing is concluded from what its rank has not launched.
     The thread lives between runs and after them, because the next wait may be in the user's script.
 
 Note [The verdict reaches all ranks]
@@ -69,6 +71,7 @@ from lt_zero.comm.ended_ranks import EndedRanks, described, summary, tell_at_end
 from lt_zero.comm.foreign_waits import (
     Blocked,
     ForeignCall,
+    another_may_launch,
     call_of,
     described_call,
     is_foreign,
@@ -296,7 +299,9 @@ class HangDetector:
             return False  # it is not known: this rank waits, and so launches none
         wait = CollectiveId(*foreign)
         progress = self._reporter.progress(wait.channel, wait.number)
-        return progress is not None and progress[0] >= wait.number and (progress[1] is None or wait.like(progress[1]))
+        if progress is None:
+            return another_may_launch(threading.get_ident())
+        return progress[0] >= wait.number and (progress[1] is None or wait.like(progress[1]))
 
     def raise_divergence(self, launch: CollectiveId) -> None:
         """Raise the error of ranks that meet in different collectives. Collective.
@@ -381,6 +386,11 @@ class HangDetector:
         if not isinstance(error, RuntimeError):
             return False
         verdict = self._watch.verdict
+        if verdict is None and in_collective(error):
+            # The rank that has posted it closes its connections although this rank's thread has not read it in time.
+            with contextlib.suppress(dist.DistError):  # the process that serves the store has ended
+                self._reporter.read_verdict()
+            verdict = self._watch.verdict
         if verdict is not None:
             if verdict not in str(error):
                 error.args = (f"{verdict} ({error})",)
@@ -614,7 +624,8 @@ class _Reporter:
     def progress(self, channel: str, number: int) -> tuple[int, CollectiveId | None] | None:
         """The number of this rank's last launch in a channel, and its launch of ``number``; None: unknown."""
         if is_foreign(channel):
-            return foreign_waits.progress(channel, number)
+            found = foreign_waits.progress(channel, number)
+            return None if found is not None and found[0] < number and another_may_launch(self._thread) else found
         own = self._watch.channels.get(channel)
         return (own.launched, own.find(number)) if own is not None else (0, None)
 

@@ -256,6 +256,8 @@ def collective_of(frame: FrameType) -> list[int] | None:
         return list(range(dist.get_world_size()))
     if code.co_filename != distributed_c10d.__file__ or code.co_name in POINT_TO_POINT:
         return None
+    if code.co_name.startswith("_"):
+        return None  # a step of a collective that waits for no rank: objects are pickled, or read
     group = frame.f_locals.get("group")
     return dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None)
 

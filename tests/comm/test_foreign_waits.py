@@ -6,8 +6,11 @@ A rank that is only late is waited for, whatever it does.
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +24,7 @@ from torch import nn
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
-from lt_zero.comm.foreign_waits import FOREIGN, Blocked, progress, question_of, standstill
+from lt_zero.comm.foreign_waits import FOREIGN, Blocked, another_may_launch, progress, question_of, standstill
 from lt_zero.comm.verdict import at_standstill
 from lt_zero.comm.work import CALL, CollectiveId
 from lt_zero.comm.world import World
@@ -202,8 +205,91 @@ def _late() -> None:
     assert world.host_gather(rank, "a test") == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_late_ranks_are_waited_for(pool: Pool) -> None:
     pool.run(3, _late)
+
+
+class _Slow:
+    """An object that takes long to read, in code without a frame of its own."""
+
+    def __reduce__(self) -> Any:
+        return time.sleep, (LATE_S,)
+
+
+def _late_in_other_code() -> None:
+    """Rank 1 reads an object that it has received, and a thread of rank 0 comes late to what rank 1 waits for."""
+    part = dist.new_group([0, 1])
+    with quick():
+        world = World.join(torch.device("cpu"))
+    rank = dist.get_rank()
+    dist.broadcast_object_list([_Slow() if rank == 0 else None], 0)
+    world.roll_call("export")
+
+    def write() -> None:
+        time.sleep(LATE_S)
+        dist.barrier(part)
+
+    if rank == 0:
+        writer = threading.Thread(target=write)
+        writer.start()
+        dist.barrier()
+        writer.join()
+    else:
+        dist.barrier(part)
+        dist.barrier()
+    assert world.watch.verdict is None
+
+
+def test_late_ranks_in_other_code_are_waited_for(pool: Pool) -> None:
+    pool.run(2, _late_in_other_code)
+
+
+def test_threads_that_may_launch() -> None:
+    """Those that run code of a script; a pool that has nothing to do launches nothing."""
+    main, begun, end = threading.get_ident(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        end.wait()
+
+    with ThreadPoolExecutor(1) as executor:
+        ident = executor.submit(threading.get_ident).result()
+        executor.submit(work)
+        begun.wait()
+        frames = {main: sys._getframe(), ident: sys._current_frames()[ident]}
+        with mock.patch.object(sys, "_current_frames", return_value=frames):
+            assert another_may_launch(main)
+            idle = frames[ident]
+            while idle.f_back is not None and not idle.f_code.co_filename.endswith("thread.py"):
+                idle = idle.f_back
+            frames[ident] = idle
+            assert not another_may_launch(main)
+        end.set()
+
+
+def _unread_verdict() -> str:
+    """Rank 0's connections are closed by a verdict before the thread of rank 1 has read it."""
+    with quick():
+        world = World.join(torch.device("cpu"))
+    assert world.detector is not None
+    group = world.process_group
+    if dist.get_rank() == 1:
+        world.detector.stop()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        world.detector.stop()
+        world.detector._reporter.post_verdict("the verdict")
+        world.detector._reporter.close_connections(0)
+        return "the verdict"
+    with pytest.raises(RuntimeError) as caught:
+        dist.barrier(group)
+    world.explain(caught.value)
+    return str(caught.value)
+
+
+def test_a_verdict_that_comes_after_its_closed_connections(pool: Pool) -> None:
+    assert all("the verdict" in message for message in pool.run(2, _unread_verdict))
 
 
 def _messages() -> None:
