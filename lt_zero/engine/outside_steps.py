@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,6 +76,8 @@ class AutocastOutsideOfSteps:
         self._mine = list(modules)
         for module in self._mine:
             _modules[module] = device_type, dtype
+            # Else the hook would stay after the last module, and torch compiles no module while there is a global hook.
+            weakref.finalize(module, _update).atexit = False
         _update()
 
     def remove(self) -> None:
@@ -104,7 +107,8 @@ def _count(change: int) -> None:
 
 def _update() -> None:
     """Register the global hook, or remove it, as it is needed."""
-    needed = bool(_modules) and _quiet == 0
+    # Ask for a module: a dictionary of weak references may still count those that are gone.
+    needed = _quiet == 0 and next(iter(_modules.keys()), None) is not None
     if needed and not _handles:
         _handles.append(register_module_forward_pre_hook(Hook(_begin)))
     elif not needed and _handles:

@@ -90,6 +90,8 @@ class GradViews:
         spent: a step has used, or skipped, what was accumulated.
         held: user code reads ``p.grad``, which stays attached.
         changes: counts what may change which parameters have a gradient.
+        defers: the gradients will be multiplied by a factor that rounds, which is deferred. There are no views of them:
+            one that user code keeps from an earlier micro-batch would lack the factor.
     """
 
     def __init__(self, peers: Ranks, buckets: list[Bucket], parts: Parts) -> None:
@@ -99,7 +101,7 @@ class GradViews:
         self._places: set[Place] = set()  # the places of all shown gradients
         self._accumulators: list[Store] = []  # the accumulators when gradients were attached
         self.norms: dict[float, dict[Place, Tensor]] = {}
-        self.aside = self.spent = self.held = False
+        self.aside = self.spent = self.held = self.defers = False
         self.changes = 0
 
     def begin(self) -> None:
@@ -150,7 +152,7 @@ class GradViews:
             return
         self._places, self.norms = places, {}
         self._accumulators = [bucket.grads.values for bucket in self._buckets]
-        views = {bucket: is_view(bucket) for bucket in {bucket for bucket, _ in places}}
+        views = {bucket: is_view(bucket) and not self.defers for bucket in {bucket for bucket, _ in places}}
         # Guards would intercept each access to ``.grad``, although it needs no values.
         with without_torch_function():
             for bucket, index in places:

@@ -90,11 +90,12 @@ class ReducedGrads:
     def carry(self, scale: float) -> None:
         """Let all gradients, reduced or not, carry this loss scale. Not collective."""
         self._engine.exchange.set_loss_scale(scale)
+        self._engine.grad_views.defers = _rounds(scale)
         if scale != self.loss_scale:
             factor, self.loss_scale = scale / self.loss_scale, scale
-            # A power of two rounds nothing. Another factor is multiplied together with that of clipping, so that the
-            # bits are the same at all stages.
-            self._multiply(partial(torch.full, (), factor, dtype=self._dtype), rounds=math.frexp(factor)[0] != 0.5)
+            # A factor that rounds is multiplied together with that of clipping, so that the bits are the same at all
+            # stages.
+            self._multiply(partial(torch.full, (), factor, dtype=self._dtype), rounds=_rounds(factor))
 
     def _multiply(self, factor_on: Callable[..., Tensor], rounds: bool = False) -> None:
         """Multiply by ``factor_on(device=...)`` (0D). If it ``rounds``, views in ``p.grad`` become stand-ins."""
@@ -296,6 +297,11 @@ class ReducedGrads:
         if self.loss_scale != 1.0:
             self.used()
             self.carry(1.0)
+
+
+def _rounds(factor: float) -> bool:
+    """True if products with ``factor`` may be rounded: it is no power of two."""
+    return math.frexp(factor)[0] != 0.5
 
 
 def _rows(bucket: Bucket, indices: Collection[int]) -> list[Tensor]:

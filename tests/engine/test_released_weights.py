@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import queue
 from collections import deque
 from collections.abc import Callable
@@ -543,6 +544,7 @@ def _compiled() -> None:
             block.block.compile(backend="aot_eager")
         return model
 
+    gc.collect()  # a global hook of another test's engine would make other graphs
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     check(Case(net, _hidden_loss, zero=RELEASE, steps=3))
