@@ -81,7 +81,7 @@ def test_a_script_trains_as_one_process(pool: Pool, stage: int, precision: str) 
 
 
 def _misused(precision: str) -> str:
-    """The error of a loss whose factor the gradients do not know. Around the model the call runs under autocast, too."""
+    """The error of a loss whose factor the gradients do not know, also of a call around the model."""
     fabric = _fabric(1, 2, precision)
     fabric.launch()
     made = Net()
