@@ -184,7 +184,7 @@ class InplaceEdits:
     def drop_assigned(self) -> None:
         """Give parameters that were assigned other tensors their views back, whose values stay."""
         for index in self.assigned():
-            self._bucket.params[index].data = self._bucket.param_views[index]
+            self._bucket.params[index].data = self._bucket.shown(self._bucket.param_views[index])
 
     @torch.no_grad()
     def _put_back(self, assigned: list[int]) -> list[str]:
