@@ -624,8 +624,10 @@ class _Reporter:
     def progress(self, channel: str, number: int) -> tuple[int, CollectiveId | None] | None:
         """The number of this rank's last launch in a channel, and its launch of ``number``; None: unknown."""
         if is_foreign(channel):
+            # First the threads: what one has launched that ends meanwhile is on record by then.
+            may_launch = another_may_launch(self._thread)
             found = foreign_waits.progress(channel, number)
-            return None if found is not None and found[0] < number and another_may_launch(self._thread) else found
+            return None if found is not None and found[0] < number and may_launch else found
         own = self._watch.channels.get(channel)
         return (own.launched, own.find(number)) if own is not None else (0, None)
 

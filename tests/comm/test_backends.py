@@ -95,6 +95,7 @@ def test_the_default_group_is_bound_to_the_gpu(
         "LOCAL_RANK": "1",
         "MASTER_ADDR": "h",
         "MASTER_PORT": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks do not meet before they join
     }.items():
         monkeypatch.setenv(name, value)
     for name in ("is_available", "make_current"):
