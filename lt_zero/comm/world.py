@@ -325,8 +325,12 @@ class World(Ranks):
         for used in list(self.ends_with_run):
             used.end()
         self.order.rest()
-        if self.detector is not None and leaves:
+        if self.detector is not None:
+            # Joins the thread: it may be about to close the connections of a wait that an error has ended, and must not
+            # take a wait of the next run for it.
             self.detector.stop()
+            if not leaves:
+                self.detector.start()
 
     def explain(self, error: BaseException) -> bool:
         """Add the cause (a hang, or the end of another rank) to an error's text; returns whether it is known."""
