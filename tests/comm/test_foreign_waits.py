@@ -241,6 +241,7 @@ def _late_in_other_code() -> None:
     assert world.watch.verdict is None
 
 
+@pytest.mark.slow
 def test_late_ranks_in_other_code_are_waited_for(pool: Pool) -> None:
     pool.run(2, _late_in_other_code)
 
