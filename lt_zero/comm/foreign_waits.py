@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from lt_zero.comm.process_groups import awaits_all, number_of_set_ups
 from lt_zero.comm.work import POINT_TO_POINT, CollectiveId
-from lt_zero.common.compat import count_of_launches, process_groups, recorded_collectives
+from lt_zero.common.compat import count_of_launches, process_groups, recorded_launches
 from lt_zero.common.users_code import is_users
 
 FOREIGN = "torch.distributed"  # the operation of a CollectiveId that this package did not launch
@@ -102,11 +102,11 @@ def launched_by(call: ForeignCall) -> CollectiveId | None:
     """The collective that ``call`` has launched, and that has not ended; None if there is none, or it is unknown."""
     if call.group == _SET_UP:
         return CollectiveId(f"{_CHANNEL}{_SET_UP}", call.launches, FOREIGN, _SET_UP)
-    ours = [entry for entry in recorded_collectives() if entry[0] == call.group]
-    if not ours:
+    ours = [launch for launch in recorded_launches() if launch.group == call.group and launch.number > 0]
+    if call.launches == 0 or not ours or ours[-1].ended:
         return None
-    _, number, operation, ended = ours[-1]
-    return None if ended else CollectiveId(_channel(call.group, operation), number, FOREIGN, _family(operation))
+    last = ours[-1]
+    return CollectiveId(_channel(call.group, last.operation), last.number, FOREIGN, _family(last.operation))
 
 
 def _channel(group: str, operation: str) -> str:
@@ -126,18 +126,16 @@ def progress(channel: str, number: int) -> tuple[int, CollectiveId | None] | Non
     """
     if channel == f"{_CHANNEL}{_SET_UP}":
         return number_of_set_ups(), None
-    last, found, earlier = 0, None, 0
-    for group, launched, operation, _ in reversed(recorded_collectives()):
-        if _channel(group, operation) != channel:
-            continue
-        if last and launched > earlier:
-            break  # of a group of that name which was destroyed
-        last, earlier = last or launched, launched
-        if launched == number:
-            found = CollectiveId(channel, number, FOREIGN, _family(operation))
-    if not last and not _is_unused(channel):
+    # A group that was destroyed may have had the same name, and the recorder still has its launches.
+    if _is_unused(channel):
+        return 0, None
+    ours = [launch for launch in recorded_launches() if _channel(launch.group, launch.operation) == channel]
+    launches = [launch for launch in ours if launch.group_id == ours[-1].group_id and launch.number > 0]
+    if not launches:
         return None  # the recorder has forgotten them
-    return last, found
+    same = (launch for launch in launches if launch.number == number)
+    found = next((CollectiveId(channel, number, FOREIGN, _family(launch.operation)) for launch in same), None)
+    return launches[-1].number, found
 
 
 def _is_unused(channel: str) -> bool:

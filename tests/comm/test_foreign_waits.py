@@ -241,8 +241,16 @@ def _late_in_other_code() -> None:
     assert world.watch.verdict is None
 
 
-@pytest.mark.slow
+def _earlier_group() -> str:
+    """Another group of the name that ``_late_in_other_code`` gives its own, and a collective in it."""
+    part = dist.new_group([0, 1])
+    dist.all_reduce(torch.zeros(1), group=part)
+    return str(part.group_name)
+
+
 def test_late_ranks_in_other_code_are_waited_for(pool: Pool) -> None:
+    """Also after a group of the same name, whose collectives torch's recorder still has."""
+    pool.run(2, _earlier_group)
     pool.run(2, _late_in_other_code)
 
 

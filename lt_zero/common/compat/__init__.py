@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._ops import HigherOrderOperator
@@ -103,21 +103,32 @@ def process_groups() -> list[Any]:
     return list(distributed_c10d._world.pg_map)
 
 
-def recorded_collectives() -> list[tuple[str, int, str, bool]]:
-    """The last collectives that this process has launched, oldest first, as torch's flight recorder has them.
+class RecordedLaunch(NamedTuple):
+    """A launch in torch's flight recorder.
 
-    Each as (name of the process group, number in that group, operation, whether it has ended). Backends match
-    collectives by this number, so it is the same on all ranks; sends and receives have none. [] if the recorder is
-    turned off (``TORCH_FR_BUFFER_SIZE=0``).
+    ``group``: the name of its process group, which a later group may have again. ``group_id``: a number that no other
+    group of this process has. ``number``: that of the collective in its group, by which backends match collectives, so
+    it is the same on all ranks; 0 for sends and receives, which have none. ``operation``: with its backend
+    ("gloo:all_reduce"). ``ended``: whether it has ended.
     """
+
+    group: str
+    group_id: int
+    number: int
+    operation: str
+    ended: bool
+
+
+def recorded_launches() -> list[RecordedLaunch]:
+    """The last launches of this process, oldest first; [] if the recorder is off (``TORCH_FR_BUFFER_SIZE=0``)."""
     found = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
         entries = json.loads(dump()).get("entries", []) if dump is not None else []
         for entry in entries:
-            if not entry["is_p2p"]:
-                group, number = entry["process_group"][0], entry["collective_seq_id"]
-                found.append((group, number, entry["profiling_name"], entry["retired"]))
+            number = 0 if entry["is_p2p"] else entry["collective_seq_id"]
+            group = entry["process_group"][0]
+            found.append(RecordedLaunch(group, entry["pg_id"], number, entry["profiling_name"], entry["retired"]))
     return found
 
 
