@@ -88,7 +88,7 @@ class Lenient(io.TextIOBase):
                 while left:
                     left = left[os.write(fd, left) :]
         except (OSError, ValueError):
-            pass  # full, closed, or without a reader
+            pass  # the stream is full or closed, or its reader has ended: output must not end a run
         return len(text)
 
     @override

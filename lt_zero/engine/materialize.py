@@ -555,7 +555,7 @@ class Materializer:
                 return
 
     def _unset_like(self, like: Tensor) -> Tensor:
-        """A tensor of the shape and dtype of ``like``, with values by which it is seen that nobody has set any."""
+        """A tensor of the shape and dtype of ``like``, filled with a sentinel that marks elements as uninitialized."""
         if like.dtype == torch.bool:  # a byte that no operation writes
             return torch.full(like.shape, 0xFF, dtype=torch.uint8, device=self._device).view(torch.bool)
         return torch.full(like.shape, _unset_value(like.dtype), dtype=like.dtype, device=self._device)

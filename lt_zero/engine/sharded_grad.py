@@ -5,8 +5,8 @@ assigned to ``p.grad``. Each rank computes the elements of its own pieces; toget
 numbers, gradients of the same parameter, and tensors that can be broadcast to its shape, which are cut as it is. Norms
 are those of all elements, over all ranks.
 
-A function works only if it is listed here. Of others nobody knows whether the result of a piece is a piece of the
-result: they raise, and name a remedy.
+Only the functions listed here work. For any other function, applying it to a piece may not give a piece of the result,
+so it raises an error that names a remedy.
 """
 
 from __future__ import annotations

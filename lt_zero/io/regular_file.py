@@ -93,9 +93,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def open_for_update(path: str | os.PathLike[str], flags: int) -> int:
-    """A descriptor of a regular file to which a program of ours writes, made with mode 666 if O_CREAT is in ``flags``.
+    """Open a regular file that this package updates, and return its descriptor.
 
-    A link is not followed: who may write to the folder could make us write elsewhere.
+    With O_CREAT in ``flags`` a new file gets mode 666. Links are not followed: anyone who can write to the folder could
+    redirect the write to another file.
 
     Raises:
         OSError: it is a link or no regular file, or cannot be opened.

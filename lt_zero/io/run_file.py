@@ -106,7 +106,10 @@ def cut_incomplete_line(path: Path) -> None:
         end = size = file.seek(0, os.SEEK_END)
         while end > 0:
             if size - end > _LONGEST:
-                raise OSError(f"{path} has no line break in its last {_LONGEST:,} bytes; it is no file of ours")
+                raise OSError(
+                    f"{path} has no line break in its last {_LONGEST:,} bytes, so lt_zero did not write it. Choose "
+                    "another path."
+                )
             start = max(0, end - _BLOCK)
             file.seek(start)
             if (found := file.read(end - start).rfind(b"\n")) >= 0:

@@ -49,7 +49,7 @@ class Staging:
     def __init__(self, path: Path, mode: int = 0o700) -> None:
         self.folder = staging_path(path)
         with contextlib.suppress(FileNotFoundError):
-            os.lstat(path)  # a name that cannot be is told now, not when all is written
+            os.lstat(path)  # raises for an invalid name now, before anything is written
         os.mkdir(self.folder, mode)
         self._lock = -1
         try:

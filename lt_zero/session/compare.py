@@ -46,7 +46,11 @@ class Tensors(NamedTuple):
 
     @classmethod
     def of(cls, fields: Any) -> Tensors:
-        """From a line of a record. Raises ValueError or TypeError for what none of ours has."""
+        """Parse a line of a record.
+
+        Raises:
+            ValueError, TypeError: lt_zero does not write such a line.
+        """
         made = cls(**fields)
         numbers = [made.rows, made.numel, made.squares, made.largest, *made.products]
         if not isinstance(made.dtype, str) or not all(type(number) in (int, float) for number in numbers):

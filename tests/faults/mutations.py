@@ -8,12 +8,10 @@ import json
 import math
 import os
 import random
-import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from tests.faults.damaged import damaged_cases
 from tests.faults.one_by_one import Wrong, each
 from tests.support.config_mutations import BASES, KEYS, TYPICAL, check, places
 from tests.support.paths import DATA, ROOT
+from tests.support.time_limit import time_limit
 
 CONFIGS, FILES, COMMANDS, VARIABLES = 300, 100, 120, 80  # mutations of a case
 _SLOW_S = 10.0  # for one configuration
@@ -144,20 +143,6 @@ def mutated(kind: str, source: str, seed: int, number: int) -> dict[str, Any]:
     return config
 
 
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    def late(*_: object) -> None:
-        raise TimeoutError(f"not over after {seconds:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def _configurations(kind: str, source: str, seed: int, folder: Path) -> Outcome:
     understood, failures = 0, list[str]()
     with warnings.catch_warnings():
@@ -165,7 +150,7 @@ def _configurations(kind: str, source: str, seed: int, folder: Path) -> Outcome:
         for number in range(CONFIGS):
             config = mutated(kind, source, seed, number)
             try:
-                with _at_most(_SLOW_S):
+                with time_limit(_SLOW_S):
                     understood += check(config)
             except Exception as error:
                 failures.append(f"mutation {number}: {type(error).__name__}: {str(error)[:300]}")

@@ -6,11 +6,10 @@ import ast
 import json
 import os
 import re
-import signal
 import socket
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from lt_zero.loop import monitors
 from lt_zero.planning.tune_cli import _check_output
 from lt_zero.session.compare import RecordError, read_record
 from tests.support.paths import PACKAGE
+from tests.support.time_limit import time_limit
 
 OURS = {"open_regular", "open_bytes", "read_start", "read_bytes", "read_text", "read_json", "open_for_update"}
 # Functions and methods that read a file.
@@ -281,22 +281,6 @@ ERRORS = (CheckpointError, ConfigError, LogsError, RecordError, OSError)
 BESIDE = {"lt_zero.jsonl": ("metrics.csv", "step,zero/loss\n0,1.0\n")}
 
 
-@contextmanager
-def in_time(seconds: float) -> Iterator[None]:
-    """Context that raises TimeoutError after a time in which nothing that is right waits."""
-
-    def ended(*_: object) -> None:
-        raise AssertionError("it is waited for")
-
-    before = signal.signal(signal.SIGALRM, ended)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def _told(read: Callable[[Path], object], file: Path, may_pass: bool) -> None:
     read(file)
     # An empty file is one without facts, nothing in its place is none, and so is a folder for some.
@@ -313,7 +297,7 @@ def test_no_reader_waits_or_fills_the_memory(kind: Callable[[Path], None], tmp_p
         if name in BESIDE:
             beside, text = BESIDE[name]
             (file.parent / beside).write_text(text)
-        with in_time(60), pytest.raises(ERRORS) as caught:
+        with time_limit(60), pytest.raises(ERRORS) as caught:
             _told(read, file, may_pass=kind in (_empty, _gone, _folder))
         said = str(caught.value)
         assert str(file.parent) in said or name in said, (name, said)
@@ -382,7 +366,7 @@ def test_a_damaged_record_is_no_difference(tmp_path: Path, every: int) -> None:
         file = tmp_path / kind.__name__ / "engine0.jsonl"
         file.parent.mkdir()
         kind(file)
-        with in_time(60):
+        with time_limit(60):
             done = runner.invoke(app, ["compare", str(tmp_path / "a"), str(file.parent)])
         assert done.exit_code == 2, (kind, done.output)
         assert kind.__name__ in done.stderr.replace("\n", "")
@@ -427,7 +411,7 @@ def test_damaged_adapters(tmp_path: Path) -> None:
             LoraScaling.of(file)
     for pattern in ("(a+)+b", "(a|a)*b", "(.*)*x", "(a{1,99999999}){1,99999999}b"):
         file.write_text(json.dumps({**content, "alpha_pattern": {pattern: 1.0}}))
-        with in_time(60):
+        with time_limit(60):
             assert LoraScaling.of(file).of_module("a" * 100, 2) == 4
     for pattern in ("(", "(?i)a", "(" * 5000, "a(?=b)"):
         file.write_text(json.dumps({**content, "alpha_pattern": {pattern: 1.0}}))
