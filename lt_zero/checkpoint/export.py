@@ -235,7 +235,9 @@ def _target(
     if not os.fspath(place):
         raise ValueError("The place to write to is empty. Name a file, or a folder (the current one is .).")
     # Files are written where a link leads, and what the user has named says in which format.
-    out, name, suffix = Path(os.path.realpath(place)), Path(place).name, Path(place).suffix
+    out = Path(os.path.realpath(place))
+    name = Path(place).name
+    suffix = Path(place).suffix
     with naming(out), contextlib.suppress(FileNotFoundError):
         os.lstat(out)  # a name that cannot be
     limit = None if shard_size is None else parse_bytes(shard_size, "shard_size")

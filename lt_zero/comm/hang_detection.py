@@ -613,7 +613,9 @@ class _Reporter:
 
     def _enter(self, now: CollectiveId | ForeignCall | FrameType | None) -> None:
         if now is None or now != self._in:
-            self._in, self._since, self._foreign = now, time.monotonic(), None
+            self._in = now
+            self._since = time.monotonic()
+            self._foreign = None
 
     def _foreign_wait(self) -> CollectiveId | None:
         """The collective of another package in which the thread waits; None if it does not, or that is unknown."""
@@ -674,7 +676,9 @@ class _Reporter:
             return
         if self._led != wait:
             name = f"{wait.channel}/{wait.number}/{wait.name}"
-            self._led, self._leads, self._question = wait, self._store.add(f"leader/{name}", 1) == 1, None
+            self._led = wait
+            self._leads = self._store.add(f"leader/{name}", 1) == 1
+            self._question = None
             if self._leads:
                 self.questions.post(wait)
         if not self._leads:

@@ -358,7 +358,9 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
         refuses = refuse_saved if func is Tensor.detach else refuse
         with without_torch_function():
             me = parameters[0]
-            shape, dtype, device = tuple(me.shape), me.dtype, me.device
+            shape = tuple(me.shape)
+            dtype = me.dtype
+            device = me.device
             needs_grad = me.requires_grad and func not in HANDS_OUT
         absent = AbsentTensor(shape, dtype, refuses, device, needs_grad=needs_grad)
         return absent if func in HANDS_OUT else func(absent, *args[1:], **kwargs)

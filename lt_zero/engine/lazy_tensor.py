@@ -180,7 +180,9 @@ class AbsentTensor(LazyTensor):
         def read(lo: int, hi: int, box: Box) -> Tensor:
             raise refuse("reading")
 
-        made._held, made._refuse, made._needs_grad = _Values(read), refuse, needs_grad
+        made._held = _Values(read)
+        made._refuse = refuse
+        made._needs_grad = needs_grad
         return made
 
     def _like(self, meta: Tensor, needs_grad: bool) -> AbsentTensor:

@@ -303,7 +303,9 @@ def model_facts(
         prefix: of all names.
         leaves_out: the names of modules that are left out, with all that is inside of them.
     """
-    facts, settings, order = dict[str, Any](), dict[str, str](), dict[str, str]()
+    facts = dict[str, Any]()
+    settings = dict[str, str]()
+    order = dict[str, str]()
     first, differ = dict[int, str](), set(map(id, apart))
     # Parameters that are sharded already have guards, which would intercept the access.
     with without_torch_function():

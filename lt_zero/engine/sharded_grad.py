@@ -115,7 +115,9 @@ class _Sharded(Tensor):
     _refs: tuple[weakref.ref[Bucket], int, weakref.ref[Any]]
 
     def _owners(self) -> tuple[Bucket, int, ShownBy]:
-        bucket, index, shown_by = self._refs[0](), self._refs[1], self._refs[2]()
+        bucket = self._refs[0]()
+        index = self._refs[1]
+        shown_by = self._refs[2]()
         if bucket is None or shown_by is None:
             raise RuntimeError("A gradient of a model whose ZeRO engine is gone was read.")
         return bucket, index, shown_by

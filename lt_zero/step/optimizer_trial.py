@@ -195,7 +195,9 @@ class _Value:
     """
 
     def __init__(self, group: int, start: Tensor, direction: Tensor) -> None:
-        self.group, self.start, self.direction = group, start, direction
+        self.group = group
+        self.start = start
+        self.direction = direction
         self.moved = 0.0
 
 
@@ -265,7 +267,9 @@ class _Trial:
     """
 
     def __init__(self, optimizer: Optimizer, dtype: torch.dtype, tolerance: float) -> None:
-        self._optimizer, self._dtype, self._tolerance = optimizer, dtype, tolerance
+        self._optimizer = optimizer
+        self._dtype = dtype
+        self._tolerance = tolerance
         self._differed = 0  # the step at which the last comparison found a difference
         # Not torch's: a trial notes who draws these.
         self._numbers = np.random.default_rng(0)
@@ -412,7 +416,9 @@ class _Numbers(TorchDispatchMode):
 @contextmanager
 def _undisturbed() -> Iterator[_Numbers]:
     """Context for trials: no warnings, no compilation, random states restored; gives what knows of random numbers."""
-    python, arrays, numbers = random.getstate(), np.random.get_state(legacy=False), _Numbers()
+    python = random.getstate()
+    arrays = np.random.get_state(legacy=False)
+    numbers = _Numbers()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")

@@ -470,7 +470,9 @@ class WithObjects(pl.LightningModule):
     def __init__(self, width: int = 2, act: Any = None, options: Any = None) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.layer, self.act, self.options = nn.Linear(2, width), act, options
+        self.layer = nn.Linear(2, width)
+        self.act = act
+        self.options = options
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.act(self.layer(batch)).sum()

@@ -51,7 +51,9 @@ def _told(
     return Blocked(wait, members, f"waits in {wait.name} of {wait.channel}", f"{wait.channel}.py:1", answers)
 
 
-A, B, C = _wait("a", 3), _wait("b", 5), _wait("c", 7)
+A = _wait("a", 3)
+B = _wait("b", 5)
+C = _wait("c", 7)
 
 
 def test_two_ranks_that_wait_for_each_other() -> None:
@@ -256,7 +258,9 @@ def test_late_ranks_in_other_code_are_waited_for(pool: Pool) -> None:
 
 def test_threads_that_may_launch() -> None:
     """Those that run code of a script; a pool that has nothing to do launches nothing."""
-    main, begun, end = threading.get_ident(), threading.Event(), threading.Event()
+    main = threading.get_ident()
+    begun = threading.Event()
+    end = threading.Event()
 
     def work() -> None:
         begun.set()

@@ -143,7 +143,9 @@ USES: list[Callable[[Any, Any], object]] = [
 def _uses() -> None:
     engine = _engine(3)
     p = engine.root.blocks[0].up.weight
-    kept, row, data = p.view(-1), p[0], p.data
+    kept = p.view(-1)
+    row = p[0]
+    data = p.data
     for number, use in enumerate(USES):
         with pytest.raises(RuntimeError) as caught:
             use(p, data)

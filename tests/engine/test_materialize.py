@@ -325,7 +325,9 @@ class OwnReset(nn.Linear):
 class Parent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.torchs, self.own, self.on_instance = nn.Linear(3, 2), OwnReset(3, 2), nn.Linear(3, 2)
+        self.torchs = nn.Linear(3, 2)
+        self.own = OwnReset(3, 2)
+        self.on_instance = nn.Linear(3, 2)
         self.on_instance.reset_parameters = partial(nn.init.constant_, self.on_instance.weight, 4.0)  # type: ignore[method-assign]
         self.on_instance.register_parameter("bias", None)
 

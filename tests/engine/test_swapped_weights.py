@@ -210,7 +210,9 @@ class Read:
     """Stands for a tensor, as those of litgpt's ``lazy_load``: it lacks the methods, and is read when used."""
 
     def __init__(self, value: Tensor) -> None:
-        self.value, self.shape, self.dtype = value, value.shape, value.dtype
+        self.value = value
+        self.shape = value.shape
+        self.dtype = value.dtype
 
     def size(self) -> torch.Size:
         return self.shape

@@ -34,7 +34,9 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.table = nn.Linear(5, 17), nn.LayerNorm(17), nn.Embedding(7, 17)
+        self.up = nn.Linear(5, 17)
+        self.norm = nn.LayerNorm(17)
+        self.table = nn.Embedding(7, 17)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         hidden = self.norm(F.gelu(self.up(x)))
@@ -218,7 +220,9 @@ def test_calls_that_fail_or_nest_leave_no_autocast() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.depth, self.error = nn.Linear(3, 3).bfloat16(), 2, BaseException
+            self.layer = nn.Linear(3, 3).bfloat16()
+            self.depth = 2
+            self.error = BaseException
 
         def forward(self, x: Tensor, depth: int = 0) -> Tensor:
             if depth == self.depth and self.error is not None:

@@ -213,7 +213,9 @@ def test_what_is_uploaded_when(tmp_path: Path) -> None:
     old, new = _complete(tmp_path / "old.ckpt"), str(tmp_path / "new.ckpt")
     os.symlink("new.ckpt", tmp_path / "last.ckpt")
     callback = SimpleNamespace(last_model_path=str(tmp_path / "last.ckpt"), current_score=None)
-    callback.best_model_path, callback.best_model_score, callback.best_k_models = new, 2.0, {old: 1.0, new: 2.0}
+    callback.best_model_path = new
+    callback.best_model_score = 2.0
+    callback.best_k_models = {old: 1.0, new: 2.0}
     saver.pending, saver.writing = Future(), new
     uploads(callback)
     assert [found.path for found in got] == [old]

@@ -26,7 +26,11 @@ from tests.support.lightning_tools import torchrun_env
 from tests.support.matrix import only_rows
 from tests.support.pool import Pool
 
-VOCAB, WIDTH, HEADS, LENGTH, RANK = 13, 12, 2, 8, 3
+VOCAB = 13
+WIDTH = 12
+HEADS = 2
+LENGTH = 8
+RANK = 3
 MICROS, STEPS = 2, 3
 
 
