@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lt_zero.common.compat import without_torch_function
+from lt_zero.common.compat import is_initialized, without_torch_function
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.users_code import warn
 from lt_zero.optim.exchanging import ExchangingOptimizer
@@ -64,7 +64,8 @@ def check_supported(
 
     Raises:
         TypeError: the optimizer needs full matrices, all parameters, sparse gradients or repeated closures; or it
-            works on several ranks by itself; or it could not be tried, and shards cut through parameters.
+            works on several ranks by itself; or it takes no hooks; or it could not be tried, and shards cut through
+            parameters.
     """
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     name = type(optimizer).__name__
@@ -74,6 +75,11 @@ def check_supported(
         raise TypeError(
             f"{name} shards states or averages weights over the ranks by itself, as ZeRO does already. Pass {instead} "
             "instead, over the same parameters: its states are sharded from stage 1 on."
+        )
+    if not is_initialized(optimizer):
+        raise TypeError(
+            f"{name} does not call Optimizer.__init__, so it takes no hooks, and its step cannot be sharded. Pass the "
+            "optimizer that it wraps, or call super().__init__(params, defaults) in its constructor."
         )
     if "LBFGS" in names:
         raise TypeError(f"{name} evaluates its closure several times per step, which ZeRO does not support. Use AdamW.")

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import lt_zero
 from lt_zero.step.optimizer_trial import Division
-from lt_zero.step.supported_optimizers import check_parts, tried
+from lt_zero.step.supported_optimizers import check_parts, check_supported, tried
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import STAGES, Case, check, config_of, full_values
@@ -286,6 +286,22 @@ def test_a_trial_steps_copies_of_wrapped_optimizers() -> None:
 def _trusting(stage: int) -> None:
     case = Case(Net, next_token_loss, stage, lambda model: Trusting(model.parameters()))
     check(Case(**{**vars(case), "zero": {"shard_along": "parameter"}, "rtol": 1e-4, "atol": 1e-5}))
+
+
+class Bare(torch.optim.SGD):
+    """A wrapper like some packages' Lookahead: it has what an optimizer has, and never calls its constructor."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self.defaults = inner.defaults
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+
+
+def test_a_wrapper_without_hooks_is_refused_by_name() -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(TypeError, match=r"Bare does not call Optimizer\.__init__.*Pass the optimizer that it wraps"):
+        check_supported(Bare(inner), sharded=False)
 
 
 @pytest.mark.parametrize("stage", only([3], [1, 3]))

@@ -511,6 +511,11 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [hook for hooks in (*everywhere, *own) for hook in hooks.values()]
 
 
+def is_initialized(optimizer: torch.optim.Optimizer) -> bool:
+    """True if ``Optimizer.__init__`` has run, which makes the tables of hooks; some wrappers never call it."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "_optimizer_state_dict_pre_hooks")
+
+
 def bare_step(optimizer: torch.optim.Optimizer) -> Any:
     """``step`` of the optimizer's class without the hooks around it."""
     step: Any = type(optimizer).step
