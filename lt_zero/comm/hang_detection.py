@@ -597,12 +597,13 @@ class _Reporter:
         Backward may run on other threads while this thread waits for them. Then it is the frame of one of those, if
         it waits inside of a layer.
         """
-        frames = sys._current_frames()
-        frame = frames.get(self._thread)
+        # Do not give the dictionary a name: it has the frame of this function, so they would keep each other, and the
+        # tensors in frames of other threads, until garbage is collected.
+        frame = sys._current_frames().get(self._thread)
         while frame is not None and frame.f_code.co_filename == shared_memory.__file__:
             frame = frame.f_back
         if self.layers and self._watch.waiting is None and (frame is None or self._needs(frame) is None):
-            return next(filter(in_layer, frames.values()), frame)
+            return next(filter(in_layer, sys._current_frames().values()), frame)
         return frame
 
     def _observe(self, frame: FrameType | None) -> None:

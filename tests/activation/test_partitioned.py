@@ -127,7 +127,6 @@ def _equals(place: str, folder: Path) -> None:
         # The mask is one tensor, which all blocks share.
         assert found == ((DEPTH + 1, 0) if other.equal else (DEPTH, 1)), (place, name, found)
         del loss
-        gc.collect()  # the loop that walks a graph again may leave cycles, whose collection depends on earlier tests
         assert store.stats()["stored"] == store.stats()["bytes"] == 0
     store.close()
 

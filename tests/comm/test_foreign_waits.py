@@ -6,9 +6,11 @@ A rank that is only late is waited for, whatever it does.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -279,6 +281,34 @@ def test_threads_that_may_launch() -> None:
             frames[ident] = idle
             assert not another_may_launch(main)
         end.set()
+
+
+def _looks() -> None:
+    """A thread looks at the frame of a function that has a tensor, and no garbage is collected."""
+    with quick():
+        world = World.join(torch.device("cpu"))
+    assert world.detector is not None
+    reporter = world.detector._reporter
+    kept = list[weakref.ref[torch.Tensor]]()
+
+    def compute() -> None:
+        value = torch.zeros(3)
+        kept.append(weakref.ref(value))
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(reporter._frame).result()
+
+    world.detector.stop()
+    gc.collect()
+    gc.disable()
+    try:
+        compute()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_the_thread_that_looks_keeps_no_tensors(pool: Pool) -> None:
+    pool.run(2, _looks)
 
 
 def _unread_verdict() -> str:
