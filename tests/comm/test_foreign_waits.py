@@ -291,11 +291,15 @@ def _looks() -> None:
     reporter = world.detector._reporter
     kept = list[weakref.ref[torch.Tensor]]()
 
+    def look() -> None:
+        assert reporter._frame() is not None
+
     def compute() -> None:
         value = torch.zeros(3)
         kept.append(weakref.ref(value))
-        with ThreadPoolExecutor(1) as executor:
-            executor.submit(reporter._frame).result()
+        looking = threading.Thread(target=look)
+        looking.start()
+        looking.join()
 
     world.detector.stop()
     gc.collect()
