@@ -22,6 +22,7 @@ import offload
 import predict_memory
 import small_model
 import step_time
+from bench_report import STEP, STEP_BESIDE_DEEPSPEED
 from measuring import Rounds, child, interleaved, scratch, timed
 
 from lt_zero.ops import library
@@ -70,14 +71,12 @@ class Row:
         references: the case that counts as 1.00: the first of these that was measured.
         cases: are shown beside lt_zero's; None: all of the group.
         limit: a case that is no peer but what the machine can do.
-        readme: whether README.md shows the row, too.
     """
 
     what: str
     references: tuple[str, ...]
     cases: tuple[str, ...] | None = None
     limit: str = ""
-    readme: bool = False
 
 
 @dataclass(frozen=True)
@@ -270,12 +269,12 @@ def budget(options: Options) -> Rounds:
 # ---- the groups ----------------------------------------------------------------------------------------------------
 
 
-def adam_group(isa: str, threads: int, readme: bool) -> Group:
+def adam_group(isa: str, threads: int) -> Group:
     where = where_of(isa, threads)
 
     def row(kind: str, what: str) -> Row:
         names = tuple(f"{kind}: {name}" for name in ("torch fused", "DeepSpeedCPUAdam", "lt_zero"))
-        return Row(f"{what}, 50M, {where}", names[:1], names, f"{kind}: memory bandwidth", readme)
+        return Row(f"{what}, 50M, {where}", names[:1], names, f"{kind}: memory bandwidth")
 
     rows = (
         row("step", "AdamW alone, fp32"),
@@ -307,17 +306,16 @@ def isas() -> list[str]:
 
 def groups() -> list[Group]:
     """In the order of the table."""
-    step = Row("step of a 29.5M GPT, 2 ranks, fp32", ("DDP",), limit="without communication", readme=True)
+    step = Row(STEP, ("DDP",), limit="without communication")
     offloaded = [
         Row(
             f"step with the optimizer in host memory, stage {stage}",
             (f"DeepSpeed stage {stage}", "DDP"),
             ("DDP", f"DeepSpeed stage {stage}", f"lt_zero stage {stage}"),
-            readme=True,
         )
         for stage in (2, 3)
     ]
-    loads = Row("load of 1.0 GB", ("torch.load",), ("torch.load", "DCP", "lt_zero (checked)"), "plain read", True)
+    loads = Row("load of 1.0 GB", ("torch.load",), ("torch.load", "DCP", "lt_zero (checked)"), "plain read")
     python = "Python per step and unit, 8 ranks"
     imports = ("lightning.pytorch", "lt_zero", "lt_zero.ZeroStrategy")
     small = "step of a ConvNet of 57,000 parameters in Fabric, 2 ranks"
@@ -325,17 +323,15 @@ def groups() -> list[Group]:
     helps = ("Python that imports typer and rich", "lt-zero --help")
     return [
         Group("step", partial(steps, STEP_PEERS), (step,)),
-        Group("step-deepspeed", steps_deepspeed, (Row("the same beside DeepSpeed", ("DDP",), readme=True),)),
-        Group("step-small", small_steps, (Row(small, (small_model.FABRIC,), readme=True),)),
+        Group("step-deepspeed", steps_deepspeed, (Row(STEP_BESIDE_DEEPSPEED, ("DDP",)),)),
+        Group("step-small", small_steps, (Row(small, (small_model.FABRIC,)),)),
         Group("offload", partial(steps, OFFLOAD_PEERS), tuple(offloaded)),
-        *(adam_group(isa, threads, isa == isas()[0] and threads == 1) for isa in isas() for threads in (1, 2)),
+        *(adam_group(isa, threads) for isa in isas() for threads in (1, 2)),
         *(moments_group(isas()[0], threads) for threads in (1, 2)),
         Group("load", load, (loads,)),
-        Group("save", save, (Row("durable save of 1.0 GB", ("torch.save",), None, "plain write, fsync", True),)),
-        Group(
-            "save-small", small_saves, (Row("save of 5,000 small parameters, 2 ranks", ("DCP, FSDP2",), readme=True),)
-        ),
-        Group("export", exports, (Row("export of 200M parameters", (export.THEIRS,), None, export.COPY, True),)),
+        Group("save", save, (Row("durable save of 1.0 GB", ("torch.save",), None, "plain write, fsync"),)),
+        Group("save-small", small_saves, (Row("save of 5,000 small parameters, 2 ranks", ("DCP, FSDP2",)),)),
+        Group("export", exports, (Row("export of 200M parameters", (export.THEIRS,), None, export.COPY),)),
         Group("nvme", nvme, (Row("step of 160M parameters in files", ("plain reads and writes",)),)),
         Group(
             "host",
@@ -357,7 +353,7 @@ def groups() -> list[Group]:
         Group(
             "predict",
             predict,
-            (Row("peak memory of predict above the bare process, 2 ranks, 403 MB of weights", ("DDP",), readme=True),),
+            (Row("peak memory of predict above the bare process, 2 ranks, 403 MB of weights", ("DDP",)),),
             "MB",
             timed=False,
         ),

@@ -21,7 +21,7 @@ from measuring import Rounds, interleaved, ratio
 from tests.support.paths import ROOT
 
 OPTIONS = Options(quick=False, deepspeed_python="", path=Path("/tmp"))
-ROW = Row("a save", ("torch.save",), limit="plain write", readme=True)
+ROW = Row("a save", ("torch.save",), limit="plain write")
 CALM: Rounds = {"torch.save": [2.0, 4.0, 2.0], "lt_zero": [1.0, 2.0, 1.0], "plain write": [0.5, 1.0, 0.5]}
 WILD: Rounds = {"torch.save": [2.0, 4.0, 2.0], "lt_zero": [1.0, 4.0, 8.0], "plain write": [0.5, 1.0, 0.5]}
 
@@ -147,13 +147,25 @@ def test_pages_are_rewritten_between_their_marks(content: dict[str, Any], tmp_pa
     for name in bench_report.PLACES:
         text = f"before\n{bench_report.BEGIN}\nold\n{bench_report.END}\nafter\n"
         (tmp_path / name).write_text(text)
-    results = {"benchmarks/results/all_x.md": content}
+    fsdp: Rounds = {"DDP": [2.0], "FSDP2": [3.0], "lt_zero stage 3": [1.5]}
+    deepspeed: Rounds = {"DDP": [2.0], "DeepSpeed stage 3": [5.0]}
+    steps = [
+        measured(fsdp, row=Row(bench_report.STEP, ("DDP",))),
+        measured(deepspeed, row=Row(bench_report.STEP_BESIDE_DEEPSPEED, ("DDP",))),
+    ]
+    with pytest.raises(ValueError, match="no results have both"):
+        bench_report.rewrite({"benchmarks/results/all_x.md": content}, tmp_path)
+    results = {
+        "benchmarks/results/all_x.md": content,
+        "benchmarks/results/all_y.md": bench_all.content_of(steps, OPTIONS, 3.0),
+    }
     assert len(bench_report.rewrite(results, tmp_path)) == 2
     assert bench_report.rewrite(results, tmp_path) == []
     readme = (tmp_path / "README.md").read_text()
     assert readme.startswith("before\n")
     assert readme.endswith("\nafter\n")
-    assert "| a save, relative to torch.save | 0.50 |  |" in readme
+    assert "takes 0.75 times as long as DDP's" in readme
+    assert "FSDP2 takes 1.50 and DeepSpeed 2.50 times" in readme
     assert "old" not in readme
     assert "`benchmarks/results/all_x.md`" in (tmp_path / "docs/performance.md").read_text()
 

@@ -39,7 +39,26 @@ def unit_table(engine: Engine, console: Console | None = None) -> None:
     for *numbers, kind, name in rows:
         right = "  ".join(cell.rjust(width) for cell, width in zip(numbers, widths, strict=False))
         lines.append(f"  {right}  {kind.ljust(widths[-2])}  {name}")
+    if reason := _why_nothing_is_sharded(engine):
+        lines.append(reason)
     (console or RunConsole()).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _why_nothing_is_sharded(engine: Engine) -> str:
+    """The reason why every rank of a stage 3 run keeps all parameters, and what to change; "" in all other runs."""
+    zero = engine.config.zero_optimization
+    units = [*engine.units, engine.root_unit]
+    if zero.stage != 3 or engine.world.size == 1 or any(unit.sharded for unit in units):
+        return ""
+    largest = max((span.numel for bucket in engine.buckets for span in bucket.layout.spans), default=0)
+    threshold = zero.stage3_param_persistence_threshold
+    if largest >= threshold:
+        return ""
+    return (
+        f"No parameter is sharded, since the largest has {largest:,} elements and zero_optimization."
+        f"stage3_param_persistence_threshold is {threshold:,}. Every rank keeps all parameters; gradients and optimizer "
+        "states are sharded. Lower the threshold to shard the parameters, or use stage 2."
+    )
 
 
 def _elements(buckets: Iterable[Bucket]) -> int:

@@ -17,6 +17,7 @@ from lt_zero import ZeroConfig
 from lt_zero.config.cli import config_command
 from lt_zero.config.load import examine
 from lt_zero.lightning.model_report import dtype_table, unit_table
+from tests.support.pool import Pool
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 64,
@@ -123,6 +124,27 @@ def test_units_are_told_apart_by_the_end_of_their_names(width: int) -> None:
     for name, kind in (("encoder_layers", "Layer"), ("decoder_layers", "Bilinear")):
         (line,) = [line for line in file.getvalue().splitlines() if f"  {kind} " in line]
         assert line.endswith(f"{prefix}.{name}.0 ... 2 (3)")
+
+
+def _table_of(threshold: int) -> tuple[str, bool]:
+    """The table of a model on two ranks; whether a gradient of this rank is a shard."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": threshold}
+    engine = lt_zero.shard(nn.Linear(5, 3), ZeroConfig.of({"zero_optimization": zero}))
+    file = io.StringIO()
+    unit_table(engine, Console(file=file))
+    grads_are_sharded = all(bucket.sharding.grads for bucket in engine.buckets)
+    engine.detach()
+    return file.getvalue(), grads_are_sharded
+
+
+def test_the_table_tells_why_nothing_is_sharded(pool: Pool) -> None:
+    for (text, grads_are_sharded), (sharded, _) in zip(
+        pool.run(2, _table_of, 16), pool.run(2, _table_of, 15), strict=True
+    ):
+        assert "the largest has 15 elements" in text
+        assert "stage3_param_persistence_threshold is 16" in text
+        assert grads_are_sharded
+        assert "No parameter is sharded" not in sharded
 
 
 def test_both_tables_count_what_the_module_has() -> None:
