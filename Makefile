@@ -143,11 +143,16 @@ RELEASE := build/release
 
 # The wheel for any machine compiles kernels on first use; that for this kind of machine has those of the CPU. auditwheel
 # names the oldest systems that can load them.
+# PROJECT_URL=https://HOST/ORG/lt_zero, where the repository is published: package indexes need absolute links.
+PROJECT_URL ?=
 release: $(STAMP) ## Build dist/: sdist, wheel, and a wheel with CPU kernels; install each, and run a step
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[release]"
 	rm -rf $(DIST) $(RELEASE)
-	mkdir -p $(RELEASE)
-	$(BIN)/python -m build --outdir $(DIST) .
+	mkdir -p $(RELEASE)/source
+	git ls-files -z | xargs -0 cp --parents -P -t $(RELEASE)/source
+	$(if $(PROJECT_URL),$(BIN)/python -m tests.support.published $(RELEASE)/source $(PROJECT_URL))
+	$(BIN)/python -m build --outdir $(DIST) $(RELEASE)/source
+	rm -rf $(RELEASE)/source
 	tar -xf $(DIST)/*.tar.gz -C $(RELEASE) --strip-components 1
 	$(BIN)/lt-zero ops build --cache $(RELEASE)/lt_zero/csrc/built
 	find $(RELEASE)/lt_zero/csrc/built -type f ! -name '*.so' -delete

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ import lt_zero.attention
 import lt_zero.conf
 from lt_zero.cli import app
 from lt_zero.config import ZeroConfig
+from tests.support import published
 from tests.support.docs_tools import BLOCKS, PAGES, ROOT, Block, SmallTrainer, execute, execute_in, run_text
 from tests.support.paths import PACKAGE
 from tests.support.pool import Pool
@@ -322,4 +324,21 @@ def test_the_api_reference_has_all_public_names() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(TEXTS[ROOT / "README.md"].splitlines()) <= 120
+    lines = TEXTS[ROOT / "README.md"].splitlines()
+    assert len(lines) <= 120
+    first_screen = lines[: lines.index("## A complete script")]
+    assert len(first_screen) <= 50
+
+
+def test_links_of_a_published_readme_are_absolute(tmp_path: Path) -> None:
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    with pytest.raises(ValueError, match="PROJECT_URL"):
+        published.main(tmp_path, "github.com/some/project")
+    published.main(tmp_path, "https://example.org/some/project/")
+    links = re.findall(r"\]\((.+?)\)", (tmp_path / "README.md").read_text())
+    assert "https://example.org/some/project/blob/main/docs/exactness.md" in links
+    assert all(link.startswith("https://") for link in links)
+    tomllib = pytest.importorskip("tomllib", reason="since Python 3.11")
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Repository"] == "https://example.org/some/project"
