@@ -35,7 +35,11 @@ ENV = {"LT_ZERO_SHARED_MEMORY": "0"}  # the same files on every machine
 WAIT = 60.0  # seconds: a busy machine enters the same files, too
 STEP = 3  # the order of gathers is recorded by then
 CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": 1.0}
-HEAD = """# Which files run
+HEAD = """---
+search: {exclude: true}
+---
+
+# Which files run
 
 Written by `python -m tests.support.walks` from traces of real runs, and compared with them by the tests: a Trainer with
 three blocks, AdamW and clipping on 2 ranks that are connected by gloo, rank 0. Files stand in the order in which they
