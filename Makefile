@@ -113,6 +113,7 @@ $(SITE)/.installed:
 docs: $(DOCS_STAMP) ## Write docs/config.md from the schema and the table of keys, build the documentation into site/
 	$(BIN)/python -m lt_zero.config.catalog
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	if command -v node > /dev/null; then node tests/support/site_search.js site; else echo "no node: search not tried"; fi
 
 # The wheel in a clean environment, kept in COMPAT. Another Python: PYTHON=~/.pyenv/versions/3.12.1/bin/python. Other
 # versions than PINS says: WITH="torch==2.11.0 lightning==2.6.0"; the newest that pip finds: PINS=/dev/null. As on a machine
