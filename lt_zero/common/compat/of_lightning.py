@@ -160,6 +160,13 @@ def is_default_logger(logger: Any, root: str) -> bool:
     return False
 
 
+def log_graph_by(logger: Any, function: Callable[[], object] | None) -> None:
+    """Let a logger that traces the module when a run begins call ``function`` instead; None: let it trace."""
+    vars(logger).pop("log_graph", None)
+    if function is not None and getattr(logger, "_log_graph", False):
+        vars(logger)["log_graph"] = lambda *args, **kwargs: function()
+
+
 class LoggedCheckpoints:
     """Checkpoints that a logger of Lightning has uploaded, and how it finds new ones.
 
