@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import save_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -39,6 +42,16 @@ class SavesLayers(pl.Callback):
 class SavesNothing(SavesLayers):
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
         _stays(module)
+
+
+class Traces(CSVLogger):
+    """Traces the module on rank 0 when a run begins, as ``TensorBoardLogger(log_graph=True)`` does."""
+
+    _log_graph = True
+
+    @rank_zero_only
+    def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
+        torch.jit.trace(model, model.example_input_array)
 
 
 def _stays(module: nn.Module) -> None:
@@ -117,11 +130,15 @@ def _goes_on(module: GPT, stage: int, zero: dict[str, Any]) -> None:
             assert any((found[0][name] != value).any() for name, value in first[0].items())
 
 
-def _sharded() -> None:
+def _sharded(folder: str) -> None:
     """Where weights are not in memory, conversions that change something are errors, as is an optimizer of torch's."""
     module, callback = GPT(dist.get_world_size()), SavesNothing()
-    trainer = sharded_trainer(3, callbacks=[callback], **OPTIONS)
-    trainer.fit(module)
+    module.example_input_array = torch.zeros(1, 6, dtype=torch.long)
+    logger = Traces(folder)
+    trainer = sharded_trainer(3, callbacks=[callback], **{**OPTIONS, "logger": logger})
+    told = "log_graph=True: the graph of GPT is not logged"
+    with pytest.warns(UserWarning, match=told) if dist.get_rank() == 0 else nullcontext():
+        trainer.fit(module)
     _stays(module)
     for convert in (nn.Module.double, nn.Module.share_memory, AveragedModel(GPT()).update_parameters):
         with pytest.raises(RuntimeError, match=r"lt_zero\.gathered.*trainer\.strategy\.export\(path\)"):
@@ -134,8 +151,8 @@ def _sharded() -> None:
     assert_same(weights(trainer), _fitted(3, False, ""))
 
 
-def test_a_sharded_module_after_a_fit(pool: Pool) -> None:
-    pool.run(2, _sharded)
+def test_a_sharded_module_after_a_fit(pool: Pool, tmp_path: Any) -> None:
+    pool.run(2, _sharded, str(tmp_path))
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
