@@ -192,11 +192,12 @@ class InplaceEdits:
         assigned = self.assigned()
         if not read and not assigned and versions == self._versions:
             return []
-        if assigned:
-            self._put_back(assigned)
-        changed = {i for i, (one, other) in enumerate(zip(versions, self._versions, strict=True)) if one != other}
+        # A constraint that holds already is assigned again: the same values.
+        changed = set(self._changed_by_assignment())
+        self._put_back(sorted(changed))
+        self.drop_assigned()
+        changed |= {i for i, (one, other) in enumerate(zip(versions, self._versions, strict=True)) if one != other}
         changed |= {i for i, value in read.items() if not torch.equal(value, bucket.param_views[i])}
-        changed |= set(assigned)
         if changed:
             # The sums are taken anew when these edits are kept.
             self.lost += self._unseen(changed)

@@ -143,7 +143,9 @@ def _sharded(folder: str) -> None:
     for convert in (nn.Module.double, nn.Module.share_memory, AveragedModel(GPT()).update_parameters):
         with pytest.raises(RuntimeError, match=r"lt_zero\.gathered.*trainer\.strategy\.export\(path\)"):
             convert(module)
-    module.loss(torch.arange(12).view(2, 6) % 7).backward()
+    with trainer.strategy.engine.forward_scope():
+        loss = module.loss(torch.arange(12).view(2, 6) % 7)
+    loss.backward()
     with pytest.raises(RuntimeError, match=r"lt_zero\.gathered.*trainer\.strategy\.export\(path\)"):
         torch.optim.SGD(module.parameters(), lr=0.1).step()
     trainer = sharded_trainer(3, **OPTIONS)
