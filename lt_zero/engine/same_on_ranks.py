@@ -44,7 +44,7 @@ Facts = Mapping[str, Any]  # what -> its value on this rank
 def _bits_of(tensor: Tensor) -> str:
     """A digest of the bits of ``tensor``."""
     rows = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-    return hashlib.blake2b(rows, digest_size=_DIGEST).hexdigest()
+    return hashlib.blake2b(rows.data, digest_size=_DIGEST).hexdigest()
 
 
 def digest_of(value: object) -> bytes:
