@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lt_zero.common.compat import announce_data_reads, is_wrapper, plain_tensors, without_torch_function
+from lt_zero.common.compat import announce_data_reads, is_fake, is_wrapper, plain_tensors, without_torch_function
 
 
 class Owner(Protocol):
@@ -191,7 +191,7 @@ def is_guarded(tensor: Tensor) -> bool:
 
 def shares_storage(tensor: Tensor, flat: Tensor) -> bool:
     """True if ``tensor`` is a view of ``flat``."""
-    if is_guarded(tensor) or tensor.layout is not torch.strided or tensor.device != flat.device:
+    if is_guarded(tensor) or is_fake(tensor) or tensor.layout is not torch.strided or tensor.device != flat.device:
         return False
     address = flat.untyped_storage().data_ptr()
     return any(inner.untyped_storage().data_ptr() == address for inner in plain_tensors(tensor))

@@ -235,6 +235,12 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """True if torch.export or torch.compile traces with ``tensor``, which has no memory."""
+    known = sys.modules.get("torch._subclasses.fake_tensor")
+    return known is not None and isinstance(tensor, known.FakeTensor)
+
+
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with storage inside a wrapper, such as the result of a collective that runs; else ``tensor``."""
     if not is_traceable_wrapper_subclass(tensor):
