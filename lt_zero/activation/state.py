@@ -49,7 +49,8 @@ class SavedState:
 
     def __init__(self, state: ForwardState, arguments: Any) -> None:
         self._state = state
-        names = [(m, name) for m in state.modules if m.training for name, _ in m.named_buffers(recurse=False)]
+        trained = [m for m in state.modules if getattr(m, "training", False)]  # frozen scripts have no such attribute
+        names = [(m, name) for m in trained for name, _ in m.named_buffers(recurse=False)]
         found = {name: buffer for name in names if (buffer := _get(name)) is not None}
         self._versions = {name: (buffer, version_of(buffer)) for name, buffer in found.items()}
         copied = found.keys() & state.changing if state.known else found.keys()

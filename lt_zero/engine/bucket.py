@@ -18,6 +18,7 @@ they shared the flat tensor's counter, autograd would report "modified by an inp
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from lt_zero.common.flat_storage import FlatStorage, brief_empty, flat_empty, wi
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket_weights import MasterWeights
 from lt_zero.engine.grad_accumulator import GradAccumulator
-from lt_zero.engine.guard import Owner, disown, guard, own, sentinels, unguard
+from lt_zero.engine.guard import Owner, disown, guard, own, sentinels, unguard, watch_data
 from lt_zero.engine.inplace_edits import InplaceEdits
 from lt_zero.engine.layout import Piece, gaps_between
 from lt_zero.engine.lazy_tensor import elements_of, whole
@@ -203,8 +204,8 @@ class Bucket:
         """
         if self._storage is not None:
             self._storage.allocate()
-            for lo, hi in self.layout.gaps:
-                self.flat[lo:hi].zero_()
+        for lo, hi in self.layout.gaps:  # they count in digests of the flat tensor
+            self.flat[lo:hi].zero_()
         full = self.flat
         # Wider values are kept as master or frozen weights, so they arrive in a tensor of their own.
         if self.storage.fills_apart:
@@ -218,6 +219,7 @@ class Bucket:
             disown(parameter)  # a weak reference, which ``assign_data`` may not meet
             assign_data(parameter, self.shown(view))
             own(parameter, self._owner)
+        self._watch_data()
         self.group.broadcast(full, self.name)
         if full is not self.flat:
             self.flat.copy_(full)
@@ -231,6 +233,19 @@ class Bucket:
             self._sentinels = sentinels(self.flat, self.shapes)
         self.release()
         self.put_away()
+
+    def _watch_data(self) -> None:
+        """Let ``edits`` know when code reads ``p.data`` of a sharded parameter."""
+        if not self.sharding.params:
+            return
+        edits = weakref.ref(self.edits)
+
+        def tell(index: int) -> None:
+            if (found := edits()) is not None:
+                found.data_is_read(index)
+
+        for index, parameter in enumerate(self.params):
+            watch_data(parameter, partial(tell, index))
 
     def shown(self, view: Tensor) -> Tensor:
         """The tensor of a parameter with this ``view`` of the flat tensor: with a storage of its own if that stays."""
@@ -609,6 +624,16 @@ class Bucket:
             rows = slice(piece.offset, piece.offset + piece.numel)
             self.weights.load(rows, elements_of(value, piece.lo, piece.hi), rounded, self.shard[rows])
             self.weights.note_decoded(rows)
+
+    @torch.no_grad()
+    def keep_edits(self) -> None:
+        """Copy edits of the gathered copy, which are the same on all ranks, to the weights. Collective."""
+        unedited = self.expected_shard()
+        self.group.before_write()
+        self.gathers.weights_changed()
+        self.weights.keep_edits(unedited)
+        self.group.after_write()
+        self.edits.note()
 
     @torch.no_grad()
     def adopt_edits(self) -> None:

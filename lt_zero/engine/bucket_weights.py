@@ -366,14 +366,17 @@ class MasterWeights:
         return (master, self.shard) if master.dtype == torch.float32 else None
 
     @outside_inference
-    def keep_edits(self) -> None:
-        """Copy edits of the (gathered) flat tensor to the master weights."""
+    def keep_edits(self, unedited: Tensor | None = None) -> None:
+        """Copy edits of the (gathered) flat tensor to the master weights.
+
+        ``unedited``: what ``shard`` would be without edits; default: the master weights, rounded.
+        """
         if not self.has_master:
             return
         # Only edited elements: the others are more precise in the master weights.
         kept = self.values()
         compute = self.shard.to(kept.device)
-        edited = kept.to(compute.dtype) != compute
+        edited = (kept.to(compute.dtype) if unedited is None else unedited.to(kept.device)) != compute
         if self.codec is not None:
             known = self.decoded_reference
             before = self.codec.decoded(kept.to(compute.dtype)) if known is None else known.to(compute.device)

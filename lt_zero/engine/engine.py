@@ -21,6 +21,13 @@ Note [Recomputation]
     Activation checkpointing runs a unit's forward inside backward, and stops it in the middle by an exception. So
     there the pre-forward hook only gathers, the post-forward hook does nothing, and the original call has the lease.
 
+Note [Edits in a forward]
+    A forward may edit the weights of its own module: data-dependent initialization, constraints on norms. Each rank has
+    all of them then, so a rank keeps the part of the edit that lies in its shard before the unit is released. Whether
+    there is an edit is decided by whole parameters, alike on all ranks that make the same one, since keeping it may
+    need a barrier. That they made the same one is compared with the next exchange (same_on_ranks.py), without a message
+    of its own. Edits of parameters in parts, and of weights that rest in few bits, are reported as lost.
+
 Note [Transforms]
     Inside of torch.func's transforms (grad, vmap, jvp, ...) nothing can be gathered: what the transform was given may
     hold the sentinels of released parameters, and it runs backward by itself. What torch.jit.trace records is run later
@@ -66,6 +73,7 @@ from lt_zero.engine.exchange import GradientExchange
 from lt_zero.engine.gather import Call, Gatherer, Residency, Unit
 from lt_zero.engine.grad_reducer import GradReducer
 from lt_zero.engine.guard import shares_storage
+from lt_zero.engine.inplace_edits import digest_of
 from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.parts import Parts, Unjoined
@@ -155,8 +163,11 @@ class Engine(ProcessLocal):
         # Called before weights and states leave the engine, on all ranks.
         self.before_reading: list[Callable[[], object]] = []
         self._saved_weights = SavedWeights(units, self._need_saved)
-        self.handles = self._hook_model()
+        self.handles: list[Any] = []  # of what others have installed for it
+        self._forwards = self._hook_model()  # handles of its own hooks, by which it runs the model
         self._of_parts: list[Any] = [] if training else self._hook_parts()  # handles
+        self.attached = True  # it has the model's parameters
+        self._left: dict[Bucket, Tensor] = {}  # digests of buckets when it has left the model to other code
 
     def _hook_model(self) -> list[Any]:
         """Hook the model, its units, and parameters that belong to no layer; returns the handles."""
@@ -180,13 +191,66 @@ class Engine(ProcessLocal):
 
     def detach(self) -> None:
         """Remove all hooks; parameters stay as they are."""
-        for handle in [*self.handles, *self._of_parts]:
+        for handle in [*self.handles, *self._forwards, *self._of_parts]:
             handle.remove()
-        self.handles, self._of_parts = [], []
+        self.handles = []
+        self._forwards = []
+        self._of_parts = []
+        self.attached = False
 
     @property
-    def attached(self) -> bool:
-        return bool(self.handles)
+    def shards_parameters(self) -> bool:
+        """True if some parameters have no values outside of the model's forwards."""
+        return any(bucket.sharding.params for bucket in self.buckets)
+
+    def rest(self, complete: bool = True) -> None:
+        """Leave the model as it is to other code until ``resume``, if all of its weights are there. Idempotent.
+
+        ``complete``: all steps are, so that what other code changes can be told from them.
+
+        It is an ordinary module then: forwards and backwards run without the engine, gradients stay in ``p.grad``, and
+        what is written to parameters is found as edits of user code are.
+        """
+        if self.shards_parameters or self._rests:
+            return
+        self._left = {bucket: digest_of(bucket.flat) for bucket in self._whole_buckets()} if complete else {}
+        for handle in [*self._forwards, *self._of_parts]:
+            handle.remove()
+        self._forwards = []
+        self._of_parts = []
+
+    @property
+    def _rests(self) -> bool:
+        return self.attached and not self._forwards
+
+    def _whole_buckets(self) -> list[Bucket]:
+        """The buckets of which each rank of ``peers`` has all values of the same parameters in memory."""
+        found = [bucket for bucket in self.buckets if bucket.group is self.peers and not bucket.sharding.params]
+        return [bucket for bucket in found if all(span.spec.is_whole for span in bucket.layout.spans)]
+
+    def find_changed_apart(self) -> list[Bucket]:
+        """The buckets that other code has changed since ``rest``, not alike on all ranks. Collective."""
+        buckets = list(self._left)
+        mine: list[tuple[int, bool]] = []
+        if buckets:
+            now = torch.stack([digest_of(bucket.flat) for bucket in buckets]).tolist()
+            before = torch.stack(list(self._left.values())).tolist()
+            mine = [(one, one != other) for one, other in zip(now, before, strict=True)]
+        told = self.peers.host_gather(mine, "digests of weights")
+        if any(len(rows) != len(mine) for rows in told):
+            return []  # an error has ended the run of some rank
+        found = []
+        for bucket, *rows in zip(buckets, *told, strict=True):
+            if any(changed for _, changed in rows) and len({digest for digest, _ in rows}) > 1:
+                found.append(bucket)
+        return found
+
+    def resume(self) -> None:
+        """End ``rest``: the engine runs the model again. Idempotent."""
+        if self._rests:
+            self._forwards = self._hook_model()
+            self._of_parts = [] if self.training else self._hook_parts()
+            self._left = {}
 
     @property
     def running(self) -> bool:
@@ -230,6 +294,8 @@ class Engine(ProcessLocal):
                 self.buffers.before_forward(self.reducer.sync)
             self.gatherer.begin_order(entry)
             self.gatherer.gather(self.root_unit)
+            for bucket in self.root_unit.sharded:
+                bucket.edits.begin_forward()
         elif begins and not self.training:
             # Generation calls a model many times in one step of the user's, and each call repeats the same order.
             self.gatherer.begin_order(entry)
@@ -248,6 +314,8 @@ class Engine(ProcessLocal):
             return
         if self._saved_weights.opened:
             self._saved_weights.end_pass()
+        for bucket in self.root_unit.sharded:
+            self._keep_edits(bucket)
         for unit in reversed(self.units):
             for call in unit.calls:
                 # An exception ended this forward before its own hook could close the range.
@@ -313,6 +381,8 @@ class Engine(ProcessLocal):
             return None
         self.gatherer.visit(unit)
         unit.calls.append(call)
+        for bucket in unit.sharded:
+            bucket.edits.begin_forward()
         # Without gradients, too: the forward may enable them.
         releases = bool(unit.sharded) and not self._stays_gathered(unit)
         call.saves = releases and self._saved_weights.open()
@@ -353,6 +423,8 @@ class Engine(ProcessLocal):
         if unit.calls:
             # An outer call of the same module is still running, and needs the weights.
             return
+        for bucket in unit.sharded:
+            self._keep_edits(bucket)
         if self._stays_gathered(unit):
             self.gatherer.guard(unit)
         elif unit.leases == 0:
@@ -360,6 +432,19 @@ class Engine(ProcessLocal):
                 for bucket in unit.sharded:
                     bucket.handed_over = True
             self.gatherer.release(unit)
+
+    def _keep_edits(self, bucket: Bucket) -> None:
+        """Keep what a forward has written to its weights, if anything. See Note [Edits in a forward]."""
+        edited = bucket.edits.end_forward()
+        if not edited:
+            return
+        spans = bucket.layout.spans
+        in_parts = bucket.group is not self.peers or not all(span.spec.is_whole for span in spans)
+        if in_parts or bucket.weights.plan.codecs.rests is not None:
+            bucket.edits.lose(edited)
+            return
+        self.same_on_ranks.note_edits({spans[index].name: bucket.param_views[index] for index in edited})
+        bucket.keep_edits()
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
@@ -532,8 +617,15 @@ class Engine(ProcessLocal):
         """Make weights and states what a checkpoint can hold: complete, and the same on all ranks. Collective.
 
         Raises:
-            RuntimeError: on all ranks, if they have stepped with different options.
+            RuntimeError: on all ranks, if they have stepped with different options, or code that had the model between
+                two runs has left other weights on each.
         """
+        if self._rests and (differ := self.find_changed_apart()):
+            raise RuntimeError(
+                f"The ranks have other values of {differ[0].layout.spans[0].name!r}: since the run, code has changed "
+                "the module on each rank by itself. Save one rank's with `torch.save(module.state_dict(), path)`, or "
+                "begin another run (`trainer.fit`, `trainer.validate`), which gives all ranks the values of rank 0."
+            )
         self.finish_steps()
         self.same_on_ranks.check_now()
         for prepare in self.before_reading:

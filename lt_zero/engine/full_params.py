@@ -255,11 +255,25 @@ def owns_all(engine: Engine) -> bool:
     return {id(p) for p in engine.root.parameters()} == engine.owner.keys()
 
 
+def was_converted(engine: Engine) -> bool:
+    """True if a parameter of the model was cast, moved or reshaped on any rank. Collective."""
+    members = {id(parameter) for parameter in engine.root.parameters()}
+
+    def is_converted(bucket: Bucket, index: int) -> bool:
+        parameter = bucket.params[index]
+        return id(parameter) in members and described(parameter.data) != described(bucket.param_views[index])
+
+    mine = any(is_converted(bucket, index) for bucket in engine.buckets for index in bucket.edits.assigned())
+    return any(engine.peers.host_gather(mine, "converted parameters"))
+
+
 @torch.no_grad()
 def take_over_assigned(engine: Engine) -> None:
-    """Take over what was assigned to parameters between two runs (``p.data = ...``, ``prune.remove``). Collective.
+    """Take over what was written to parameters between two runs. Collective.
 
-    As in DDP's construction, all ranks get the values of rank 0.
+    Between runs a module whose weights are all there is an ordinary one: it may be trained on by other code, or
+    parameters may be assigned (``p.data = ...``, ``prune.remove``). As in DDP's construction, all ranks get the values
+    of rank 0 where they differ.
 
     Raises:
         RuntimeError: on all ranks, with the names of parameters that were cast, moved or reshaped on one.
@@ -284,9 +298,14 @@ def take_over_assigned(engine: Engine) -> None:
             "before training starts, or make a new model, with weights that `trainer.strategy.export(path)` has "
             "written; to change values, copy them inside `lt_zero.gathered(parameter, write=True)`."
         )
-    for number in sorted(set[int]().union(*(some for some, _ in told))):
-        engine.buckets[number].edits.put_back()
-        engine.buckets[number].adopt_edits()
+    differ = engine.find_changed_apart()
+    given = set[int]().union(*(some for some, _ in told))
+    for number, bucket in enumerate(engine.buckets):
+        if number in given or bucket in differ:
+            bucket.edits.put_back()
+            bucket.adopt_edits()
+        elif not bucket.sharding.params:
+            bucket.edits.check(values=True)
 
 
 def sync_buffers(engine: Engine) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lt_zero.common.compat import is_wrapper, plain_tensors, without_torch_function
+from lt_zero.common.compat import announce_data_reads, is_fake, is_wrapper, plain_tensors, without_torch_function
 
 
 class Owner(Protocol):
@@ -28,6 +28,7 @@ class Owner(Protocol):
 
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_readers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what is called before ``parameter.data`` is read
 _guard_classes: dict[type, type] = {}  # a parameter's own class -> the class it has while guarded
 _guards: set[type] = set()
 
@@ -46,12 +47,16 @@ _METHODS = (
 )
 _FUNCTIONS = (torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like)
 PASSING: set[Any] = {*_FUNCTIONS, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
-PASSING |= {torch.result_type, torch.randint_like}
+PASSING |= {torch.result_type, torch.randint_like, torch._has_compatible_shallow_copy_type}
 PASSING |= {getattr(Tensor, name).__get__ for row in _GETTERS for name in row if hasattr(Tensor, name)}
 PASSING |= {getattr(Tensor, name) for row in _METHODS for name in row if hasattr(Tensor, name)}
 PASSING |= {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
 # Functions that look at the metadata of their other arguments, and at the values of the first one.
 _LIKE = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
+# Conversions, of which many change nothing: ``module.to(the device it is on)``, ``module.float()``.
+_CONVERSIONS = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
+_CONVERSIONS |= {Tensor.type}
+_ASSIGN_DATA = getattr(Tensor, "data").__set__  # noqa: B009
 # A sentinel's strides are 0; the parameter is contiguous.
 _STRIDES = {Tensor.stride, Tensor.is_contiguous}
 _PASSING = PASSING - _STRIDES
@@ -108,6 +113,8 @@ def _guarded_function(
     if func in _PASSING or (func is Tensor.type and len(args) == 1 and not kwargs):
         with without_torch_function():
             return func(*args, **kwargs)
+    if changes_nothing(func, args, kwargs):
+        return args[0] if func in _CONVERSIONS else None
     if func in _LIKE and not is_guarded(args[0]):
         return func(*(_plain(value) for value in args), **{key: _plain(value) for key, value in kwargs.items()})
     if func in _STRIDES:
@@ -130,6 +137,21 @@ def _guarded_function(
             "strategy is dropped (`trainer.strategy.export(path)`), or load them from a checkpoint."
         )
     return owner.on_guarded_use(parameters, func, args, kwargs)
+
+
+def changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a function of a tensor without values, ``args[0]``, returns it, or assigns its own values to it.
+
+    ``module.to`` converts each parameter, and its gradient, and assigns the result to its ``data``.
+    """
+    if func == _ASSIGN_DATA:
+        return args[1] is args[0]
+    if func not in _CONVERSIONS or kwargs.get("memory_format") is not None:
+        return False
+    with without_torch_function():
+        me = args[0]
+        probe = torch.empty(0, dtype=me.dtype, device=me.device)
+        return func(probe, *args[1:], **kwargs) is probe
 
 
 def _plain(value: Any) -> Any:
@@ -169,7 +191,7 @@ def is_guarded(tensor: Tensor) -> bool:
 
 def shares_storage(tensor: Tensor, flat: Tensor) -> bool:
     """True if ``tensor`` is a view of ``flat``."""
-    if is_guarded(tensor) or tensor.layout is not torch.strided or tensor.device != flat.device:
+    if is_guarded(tensor) or is_fake(tensor) or tensor.layout is not torch.strided or tensor.device != flat.device:
         return False
     address = flat.untyped_storage().data_ptr()
     return any(inner.untyped_storage().data_ptr() == address for inner in plain_tensors(tensor))
@@ -181,8 +203,20 @@ def own(parameter: Parameter, owner: Callable[[], Owner | None]) -> None:
 
 
 def disown(parameter: Parameter) -> None:
-    """End ``own``."""
+    """End ``own``, and ``watch_data``."""
     _owners.pop(parameter, None)
+    _readers.pop(parameter, None)
+
+
+def watch_data(parameter: Parameter, call: Callable[[], object]) -> None:
+    """Call ``call()``, which has no strong reference to ``parameter``, before ``parameter.data`` is read."""
+    announce_data_reads(_announce)
+    _readers[parameter] = call
+
+
+def _announce(parameter: Parameter) -> None:
+    if _readers and (call := _readers.get(parameter)) is not None:
+        call()
 
 
 def owner_of(parameter: Tensor) -> Owner | None:

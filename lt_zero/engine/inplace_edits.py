@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from lt_zero import ops
 from lt_zero.common import accelerator
-from lt_zero.common.compat import versions_of, without_torch_function
+from lt_zero.common.compat import in_running_backward, versions_of, without_torch_function
 from lt_zero.engine.bucket_weights import MasterWeights
 from lt_zero.engine.layout import BucketLayout, Piece, Sharding
 
@@ -36,6 +36,9 @@ class Edited(Protocol):
     @property
     def resident(self) -> bool: ...
 
+    @property
+    def readable(self) -> bool: ...
+
     def expected_shard(self) -> Tensor: ...
 
     def shown(self, view: Tensor) -> Tensor: ...
@@ -44,27 +47,36 @@ class Edited(Protocol):
 class InplaceEdits:
     """Detects edits of compute copies outside of ``gathered``, which the next step would overwrite.
 
-    Where parameters are not sharded, an edit is copied to the master weights. Where they are, it raises: the edited
-    copy is lost when the bucket is released.
+    Where parameters are not sharded, an edit is copied to the master weights. Where they are, the edited copy is lost
+    when the bucket is released: so edits that a unit's forward makes are kept when it ends (engine.py, Note [Edits in a
+    forward]), and all others raise.
 
     Most edits change a parameter's version counter, which is checked in each backward. ``p.data.copy_(...)`` does not,
     so values are checked, too, before they are stepped or saved: by a digest on a CPU and where master weights are
     offloaded. On a GPU a digest would have to be waited for, so one kernel compares all master weights with the compute
     copy (``check_all``): parameters that are not guarded do not tell when user code reads ``p.data``. ``p.data =
     tensor`` takes a parameter out of its bucket, which changes its address; its values are copied back. Values of
-    sharded parameters are compared after the first two training forwards of their unit, and where user code was given a
-    tensor whose writes no version shows.
+    sharded parameters are compared after the first two forwards of their unit with gradients, and the first two
+    without, and where user code was given a tensor whose writes no version shows.
+
+    Attributes:
+        lost: names of parameters whose edits are lost.
+        handed_out: user code outside of the unit got a tensor whose writes change no version counter.
     """
 
     def __init__(self, bucket: Edited) -> None:
         self._bucket, self._weights, self._sharded = bucket, bucket.weights, bucket.sharding.params
         self._edits_master = bucket.weights.plan.master_is_view  # an edit of the compute copy is one of the master
-        self.lost: list[str] = []  # names of parameters whose edits are lost
-        self.handed_out = False  # user code got a tensor whose writes change no version counter
+        self.lost: list[str] = []
+        self.handed_out = False
+        self._in_forward = False  # the unit's forward runs
+        self._read: dict[int, Tensor] = {}  # in which code has read ``p.data``: parameter -> its value before
         self._versions: list[int] = []
         self._digest: Tensor | None = None  # the digest of this rank's shard
         self._paused = False  # master weights are ahead of the compute copy
-        self._watches = 2  # training forwards whose values are still to be compared
+        # Forwards with and without gradients whose values are still to be compared.
+        self._watches = {True: 2, False: 2}
+        self._watched = True  # whether the forward that was noted last has gradients
         self._sums: Tensor | None = None  # sums of the pieces when they were gathered for such a forward
 
     def note(self, released: bool = False) -> None:
@@ -75,7 +87,8 @@ class InplaceEdits:
             if released and before != self._versions and self._weights.has_master:
                 edited = zip(self._bucket.layout.spans, self._versions, before, strict=True)
                 self.lost += [span.name for span, version, old in edited if version != old]
-            if released and self._watches and self._weights.has_master and torch.is_grad_enabled():
+            self._watched = torch.is_grad_enabled()
+            if released and self._watches[self._watched] and self._weights.has_master and not in_running_backward():
                 self._sums = self._sum_pieces()
             self._digest = digest_of(self._bucket.shard) if self._has_digest else None
 
@@ -120,7 +133,13 @@ class InplaceEdits:
         bucket, weights = self._bucket, self._weights
         if not bucket.resident or self._paused:
             return
-        edited = [bucket.layout.spans[i].name for i in self.assigned()] if self._sharded else self.put_back()
+        if released:
+            self._read = {}
+            self._in_forward = False
+        if self._sharded:
+            edited = [bucket.layout.spans[index].name for index in self._changed_by_assignment()]
+        else:
+            edited = self.put_back()
         if not weights.has_master:
             return
         versions = versions_of(bucket.params)
@@ -134,12 +153,8 @@ class InplaceEdits:
                     rows = slice(piece.offset, piece.offset + piece.numel)
                     if not torch.equal(bucket.shard[rows], expected[rows]):
                         edited.append(bucket.layout.spans[piece.index].name)
-            if released and self._sums is not None and not edited:
-                self._watches -= 1
-                same = (self._sums == self._sum_pieces()).tolist()
-                edited = [
-                    bucket.layout.spans[p.index].name for p, one in zip(bucket.pieces, same, strict=True) if not one
-                ]
+            if released and not edited:
+                edited = self._unseen(())
             self.lost += edited
         elif edited or (values and (not self._has_digest or self.seen())):
             # Every rank has the whole copy, and edits it as it would without ZeRO.
@@ -152,6 +167,57 @@ class InplaceEdits:
         self.handed_out = False
         if edited:
             self.note()
+
+    def begin_forward(self) -> None:
+        """Note that a forward of the unit, whose parameters are sharded, begins; the bucket is gathered."""
+        self._in_forward = True
+
+    def data_is_read(self, index: int) -> None:
+        """Note that code is about to get ``p.data`` of parameter ``index``, and may write to it."""
+        if self._in_forward and index not in self._read and self._bucket.readable:
+            with torch.inference_mode(False), torch.no_grad():
+                self._read[index] = self._bucket.param_views[index].clone()
+
+    @torch.no_grad()
+    def end_forward(self) -> list[int]:
+        """Note that a forward of the unit ends; returns the numbers of the parameters that were edited.
+
+        Ranks that make the same edits find the same numbers: all of them look at whole parameters.
+        """
+        read, self._read, self._in_forward = self._read, {}, False
+        bucket = self._bucket
+        if not bucket.readable:
+            return []
+        versions = versions_of(bucket.params)
+        assigned = self.assigned()
+        if not read and not assigned and versions == self._versions:
+            return []
+        # A constraint that holds already is assigned again: the same values.
+        changed = set(self._changed_by_assignment())
+        self._put_back(sorted(changed))
+        self.drop_assigned()
+        changed |= {i for i, (one, other) in enumerate(zip(versions, self._versions, strict=True)) if one != other}
+        changed |= {i for i, value in read.items() if not torch.equal(value, bucket.param_views[i])}
+        if changed:
+            # The sums are taken anew when these edits are kept.
+            self.lost += self._unseen(changed)
+        return sorted(changed)
+
+    def lose(self, indices: Iterable[int]) -> None:
+        """Note that edits of these parameters are lost."""
+        self.lost += [self._bucket.layout.spans[index].name for index in indices]
+        self.note()
+
+    def _unseen(self, known: Collection[int]) -> list[str]:
+        """Names of the parameters whose sums of bits have changed, apart from ``known`` ones. Ends the watch."""
+        if self._sums is None:
+            return []
+        same = (self._sums == self._sum_pieces()).tolist()
+        self._sums = None
+        self._watches[self._watched] -= 1
+        pairs = zip(self._bucket.pieces, same, strict=True)
+        changed = [piece.index for piece, one in pairs if not one and piece.index not in known]
+        return [self._bucket.layout.spans[index].name for index in changed]
 
     def forget(self) -> None:
         """Forget the noted sums of bits: the engine writes to the compute copy."""
@@ -172,6 +238,17 @@ class InplaceEdits:
         pairs = enumerate(zip(self._bucket.params, self._bucket.param_views, strict=True))
         with without_torch_function():
             return [i for i, (p, view) in pairs if p.data_ptr() != view.data_ptr()]
+
+    def _changed_by_assignment(self) -> list[int]:
+        """Numbers of parameters that were assigned other values; a recomputed forward assigns the same ones again."""
+
+        def differs(index: int) -> bool:
+            value = self._bucket.params[index].data
+            view = self._bucket.param_views[index]
+            same = (value.shape, value.dtype, value.device) == (view.shape, view.dtype, view.device)
+            return not (same and torch.equal(value, view))
+
+        return [index for index in self.assigned() if differs(index)]
 
     def put_back(self) -> list[str]:
         """Copy parameters that were assigned other tensors back to their views; returns their names.

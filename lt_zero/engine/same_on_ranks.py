@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -39,6 +39,12 @@ _KEPT = 3  # exchanges whose facts are kept: with slow_node_tolerance a step wai
 _REMEDY = "Every rank has to compute the same: look for values that depend on the rank, its data or its environment."
 
 Facts = Mapping[str, Any]  # what -> its value on this rank
+
+
+def _bits_of(tensor: Tensor) -> str:
+    """A digest of the bits of ``tensor``."""
+    rows = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(rows.data, digest_size=_DIGEST).hexdigest()
 
 
 def digest_of(value: object) -> bytes:
@@ -121,6 +127,12 @@ class SameOnRanks:
         """Note that the next step is taken with this value."""
         if not self._peers.alone:
             self._noted.append(Snapshot.of({what: float(value)}))
+
+    def note_edits(self, values: Mapping[str, Tensor]) -> None:
+        """Note that user code has given parameters these values, by name, on this rank, and has to on all."""
+        if not self._peers.alone:
+            facts = {f"the value that a forward gave to parameter {name!r}": _bits_of(v) for name, v in values.items()}
+            self._noted.append(Snapshot.of(facts))
 
     def begin(self, source: Source) -> None:
         """Compare at once what a new source has. Collective.

@@ -25,7 +25,7 @@ from lt_zero.common.compat import TRACED, without_torch_function, wrapper_tensor
 from lt_zero.common.norms import VectorNorm
 from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.guard import PASSING, called
+from lt_zero.engine.guard import PASSING, called, changes_nothing
 from lt_zero.engine.parts import Parts
 from lt_zero.ops.flat import wide
 
@@ -74,7 +74,6 @@ _LINEAR |= {Tensor.mul_, Tensor.multiply_, Tensor.div_, Tensor.divide_, Tensor.t
 _LINEAR |= {Tensor.__imul__, Tensor.__idiv__, Tensor.__itruediv__}
 NORMS = {Tensor.norm, torch.norm, torch.linalg.vector_norm, torch.linalg.norm}
 SAME = {getattr(Tensor, "data").__get__, Tensor.detach, Tensor.detach_}  # noqa: B009
-_CONVERSIONS = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
 REMEDY = (
     "Norms (`p.grad.norm(2)`, Lightning's `grad_norm`), `p.grad = None`, and what is computed element by element work: "
     "edits in place (`mul_`, `clamp_`, `nan_to_num_`, `masked_fill_`), and values of `p.grad` that are assigned to it; "
@@ -197,6 +196,9 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises:
         RuntimeError: it is not computed element by element, and no norm.
     """
+    me = args[0] if args and isinstance(args[0], _Sharded) else None
+    if me is not None and changes_nothing(func, args, kwargs):
+        return me
     sharded = [t for t in iter_tensors((args, kwargs)) if isinstance(t, _Sharded)]
     # The whole gradient is here, and the stand-in is no view of it only because of its dtype.
     if all(isinstance(grad, ShardedGrad) and is_whole(grad._owners()[0]) for grad in sharded):
@@ -204,8 +206,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     if name.startswith("_foreach_"):
         return _for_each(func, name.removeprefix("_foreach_"), args, kwargs, sharded[0])
-    me = args[0] if args and isinstance(args[0], _Sharded) else None
-    if me is not None and (func in SAME or (func in _CONVERSIONS and _changes_nothing(me, func, args, kwargs))):
+    if me is not None and func in SAME:
         return me
     if me is not None and func in NORMS and (asked := asked_norm(me, func, args, kwargs)) is not None:
         return _norm(me, *asked)
@@ -217,13 +218,6 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _ELEMENTWISE and kwargs.get("out") is None:
         return _compute(func, args, kwargs, sharded[0])
     raise _refusal(func, sharded[0])
-
-
-def _changes_nothing(grad: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
-    """True if a conversion of ``grad`` (``args[0]``) to a device or dtype gives itself, as ``.cpu()`` does on a CPU."""
-    with without_torch_function():
-        probe = torch.empty(0, dtype=grad.dtype, device=grad.device)
-        return func(probe, *args[1:], **kwargs) is probe
 
 
 def _call_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,13 +26,13 @@ from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.ended_ranks import call_with_short_errors
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
-from lt_zero.common.compat import SignalOverride
+from lt_zero.common.compat import SignalOverride, log_graph_by
 from lt_zero.common.console import RunConsole
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import owns_all, restore_whole, take_over_assigned
+from lt_zero.engine.full_params import owns_all, restore_whole, take_over_assigned, was_converted
 from lt_zero.engine.guard import owner_of
 from lt_zero.lightning.model_report import dtype_table, unit_table
 from lt_zero.lightning.precision import sharded_of
@@ -155,8 +156,8 @@ def find_engine(
         world: all ranks of the run that begins.
 
     Raises:
-        RuntimeError: on all ranks: a parameter was cast, moved or reshaped since that run; or an error has ended that
-            run at different points.
+        RuntimeError: on all ranks: a parameter was cast, moved or reshaped since that run, and others are sharded; or
+            an error has ended that run at different points.
     """
     owners = {id(e): e for e in map(owner_of, module.parameters()) if isinstance(e, Engine) and e.attached}
     if last is not None and last.attached and last.root is module:
@@ -171,8 +172,12 @@ def find_engine(
         average = average_of(engine)
         if average is not None and not (reused and average.finished and not fits):
             average.end()
+        if not engine.shards_parameters and was_converted(engine):
+            engine.detach()  # the module, cast or moved, is what there is
+            continue
         take_over_assigned(engine)
         if reused:
+            engine.resume()
             return engine
         restore_whole(engine)  # another module or configuration, or changed layers
     return None
@@ -204,6 +209,23 @@ def show_model(engine: Engine, new: bool) -> None:
         dtype_table(engine)
     if (checkpointing := installed(engine)) is not None:
         RunConsole().print(str(checkpointing))
+
+
+def skip_graphs(trainer: pl.Trainer, engine: Engine) -> None:
+    """Let no logger trace a module whose weights are sharded: Lightning does so on rank 0 alone."""
+    size = engine.world.size
+
+    def explain() -> None:
+        if trainer.is_global_zero:
+            warnings.warn(
+                f"log_graph=True: the graph of {type(engine.root).__name__} is not logged. Lightning traces the module "
+                f"on rank 0 alone, and its weights are sharded over {size} ranks. Log the graph in a run at stage 2 or "
+                "on one device, or remove log_graph=True.",
+                stacklevel=2,
+            )
+
+    for logger in trainer.loggers:
+        log_graph_by(logger, explain if engine.shards_parameters and size > 1 else None)
 
 
 @contextmanager

@@ -310,6 +310,7 @@ class ZeroStrategy(RunQueries):
             tell_ignored([] if fitting else ignored_keys(self.config), self.global_rank)
         elif fitting and installed(known) is None and install(known) is not None:
             set_up.show_model(known, new=False)
+        set_up.skip_graphs(trainer, self._engine)
         plugin.engine, plugin.device_type = self._engine, self.root_device.type
         if fitting:
             self.data.watch(trainer)
@@ -501,6 +502,7 @@ class ZeroStrategy(RunQueries):
 
     def _release_weights(self) -> None:
         self.engine.gatherer.release_all()
+        self.engine.same_on_ranks.check_now()
         self.engine.offload_manager.check(self.engine.world, "weights in files")
 
     @override
@@ -594,6 +596,7 @@ class ZeroStrategy(RunQueries):
         if engine is not None:
             engine.grad_views.abort()
             engine.offload_manager.rest()
+            engine.rest(clean)
         if module is not None:
             count_all_ranks(module)
         self.session.end(clean, leaves=self._start_method != "popen")

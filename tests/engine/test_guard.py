@@ -189,7 +189,8 @@ def _reads() -> None:
         lambda: p.sum().item(),
         lambda: p.norm(),
         lambda: p[0].sum(),
-        lambda: p.cpu(),
+        lambda: p.cpu().sum(),  # on a CPU that is the parameter itself
+        lambda: p.to(torch.float64),
         lambda: copy.deepcopy(p),
         lambda: torch.save(engine.root.state_dict(), io.BytesIO()),
         lambda: p.mul_(2),

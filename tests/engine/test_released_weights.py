@@ -502,37 +502,6 @@ def test_in_place_edits_of_saved_tensors_are_torchs_error(pool: Pool) -> None:
     pool.run(2, _edited)
 
 
-class EditsData(Block):
-    """Edits its weight where no version counter shows it, as constraints on norms are often written."""
-
-    replaces = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.replaces:
-            self.up.weight.data = self.up.weight.data.clamp(-0.1, 0.1)
-        else:
-            self.up.weight.data.clamp_(-0.1, 0.1)
-        return super().forward(x)
-
-
-def _edited_data(replaces: bool) -> None:
-    torch.manual_seed(0)
-    model = Net()
-    model.blocks = nn.ModuleList(EditsData() for _ in range(2))
-    for block in model.blocks:
-        block.replaces = replaces
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    lt_zero.ShardedOptimizer(lt_zero.shard(model, config_of(3, RELEASE)), optimizer)
-    next_token_loss(model, 0, 0, dist.get_rank()).backward()
-    with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.weight'.*modified in place"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("replaces", [False, True])
-def test_forwards_that_edit_data_are_an_error(pool: Pool, replaces: bool) -> None:
-    pool.run(2, _edited_data, replaces)
-
-
 # ---- compiled blocks, torch.func, memory -----------------------------------------------------------------------------
 
 

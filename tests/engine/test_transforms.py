@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.optim.swa_utils import AveragedModel
 
 import lt_zero
 from lt_zero.common.tensor_tree import iter_tensors
 from tests.support.matrix import only
-from tests.support.parity import RELEASE, config_of
+from tests.support.parity import RELEASE, config_of, full_values
 from tests.support.pool import Pool
 
 X = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
@@ -187,3 +188,23 @@ def _refused() -> None:
 
 def test_what_cannot_be_transformed_is_named(pool: Pool) -> None:
     pool.run(2, _refused)
+
+
+def _exported() -> None:
+    net = Tower()
+    engine = lt_zero.shard(net, config_of(3, RELEASE))
+    averaged = AveragedModel(Tower())
+    with pytest.raises(RuntimeError, match=r"lt_zero\.gathered"):
+        torch.export.export(net, (X,))
+    with lt_zero.gathered(net):
+        averaged.update_parameters(net)
+        program = torch.export.export(net, (X,))
+        torch.testing.assert_close(program.module()(X), net(X))
+    for name, value in full_values(engine).items():
+        assert torch.equal(averaged.module.get_parameter(name), value)
+    net(X).square().mean().backward()
+
+
+@pytest.mark.slow
+def test_a_gathered_model_is_exported_and_averaged(pool: Pool) -> None:
+    pool.run(2, _exported)

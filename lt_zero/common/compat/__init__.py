@@ -41,6 +41,7 @@ from lt_zero.common.compat.of_lightning import asked_precision as asked_precisio
 from lt_zero.common.compat.of_lightning import counts_batches as counts_batches
 from lt_zero.common.compat.of_lightning import is_default_logger as is_default_logger
 from lt_zero.common.compat.of_lightning import is_plain_closure as is_plain_closure
+from lt_zero.common.compat.of_lightning import log_graph_by as log_graph_by
 from lt_zero.common.compat.of_lightning import logged_step as logged_step
 from lt_zero.common.compat.of_lightning import module_from_checkpoint as module_from_checkpoint
 from lt_zero.common.compat.of_lightning import override_dtype as override_dtype
@@ -234,6 +235,12 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """True if torch.export or torch.compile traces with ``tensor``, which has no memory."""
+    known = sys.modules.get("torch._subclasses.fake_tensor")
+    return known is not None and isinstance(tensor, known.FakeTensor)
+
+
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with storage inside a wrapper, such as the result of a collective that runs; else ``tensor``."""
     if not is_traceable_wrapper_subclass(tensor):
@@ -423,6 +430,25 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """``version_of`` each tensor."""
     with without_torch_function():
         return [tensor._version for tensor in tensors]
+
+
+_DATA: Any = torch._C.TensorBase.data  # the descriptor
+
+
+def announce_data_reads(announce: Callable[[torch.nn.Parameter], object]) -> None:
+    """Call ``announce(parameter)`` before any code reads ``parameter.data``. Only the first call has an effect.
+
+    What is written to ``parameter.data`` changes no version counter, so this is the only trace that a write leaves.
+    Compiled code does not call it, and its writes change the counter.
+    """
+    if "data" in vars(torch.nn.Parameter):
+        return
+
+    def read(parameter: torch.nn.Parameter) -> Any:
+        announce(parameter)
+        return _DATA.__get__(parameter)
+
+    torch.nn.Parameter.data = property(read, _DATA.__set__)  # type: ignore[assignment]
 
 
 def can_assign_data(parameter: torch.nn.Parameter, value: torch.Tensor) -> bool:

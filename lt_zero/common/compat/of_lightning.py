@@ -160,6 +160,24 @@ def is_default_logger(logger: Any, root: str) -> bool:
     return False
 
 
+class _InsteadOfGraph:
+    """A method ``log_graph`` that calls a function."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._function()
+
+
+def log_graph_by(logger: Any, function: Callable[[], object] | None) -> None:
+    """Let a logger that traces the module when a run begins call ``function`` instead; None: let it trace."""
+    if isinstance(vars(logger).get("log_graph"), _InsteadOfGraph):
+        del logger.log_graph
+    if function is not None and getattr(logger, "_log_graph", False):
+        logger.log_graph = _InsteadOfGraph(function)
+
+
 class LoggedCheckpoints:
     """Checkpoints that a logger of Lightning has uploaded, and how it finds new ones.
 
