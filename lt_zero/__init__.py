@@ -131,25 +131,6 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def _make_strategy(kind: str = "ZeroStrategy", **options: Any) -> Any:
-    return __getattr__(kind)(**options)
-
-
-def _register_strategies() -> None:
-    """Make ``strategy="zero_1"``, "zero_2_spawn", ... known to Lightning's Trainer and Fabric."""
-    from lightning.fabric.strategies import STRATEGY_REGISTRY
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    start_methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-    for stage, (suffix, start_method) in itertools.product((1, 2, 3), start_methods.items()):
-        description = f"ZeRO stage {stage}, processes started with {start_method}"
-        options = {"stage": stage, "start_method": start_method}
-        name = f"zero_{stage}{suffix}"
-        StrategyRegistry.register(name, _make_strategy, description, override=True, **options)
-        options["kind"] = "FabricZeroStrategy"
-        STRATEGY_REGISTRY.register(name, _make_strategy, description, override=True, **options)
-
-
 def _check_block(kind: str, *block: Any) -> Any:
     """Check a block of the configuration; the module that can takes time to load, and few commands need it."""
     return getattr(importlib.import_module("lt_zero.optim.from_config"), f"check_{kind}")(*block)
@@ -165,6 +146,6 @@ def _is_command() -> bool:
 
 
 if not _is_command():
-    _register_strategies()
+    importlib.import_module("lt_zero.lightning.names").register_strategies()
     if "lightning.pytorch.cli" in sys.modules:  # finds "class_path: ZeroStrategy" among the classes that are loaded
         importlib.import_module("lt_zero.lightning.strategy")

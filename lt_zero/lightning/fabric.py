@@ -119,6 +119,16 @@ class FabricZeroStrategy(DDPStrategy):
         )
         self._backward_sync_control = _NoSync()  # type: ignore[assignment]
 
+    @override
+    def __repr__(self) -> str:
+        # Lightning's error for a strategy of the wrong class shows this text, and nothing else of ours.
+        stage = self.config.zero_optimization.stage
+        return (
+            f"FabricZeroStrategy(stage={stage}), which is for the Fabric of the package lightning; a Trainer takes "
+            f"lt_zero.ZeroStrategy(stage={stage}), and the package lightning_fabric takes this one after "
+            "lt_zero.as_pytorch_lightning()"
+        )
+
     # ---- precision ---------------------------------------------------------------------------------------------
 
     @property

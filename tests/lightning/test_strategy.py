@@ -361,14 +361,6 @@ def test_the_process_that_starts_the_ranks_is_none(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
 
 
-@pytest.mark.parametrize("name", ["zero_1", "zero_2", "zero_3"])
-def test_names_are_registered(name: str) -> None:
-    trainer = single_trainer(strategy=name, max_epochs=1)
-    assert isinstance(trainer.strategy, lt_zero.ZeroStrategy)
-    assert trainer.strategy.stage == int(name[-1])
-    trainer.fit(GPT(1))
-
-
 @pytest.mark.parametrize(
     ("strategy", "stage"),
     [
