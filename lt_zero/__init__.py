@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lt_zero.lightning.ema import EMA as EMA
     from lt_zero.lightning.fabric import FabricZeroStrategy as FabricZeroStrategy
     from lt_zero.lightning.load import load_from_checkpoint as load_from_checkpoint
+    from lt_zero.lightning.one_package import as_pytorch_lightning as as_pytorch_lightning
     from lt_zero.lightning.precision import ZeroPrecision as ZeroPrecision
     from lt_zero.lightning.strategy import ZeroStrategy as ZeroStrategy
     from lt_zero.loop.access import full_grad as full_grad
@@ -83,6 +84,7 @@ _MODULES = {
     "ZeroStrategy": "lightning.strategy",
     "add_config_arguments": "utils",
     "as_deepspeed": "deepspeed.install",
+    "as_pytorch_lightning": "lightning.one_package",
     "empty_weights": "engine.materialize",
     "estimate": "planning",
     "estimate_activations": "planning",
@@ -139,6 +141,11 @@ def _check_block(kind: str, *block: Any) -> Any:
 BLOCK_CHECKS.update({kind: partial(_check_block, kind) for kind in ("optimizer", "scheduler")})
 
 
+def _open_directory(*arguments: Any) -> Any:
+    """Open a checkpoint directory for Lightning; the module that can takes time to load, and files do not need it."""
+    return importlib.import_module("lt_zero.lightning.load").open_directory(*arguments)
+
+
 def _is_command() -> bool:
     """True if this process is ``lt-zero`` or ``python -m lt_zero.cli``, which need no strategies."""
     program = sys.argv[0].replace("\\", "/").rsplit("/", 1)[-1] if sys.argv else ""
@@ -147,5 +154,6 @@ def _is_command() -> bool:
 
 if not _is_command():
     importlib.import_module("lt_zero.lightning.names").register_strategies()
+    importlib.import_module("lt_zero.common.compat").open_first(_open_directory)
     if "lightning.pytorch.cli" in sys.modules:  # finds "class_path: ZeroStrategy" among the classes that are loaded
         importlib.import_module("lt_zero.lightning.strategy")

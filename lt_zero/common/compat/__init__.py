@@ -43,6 +43,7 @@ from lt_zero.common.compat.of_lightning import is_default_logger as is_default_l
 from lt_zero.common.compat.of_lightning import is_plain_closure as is_plain_closure
 from lt_zero.common.compat.of_lightning import logged_step as logged_step
 from lt_zero.common.compat.of_lightning import module_from_checkpoint as module_from_checkpoint
+from lt_zero.common.compat.of_lightning import open_first as open_first
 from lt_zero.common.compat.of_lightning import override_dtype as override_dtype
 from lt_zero.common.compat.of_lightning import set_device_mesh as set_device_mesh
 
