@@ -48,6 +48,24 @@ def register_strategies() -> None:
             registry.register(name, make, description, override=True, **options)
         for name, text in refused:
             registry.register(name, partial(_refuse, text), f"no strategy: {text}", override=True)
+    _refuse_in("pytorch_lightning", "StrategyRegistry", StrategyRegistry)
+    _refuse_in("lightning_fabric", "STRATEGY_REGISTRY", STRATEGY_REGISTRY)
+
+
+def _refuse_in(package: str, attribute: str, known: Any) -> None:
+    """Let the names raise an error in a package with Lightning's code that is not ``lightning``, if it is imported.
+
+    ``known``: the registry of ``lightning``, which is also that of ``package`` after ``as_pytorch_lightning``.
+    """
+    registry = getattr(sys.modules.get(f"{package}.strategies"), attribute, None)
+    if registry is None or registry is known:
+        return
+    for name, description, _ in _strategies():
+        text = (
+            f'strategy="{name}" is for the package lightning, and this is {package}. Call '
+            f"lt_zero.as_pytorch_lightning() in the first lines of the script, before the import of {package}."
+        )
+        registry.register(name, partial(_refuse, text), description, override=True)
 
 
 def _strategies() -> Iterator[tuple[str, str, dict[str, Any]]]:
