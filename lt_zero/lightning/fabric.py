@@ -437,7 +437,7 @@ class FabricZeroStrategy(DDPStrategy):
         return whole_weights(self._engine_of(module), "full_state_dict")
 
     def export(self, module: nn.Module, path: str | os.PathLike[str], **options: Any) -> None:
-        """Write all weights of a module to files that are readable without lt_zero, in fp16 by default. Collective.
+        """Write all weights of a module to files that are readable without lt_zero, by default in fp16. Collective.
 
         ``options`` and errors are those of ``lt_zero.export``.
         """

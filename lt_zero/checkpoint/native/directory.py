@@ -56,7 +56,7 @@ Resume or evaluate   trainer.fit(model, ckpt_path=DIRECTORY), also at another st
                      likewise trainer.validate, test and predict
 Load a module        import lt_zero
                      model = Model.load_from_checkpoint(DIRECTORY)
-With torch.load      lt-zero export DIRECTORY model.pt --dtype fp32
+With torch.load      lt-zero export DIRECTORY model.pt --dtype same
                      state_dict = torch.load("model.pt")
 Check every byte     lt-zero verify DIRECTORY
 
