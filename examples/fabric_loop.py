@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> float:
     if checkpoint is not None:
         state["step"] = args.steps
         fabric.save(checkpoint, state)
-        strategy.export(model, args.folder / "gpt-fp16.pt")
+        strategy.export(model, args.folder / "gpt-fp16.pt", dtype="fp16")
     fabric.print(f"loss {float(mean):.3f} after {args.steps} steps")
     return float(mean)
 

@@ -149,7 +149,7 @@ def main(options: argparse.Namespace) -> float:
     folder = options.folder
     trainer.fit(Module(options.model), *loaders, ckpt_path=folder / "last.ckpt" if options.resume else None)
     trainer.save_checkpoint(folder / "last.ckpt")
-    strategy.export(folder / "weights.safetensors", overwrite=True)
+    strategy.export(folder / "weights.safetensors", dtype="fp16", overwrite=True)
     found = trainer.callback_metrics
     perplexity = math.exp(float(found["val_loss"]))
     if trainer.is_global_zero:

@@ -110,7 +110,7 @@ def main(ranks: int, tensor: int, stage: int, steps: int, folder: Path, resume: 
     data = DataLoader(Windows(read_text(validation=False), CONTEXT), batch_size=BATCH * tensor // ranks, drop_last=True)
     run.fit(Llama(), data, ckpt_path=folder / "last.ckpt" if resume else None)
     run.save_checkpoint(folder / "last.ckpt")
-    strategy.export(folder / "weights.safetensors", overwrite=True)
+    strategy.export(folder / "weights.safetensors", dtype="fp16", overwrite=True)
     loss = float(run.callback_metrics["loss"])
     if run.is_global_zero:
         sizes = f"{ranks // tensor} data ranks x {tensor} tensor ranks, stage {stage}"

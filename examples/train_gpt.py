@@ -212,7 +212,7 @@ def plot_losses(metrics: Path, picture: Path) -> None:
 def export(trainer: L.Trainer, module: GPTModule, path: Path) -> None:
     """Write the weights as one fp16 file with plain names. Every rank calls this: sharded weights are gathered."""
     if isinstance(trainer.strategy, ZeroStrategy):
-        trainer.strategy.export(path)
+        trainer.strategy.export(path, dtype="fp16")
     elif trainer.is_global_zero:
         torch.save({name: weight.half() for name, weight in module.state_dict().items()}, path)
 

@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> float:
     validation = DataLoader(test, batch_size=128)
     trainer.fit(model, DataLoader(train, batch_size=64, shuffle=True), validation)
     (result,) = trainer.validate(model, validation)  # the average, which the callback has left in the model
-    trainer.strategy.export(args.out / "classifier-fp16.pt")  # type: ignore[attr-defined]
+    trainer.strategy.export(args.out / "classifier-fp16.pt", dtype="fp16")  # type: ignore[attr-defined]
     return float(result["accuracy"])
 
 

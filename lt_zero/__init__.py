@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lt_zero.lightning.ema import EMA as EMA
     from lt_zero.lightning.fabric import FabricZeroStrategy as FabricZeroStrategy
     from lt_zero.lightning.load import load_from_checkpoint as load_from_checkpoint
+    from lt_zero.lightning.one_package import as_pytorch_lightning as as_pytorch_lightning
     from lt_zero.lightning.precision import ZeroPrecision as ZeroPrecision
     from lt_zero.lightning.strategy import ZeroStrategy as ZeroStrategy
     from lt_zero.loop.access import full_grad as full_grad
@@ -83,6 +84,7 @@ _MODULES = {
     "ZeroStrategy": "lightning.strategy",
     "add_config_arguments": "utils",
     "as_deepspeed": "deepspeed.install",
+    "as_pytorch_lightning": "lightning.one_package",
     "empty_weights": "engine.materialize",
     "estimate": "planning",
     "estimate_activations": "planning",
@@ -131,31 +133,17 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def _make_strategy(kind: str = "ZeroStrategy", **options: Any) -> Any:
-    return __getattr__(kind)(**options)
-
-
-def _register_strategies() -> None:
-    """Make ``strategy="zero_1"``, "zero_2_spawn", ... known to Lightning's Trainer and Fabric."""
-    from lightning.fabric.strategies import STRATEGY_REGISTRY
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    start_methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-    for stage, (suffix, start_method) in itertools.product((1, 2, 3), start_methods.items()):
-        description = f"ZeRO stage {stage}, processes started with {start_method}"
-        options = {"stage": stage, "start_method": start_method}
-        name = f"zero_{stage}{suffix}"
-        StrategyRegistry.register(name, _make_strategy, description, override=True, **options)
-        options["kind"] = "FabricZeroStrategy"
-        STRATEGY_REGISTRY.register(name, _make_strategy, description, override=True, **options)
-
-
 def _check_block(kind: str, *block: Any) -> Any:
     """Check a block of the configuration; the module that can takes time to load, and few commands need it."""
     return getattr(importlib.import_module("lt_zero.optim.from_config"), f"check_{kind}")(*block)
 
 
 BLOCK_CHECKS.update({kind: partial(_check_block, kind) for kind in ("optimizer", "scheduler")})
+
+
+def _open_directory(*arguments: Any) -> Any:
+    """Open a checkpoint directory for Lightning; the module that can takes time to load, and files do not need it."""
+    return importlib.import_module("lt_zero.lightning.load").open_directory(*arguments)
 
 
 def _is_command() -> bool:
@@ -165,6 +153,7 @@ def _is_command() -> bool:
 
 
 if not _is_command():
-    _register_strategies()
+    importlib.import_module("lt_zero.lightning.names").register_strategies()
+    importlib.import_module("lt_zero.common.compat").open_first(_open_directory)
     if "lightning.pytorch.cli" in sys.modules:  # finds "class_path: ZeroStrategy" among the classes that are loaded
         importlib.import_module("lt_zero.lightning.strategy")

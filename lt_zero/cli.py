@@ -10,22 +10,38 @@ from typing import Annotated
 
 import typer
 
+import lt_zero
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.output import printable
 
-app = typer.Typer(help="ZeRO for PyTorch Lightning.", no_args_is_help=True, add_completion=False)
-ops = typer.Typer(help="The native kernels.", no_args_is_help=True)
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(help="ZeRO for PyTorch Lightning.", no_args_is_help=True, add_completion=False, context_settings=HELP)
+ops = typer.Typer(help="The native kernels.", epilog="Example: lt-zero ops report", no_args_is_help=True)
 app.add_typer(ops, name="ops")
 
 
-@app.callback()
-def _root() -> None:
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"lt-zero {lt_zero.__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog="Example: lt-zero estimate --params 7B --world 8")
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
     """ZeRO for PyTorch Lightning."""
 
 
-def _lazy(name: str, module: str, summary: str) -> None:
-    """Register the function or app ``<name>_command`` of ``module``, which is only imported to run: it needs torch."""
+def _lazy(name: str, module: str, summary: str, example: str) -> None:
+    """Register the function or app ``<name>_command`` of ``module``, which is only imported to run: it needs torch.
 
+    ``example``: arguments of the command, for its help.
+    """
+
+    epilog = f"Example: lt-zero {name} {example}"
     passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
 
     @app.command(name, help=summary, add_help_option=False, context_settings=passed_on)
@@ -37,23 +53,67 @@ def _lazy(name: str, module: str, summary: str) -> None:
         inner = command if isinstance(command, typer.Typer) else typer.Typer(add_completion=False)
         if inner is not command:
             inner.command()(command)
-        inner(context.args, prog_name=f"lt-zero {name}")
+        # The help of an app of one command is that command's.
+        only = inner.registered_commands[0] if len(inner.registered_commands) == 1 else inner.info
+        only.epilog = epilog
+        inner(context.args, prog_name=f"lt-zero {name}", **HELP)
 
 
-_CHECKPOINTS, _PLANNING = "lt_zero.checkpoint.cli", "lt_zero.planning"
-_lazy("compare", "lt_zero.session.compare", "Find the first output, gradient or update in which two runs differ.")
-_lazy("config", "lt_zero.config.cli", "Check, show, convert and explain configurations.")
-_lazy("doctor", "lt_zero.doctor", "Check whether this machine is ready for training, with a remedy for each problem.")
-_lazy("estimate", f"{_PLANNING}.estimate_cli", "Estimate the memory of a run per rank and node, by stage and offload.")
-_lazy("export", _CHECKPOINTS, "Export a checkpoint's weights as safetensors, a state dict or a Lightning checkpoint.")
-_lazy("import", _CHECKPOINTS, "Convert a checkpoint of DeepSpeed, FSDP or others to a checkpoint directory.")
-_lazy("logs", "lt_zero.lightning.monitor.logs", "Print and plot what a run recorded: metrics, times, memory, traffic.")
-_lazy("plot", "lt_zero.lightning.monitor.plot", "Plot a run's CSV logs: loss, rates, throughput, memory.")
-_lazy("tune", f"{_PLANNING}.tune_cli", "Find the fastest configuration of a training script that fits into the memory.")
-_lazy("verify", _CHECKPOINTS, "Read every byte of a checkpoint directory, and print its contents.")
+_CHECKPOINTS = "lt_zero.checkpoint.cli"
+_PLANNING = "lt_zero.planning"
+_lazy(
+    "compare",
+    "lt_zero.session.compare",
+    "Find the first output, gradient or update in which two runs differ.",
+    "FIRST SECOND",
+)
+_lazy("config", "lt_zero.config.cli", "Check, show, convert and explain configurations.", "check ds_config.json")
+_lazy(
+    "doctor",
+    "lt_zero.doctor",
+    "Check whether this machine is ready for training, with a remedy for each problem.",
+    "--path /local_nvme",
+)
+_lazy(
+    "estimate",
+    f"{_PLANNING}.estimate_cli",
+    "Estimate the memory of a run per rank and node, by stage and offload.",
+    "--params 7B --world 8 --gpu-gb 80 --fit",
+)
+_lazy(
+    "export",
+    _CHECKPOINTS,
+    "Export a checkpoint's weights as safetensors, a state dict or a Lightning checkpoint.",
+    "last.ckpt model.safetensors --dtype same",
+)
+_lazy(
+    "import",
+    _CHECKPOINTS,
+    "Convert a checkpoint of DeepSpeed, FSDP or others to a checkpoint directory.",
+    "path/to/deepspeed first.ckpt --tag global_step1000",
+)
+_lazy(
+    "logs",
+    "lt_zero.lightning.monitor.logs",
+    "Print and plot what a run recorded: metrics, times, memory, traffic.",
+    "lightning_logs/version_0",
+)
+_lazy(
+    "plot",
+    "lt_zero.lightning.monitor.plot",
+    "Plot a run's CSV logs: loss, rates, throughput, memory.",
+    "lightning_logs/version_0",
+)
+_lazy(
+    "tune",
+    f"{_PLANNING}.tune_cli",
+    "Find the fastest configuration of a training script that fits into the memory.",
+    "train.py",
+)
+_lazy("verify", _CHECKPOINTS, "Read every byte of a checkpoint directory, and print its contents.", "last.ckpt")
 
 
-@ops.command("build")
+@ops.command("build", epilog="Example: lt-zero ops build --cuda")
 def build_command(
     cuda: Annotated[
         bool, typer.Option("--cuda/--no-cuda", help="Also the CUDA kernels, for all supported devices; needs no GPU.")
@@ -82,7 +142,7 @@ def build_command(
         typer.echo(printable(f"Set LT_ZERO_CACHE={folder} to use them."))
 
 
-@ops.command("report")
+@ops.command("report", epilog="Example: lt-zero ops report")
 def report_command() -> None:
     """Print the implementation of each operation on this machine, and why it runs. Compiles missing kernels."""
     from lt_zero.ops.report import operations_table

@@ -25,6 +25,7 @@ class Cast:
         names: those of ``weights`` that are not tied to another.
 
     Args:
+        dtype: None: each tensor's own.
         keep_fp32: patterns (``*``, ``?``) for names that stay in fp32. ``blocks.0`` includes all names below it.
         tick: called with the bytes of each chunk.
         prefix: to remove from names, also from those in ``keep_fp32``.
@@ -37,7 +38,7 @@ class Cast:
     def __init__(
         self,
         source: CheckpointSource,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         keep_fp32: Sequence[str],
         tick: Callable[[int], object],
         prefix: str = "",
@@ -69,7 +70,7 @@ class Cast:
         saved = self.weights[name]
         if not saved.dtype.is_floating_point:
             return saved
-        return Spec(saved.shape, torch.float32 if name in self._kept else self.dtype)
+        return Spec(saved.shape, torch.float32 if name in self._kept else self.dtype or saved.dtype)
 
     def parts(self, name: str) -> Iterator[Tensor]:
         """The values of one of ``names``, row-major: 1D, contiguous, on the CPU, in the dtype of ``spec``.

@@ -35,7 +35,10 @@ def _reporting() -> Iterator[None]:
 def export_command(
     ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="The checkpoint: a file or a folder.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The file to write, or the folder for several files.")],
-    dtype: Annotated[str, Option(help="Dtype of floating-point tensors: fp16, bf16, fp32 or fp64.")] = "fp16",
+    dtype: Annotated[
+        str | None,
+        Option(help="Dtype of floating-point tensors: fp16 (default), bf16, fp32, fp64, or same: as saved."),
+    ] = None,
     format: Annotated[Format, Option(help="auto decides by the suffix of OUT; a folder gets safetensors.")] = "auto",
     shard_size: Annotated[
         str | None, Option(help="Maximum size of a file, such as 5GB: Hugging Face's layout in the folder OUT.")

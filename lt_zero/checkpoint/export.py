@@ -40,6 +40,8 @@ _UNIVERSAL = "deepspeed-universal"
 SHARD_SIZE = 5_000_000_000  # bytes, as Hugging Face's
 _SUFFIXES = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "ckpt", ".safetensors": "safetensors"}
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+_WIDER = (torch.bfloat16, torch.float32, torch.float64)  # than fp16, in range or in digits
+_SAME = "same"
 _DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 _STEMS = {"pt": ("pytorch_model", "bin"), "safetensors": ("model", "safetensors")}  # of Hugging Face's shards
 _WEIGHTS = (*_SUFFIXES, ".h5", ".msgpack", ".index.json")  # suffixes that a loader may take for weights
@@ -61,7 +63,7 @@ class _Target(NamedTuple):
 def export(
     checkpoint: CheckpointSource | str | os.PathLike[str],
     out: str | os.PathLike[str],
-    dtype: torch.dtype | str = "fp16",
+    dtype: torch.dtype | str | None = None,
     format: Format = "auto",
     shard_size: int | str | None = None,
     training_state: bool = False,
@@ -78,7 +80,9 @@ def export(
     Args:
         checkpoint: an open checkpoint, or its path.
         out: the file to write, or the folder for several files.
-        dtype: of floating-point tensors: fp16, bf16, fp32, fp64 or torch's. Other tensors keep theirs.
+        dtype: of floating-point tensors: fp16, bf16, fp32, fp64 or torch's; "same": each keeps the one in which it was
+            saved, that of the master weights. Other tensors keep theirs. Default: fp16; if the run was in fp32 or bf16,
+            a warning says what is lost.
         format: ``pt`` a flat state dict for ``torch.load``, ``ckpt`` a Lightning checkpoint for
             ``load_from_checkpoint``, ``safetensors``; ``auto`` decides by the suffix of ``out``. A folder gets
             safetensors. ``deepspeed-universal`` a folder that DeepSpeed reads with ``load_universal``, in fp32.
@@ -109,6 +113,8 @@ def export(
     if training_state or target.format == _UNIVERSAL:
         _check_resumable(target, dtype, strip_prefix, merge_lora is not None)
     source = _opened(checkpoint, merge_lora)
+    if dtype is None:
+        _warn_of_loss(source)
     if strip_prefix is None and (target.format == "safetensors" or target.shard_size is not None):
         _warn_of_prefix(source.weights)
     with progress_bar(f"Exporting {target.path.name}", rank=0, in_bytes=True, shown=progress) as work:
@@ -128,10 +134,15 @@ def _opened(
     return source if merge_lora is None else MergedSource(source, LoraScaling.of(merge_lora))
 
 
-def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype to write; None: that of each tensor."""
+    if dtype is None:
+        return torch.float16
+    if dtype == _SAME:
+        return None
     kind = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if kind is None or kind not in _DTYPES.values():
-        raise ValueError(f"dtype must be fp16, bf16, fp32 or fp64, not {dtype}.")
+        raise ValueError(f"dtype must be fp16, bf16, fp32, fp64 or same, not {dtype}.")
     return kind
 
 
@@ -143,8 +154,9 @@ def _expect_places(checkpoint: CheckpointSource | str | os.PathLike[str], out: s
     expect_path(out, "lt_zero.export(out=...)")
 
 
-def _check_resumable(target: _Target, dtype: torch.dtype | str, strip_prefix: str | None, merges: bool) -> None:
+def _check_resumable(target: _Target, dtype: torch.dtype | str | None, strip_prefix: str | None, merges: bool) -> None:
     """Raise ValueError if a run could not resume from the file."""
+    dtype = "fp16" if dtype is None else dtype
     if target.format == _UNIVERSAL:
         if _dtype(dtype) != torch.float32:
             raise ValueError(f"format {_UNIVERSAL} has weights in fp32: add --dtype fp32 (dtype is {dtype}).")
@@ -156,6 +168,20 @@ def _check_resumable(target: _Target, dtype: torch.dtype | str, strip_prefix: st
         raise ValueError("strip_prefix cannot be combined with training_state: runs resume under the saved names.")
     if merges:
         raise ValueError("merge_lora cannot be combined with training_state: the optimizer trains the factors.")
+
+
+def _warn_of_loss(source: CheckpointSource) -> None:
+    """Warn of what fp16, which nobody asked for, loses of weights that were not trained in it."""
+    kinds = sorted({str(spec.dtype) for spec in source.weights.values() if spec.dtype in _WIDER})
+    if not kinds or str(getattr(source, "precision", "")).startswith("16"):
+        return
+    saved = " and ".join(kind.removeprefix("torch.") for kind in kinds)
+    digits = "keep 3 of 7 digits, " if kinds != ["torch.bfloat16"] else ""
+    warn(
+        f"The weights were saved in {saved} and are exported in fp16, the default: they {digits}become 0 below 6e-8 "
+        'and inf above 65504. dtype="same" (--dtype same) keeps their dtype; dtype="fp16" exports the same as the '
+        "default without a warning.",
+    )
 
 
 def _write(cast: Cast, target: _Target, specs: Sequence[Spec], training_state: bool) -> list[Path]:

@@ -32,6 +32,7 @@ class EngineSource:
 
     def __init__(self, engine: Engine, model: WholeModel) -> None:
         self._engine, self._model = engine, model
+        self.precision = engine.policy.mode
         known = {name: Spec(told.shape, told.dtype) for name, told in model.tensors.items()}
         known |= {alias: known[name] for alias, name in model.aliases.items()}
         self.weights = {name: known[name] for name in model.names if name in known}
@@ -58,7 +59,7 @@ def _serve(engine: Engine, model: WholeModel) -> None:
 def export_engine(
     engine: Engine,
     path: str | os.PathLike[str],
-    dtype: torch.dtype | str = torch.float16,
+    dtype: torch.dtype | str | None = None,
     format: Format = "auto",
     shard_size: int | str | None = None,
     strip_prefix: str | None = "",

@@ -188,6 +188,7 @@ class MergedSource:
 
     def __init__(self, source: CheckpointSource, scaling: LoraScaling) -> None:
         self._source, self._scaling = source, scaling
+        self.precision = str(getattr(source, "precision", ""))
         self.meta: Mapping[str, Any] = source.meta
         self.optimizers: Sequence[SavedOptimizer] = ()  # their states are those of the factors
         factors, self._saved = self._sorted()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import types
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NoReturn, Union, get_args, get_origin
 
 import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -105,9 +106,53 @@ def key(default: Any, description: str, **more: Any) -> Any:
 
 
 class Block(BaseModel):
-    """A block of keys: immutable, and an unknown key is an error."""
+    """A block of keys: immutable, and an unknown key is an error.
+
+    It can be read like the dictionary of a file: ``block["stage"]`` is the value of a key, written or not, and
+    ``"stage" in block`` tells whether the key was written.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
+
+    place: ClassVar[str] = ""  # the block's dotted key in a configuration; "" for the whole and for items of lists
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of a key. Raises KeyError: there is no such key."""
+        field = keys_of(type(self)).get(key)
+        if field is None:
+            near = difflib.get_close_matches(str(key), keys_of(type(self)), 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(keys_of(type(self)))}"
+            raise KeyError(f"{self._dotted(key)} is not a key of lt_zero; {hint}")
+        return getattr(self, _name_of(type(self), field))
+
+    def __contains__(self, key: object) -> bool:
+        field = keys_of(type(self)).get(str(key))
+        return field is not None and _name_of(type(self), field) in self.model_fields_set
+
+    def __setitem__(self, key: str, value: Any) -> NoReturn:
+        self._refuse_to_set(key, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self).model_fields:
+            self._refuse_to_set(name, value)
+        super().__setattr__(name, value)
+
+    def _refuse_to_set(self, key: str, value: Any) -> NoReturn:
+        dotted = self._dotted(key)
+        written = str(value).lower() if isinstance(value, bool) else value
+        text = f'overrides=["{dotted}={written}"]' if isinstance(value, (str, int, float)) else "overrides=[...]"
+        raise TypeError(
+            f"{dotted} = {value!r}: a configuration is frozen once it is checked. Pass {text} to the strategy, or "
+            "write the key into config before you pass it; ZeroConfig.of(config, overrides=[...]) makes another."
+        )
+
+    def _dotted(self, key: object) -> str:
+        return f"{self.place}.{key}" if self.place else str(key)
+
+
+def _name_of(schema: type[BaseModel], field: FieldInfo) -> str:
+    """The attribute of a field, which may have another key."""
+    return next(name for name, other in schema.model_fields.items() if other is field)
 
 
 @cache
@@ -132,6 +177,14 @@ def item_block_of(field: FieldInfo) -> type[Block] | None:
     """The block of the items of a list, or None."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) is tuple else ()
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, Block)), None)
+
+
+def set_places(schema: type[Block]) -> None:
+    """Tell each block inside of a configuration, by ``Block.place``, under which dotted key it stands."""
+    for name, field in keys_of(schema).items():
+        if (block := block_of(field)) is not None and not block.place:
+            block.place = f"{schema.place}.{name}" if schema.place else name
+            set_places(block)
 
 
 def dotted_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:

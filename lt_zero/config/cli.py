@@ -32,7 +32,7 @@ Stage = Annotated[int | None, typer.Option(help="The stage, as in ZeroStrategy(s
 Trains = Annotated[Face, typer.Option(help="Who trains: a Trainer, Fabric, or a loop of lt_zero.initialize.")]
 
 
-@config_command.command()
+@config_command.command(epilog="Example: lt-zero config check ds_config.json")
 def check(
     file: Source,
     overrides: Changes = None,
@@ -59,7 +59,7 @@ def check(
     raise typer.Exit(int(bool(count)))
 
 
-@config_command.command()
+@config_command.command(epilog="Example: lt-zero config show ds_config.json zero_optimization.stage=2")
 def show(
     file: Source,
     overrides: Changes = None,
@@ -70,7 +70,7 @@ def show(
     print(printable(with_origins(_read(file, overrides, stage), everything)))
 
 
-@config_command.command()
+@config_command.command(epilog="Example: lt-zero config convert ds_config.json")
 def convert(
     file: Source,
     overrides: Changes = None,
@@ -87,13 +87,13 @@ def convert(
         out.write_text(text, encoding="utf-8")
 
 
-@config_command.command()
+@config_command.command(epilog="Example: lt-zero config explain reduce_bucket_size")
 def explain(key: Annotated[str, typer.Argument(help="A key, or a part of one.")]) -> None:
     """Tell what a key does."""
     print(catalog.explain(key))
 
 
-@config_command.command()
+@config_command.command(epilog="Example: lt-zero config schema > schema.json")
 def schema() -> None:
     """Print the JSON Schema of all supported keys, for editors."""
     print(catalog.json_schema())

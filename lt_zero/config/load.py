@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import PrivateAttr, ValidationError, model_validator
 
 from lt_zero.common.errors import BLOCK_CHECKS, MOST_SHOWN, Check, ConfigError, Mark, Path, Problem, dotted, path_of
-from lt_zero.common.fields import Block, block_of, item_block_of, keys_of, scalars, thawed
+from lt_zero.common.fields import Block, block_of, item_block_of, keys_of, scalars, set_places, thawed
 from lt_zero.common.users_code import warn
 from lt_zero.common.variables import check_variables
 from lt_zero.config.blocks import ActivationCheckpointing, Schema, ZeroOptimization
@@ -110,6 +110,8 @@ class ZeroConfig(Schema):
         loaded.announce()
         return made
 
+
+set_places(ZeroConfig)
 
 Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 Activations = ActivationCheckpointing | Mapping[str, Any] | str | bool | None

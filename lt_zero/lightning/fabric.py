@@ -119,6 +119,16 @@ class FabricZeroStrategy(DDPStrategy):
         )
         self._backward_sync_control = _NoSync()  # type: ignore[assignment]
 
+    @override
+    def __repr__(self) -> str:
+        # Lightning's error for a strategy of the wrong class shows this text, and nothing else of ours.
+        stage = self.config.zero_optimization.stage
+        return (
+            f"FabricZeroStrategy(stage={stage}), which is for the Fabric of the package lightning; a Trainer takes "
+            f"lt_zero.ZeroStrategy(stage={stage}), and the package lightning_fabric takes this one after "
+            "lt_zero.as_pytorch_lightning()"
+        )
+
     # ---- precision ---------------------------------------------------------------------------------------------
 
     @property
@@ -427,7 +437,7 @@ class FabricZeroStrategy(DDPStrategy):
         return whole_weights(self._engine_of(module), "full_state_dict")
 
     def export(self, module: nn.Module, path: str | os.PathLike[str], **options: Any) -> None:
-        """Write all weights of a module to files that are readable without lt_zero, in fp16 by default. Collective.
+        """Write all weights of a module to files that are readable without lt_zero, by default in fp16. Collective.
 
         ``options`` and errors are those of ``lt_zero.export``.
         """

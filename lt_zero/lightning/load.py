@@ -1,4 +1,4 @@
-"""Loads a LightningModule from a checkpoint of any supported format."""
+"""Loads a LightningModule from a checkpoint of any supported format; opens directories for Lightning's own loading."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import lightning.pytorch as pl
 import torch
 from omegaconf import OmegaConf
 
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.directory import is_url
 from lt_zero.checkpoint.native.load import as_lightning
 from lt_zero.checkpoint.native.plain import has_missing
 from lt_zero.checkpoint.native.save import LT_ZERO
-from lt_zero.checkpoint.open import open_source
+from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.common.arguments import expect, expect_path
 from lt_zero.common.compat import module_from_checkpoint
 from lt_zero.common.errors import CheckpointError
-from lt_zero.engine.lazy_tensor import read_now
+from lt_zero.common.tensor_tree import map_tensors
+from lt_zero.engine.lazy_tensor import read_now, whole
 
+_HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 Module = TypeVar("Module", bound=pl.LightningModule)
 
 
@@ -50,14 +54,9 @@ def load_from_checkpoint(
     """
     expect(cls, type, "lt_zero.load_from_checkpoint(cls=...)", "pass the class of the module first, then the path")
     expect_path(path, "lt_zero.load_from_checkpoint(path=...)")
-    source = open_source(path)
-    checkpoint = as_lightning(source, weights_only)
+    checkpoint = _opened(path, weights_only)
     own = checkpoint.get(LT_ZERO, {})
-    hparams = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
-    if own.get("hparams") == "omegaconf":
-        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = hparams = OmegaConf.create(dict(hparams))
-        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hparams)
-    hparams.update(kwargs)
+    checkpoint[_HPARAMS].update(kwargs)
     if left_out := _left_out(cls, checkpoint):
         names = ", ".join(left_out)
         raise CheckpointError(
@@ -74,6 +73,82 @@ def load_from_checkpoint(
     module: Module = module_from_checkpoint(cls, checkpoint, strict, kwargs)
     read_now(module)
     return module.to(map_location) if map_location is not None else module
+
+
+def open_directory(
+    path: str | os.PathLike[str], map_location: Any, weights_only: bool | None, for_module: bool
+) -> dict[str, Any] | None:
+    """The checkpoint in a directory of lt_zero, as Lightning's loading has that of a file; None: there is none.
+
+    Args:
+        path: a path or URL.
+        map_location: as for ``torch.load``; what is saved is on the CPU.
+        weights_only: as for ``load_from_checkpoint``.
+        for_module: a module is made of it, so its hyper-parameters have to be whole, and the states of optimizers,
+            which take most of the memory, are read only if a hook asks for their values.
+
+    States of optimizers are numbered in the order of their groups, as torch saves them. States that another program
+    has written are left out: its parameters may have another order.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged; or, ``for_module``, a hyper-parameter has no plain form.
+    """
+    if str(path).startswith("http") or not (is_url(path) or os.path.isdir(path)):
+        return None
+    found = found_at(path)
+    if not Archive.is_at(found):
+        return None
+    checkpoint = _opened(found, weights_only)
+    lacking = [str(name) for name, value in checkpoint[_HPARAMS].items() if has_missing(value)]
+    if for_module and lacking:
+        raise CheckpointError(
+            f"{path}: the module was made with objects in {', '.join(lacking)}, which have no plain form and are "
+            "unpickled only if you say so. Pass weights_only=False if you trust the checkpoint, or call "
+            f"lt_zero.load_from_checkpoint(Model, path, {lacking[0]}=...)."
+        )
+    optimizers = checkpoint.pop("optimizer_states", None)
+    states = None
+    if optimizers is not None and not any(state["foreign"] for state in optimizers):
+        states = [_numbered(state) for state in optimizers]
+        if not for_module:
+            checkpoint["optimizer_states"] = states
+    device, read = _device(map_location), dict[int, torch.Tensor]()
+
+    def values(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in read:  # tied names share one
+            read[id(tensor)] = whole(tensor).to(device)
+        return read[id(tensor)]
+
+    content = {key: map_tensors(value, values) for key, value in checkpoint.items()}
+    return content if states is None else {"optimizer_states": states, **content}
+
+
+def _opened(path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
+    """Lightning's checkpoint dictionary with lazy tensors, and with hyper-parameters of the class that they had."""
+    checkpoint = as_lightning(open_source(path), weights_only)
+    hparams = checkpoint.setdefault(_HPARAMS, {})
+    if checkpoint.get(LT_ZERO, {}).get("hparams") == "omegaconf":
+        checkpoint[_HPARAMS] = hparams = OmegaConf.create(dict(hparams))
+        checkpoint[pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hparams)
+    return checkpoint
+
+
+def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict with torch's numbers in place of the names of parameters."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": {numbers[name]: entries for name, entries in state["state"].items()}, "param_groups": groups}
+
+
+def _device(map_location: Any) -> torch.device:
+    """Where ``torch.load`` would put a tensor that was saved on the CPU."""
+    if callable(map_location):
+        placed = map_location(torch.empty(0).untyped_storage(), "cpu")
+        return torch.device("cpu") if placed is None else placed.device
+    if isinstance(map_location, Mapping):
+        return torch.device(map_location.get("cpu", "cpu"))
+    return torch.device("cpu" if map_location is None else map_location)
 
 
 def _left_out(cls: type[pl.LightningModule], checkpoint: Mapping[str, Any]) -> list[str]:

@@ -88,6 +88,11 @@ def dtype_table(engine: Engine, console: Console | None = None) -> Table:
     return show(table, console)
 
 
+def has_one_dtype(engine: Engine) -> bool:
+    """True if all of ``dtype_table`` would be one dtype, as of a run in fp32."""
+    return len({dtype for bucket in engine.buckets for dtype in _dtypes(bucket, engine)[1:] if dtype != "-"}) <= 1
+
+
 def _dtypes(bucket: Bucket, engine: Engine) -> tuple[str, ...]:
     kept = ", kept" if engine.policy.compute not in (None, bucket.dtype) else ""
     dtypes: list[object] = [bucket.dtype]

@@ -108,7 +108,7 @@ class RunQueries(DDPStrategy):
     def export(
         self,
         path: str | os.PathLike[str],
-        dtype: torch.dtype | str = torch.float16,
+        dtype: torch.dtype | str | None = None,
         format: Format = "auto",
         shard_size: int | str | None = None,
         strip_prefix: str | None = None,

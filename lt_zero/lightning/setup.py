@@ -34,7 +34,7 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import owns_all, restore_whole, take_over_assigned, was_converted
 from lt_zero.engine.guard import owner_of
-from lt_zero.lightning.model_report import dtype_table, unit_table
+from lt_zero.lightning.model_report import dtype_table, has_one_dtype, unit_table
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.session.session import Session
 from lt_zero.step.average import average_of
@@ -206,7 +206,8 @@ def show_model(engine: Engine, new: bool) -> None:
         return
     if new:
         unit_table(engine)
-        dtype_table(engine)
+        if not has_one_dtype(engine):
+            dtype_table(engine)
     if (checkpointing := installed(engine)) is not None:
         RunConsole().print(str(checkpointing))
 

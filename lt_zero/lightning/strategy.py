@@ -137,6 +137,15 @@ class ZeroStrategy(RunQueries):
         """A copy (of a pickled or deep-copied Trainer) starts unused: without threads, files and process groups."""
         return {name: value for name, value in super().__getstate__().items() if name not in self._OF_A_RUN}
 
+    @override
+    def __repr__(self) -> str:
+        # Lightning's error for a strategy of the wrong class shows this text, and nothing else of ours.
+        return (
+            f"ZeroStrategy(stage={self.stage}), which is for the Trainer of the package lightning; Fabric takes "
+            f"lt_zero.FabricZeroStrategy(stage={self.stage}), and the package pytorch_lightning takes this one after "
+            "lt_zero.as_pytorch_lightning()"
+        )
+
     @property
     def run(self) -> RunSnapshot:
         """A snapshot for the parts of the strategy, which do not see the strategy."""

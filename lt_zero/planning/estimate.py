@@ -460,15 +460,3 @@ def settings_table(
         stage_cell = f"{setting.stage}{' *' if setting.releases else ''}"
         table.add_row(stage_cell, *setting.places, *[bytes_cell(nbytes, 1) for nbytes in each])
     return show(table, console)
-
-
-def kinds_table(cast: Forecast, title: str, console: Console | None = None) -> Table:
-    """Print, and return, the bytes of rank 0 by kind. Kinds do not all exist at once."""
-    table = Table(title=title, caption="Rank 0, each kind at its most; not all exist at once.", box=SIMPLE_HEAD)
-    table.add_column("kind")
-    for place in PLACES:
-        table.add_column(place, justify="right")
-    kinds = {place: cast.kinds(place) for place in PLACES}
-    for kind in dict.fromkeys(kind for place in PLACES for kind in kinds[place]):
-        table.add_row(kind, *[bytes_cell(kinds[place].get(kind, 0)) for place in PLACES])
-    return show(table, console)

@@ -25,8 +25,8 @@ from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.parallel.drawing import rank_table, shares
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.planning.comm_options import comm_options_table, fitting, recommended
-from lt_zero.planning.estimate import Fit, Machine, cheapest, estimate, kinds_table, settings_table
-from lt_zero.planning.forecast import Forecast
+from lt_zero.planning.estimate import Fit, Machine, cheapest, estimate, settings_table
+from lt_zero.planning.forecast import Forecast, kinds_table
 from lt_zero.planning.long_sequences import ActivationCounter, remedies_table
 from lt_zero.planning.meshes import Rates, TrainingJob, meshes_table, plans, reasons
 from lt_zero.planning.pipelines import reductions, schedules_table, stages_table
@@ -35,7 +35,12 @@ from lt_zero.planning.state_dtypes import dtypes_table
 from lt_zero.planning.tensor_sizes import fits_by_size, sizes_table
 from lt_zero.planning.transformer import Transformer
 
-Option = typer.Option
+# Options by the groups of the help.
+_OfNet = partial(typer.Option, rich_help_panel="The model")
+_OfRanks = partial(typer.Option, rich_help_panel="Ranks")
+_OfRun = partial(typer.Option, rich_help_panel="The run")
+_OfHost = partial(typer.Option, rich_help_panel="What fits a machine")
+_OfTables = partial(typer.Option, rich_help_panel="Other tables")
 _DIMENSIONS = (
     "tensor_parallel.autotp_size",
     "sequence_parallel_size",
@@ -46,84 +51,84 @@ _DIMENSIONS = (
 )
 
 ModuleOption = Annotated[
-    str | None, Option(help="Instead of --params: pkg.mod:function that returns the model; nothing is allocated.")
+    str | None, _OfNet(help="Instead of --params: pkg.mod:function that returns the model; nothing is allocated.")
 ]
 TensorOption = Annotated[
     int | None,
-    Option(min=1, help="Ranks that share the tensors of each layer. Default: tensor_parallel.autotp_size."),
+    _OfRanks(min=1, help="Ranks that share the tensors of each layer. Default: tensor_parallel.autotp_size."),
 ]
 SequenceRanksOption = Annotated[
-    int | None, Option(min=1, help="Ranks with parts of the same sequences. Default: sequence_parallel_size.")
+    int | None, _OfRanks(min=1, help="Ranks with parts of the same sequences. Default: sequence_parallel_size.")
 ]
 SequenceLengthOption = Annotated[
-    int | None, Option(min=1, help="Tokens of a sequence: forecasts activations. Default with --layers: 4096.")
+    int | None, _OfRun(min=1, help="Tokens of a sequence: forecasts activations. Default with --layers: 4096.")
 ]
 PipelineOption = Annotated[
-    int | None, Option(min=1, help="Ranks with layers one after the other. Default: pipeline.stages.")
+    int | None, _OfRanks(min=1, help="Ranks with layers one after the other. Default: pipeline.stages.")
 ]
 MicroBatchesOption = Annotated[
-    int | None, Option(min=1, help="Of a pipeline; default: pipeline.num_microbatches, or twice the ranks.")
+    int | None, _OfRanks(min=1, help="Of a pipeline; default: pipeline.num_microbatches, or twice the ranks.")
 ]
 LayersOption = Annotated[
-    int | None, Option(min=1, help="Instead of --params: transformer blocks of --hidden, with --heads.")
+    int | None, _OfNet(min=1, help="Instead of --params: transformer blocks of --hidden, with --heads.")
 ]
 ExpertRanksOption = Annotated[
-    int | None, Option(min=1, help="Ranks that share experts. Default: expert_parallel.autoep_size.")
+    int | None, _OfRanks(min=1, help="Ranks that share experts. Default: expert_parallel.autoep_size.")
 ]
-ExpertsOption = Annotated[int, Option(min=0, help="With --layers: of each block, in place of its feed-forward layer.")]
+ExpertsOption = Annotated[int, _OfNet(min=0, help="With --layers: of each block, in place of its feed-forward layer.")]
 BatchOption = Annotated[
-    int | None, Option(min=1, help="With --fit: sequences of a step on all ranks; default: 2 micro-batches a rank.")
+    int | None, _OfHost(min=1, help="With --fit: sequences of a step on all ranks; default: 2 micro-batches a rank.")
 ]
 MbitOption = Annotated[
-    float | None, Option(min=0.001, help="Rate of a node's link in Mbit/s: shows the traffic of a step.")
+    float | None, _OfTables(min=0.001, help="Rate of a node's link in Mbit/s: shows the traffic of a step.")
 ]
 StepSecondsOption = Annotated[
-    float | None, Option(min=0, help="With --mbit: seconds of a step in one node: shows those of the whole step.")
+    float | None, _OfTables(min=0, help="With --mbit: seconds of a step in one node: shows those of the whole step.")
 ]
 DtypesOption = Annotated[
-    bool, Option("--dtypes", help="Show states with moments, master weights or frozen weights in fewer bits.")
+    bool, _OfTables("--dtypes", help="Show states with moments, master weights or frozen weights in fewer bits.")
 ]
 AdaptersOption = Annotated[
-    str | None, Option(help="With --dtypes: parameters of adapters beside frozen weights; default: 1 % of all.")
+    str | None, _OfTables(help="With --dtypes: parameters of adapters beside frozen weights; default: 1 % of all.")
 ]
 
 
 def estimate_command(
-    params: Annotated[str | None, Option(help="Number of parameters of the model, such as 7.5e9, 7B or 350M.")] = None,
-    largest: Annotated[str | None, Option(help="Parameters of its largest layer; default: 1/32 of all.")] = None,
-    expert_params: Annotated[str | None, Option(help="Parameters of experts, of --params.")] = None,
+    params: Annotated[str | None, _OfNet(help="Number of parameters of the model, such as 7.5e9, 7B or 350M.")] = None,
+    largest: Annotated[str | None, _OfNet(help="Parameters of its largest layer; default: 1/32 of all.")] = None,
+    expert_params: Annotated[str | None, _OfNet(help="Parameters of experts, of --params.")] = None,
     module: ModuleOption = None,
-    world: Annotated[int, Option(help="Number of ranks.")] = 1,
-    per_node: Annotated[int | None, Option(help="Ranks per node; default: at most 8.")] = None,
+    world: Annotated[int, _OfRanks(help="Number of ranks.")] = 1,
+    per_node: Annotated[int | None, _OfRanks(help="Ranks per node; default: at most 8.")] = None,
     tensor: TensorOption = None,
     sequence_ranks: SequenceRanksOption = None,
     expert_ranks: ExpertRanksOption = None,
     pipeline: PipelineOption = None,
     micro_batches: MicroBatchesOption = None,
-    schedule: Annotated[str | None, Option(help="1F1B, GPipe, Interleaved1F1B or LoopedBFS.")] = None,
+    schedule: Annotated[str | None, _OfRanks(help="1F1B, GPipe, Interleaved1F1B or LoopedBFS.")] = None,
     layers: LayersOption = None,
-    hidden: Annotated[int | None, Option(min=1, help="Width of a block.")] = None,
-    heads: Annotated[int | None, Option(min=1, help="Of attention; default: one for each 128 of --hidden.")] = None,
-    vocabulary: Annotated[int, Option(min=0, help="Rows of the embedding, and of the head: for logits.")] = 0,
+    hidden: Annotated[int | None, _OfNet(min=1, help="Width of a block.")] = None,
+    heads: Annotated[int | None, _OfNet(min=1, help="Of attention; default: one for each 128 of --hidden.")] = None,
+    vocabulary: Annotated[int, _OfNet(min=0, help="Rows of the embedding, and of the head: for logits.")] = 0,
     experts: ExpertsOption = 0,
-    top_k: Annotated[int, Option(min=1, help="Experts that a token is sent to.")] = 2,
+    top_k: Annotated[int, _OfNet(min=1, help="Experts that a token is sent to.")] = 2,
     sequence_length: SequenceLengthOption = None,
-    micro_batch: Annotated[int, Option(min=1, help="Sequences of a micro-batch, for activations.")] = 1,
+    micro_batch: Annotated[int, _OfRun(min=1, help="Sequences of a micro-batch, for activations.")] = 1,
     batch: BatchOption = None,
-    stage: Annotated[int | None, Option(min=0, max=3, help="Show only this stage.")] = None,
-    precision: Annotated[str | None, Option(help="As for the Trainer: bf16-mixed, 32-true, ...")] = None,
-    config: Annotated[Path | None, Option(help="A JSON or YAML file, whose memory is itemized.")] = None,
-    optimizer: Annotated[str, Option(help="adam, sgd, momentum, ..., or bytes of state per parameter.")] = "adam",
-    accumulate: Annotated[int, Option(min=1, help="accumulate_grad_batches.")] = 1,
-    checkpoints: Annotated[bool, Option(help="Whether they are saved; full ones make rank 0 collect a copy.")] = True,
-    device: Annotated[str, Option(help="cuda or cpu.")] = "cuda",
-    gpu_gb: Annotated[float | None, Option(help="With --fit: memory of a GPU, without that of activations.")] = None,
-    cpu_gb: Annotated[float | None, Option(help="With --fit: host memory of a node; default: not limited.")] = None,
-    nvme_gb: Annotated[float, Option(help="With --fit: disk space of a node.")] = 0.0,
-    nodes: Annotated[int | None, Option(min=1, help="Number of nodes, of --per-node ranks each.")] = None,
+    stage: Annotated[int | None, _OfRun(min=0, max=3, help="Show only this stage.")] = None,
+    precision: Annotated[str | None, _OfRun(help="As for the Trainer: bf16-mixed, 32-true, ...")] = None,
+    config: Annotated[Path | None, _OfRun(help="A JSON or YAML file, whose memory is itemized.")] = None,
+    optimizer: Annotated[str, _OfRun(help="adam, sgd, momentum, ..., or bytes of state per parameter.")] = "adam",
+    accumulate: Annotated[int, _OfRun(min=1, help="accumulate_grad_batches.")] = 1,
+    checkpoints: Annotated[bool, _OfRun(help="Whether they are saved; full ones make rank 0 collect a copy.")] = True,
+    device: Annotated[str, _OfRun(help="cuda or cpu.")] = "cuda",
+    gpu_gb: Annotated[float | None, _OfHost(help="With --fit: memory of a GPU, without that of activations.")] = None,
+    cpu_gb: Annotated[float | None, _OfHost(help="With --fit: host memory of a node; default: not limited.")] = None,
+    nvme_gb: Annotated[float, _OfHost(help="With --fit: disk space of a node.")] = 0.0,
+    nodes: Annotated[int | None, _OfRanks(min=1, help="Number of nodes, of --per-node ranks each.")] = None,
     mbit: MbitOption = None,
     step_seconds: StepSecondsOption = None,
-    fit: Annotated[bool, Option("--fit", help="Find the fastest setting that fits the machine.")] = False,
+    fit: Annotated[bool, _OfHost("--fit", help="Find the fastest setting that fits the machine.")] = False,
     dtypes: DtypesOption = False,
     adapters: AdaptersOption = None,
 ) -> None:

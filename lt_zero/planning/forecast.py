@@ -16,6 +16,7 @@ Note [Phases]
 
 from __future__ import annotations
 
+import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +25,12 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
+from lt_zero.common.console import Console
+from lt_zero.common.tables import bytes_cell, show
+from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.bucket import InFlight, Live
@@ -483,6 +489,19 @@ class Forecast:
     phases: Mapping[str, Amounts]
     first: Mapping[str, Amounts]
 
+    def __str__(self) -> str:
+        """The table of the kinds, as ``lt-zero estimate`` prints it, with the bytes of a rank and of a node below."""
+        out = io.StringIO()
+        kinds_table(self, f"{self.parameters:,} parameters, {self.setup.world} rank(s)", Console(file=out, width=80))
+        places = [place for place in PLACES if self.node(place)]
+        of_rank = ", ".join(f"{place} {format_bytes(self.rank(place))}" for place in places)
+        of_node = ", ".join(f"{place} {format_bytes(self.node(place))}" for place in places if place != DEVICE)
+        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        lines.append(f"Peaks per rank: {of_rank}")
+        if of_node:
+            lines.append(f"Peaks per node: {of_node}")
+        return "\n".join(lines)
+
     def kinds(self, place: str) -> dict[str, int]:
         """Peak bytes of each kind on rank 0. The peaks may occur in different phases."""
         needs = [self.need_of_rank(phase, place, first=True) for phase in self.phases]
@@ -515,6 +534,18 @@ class Forecast:
         """Bytes of the first node by kind, in one phase."""
         first, others = self.need_of_rank(phase, place, first=True), self.need_of_rank(phase, place)
         return {kind: n + (self.setup.per_node - 1) * others.get(kind, 0) for kind, n in first.items()}
+
+
+def kinds_table(cast: Forecast, title: str, console: Console | None = None) -> Table:
+    """Print, and return, the bytes of rank 0 by kind. Kinds do not all exist at once."""
+    table = Table(title=title, caption="Rank 0, each kind at its most; not all exist at once.", box=SIMPLE_HEAD)
+    table.add_column("kind")
+    for place in PLACES:
+        table.add_column(place, justify="right")
+    kinds = {place: cast.kinds(place) for place in PLACES}
+    for kind in dict.fromkeys(kind for place in PLACES for kind in kinds[place]):
+        table.add_row(kind, *[bytes_cell(kinds[place].get(kind, 0)) for place in PLACES])
+    return show(table, console)
 
 
 def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> Forecast:

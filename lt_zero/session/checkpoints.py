@@ -119,7 +119,7 @@ def export_weights(engine: Engine, path: str | os.PathLike[str], **options: Any)
     ``options`` and errors are those of ``lt_zero.export``.
     """
     with averages_shown(engine):
-        export_engine(engine, path, **{"dtype": torch.float16, **options})
+        export_engine(engine, path, **options)
 
 
 def trained_beside(engine: Engine, left_out: Iterable[str] = (), sharded: bool = True) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -30,6 +31,48 @@ def test_values_and_dtypes(tmp_path: Path, name: str, suffix: str) -> None:
     check_equal(loaded, source, dtype)
     if suffix != ".safetensors":
         assert list(loaded) == list(source.weights)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".ckpt"])
+def test_same_keeps_each_dtype(tmp_path: Path, suffix: str) -> None:
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.randn(2).half(), "n": torch.arange(3)}
+    out = tmp_path / f"model{suffix}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export(Memory(tensors), out, "same")
+    loaded = load_file(out) if suffix == ".safetensors" else torch.load(out, weights_only=True)
+    loaded = loaded["state_dict"] if suffix == ".ckpt" else loaded
+    assert loaded.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert loaded[name].dtype == value.dtype
+        assert torch.equal(loaded[name], value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "told"),
+    [
+        (torch.float32, "", r"saved in float32 and are exported in fp16.* keep 3 of 7 digits, become 0 .*\"same\""),
+        (torch.bfloat16, "bf16-true", r"saved in bfloat16 and are exported in fp16.*: they become 0 .*\"same\""),
+        (torch.float32, "16-mixed", ""),
+        (torch.float16, "", ""),
+        (torch.int64, "", ""),
+    ],
+)
+def test_fp16_that_nobody_asked_for_says_what_is_lost(
+    tmp_path: Path, dtype: torch.dtype, precision: str, told: str
+) -> None:
+    """Once, and not of a run in fp16; "fp16" exports the same without a word."""
+    source = Memory({"a": torch.ones(3, dtype=dtype), "b": torch.ones(2, dtype=dtype)})
+    source.precision = precision  # type: ignore[attr-defined]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        export(source, tmp_path / "default.pt")
+        texts = [str(warning.message) for warning in caught]
+        export(source, tmp_path / "asked.pt", "fp16")
+    assert len(texts) == len(caught) == bool(told)
+    assert not told or re.search(told, texts[0])
+    default, asked = (torch.load(tmp_path / f"{name}.pt") for name in ("default", "asked"))
+    assert default["a"].dtype == asked["a"].dtype == (torch.float16 if dtype.is_floating_point else dtype)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])

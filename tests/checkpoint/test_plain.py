@@ -456,7 +456,8 @@ def test_hyperparameters_of_omegaconf_through_both_formats(pool: Pool, tmp_path:
         found = torch.load(path, weights_only=True)
         assert found["hyper_parameters"] == {"base": 0.5, "lr": 0.5}
         assert found["lt_zero"]["hparams"] == "omegaconf"
-    assert Plain.load_from_checkpoint(tmp_path / "full.ckpt", weights_only=True, cfg={}).layer.weight.shape == (2, 2)
+    for name in ("full.ckpt", "sharded.ckpt"):
+        assert Plain.load_from_checkpoint(tmp_path / name, weights_only=True, cfg={}).layer.weight.shape == (2, 2)
 
 
 class Act:
@@ -504,6 +505,9 @@ def test_a_module_gets_no_text_in_place_of_an_object(pool: Pool, tmp_path: Path)
     ) as caught:
         lt_zero.load_from_checkpoint(WithObjects, path)
     assert "WithObjects" in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"with objects in act, options, .* weights_only=False .*, act=\.\.\.\)"):
+        WithObjects.load_from_checkpoint(path)  # Lightning's own
+    assert type(WithObjects.load_from_checkpoint(path, weights_only=False).options["inner"][0]) is Act
     with pytest.raises(CheckpointError, match="with objects in options"):
         lt_zero.load_from_checkpoint(WithObjects, path, act=Act())
     given = lt_zero.load_from_checkpoint(WithObjects, path, act=Act(), options={})

@@ -74,7 +74,7 @@ def _damaged(tmp_path: Path, refused: Callable[..., str]) -> dict[str, str]:
         return said
 
     for name in sorted(kept):
-        if name in (".metadata", "extras.pt"):
+        if name in (".metadata", "extras.pt", "README.txt"):
             continue
         for how, damage in DAMAGES.items():
             if name == "manifest.json" and how in ("flip", "overwrite"):

@@ -52,6 +52,29 @@ def test_params_are_frozen() -> None:
     assert (made.optimizer.params, changed.optimizer.params) == ({"lr": 0.5}, {"lr": 0.25})
 
 
+def test_a_configuration_reads_like_its_file_and_refuses_to_be_written() -> None:
+    made = ZeroConfig.of(
+        {"zero_optimization": {"stage": 2}, "checkpoint": {"async": True}, "optimizer": {"type": "SGD"}}
+    )
+    assert (made["zero_optimization"]["stage"], made["checkpoint"]["async"]) == (2, True)
+    assert made["zero_optimization"]["offload_optimizer"]["device"] == "none"
+    assert ("checkpoint" in made, "fp16" in made, "async" in made["checkpoint"], "stage" in made) == (1, 0, 1, 0)
+    with pytest.raises(KeyError, match=r"zero_optimization\.stagee is not a key of lt_zero; did you mean 'stage'"):
+        made["zero_optimization"]["stagee"]
+    offload = made["zero_optimization"]["offload_optimizer"]
+    for block, name, value, override in (
+        (made, "gradient_clipping", 0.5, "gradient_clipping=0.5"),
+        (made["zero_optimization"], "stage", 3, "zero_optimization.stage=3"),
+        (made["checkpoint"], "async", False, "checkpoint.async=false"),
+        (offload, "device", "cpu", "zero_optimization.offload_optimizer.device=cpu"),
+    ):
+        with pytest.raises(TypeError, match=rf'overrides=\["{override}"\] to the strategy'):
+            block[name] = value
+    with pytest.raises(TypeError, match=r'overrides=\["zero_optimization\.stage=3"\]'):
+        made.zero_optimization.stage = 3  # type: ignore[misc]
+    assert made.zero_optimization.stage == 2
+
+
 @pytest.mark.parametrize("rank", ["RANK", "LOCAL_RANK", "NODE_RANK"])
 def test_warnings_point_at_the_caller(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(rank, "0")

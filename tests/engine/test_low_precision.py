@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.lightning.model_report import dtype_table, memory_report
+from lt_zero.lightning.model_report import dtype_table, has_one_dtype, memory_report
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.step.loss_scale import LossScaleController
 from tests.support.constant_module import Constant
@@ -339,6 +339,9 @@ def test_dtype_table() -> None:
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "trained" in line]
     assert ["bf16", "bf16", "bf16", "fp32", "fp32", "fp32"] in [row[2:] for row in rows]
     assert ["fp32"] * 6 in [row[2:] for row in rows]
+    assert not has_one_dtype(engine)
+    for config, one in ((config_of(1, {}, None), True), (config_of(1, {}, torch.bfloat16), False)):
+        assert has_one_dtype(lt_zero.shard(Net(), config)) == one
 
 
 def test_policy_of_islands_and_doubles() -> None:

@@ -89,6 +89,11 @@ class Archive:
             if (entry := self.manifest.tensors.get(f"model.{self.aliases.get(name, name)}")) is not None
         }
 
+    @property
+    def precision(self) -> str:
+        """The precision of the run; "" if it is not known."""
+        return str(self.manifest.run.get("precision", ""))
+
     @staticmethod
     def is_at(path: str) -> bool:
         """True if there is a complete checkpoint at a path or URL."""

@@ -45,9 +45,23 @@ from lt_zero.io.regular_file import read_start
 from lt_zero.io.staging import Staging, hidden_name, leftovers, staged, staging_path, sync_folder, whole_name
 
 MANIFEST = "manifest.json"
+README = "README.txt"  # not in the manifest: it may be edited or missing
 MOST_MANIFEST = 1 << 28  # bytes; 10,000 tensors on 1,000 ranks take a tenth
 _VERSION = 1  # of the manifest
-_FILES = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json")
+_FILES = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json|README\.txt")
+_ABOUT = """\
+This directory is one checkpoint of lt_zero (ZeRO for PyTorch Lightning). All of its files belong together.
+
+Resume or evaluate   trainer.fit(model, ckpt_path=DIRECTORY), also at another stage or number of ranks;
+                     likewise trainer.validate, test and predict
+Load a module        import lt_zero
+                     model = Model.load_from_checkpoint(DIRECTORY)
+With torch.load      lt-zero export DIRECTORY model.pt --dtype same
+                     state_dict = torch.load("model.pt")
+Check every byte     lt-zero verify DIRECTORY
+
+This text is for readers only: programs do not need it.
+"""
 _STATE = re.compile(r"optimizer_\d+\.state\..+\..+")  # the name of an optimizer's state
 _EXCHANGE, _AT_FDCWD = 2, -100  # of renameat2
 _ATTEMPTS = 5  # to replace a directory that other processes replace, too
@@ -343,10 +357,11 @@ class PendingDirectory:
         self._blocks = None
 
     def seal(self, content: Manifest) -> None:
-        """Write the manifest, once all files are durable."""
-        sink = self.sink(MANIFEST)
-        sink.write(content.dump().encode())
-        sink.close()
+        """Write the text for readers, then the manifest, once all files are durable."""
+        for name, text in ((README, _ABOUT), (MANIFEST, content.dump())):
+            sink = self.sink(name)
+            sink.write(text.encode())
+            sink.close()
         if self._fs is None:
             try:
                 sync_folder(Path(self.folder))

@@ -44,6 +44,7 @@ from lt_zero.common.compat.of_lightning import is_plain_closure as is_plain_clos
 from lt_zero.common.compat.of_lightning import log_graph_by as log_graph_by
 from lt_zero.common.compat.of_lightning import logged_step as logged_step
 from lt_zero.common.compat.of_lightning import module_from_checkpoint as module_from_checkpoint
+from lt_zero.common.compat.of_lightning import open_first as open_first
 from lt_zero.common.compat.of_lightning import override_dtype as override_dtype
 from lt_zero.common.compat.of_lightning import set_device_mesh as set_device_mesh
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -133,6 +135,42 @@ _COUNTS_BATCHES = "lightning.pytorch.utilities.data"
 def logged_step(trainer: Any) -> int:
     """The step under which Lightning logs: the number of batches that ended with an optimizer step."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+# Lightning opens every checkpoint with this function, and modules import it under names of their own. The last one has
+# ``load_from_checkpoint``.
+_LOAD = ("lightning.fabric.utilities.cloud_io", "_load")
+_LOADING = (_LOAD, ("lightning.fabric.plugins.io.torch_io", "pl_load"), ("lightning.pytorch.core.saving", "pl_load"))
+
+
+def open_first(opened: Callable[[Any, Any, bool | None, bool], Any]) -> None:
+    """Let Lightning ask ``opened`` for a checkpoint before it opens a file. Idempotent.
+
+    Args:
+        opened: called for what is no local file, with the path, the ``map_location``, ``weights_only``, and whether
+            ``load_from_checkpoint`` asks, for a module; returns the checkpoint, or None: Lightning goes on as before.
+
+    A version of Lightning without that function, or that opens checkpoints elsewhere, too, goes on as before.
+    """
+    known = getattr(sys.modules.get(_LOAD[0]), _LOAD[1], None)
+    if known is None or getattr(known, "asks_first", False):
+        return
+
+    def asking(for_module: bool) -> Any:
+        @functools.wraps(known)
+        def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+            if isinstance(path_or_url, (str, os.PathLike)) and not os.path.isfile(path_or_url):
+                found = opened(path_or_url, map_location, weights_only, for_module)
+                if found is not None:
+                    return found
+            return known(path_or_url, map_location, weights_only)
+
+        load.asks_first = True  # type: ignore[attr-defined]
+        return load
+
+    for module, name in _LOADING:
+        if getattr(sys.modules.get(module), name, None) is known:
+            setattr(sys.modules[module], name, asking(module == _LOADING[-1][0]))
 
 
 def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, kwargs: dict[str, Any]) -> Any:
