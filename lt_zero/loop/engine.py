@@ -39,7 +39,7 @@ from lt_zero.checkpoint.open import LATEST, latest_of, load_same, name_latest, o
 from lt_zero.comm.launchers import local_rank
 from lt_zero.comm.process_groups import own_gpu
 from lt_zero.comm.world import World, together
-from lt_zero.common import accelerator
+from lt_zero.common import accelerator, plain_names
 from lt_zero.common.arguments import expect, expect_path, wrong
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
@@ -553,7 +553,7 @@ class TrainingEngine(EngineQueries):
         self.moved.refuse("engine._zero3_consolidated_16bit_state_dict")
         left_out = frozen_names(self.engine, exclude_frozen_parameters)
         state = whole_weights(self.engine, "engine._zero3_consolidated_16bit_state_dict", left_out)
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+        for name, parameter in plain_names.named_parameters(self.module):
             if name in state:
                 state[name] = state[name].to(parameter.dtype)
         return state
