@@ -27,6 +27,14 @@ Note [Transforms]
     without hooks. So units that are called there have to be gathered by ``lt_zero.gathered`` around it. The hooks then
     only pin them, as gradients of a loss outside of the transform may flow back through it; these are reduced at the
     end of that backward.
+
+Note [Compiled code]
+    torch.compile may trace a whole model into one graph, and would have to break it at the hooks of each unit. At units
+    whose weights are whole on every rank (stages 0 to 2, small parameters at stage 3) these only order the work: steps
+    that are still going on are waited for unit by unit, and gradients are reduced while backward runs. Graphs leave
+    them out, see module_hooks.py, Note [Hooks and torch.compile]. Then the beginning of a forward waits for all steps,
+    and the end of backward reduces: the backward of one graph returns all gradients at its end anyway. Hooks of sharded
+    units break the graph, once per call: torch calls the module outside of it, and compiles its forward.
 """
 
 from __future__ import annotations
@@ -49,6 +57,7 @@ from lt_zero.common.compat import (
     running_transform,
 )
 from lt_zero.common.module_hooks import (
+    Preparation,
     ProcessLocal,
     hook_bare_parameters,
     hook_forward,
@@ -155,6 +164,7 @@ class Engine(ProcessLocal):
         # Called before weights and states leave the engine, on all ranks.
         self.before_reading: list[Callable[[], object]] = []
         self._saved_weights = SavedWeights(units, self._need_saved)
+        self._preparation = Preparation(self.finish_steps)
         self.handles = self._hook_model()
         self._of_parts: list[Any] = [] if training else self._hook_parts()  # handles
 
@@ -162,7 +172,9 @@ class Engine(ProcessLocal):
         """Hook the model, its units, and parameters that belong to no layer; returns the handles."""
         handles = hook_bare_parameters(self.root, self.owner, self._arm)
         for unit in self.units:
-            handles += hook_forward(unit.module, partial(self.pre_forward, unit), partial(self.post_forward, unit))
+            before, after = partial(self.pre_forward, unit), partial(self.post_forward, unit)
+            # See Note [Compiled code].
+            handles += hook_forward(unit.module, before, after, None if unit.sharded else self._preparation)
         return handles + self._hook_scope(self.root)
 
     def _hook_scope(self, module: nn.Module) -> list[Any]:
@@ -229,6 +241,7 @@ class Engine(ProcessLocal):
                     self.replaced.drop_returned()
                 self.buffers.before_forward(self.reducer.sync)
             self.gatherer.begin_order(entry)
+            self._preparation.make()
             self.gatherer.gather(self.root_unit)
         elif begins and not self.training:
             # Generation calls a model many times in one step of the user's, and each call repeats the same order.
@@ -382,6 +395,7 @@ class Engine(ProcessLocal):
     def abort_backward(self) -> None:
         """Drop the state of a backward that ended with an exception."""
         self.in_backward = self._explicit = self._create_graph = False
+        self._preparation.forget()
         self._ranges.leave()
         self._span.close()
         self.reducer.abort()
@@ -476,6 +490,7 @@ class Engine(ProcessLocal):
         if not self.in_backward:
             return
         self._ranges.leave()
+        self._preparation.forget()
         arrived = self.reducer.active or any(b.has_grads() for b in self.buckets)
         explicit, self.in_backward, self._explicit = self._explicit, False, False
         again, self._create_graph = self._create_graph, False
@@ -545,6 +560,7 @@ class Engine(ProcessLocal):
         Gathers that overlap with computation are waited for in the next forward, unit by unit.
         """
         with phase("publish"):
+            self._preparation.forget()
             self.gatherer.after_step()
             for unit in self.units:
                 unit.awaited = 0
