@@ -35,15 +35,15 @@ from lt_zero.common.tensor_tree import ReplacedTensors, iter_tensors
 
 
 class Preparation:
-    """What a model's hooks do before the forwards of its modules, made for all of them at once.
+    """Work of a model's hooks before the forwards of its modules, done for all of them at once.
 
-    Graphs of torch.compile leave out hooks while it is made. See Note [Hooks and torch.compile].
+    Graphs of torch.compile leave out these hooks while it is made. See Note [Hooks and torch.compile].
 
     Args:
-        call: makes it. It is only called in processes that have such graphs.
+        call: does it. It is only called in processes that have such graphs.
 
     Attributes:
-        made: whether it is.
+        made: it is done, for the weights that there are.
     """
 
     def __init__(self, call: Callable[[], object]) -> None:
@@ -52,7 +52,7 @@ class Preparation:
         _preparations.add(self)
 
     def make(self) -> None:
-        """Make it, at the beginning of a forward of the model."""
+        """Do it, at the beginning of a forward of the model."""
         self.made = True
         if _leaves_out:
             self._call()
@@ -70,8 +70,8 @@ _leaves_out: list[bool] = []  # not empty: a graph of this process leaves out a 
 def _leave_out() -> bool:
     """Note that a graph leaves out a hook; always True.
 
-    Graphs run again where nothing is traced, also for other models with the same code. So from now on all that is made
-    is made in full; what counts as made already is made here.
+    Graphs run again where nothing is traced, also for other models with the same code. So from now on every preparation
+    is done when it is made; those that count as made already are done here.
     """
     if not _leaves_out:
         _leaves_out.append(True)
@@ -164,8 +164,7 @@ def hook_forward(
     """Call ``before(called, args, kwargs)`` before the module's forward, and ``after(called, args, output)`` after it.
 
     ``after`` is called after an exception, too: a caller may catch it and take an output from it. ``called`` is another
-    module than this in a shallow copy of it, which shares the hooks. ``preparation``: as
-    for ``Hook``.
+    module than this in a shallow copy of it, which shares the hooks. ``preparation``: as for ``Hook``.
     """
     handle = module.register_forward_pre_hook(Hook(before, preparation), prepend=True, with_kwargs=True)
     return [handle, module.register_forward_hook(Hook(after, preparation), always_call=True)]
