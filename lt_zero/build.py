@@ -26,7 +26,7 @@ from lt_zero.activation.checkpointing import check_modules, install
 from lt_zero.attention.huggingface import install as install_sparse_attention
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
-from lt_zero.common import accelerator
+from lt_zero.common import accelerator, plain_names
 from lt_zero.common.arguments import expect
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.compat import clean_name, without_torch_function
@@ -263,11 +263,12 @@ def _rounding_of(policy: DtypePolicy, world: World) -> WeightRounding:
 
 def _check_specs(module: nn.Module, specs: Iterable[ParamSpec]) -> None:
     """Raise ValueError if a parameter is not the box that its spec says; names it."""
-    named = dict(module.named_parameters(remove_duplicate=False))
+    named = dict(plain_names.named_parameters(module))
     for spec in specs:
-        if spec.name in named and tuple(named[spec.name].data.shape) != spec.shape:
+        parameter = named.get(clean_name(spec.name))
+        if parameter is not None and tuple(parameter.data.shape) != spec.shape:
             raise ValueError(
-                f"specs: {spec.name!r} has the shape {tuple(named[spec.name].data.shape)}, and its box {spec.local_box}"
+                f"specs: {spec.name!r} has the shape {tuple(parameter.data.shape)}, and its box {spec.local_box}"
                 f" of {spec.global_shape} has {spec.shape}. Give the box that the parameter is."
             )
 

@@ -21,7 +21,9 @@ from lt_zero.checkpoint.open import load_same, opened_source
 from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
+from lt_zero.common import plain_names
 from lt_zero.common.arguments import expect
+from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import check_same, tell_ignored, without_training
@@ -82,7 +84,7 @@ def inference(
     if (mesh := mesh_of(chosen, group.world)) is not None:
         saved = mesh.cut(module, chosen)
         parts = mesh.arguments(module, group, chosen)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in plain_names.named_parameters(module):
         if name in readers:
             saved[parameter] = readers[name]
     # Weights rest in the dtype in which they compute.
@@ -120,7 +122,7 @@ def _readers(module: nn.Module, source: CheckpointSource, path: str) -> dict[str
         if (shape := source.weights[saved].shape) != tuple(value.shape):
             wrong.append(f"{saved} has the shape {list(shape)}, the module needs {list(value.shape)}")
 
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in plain_names.named_parameters(module):
         saved = names(name)
         if saved is None:
             missing[parameter] = name
@@ -128,10 +130,10 @@ def _readers(module: nn.Module, source: CheckpointSource, path: str) -> dict[str
         used.add(saved)
         check(saved, parameter)
         found[name], filled[parameter] = partial(source.read, saved), None
-    persistent, buffers = module.state_dict(keep_vars=True).keys(), list[tuple[nn.Module, str, Tensor, str]]()
+    persistent, buffers = plain_names.state_dict(module).keys(), list[tuple[nn.Module, str, Tensor, str]]()
     for path_, part in module.named_modules():
         for own, buffer in part.named_buffers(recurse=False):
-            name = f"{path_}.{own}".lstrip(".")
+            name = clean_name(f"{path_}.{own}".lstrip("."))
             if (saved := names(name)) is not None:
                 used.add(saved)
                 check(saved, buffer)
@@ -149,17 +151,18 @@ def _readers(module: nn.Module, source: CheckpointSource, path: str) -> dict[str
 
 
 def _names(module: nn.Module, source: CheckpointSource) -> Callable[[str], str | None]:
-    """The saved name of a parameter or buffer; None if there is none.
+    """The saved name of a parameter or buffer, by its plain name; None if there is none.
 
     Hugging Face's files of a model without its head lack the prefix ``base_model_prefix``, or have it where the model
     has none. All names of a LightningModule begin with that of the attribute that the model was.
     """
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
-    first = {name.partition(".")[0] for name in source.weights}
+    saved = {clean_name(name): name for name in source.weights}
+    first = {name.partition(".")[0] for name in saved}
     attribute = f"{next(iter(first))}." if len(first) == 1 else ""
 
     def find(name: str) -> str | None:
         tried = (name, name.removeprefix(prefix), prefix + name, attribute + name)
-        return next((candidate for candidate in tried if candidate in source.weights), None)
+        return next((saved[candidate] for candidate in tried if candidate in saved), None)
 
     return find

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.source import CheckpointSource, Spec
+from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
 
@@ -44,8 +45,9 @@ class Cast:
         prefix: str = "",
     ) -> None:
         self.source, self.dtype, self._tick = source, dtype, tick
-        self._saved = {name.removeprefix(prefix) or name: name for name in source.weights}
-        others = [name for name in source.weights if not name.startswith(prefix)]
+        plain = {clean_name(name): name for name in source.weights}
+        self._saved = {name.removeprefix(prefix) or name: saved for name, saved in plain.items()}
+        others = [name for name in plain if not name.startswith(prefix)]
         if prefix and len(others) == len(source.weights):
             raise ValueError(f"strip_prefix: no name begins with {prefix!r}. Names are {some(source.weights)}.")
         if twice := some(sorted(set(source.weights) - set(self._saved.values()))):
@@ -57,7 +59,7 @@ class Cast:
         self.owner = {exported[tied]: exported[_owner(source, tied)] for tied in exported if tied in source.aliases}
         self.names = [name for name in self.weights if name not in self.owner]
         self._kept: set[str] = set()
-        for pattern in [pattern.removeprefix(prefix) for pattern in keep_fp32]:
+        for pattern in [clean_name(pattern).removeprefix(prefix) for pattern in keep_fp32]:
             found = {n for n in self.weights if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
             if not found:
                 raise ValueError(f"keep_fp32: {pattern!r} matches no weight of the checkpoint. Correct or remove it.")

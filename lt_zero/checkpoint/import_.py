@@ -19,10 +19,9 @@ from torch import Tensor
 from lt_zero.checkpoint.formats.foreign import ForeignSource, damage
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import PendingDirectory, file_system, is_url
-from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, loss_scale, number_states
+from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, loss_scale, number_states, with_names_by
 from lt_zero.checkpoint.native.plain import restore, to_plain
-from lt_zero.checkpoint.native.rank_state import RESIDUALS
-from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, TRAINED_WEIGHTS, Bundle, bundle, write
+from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, Bundle, bundle, write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space
 from lt_zero.checkpoint.source import CheckpointSource, Spec
@@ -34,8 +33,6 @@ from lt_zero.engine.lazy_tensor import Fragment, LazyTensor
 
 _PER_TENSOR = 4096  # maximum bytes that a directory adds to a tensor
 _SHOWN = 3  # files in a warning
-# What else of a checkpoint is kept by the names of parameters: averaged runs' trained weights, what ranks owe.
-_BY_NAME = {TRAINED_WEIGHTS: ("weights",), RESIDUALS: ("units", "worker", "server", "counts")}
 
 
 def import_checkpoint(
@@ -143,19 +140,7 @@ def _content(source: CheckpointSource, target: str, path: str, world: World, pre
 
 def _prefixed(checkpoint: dict[str, Any], prefix: str) -> dict[str, Any]:
     """A copy of a checkpoint dictionary with ``prefix`` before all names of parameters and buffers."""
-
-    def named(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {prefix + name: value for name, value in values.items()}
-
-    made = {**checkpoint, "state_dict": named(checkpoint["state_dict"]), LT_ZERO: dict(checkpoint[LT_ZERO])}
-    made[LT_ZERO]["frozen_left_out"] = [prefix + name for name in made[LT_ZERO]["frozen_left_out"]]
-    for number, saved in enumerate(checkpoint.get("optimizer_states", ())):
-        groups = [{**group, "params": [prefix + name for name in group["params"]]} for group in saved["param_groups"]]
-        made["optimizer_states"] = [*made["optimizer_states"]]
-        made["optimizer_states"][number] = {**saved, "state": named(saved["state"]), "param_groups": groups}
-    for key, kinds in _BY_NAME.items():
-        if isinstance(made.get(key), Mapping):
-            made[key] = {**made[key], **{kind: named(made[key][kind]) for kind in kinds if kind in made[key]}}
+    made = with_names_by(lambda name: prefix + name, checkpoint)
     if FABRIC in made:  # Fabric removes the prefix of a module
         parts = {kind: {k: prefix + own for k, own in made[FABRIC][kind].items()} for kind in ("modules", "optimizers")}
         made[FABRIC] = {**made[FABRIC], **parts}

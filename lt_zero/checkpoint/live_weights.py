@@ -16,6 +16,7 @@ from torch import Tensor
 from lt_zero.checkpoint.export import Format, export
 from lt_zero.checkpoint.native.pieces import on_all_ranks
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
+from lt_zero.common import plain_names
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import refuse_parts
@@ -102,5 +103,5 @@ def export_engine(
 def kept_names(engine: Engine) -> list[str]:
     """The names of parameters that exports keep in fp32. Collective if ranks have other modules."""
     mine = {id(p) for p in engine.kept}
-    own = [name for name, p in engine.root.named_parameters() if id(p) in mine]
+    own = [name for name, p in plain_names.named_parameters(engine.root, remove_duplicate=True) if id(p) in mine]
     return on_all_ranks(engine, own, "parameters in fp32")

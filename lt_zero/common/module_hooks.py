@@ -8,6 +8,14 @@ Note [Aliases]
     An alias that the module returns (T5's blocks pass on their relative bias) is not hooked as an output: its gradient
     is not the beginning of the module's backward, and comes after its end. If a call returns nothing else (no expert
     had a token), ranks whose calls used weights gather in backward, so this one does when that gradient is there.
+
+Note [Hooks and torch.compile]
+    ``block.compile()`` and ``torch.compile(block)`` compile the forward: torch calls the hooks of that block outside of
+    the graph, and Dynamo would make graphs of the hooks themselves, which ``never_a_graph`` prevents. The hooks of
+    modules inside of what is compiled are traced with it. A ``Hook`` breaks the graph there, as it has to run. One with
+    a ``Preparation`` is left out of graphs once that is made: all that the hook does is done before the forward, or at
+    the end of backward, for all modules at once. Then a graph need not end at every module. Whether it is made is an
+    attribute that the trace reads, so torch compiles the code again where it is not.
 """
 
 from __future__ import annotations
@@ -15,29 +23,87 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
 
-from lt_zero.common.compat import view_base
+from lt_zero.common.compat import evaluated_in_tracing, never_a_graph, view_base
 from lt_zero.common.tensor_tree import ReplacedTensors, iter_tensors
+
+
+class Preparation:
+    """Work of a model's hooks before the forwards of its modules, done for all of them at once.
+
+    Graphs of torch.compile leave out these hooks while it is made. See Note [Hooks and torch.compile].
+
+    Args:
+        call: does it. It is only called in processes that have such graphs.
+
+    Attributes:
+        made: it is done, for the weights that there are.
+    """
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.made = False
+        self._call = call
+        _preparations.add(self)
+
+    def make(self) -> None:
+        """Do it, at the beginning of a forward of the model."""
+        self.made = True
+        if _leaves_out:
+            self._call()
+
+    def forget(self) -> None:
+        """Modules that are called from here on may find other weights."""
+        self.made = False
+
+
+_preparations: WeakSet[Preparation] = WeakSet()
+_leaves_out: list[bool] = []  # not empty: a graph of this process leaves out a hook
+
+
+@evaluated_in_tracing
+def _leave_out() -> bool:
+    """Note that a graph leaves out a hook; always True.
+
+    Graphs run again where nothing is traced, also for other models with the same code. So from now on every preparation
+    is done when it is made; those that count as made already are done here.
+    """
+    if not _leaves_out:
+        _leaves_out.append(True)
+        for preparation in list(_preparations):
+            if preparation.made:
+                preparation.make()
+    return True
 
 
 class Hook:
     """A function that is called as a hook of a module.
 
-    In a pickled or deep-copied module it is a no-op, as it refers to the engine of the original. torch.compile breaks
-    the graph at it instead of tracing it.
+    In a pickled or deep-copied module it is a no-op, as it refers to the engine of the original. For torch.compile see
+    Note [Hooks and torch.compile].
+
+    Args:
+        call: the function.
+        preparation: does the same, so that graphs leave the hook out; None: graphs break at it.
     """
 
-    __slots__ = ("__weakref__", "_call")
+    __slots__ = ("__weakref__", "_call", "_preparation")
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., Any], preparation: Preparation | None = None) -> None:
         self._call: Callable[..., Any] = torch.compiler.disable(call)
+        self._preparation = preparation
 
+    @never_a_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # False where this is not inside of a graph
+            prepared = self._preparation is not None and self._preparation.made
+            if prepared and _leave_out():
+                return None
         return self._call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -93,14 +159,15 @@ def hook_forward(
     module: nn.Module,
     before: Callable[[nn.Module, Any, Any], Any],
     after: Callable[[nn.Module, Any, Any], None],
+    preparation: Preparation | None = None,
 ) -> list[Any]:
     """Call ``before(called, args, kwargs)`` before the module's forward, and ``after(called, args, output)`` after it.
 
     ``after`` is called after an exception, too: a caller may catch it and take an output from it. ``called`` is another
-    module than this in a shallow copy of it, which shares the hooks.
+    module than this in a shallow copy of it, which shares the hooks. ``preparation``: as for ``Hook``.
     """
-    handle = module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True)
-    return [handle, module.register_forward_hook(Hook(after), always_call=True)]
+    handle = module.register_forward_pre_hook(Hook(before, preparation), prepend=True, with_kwargs=True)
+    return [handle, module.register_forward_hook(Hook(after, preparation), always_call=True)]
 
 
 def hook_nodes(outputs: Iterable[Tensor], fn: Callable[[Any], None], given: ReplacedTensors | None = None) -> bool:

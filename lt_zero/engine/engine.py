@@ -34,6 +34,14 @@ Note [Transforms]
     without hooks. So units that are called there have to be gathered by ``lt_zero.gathered`` around it. The hooks then
     only pin them, as gradients of a loss outside of the transform may flow back through it; these are reduced at the
     end of that backward.
+
+Note [Compiled code]
+    torch.compile may trace a whole model into one graph, and would have to break it at the hooks of each unit. At units
+    whose weights are whole on every rank (stages 0 to 2, small parameters at stage 3) these only order the work: steps
+    that are still going on are waited for unit by unit, and gradients are reduced while backward runs. Graphs leave
+    them out, see module_hooks.py, Note [Hooks and torch.compile]. Then the beginning of a forward waits for all steps,
+    and the end of backward reduces: the backward of one graph returns all gradients at its end anyway. Hooks of sharded
+    units break the graph, once per call: torch calls the module outside of it, and compiles its forward.
 """
 
 from __future__ import annotations
@@ -56,6 +64,7 @@ from lt_zero.common.compat import (
     running_transform,
 )
 from lt_zero.common.module_hooks import (
+    Preparation,
     ProcessLocal,
     hook_bare_parameters,
     hook_forward,
@@ -163,6 +172,7 @@ class Engine(ProcessLocal):
         # Called before weights and states leave the engine, on all ranks.
         self.before_reading: list[Callable[[], object]] = []
         self._saved_weights = SavedWeights(units, self._need_saved)
+        self._preparation = Preparation(self.finish_steps)
         self.handles: list[Any] = []  # of what others have installed for it
         self._forwards = self._hook_model()  # handles of its own hooks, by which it runs the model
         self._of_parts: list[Any] = [] if training else self._hook_parts()  # handles
@@ -173,7 +183,9 @@ class Engine(ProcessLocal):
         """Hook the model, its units, and parameters that belong to no layer; returns the handles."""
         handles = hook_bare_parameters(self.root, self.owner, self._arm)
         for unit in self.units:
-            handles += hook_forward(unit.module, partial(self.pre_forward, unit), partial(self.post_forward, unit))
+            before, after = partial(self.pre_forward, unit), partial(self.post_forward, unit)
+            # See Note [Compiled code].
+            handles += hook_forward(unit.module, before, after, None if unit.sharded else self._preparation)
         return handles + self._hook_scope(self.root)
 
     def _hook_scope(self, module: nn.Module) -> list[Any]:
@@ -293,6 +305,7 @@ class Engine(ProcessLocal):
                     self.replaced.drop_returned()
                 self.buffers.before_forward(self.reducer.sync)
             self.gatherer.begin_order(entry)
+            self._preparation.make()
             self.gatherer.gather(self.root_unit)
             for bucket in self.root_unit.sharded:
                 bucket.edits.begin_forward()
@@ -467,6 +480,7 @@ class Engine(ProcessLocal):
     def abort_backward(self) -> None:
         """Drop the state of a backward that ended with an exception."""
         self.in_backward = self._explicit = self._create_graph = False
+        self._preparation.forget()
         self._ranges.leave()
         self._span.close()
         self.reducer.abort()
@@ -561,6 +575,7 @@ class Engine(ProcessLocal):
         if not self.in_backward:
             return
         self._ranges.leave()
+        self._preparation.forget()
         arrived = self.reducer.active or any(b.has_grads() for b in self.buckets)
         explicit, self.in_backward, self._explicit = self._explicit, False, False
         again, self._create_graph = self._create_graph, False
@@ -637,6 +652,7 @@ class Engine(ProcessLocal):
         Gathers that overlap with computation are waited for in the next forward, unit by unit.
         """
         with phase("publish"):
+            self._preparation.forget()
             self.gatherer.after_step()
             for unit in self.units:
                 unit.awaited = 0

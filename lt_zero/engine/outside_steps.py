@@ -7,13 +7,15 @@ Note [Autocast outside of steps]
     called without autocast runs under it, and its outputs become fp32. Its results are those of a step, and so, up to
     the rounding of the compute dtype, those of fp32 weights. Any module may be called, so the hooks are global ones.
     Within a step (``within_step``), and inside of the outermost module, there are none: they would cost time for each
-    layer, and torch.compile would trace other graphs than those of a step.
+    layer. A compiled module that is called outside of steps is compiled as in a step: torch calls the hook before it
+    enters the graph, and it is gone while that runs.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -73,10 +75,13 @@ class AutocastOutsideOfSteps:
     """
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype, device_type: str) -> None:
+        # What ``torch.compile(module)`` returns warns at each call that global hooks run for it as well. The hook does
+        # nothing for it, as it is none of the modules here.
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         self._mine = list(modules)
         for module in self._mine:
             _modules[module] = device_type, dtype
-            # Else the hook would stay after the last module, and torch compiles no module while there is a global hook.
+            # Else the hook would stay after the last module.
             weakref.finalize(module, _update).atexit = False
         _update()
 

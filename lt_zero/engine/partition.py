@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from lt_zero.comm.send_sizes import SendSizes
 from lt_zero.comm.transport import Mesh
+from lt_zero.common import plain_names
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError, Problem
@@ -226,10 +227,10 @@ def _specs_of(root: nn.Module, specs: Iterable[ParamSpec]) -> dict[Parameter, Pa
     Raises:
         ValueError: one names no parameter, or there are two of one parameter; names it.
     """
-    named = dict(root.named_parameters(remove_duplicate=False))
+    named = dict(plain_names.named_parameters(root))
     found: dict[Parameter, ParamSpec] = {}
     for spec in specs:
-        parameter = named.get(spec.name)
+        parameter = named.get(clean_name(spec.name))
         if parameter is None:
             near = difflib.get_close_matches(spec.name, named, 1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -470,8 +471,9 @@ def widths_of(root: nn.Module, specs: Iterable[ParamSpec] = ()) -> Widths:
                 size = size if isinstance(size, int) and size > 0 else max(sizes)
             if isinstance(size, int) and size > 0:
                 return Widths((size, f"{name + '.' if name else ''}config of the model"), {})
-    whole = {spec.name: spec.global_shape for spec in specs}
-    shapes = {name: whole.get(name, tuple(p.shape)) for name, p in root.named_parameters()}
+    whole = {clean_name(spec.name): spec.global_shape for spec in specs}
+    named = plain_names.named_parameters(root, remove_duplicate=True)
+    shapes = {name: whole.get(name, tuple(p.shape)) for name, p in named}
     return Widths(None, {name: shape for name, shape in shapes.items() if len(shape) == 2})
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.comm.world import World
+from lt_zero.common import plain_names
 from lt_zero.common.names import merged
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.engine import Engine
@@ -54,7 +55,7 @@ class WholeModel:
         if engine.offload_manager.overlaps:
             engine.offload_manager.refuse_partially_stepped(engine.world)
         # keep_vars: no values are read from sharded parameters. On all ranks, because metrics may synchronise in it.
-        self.state: dict[str, Any] = engine.root.state_dict(keep_vars=True)
+        self.state = plain_names.state_dict(engine.root)
         tensors = {name: value for name, value in self.state.items() if _is_dense(value)}
         first: dict[int, str] = {}
         ties = {name: known for name, v in tensors.items() if (known := first.setdefault(id(v), name)) != name}
@@ -156,7 +157,7 @@ def _is_dense(value: Any) -> bool:
 def full_state_dict(engine: Engine) -> dict[str, Any]:
     """``root.state_dict()`` with full parameters on the CPU of rank 0, {} elsewhere. Collective.
 
-    Names, order and aliases of tied weights are those of the unsharded module that has all layers.
+    Order and aliases of tied weights are those of the unsharded module that has all layers, names its plain ones.
 
     Raises:
         ValueError: as ``refuse_parts``.

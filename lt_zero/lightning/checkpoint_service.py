@@ -58,6 +58,7 @@ from lt_zero.checkpoint.native.save import LT_ZERO
 from lt_zero.checkpoint.open import Identity, checked_file, is_directory, load_same, of_content, opened_source, reading
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import gc_disabled
+from lt_zero.common.plain_names import names_of
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of
@@ -330,8 +331,9 @@ class CheckpointService:
         if restore and not later:  # see Note [Callbacks that restore]
             with run.agree("loading weights", CheckpointError):
                 load_module(module, state, strict=False)  # a callback may add missing entries
-            held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-            self._early = {name: (value, held[name]) for name, value in state.items() if name in held}
+            names, held = names_of(module), module.state_dict()
+            found = {name: (value, held.get(names[name])) for name, value in state.items()}
+            self._early = {name: pair for name, pair in found.items() if isinstance(pair[1], Tensor)}
 
     def load_deferred(self, run: RunSnapshot) -> None:
         """Load deferred weights into the sharded module, if there are any. Collective."""

@@ -23,6 +23,7 @@ from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, TRAINED_WEIGHTS
 from lt_zero.checkpoint.open import Identity, checked_file, is_directory, of_content, opened_source, reading
 from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.comm.world import World
+from lt_zero.common.compat import never_a_graph
 from lt_zero.common.errors import CheckpointError
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
@@ -54,6 +55,8 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.module, self.engine, self._numbers = module, engine, numbers
 
+    # ``fabric.setup`` of a compiled module compiles this one: the graph is that of the forward inside.
+    @never_a_graph
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._numbers(self.module.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)

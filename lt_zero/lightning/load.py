@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -20,8 +21,13 @@ from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.common.arguments import expect, expect_path
 from lt_zero.common.compat import module_from_checkpoint
 from lt_zero.common.errors import CheckpointError
+<<<<<<< HEAD
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.engine.lazy_tensor import read_now, whole
+=======
+from lt_zero.common.plain_names import names_of, renamed
+from lt_zero.engine.lazy_tensor import read_now
+>>>>>>> w-g
 
 _HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 Module = TypeVar("Module", bound=pl.LightningModule)
@@ -45,7 +51,8 @@ def load_from_checkpoint(
         weights_only: False also unpickles arbitrary objects; use it for trusted checkpoints only.
         kwargs: for ``cls``; override saved hyper-parameters.
 
-    Weights are read one by one into the module, which is the only copy in memory.
+    Weights are read one by one into the module, which is the only copy in memory. Whether the saved module, or a part
+    of it, was compiled does not matter.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged; or a hyper-parameter was left out because it has no
@@ -70,11 +77,13 @@ def load_from_checkpoint(
             f"{path} was saved with save_frozen=false: {names} are not in it. Pass strict=False, and load them from "
             "their original source."
         )
-    module: Module = module_from_checkpoint(cls, checkpoint, strict, kwargs)
+    with _taking_plain_names(cls):
+        module: Module = module_from_checkpoint(cls, checkpoint, strict, kwargs)
     read_now(module)
     return module.to(map_location) if map_location is not None else module
 
 
+<<<<<<< HEAD
 def open_directory(
     path: str | os.PathLike[str], map_location: Any, weights_only: bool | None, for_module: bool
 ) -> dict[str, Any] | None:
@@ -149,6 +158,27 @@ def _device(map_location: Any) -> torch.device:
     if isinstance(map_location, Mapping):
         return torch.device(map_location.get("cpu", "cpu"))
     return torch.device("cpu" if map_location is None else map_location)
+=======
+@contextmanager
+def _taking_plain_names(cls: type[pl.LightningModule]) -> Iterator[None]:
+    """Context in which ``load_state_dict`` of the class takes the names of files, which have those of no wrapper.
+
+    Lightning makes the module and calls it, so the class is changed: there is no module before.
+    """
+    own, known = vars(cls).get("load_state_dict"), cls.load_state_dict
+
+    def load(module: pl.LightningModule, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return known(module, renamed(state, names_of(module)), *args, **kwargs)
+
+    cls.load_state_dict = load  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if own is not None:
+            cls.load_state_dict = own  # type: ignore[method-assign]
+        else:
+            del cls.load_state_dict
+>>>>>>> w-g
 
 
 def _left_out(cls: type[pl.LightningModule], checkpoint: Mapping[str, Any]) -> list[str]:

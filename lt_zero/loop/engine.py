@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from typing_extensions import override
 
 from lt_zero.checkpoint.native.directory import inside, is_url
 from lt_zero.checkpoint.native.load import (
@@ -39,9 +40,9 @@ from lt_zero.checkpoint.open import LATEST, latest_of, load_same, name_latest, o
 from lt_zero.comm.launchers import local_rank
 from lt_zero.comm.process_groups import own_gpu
 from lt_zero.comm.world import World, together
-from lt_zero.common import accelerator
+from lt_zero.common import accelerator, plain_names
 from lt_zero.common.arguments import expect, expect_path, wrong
-from lt_zero.common.compat import without_torch_function
+from lt_zero.common.compat import never_a_graph, without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.tensor_tree import map_tensors
@@ -185,6 +186,15 @@ class TrainingEngine(EngineQueries):
 
     # ---- a micro-batch -----------------------------------------------------------------------------------------
 
+    @override
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Compile the module, as ``engine.module.compile`` does; ``compile_kwargs`` and ``options`` are its options."""
+        self.module.compile(backend=backend, **(compile_kwargs or {}), **options)
+
+    # Under ``torch.compile(engine)`` the graph is that of the module's forward.
+    @never_a_graph
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the module; inputs are cast to the compute dtype where ``fp16.auto_cast`` says so."""
         policy, trains = self.engine.policy, self.module.training and torch.is_grad_enabled()
@@ -553,7 +563,7 @@ class TrainingEngine(EngineQueries):
         self.moved.refuse("engine._zero3_consolidated_16bit_state_dict")
         left_out = frozen_names(self.engine, exclude_frozen_parameters)
         state = whole_weights(self.engine, "engine._zero3_consolidated_16bit_state_dict", left_out)
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+        for name, parameter in plain_names.named_parameters(self.module):
             if name in state:
                 state[name] = state[name].to(parameter.dtype)
         return state

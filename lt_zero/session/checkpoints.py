@@ -39,6 +39,8 @@ from lt_zero.checkpoint.native.rank_state import (
 )
 from lt_zero.checkpoint.native.save import TRAINED_WEIGHTS, Bundle, bundle, make_directory, stage, write
 from lt_zero.comm.world import World
+from lt_zero.common import plain_names
+from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.progress_bar import progress_bar
@@ -63,7 +65,7 @@ def frozen_names(engine: Engine, leave_out: bool) -> list[str]:
     """
     if not leave_out:
         return []
-    every = engine.root.named_parameters(remove_duplicate=False)
+    every = plain_names.named_parameters(engine.root)
     return on_all_ranks(engine, [name for name, p in every if not p.requires_grad], "frozen parameters")
 
 
@@ -74,9 +76,9 @@ def left_out_here(engine: Engine | None, left_out: Sequence[str]) -> list[str]:
     """
     if engine is None or engine.everywhere or not left_out:
         return list(left_out)
-    own = {name for name, _ in engine.root.named_parameters(remove_duplicate=False)}
+    own = {name for name, _ in plain_names.named_parameters(engine.root)}
     every = set(on_all_ranks(engine, sorted(own), "names of parameters"))
-    return [name for name in left_out if name in own or name not in every]
+    return [name for name in left_out if clean_name(name) in own or clean_name(name) not in every]
 
 
 def weights_to_save(
@@ -127,9 +129,9 @@ def trained_beside(engine: Engine, left_out: Iterable[str] = (), sharded: bool =
     average = average_of(engine)
     if average is None or not average.updates:
         return {}
-    places = {name: engine.owner.get(id(p)) for name, p in engine.root.named_parameters(remove_duplicate=False)}
+    places = {name: engine.owner.get(id(p)) for name, p in plain_names.named_parameters(engine.root)}
     names = {name for name, place in places.items() if place is not None and average.averages(place[0]) is not None}
-    names |= dict(engine.root.named_buffers()).keys()
+    names |= dict(plain_names.named_buffers(engine.root)).keys()
     names = set(on_all_ranks(engine, sorted(names), "names of averages"))
     state = weights_to_save(engine, left_out, averaged=False, sharded=sharded)
     weights = {name: value for name, value in state.items() if name in names}

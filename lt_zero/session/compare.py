@@ -12,6 +12,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from lt_zero.common.compat import clean_name
 from lt_zero.common.console import Console
 from lt_zero.common.tables import show
 from lt_zero.io.regular_file import parse_json, read_text
@@ -162,7 +163,7 @@ def read_record(folder: Path, number: int = 0) -> RecordedRun:
 
 def plain(name: str) -> str:
     """The name of a module or parameter without what ``torch.compile`` puts into it."""
-    return "(model)" if name == "_orig_mod" else name.replace("_orig_mod.", "").replace("._orig_mod", "")
+    return clean_name(name) or "(model)"
 
 
 def _was_skipped(rows: Mapping[tuple[str, str], Tensors], before: Mapping[tuple[str, str], Tensors] | None) -> bool:

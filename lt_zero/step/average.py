@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_zero.common import plain_names
+from lt_zero.common.compat import clean_name
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
@@ -62,7 +64,7 @@ class WeightAverage:
         return (bucket for bucket in self._engine.buckets if bucket.weights.trains)
 
     def _named_buffers(self) -> dict[str, Tensor]:
-        return dict(self._engine.root.named_buffers())
+        return dict(plain_names.named_buffers(self._engine.root))
 
     def averages(self, bucket: Bucket) -> Store | None:
         """The averages of this rank's weights of ``bucket``; None if it was never trained while there were averages."""
@@ -208,6 +210,7 @@ class WeightAverage:
     @torch.no_grad()
     def load(self, state: Mapping[str, Any], updates: int) -> None:
         """Take averages from a state dict of full tensors, which may be read on demand. Not collective."""
+        state = {clean_name(name): value for name, value in state.items()}
         for bucket in self._buckets():
             specs = [span.spec for span in bucket.layout.spans]
             if not all(spec.name in state for spec in specs):

@@ -40,9 +40,12 @@ from lt_zero.checkpoint.native.pieces import (
     parameter_numbers,
 )
 from lt_zero.checkpoint.native.plain import MISSING, described_keys, dotted_path, restore, unknown
+from lt_zero.checkpoint.native.rank_state import RESIDUALS
 from lt_zero.checkpoint.native.save import FABRIC, LOOP, LT_ZERO, REFERENCE, TRAINED_WEIGHTS
 from lt_zero.checkpoint.source import CheckpointSource, Spec
+from lt_zero.common import plain_names
 from lt_zero.common.boxes import Box
+from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
@@ -56,6 +59,8 @@ from lt_zero.step.sharded_optimizer import ShardedOptimizer
 _FINITE = ("lr", "initial_lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "lr_decay")
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
 NEW = "set checkpoint.load_optimizer_states=false to start with a new optimizer."
+# What else of a checkpoint is kept by the names of parameters: averaged runs' trained weights, what ranks owe.
+_BY_NAME = {TRAINED_WEIGHTS: ("weights",), RESIDUALS: ("units", "worker", "server", "counts")}
 UNCHANGED: Mapping[str, str | None] = MappingProxyType({})  # names that no hook has changed
 _SCALERS = ("FSDPPrecision", "FSDPMixedPrecision")  # Lightning's plugins, which save the scaler under their names
 
@@ -182,7 +187,25 @@ def as_lightning(source: CheckpointSource, weights_only: bool | None = None) -> 
                     states[name][key] = lazy(value, full, source.read_state, i, name, key)
             foreign = archive is None or own.get("foreign", False)
             meta["optimizer_states"].append({"state": states, "param_groups": saved.groups, "foreign": foreign})
-    return meta
+    return with_names_by(clean_name, meta) if any(clean_name(name) != name for name in weights) else meta
+
+
+def with_names_by(rename: Callable[[str], str], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the dictionary of ``as_lightning`` with other names of all parameters and buffers."""
+
+    def named(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {rename(name): value for name, value in values.items()}
+
+    made = {**checkpoint, "state_dict": named(checkpoint["state_dict"]), LT_ZERO: dict(checkpoint[LT_ZERO])}
+    made[LT_ZERO]["frozen_left_out"] = [rename(name) for name in made[LT_ZERO]["frozen_left_out"]]
+    for number, saved in enumerate(checkpoint.get("optimizer_states", ())):
+        groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in saved["param_groups"]]
+        made["optimizer_states"] = [*made["optimizer_states"]]
+        made["optimizer_states"][number] = {**saved, "state": named(saved["state"]), "param_groups": groups}
+    for key, kinds in _BY_NAME.items():
+        if isinstance(made.get(key), Mapping):
+            made[key] = {**made[key], **{kind: named(made[key][kind]) for kind in kinds if kind in made[key]}}
+    return made
 
 
 def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
@@ -275,7 +298,7 @@ class OnAllRanks(NamedTuple):
     @classmethod
     def of(cls, optimizer: Optimizer, engine: Engine) -> OnAllRanks:
         """Collective if ranks have other modules."""
-        frozen = [name for name, p in engine.root.named_parameters() if not p.requires_grad]
+        frozen = [n for n, p in plain_names.named_parameters(engine.root, remove_duplicate=True) if not p.requires_grad]
         return cls(names_on_all_ranks(optimizer, engine), on_all_ranks(engine, frozen, "frozen parameters"))
 
 
@@ -374,9 +397,10 @@ def rounded_weights(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
 
     made = dict(state)
     # Include tied names: one that is left out would restore the exact values.
-    for name, p in engine.root.named_parameters(remove_duplicate=False):
-        if name in made and id(p) in engine.owner:
-            made[name] = rounded(made[name], engine.owner[id(p)][0].dtype)
+    parameters = dict(plain_names.named_parameters(engine.root))
+    for name, value in state.items():
+        if (p := parameters.get(clean_name(name))) is not None and id(p) in engine.owner:
+            made[name] = rounded(value, engine.owner[id(p)][0].dtype)
     return made
 
 
@@ -397,11 +421,14 @@ def counted(state: Mapping[str, Any], reach: Callable[[int], object]) -> dict[st
 def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, left_out: Sequence[str] = ()) -> None:
     """``module.load_state_dict``; with ``strict``, exactly the names in ``left_out`` may be missing.
 
+    Names may be plain, or those of a module that was compiled in another way.
+
     Raises:
         RuntimeError: names or shapes do not match, as in torch.
     """
     try:
-        _load_module(module, state, strict, left_out)
+        names = plain_names.names_of(module)
+        _load_module(module, plain_names.renamed(state, names), strict, [names[name] for name in left_out])
     except RuntimeError as error:
         if prefix := _lacking_prefix(module, state):
             hint = f"The checkpoint's names lack {prefix!r}, which `lt-zero import SRC OUT --add-prefix {prefix}` adds."
@@ -411,8 +438,8 @@ def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, left_
 
 def _lacking_prefix(module: nn.Module, state: Mapping[str, Any]) -> str:
     """The prefix that turns all names of a state dict into the module's; "" if there is none."""
-    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    saved = [name for name, value in state.items() if isinstance(value, Tensor)]
+    names = {name for name, _ in plain_names.named_parameters(module)}
+    saved = [clean_name(name) for name, value in state.items() if isinstance(value, Tensor)]
     found = {name.removesuffix(saved[0]) for name in names if name.endswith(f".{saved[0]}")} if saved else set()
     return next((p for p in sorted(found) if names <= {p + name for name in saved}), "")
 
@@ -437,27 +464,29 @@ def _load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, left
 def renamed(opened: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, str | None]:
     """The new names of the entries that a hook has renamed, by their names in the checkpoint; None: it is gone.
 
+    All names are plain.
+
     Args:
         opened: the state dict as it was opened; ``state``: as the hooks have left it. Entries are known by their
             values, which a hook that only renames passes on.
     """
-    old, new = _names_by_value(opened), _names_by_value(state)
+    old, new, left = _names_by_value(opened), _names_by_value(state), {clean_name(name) for name in state}
     found: dict[str, str | None] = {}
     for key, names in old.items():
         after = new.get(key, [])
         for number, name in enumerate(names):  # several: tied ones
-            if name in after or (not after and name in state):  # the hook has put another value in its place
+            if name in after or (not after and name in left):  # the hook has put another value in its place
                 continue
             found[name] = after[min(number, len(after) - 1)] if after else None
     return found
 
 
 def _names_by_value(state: Mapping[str, Any]) -> dict[int, list[str]]:
-    """The names of each object in a state dict."""
+    """The plain names of each object in a state dict."""
     names: dict[int, list[str]] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            names.setdefault(id(value), []).append(name)
+            names.setdefault(id(value), []).append(clean_name(name))
     return names
 
 
@@ -484,7 +513,8 @@ def trained_weights(
     if TRAINED_WEIGHTS not in checkpoint:
         return state
     weights = {names.get(name, name): value for name, value in checkpoint[TRAINED_WEIGHTS]["weights"].items()}
-    return {**state, **{name: value for name, value in weights.items() if name is not None}}
+    shown = {clean_name(name): name for name in state}  # a hook may have given it those of compiled modules
+    return {**state, **{shown.get(name, name): value for name, value in weights.items() if name is not None}}
 
 
 def stepped(checkpoint: Mapping[str, Any]) -> bool:

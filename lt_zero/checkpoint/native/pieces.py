@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lt_zero.common import plain_names
 from lt_zero.common.names import merged
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket
@@ -38,8 +39,8 @@ log = logging.getLogger("lt_zero")
 def weight_fragments(engine: Engine, averaged: bool | None = None) -> dict[str, Any]:
     """The module's state dict with a ``Fragment`` for each parameter of the engine. Collective.
 
-    Names, order and ties are those of the unsharded module; tied names share an object. Other entries (buffers,
-    parameters that the engine does not own) are unchanged.
+    Order and ties are those of the unsharded module, names its plain ones; tied names share an object. Other entries
+    (buffers, parameters that the engine does not own) are unchanged.
 
     Args:
         engine: of the module.
@@ -61,7 +62,7 @@ def weight_fragments(engine: Engine, averaged: bool | None = None) -> dict[str, 
             local = partial(_weight, bucket, index, rows)
             made[id(parameter)] = _fragment(bucket, index, local, dtype, streamed)
     # keep_vars: sharded parameters are not read. On all ranks, as metrics may synchronize in it.
-    state: dict[str, Any] = engine.root.state_dict(keep_vars=True)
+    state = plain_names.state_dict(engine.root)
     for name, value in state.items():
         if isinstance(value, Tensor):
             state[name] = made[id(value)] if id(value) in made else value.detach()
@@ -179,7 +180,7 @@ def parameter_numbers(packed: Mapping[str, Any]) -> list[int]:
 
 def parameter_names(optimizer: Optimizer, engine: Engine) -> list[list[str]]:
     """The names of the optimizer's parameters, by group; ``#<number>`` for those outside the module."""
-    known = {id(p): name for name, p in engine.root.named_parameters()}
+    known = {id(p): name for name, p in plain_names.named_parameters(engine.root, remove_duplicate=True)}
     known |= {key: bucket.layout.spans[index].name for key, (bucket, index) in engine.owner.items()}
     groups, first = [], 0
     for group in optimizer.param_groups:

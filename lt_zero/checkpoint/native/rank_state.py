@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_zero.common import plain_names
 from lt_zero.common.boxes import ParamSpec
+from lt_zero.common.compat import clean_name
 from lt_zero.common.names import merged
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import digests
@@ -208,8 +210,8 @@ def rank_buffers(engine: Engine, prefix: str = "") -> dict[str, Any] | None:
         return None
     average = average_of(engine)
     trained = average.buffers(averaged=False) if average is not None else {}
-    persistent = engine.root.state_dict(keep_vars=True).keys()
-    own = {name: trained.get(name, b) for name, b in engine.root.named_buffers() if name in persistent}
+    persistent = plain_names.state_dict(engine.root).keys()
+    own = {name: trained.get(name, b) for name, b in plain_names.named_buffers(engine.root) if name in persistent}
     values = dict(zip(own, digests(list(own.values())), strict=True))
     ranks = world.host_gather(values, "values of buffers")
     kept: dict[str, dict[str, Tensor]] = {}
@@ -224,7 +226,8 @@ def rank_buffers(engine: Engine, prefix: str = "") -> dict[str, Any] | None:
 @torch.no_grad()
 def load_rank_buffers(engine: Engine, state: Mapping[str, Any], prefix: str = "") -> None:
     """Load this rank's buffers of a checkpoint, after its state dict. Not collective."""
-    mine = {k.removeprefix(prefix): v for k, v in state["buffers"].items() if k.startswith(prefix)}
+    # Earlier versions saved the names of wrappers, too.
+    mine = {clean_name(k.removeprefix(prefix)): v for k, v in state["buffers"].items() if k.startswith(prefix)}
     if not mine:
         return
     if state["ranks"] != engine.world.size or engine.buffers.enabled:
@@ -236,6 +239,6 @@ def load_rank_buffers(engine: Engine, state: Mapping[str, Any], prefix: str = ""
                 why,
             )
         return
-    for name, buffer in engine.root.named_buffers():
+    for name, buffer in plain_names.named_buffers(engine.root):
         if (value := mine.get(name, {}).get(str(engine.world.rank))) is not None:
             buffer.copy_(whole(value))

@@ -67,6 +67,26 @@ CHECKED: dict[str, tuple[str, str]] = {
 TRACED = {torch.Tensor._is_view, torch.Tensor.is_conj, torch.Tensor.is_neg, torch.Tensor.untyped_storage}
 
 
+def never_a_graph(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: torch.compile makes no graph of a call that code outside of all graphs makes.
+
+    What ``function`` calls may become graphs. Called inside of a graph it is traced as any other.
+    """
+    dynamo = torch._C._dynamo.eval_frame  # the part in C++: the one in Python takes a second to import
+    strategy = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
+    dynamo.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def evaluated_in_tracing(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: torch.compile calls it while it traces, and keeps the result as a constant.
+
+    As ``torch.compiler.assume_constant_result``, which imports Dynamo. That takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 # ``__torch_function__`` of subclasses that define ``__torch_dispatch__`` only.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
@@ -224,11 +244,14 @@ def replace_tensor(parameter: torch.Tensor, made: torch.Tensor) -> None:
         parameter._local_tensor, parameter._spec = made._local_tensor, made._spec
 
 
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
 def clean_name(name: str) -> str:
-    """A parameter's name without the prefixes that torch.compile, FSDP and checkpoint wrappers insert."""
-    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
-        name = name.replace(wrapper, "")
-    return name
+    """A name of a parameter, buffer or module without what torch.compile, FSDP and checkpoint wrappers insert."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -331,22 +354,18 @@ def in_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+@evaluated_in_tracing  # and traced again for another level of transforms
 def asks_for_tangents() -> bool:
     """True if forward-mode derivatives or transforms of torch.func may be asked for here."""
     return in_transform() or torch.autograd.forward_ad._current_level >= 0
 
 
+@evaluated_in_tracing
 def running_transform() -> str:
     """Name of the transform that runs the calling function (torch.func or torch.jit.trace); "" if none does."""
     if in_transform():
         return "a transform of torch.func (grad, vmap, jvp, jacrev, ...)"
     return "torch.jit.trace" if torch._C._is_tracing() else ""
-
-
-# Dynamo evaluates these while it traces, and recompiles for other levels. ``torch.compiler.assume_constant_result``
-# sets this, too, but imports Dynamo, which takes a second.
-asks_for_tangents._dynamo_marked_constant = True  # type: ignore[attr-defined]
-running_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def outside_of_transforms() -> Any:

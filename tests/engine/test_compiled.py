@@ -1,0 +1,222 @@
+"""Compiled models: graphs and breaks beside DDP's, and values elementwise beside those of one process."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import lt_zero
+from lt_zero.engine.gather import Gatherer
+from tests.support.models import Net, next_token_loss, tokens
+from tests.support.parity import RELEASE, config_of, full_values
+from tests.support.pool import Pool
+
+DEPTH = 3
+BACKEND: dict[str, Any] = {"backend": "eager"}
+Run = Callable[[Tensor], Tensor]
+
+
+def _blocks(net: Net, fullgraph: bool) -> Net:
+    """Compile the blocks in place."""
+    for block in net.blocks:
+        block.compile(fullgraph=fullgraph, **BACKEND)
+    return net
+
+
+def _wrapped(net: Net, fullgraph: bool) -> Net:
+    """Replace the blocks by compiled ones."""
+    net.blocks = nn.ModuleList(torch.compile(block, fullgraph=fullgraph, **BACKEND) for block in net.blocks)
+    return net
+
+
+def _whole(net: Net, fullgraph: bool) -> Net:
+    """Compile the model in place."""
+    net.compile(fullgraph=fullgraph, **BACKEND)
+    return net
+
+
+class Warnings(logging.Handler):
+    """What Dynamo warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _train(net: Net, build: Callable[[Net, bool], Net], fullgraph: bool, stage: int | None) -> tuple[int, int]:
+    """Graphs, breaks and largest error of a training on two ranks; ``stage``: None: by DDP."""
+    torch._dynamo.reset()
+    counters.clear()
+    plain, seen = copy.deepcopy(net), Warnings()
+    model: nn.Module = build(net, fullgraph)
+    visits = 0
+    if stage is None:
+        model = nn.parallel.DistributedDataParallel(model)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    else:
+        engine = lt_zero.shard(model, config_of(stage, RELEASE))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        lt_zero.ShardedOptimizer(engine, optimizer)
+    wanted = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    logger, visit = logging.getLogger("torch._dynamo"), Gatherer.visit
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal visits
+        visits += not kwargs
+        visit(*args, **kwargs)
+
+    logger.addHandler(seen)
+    Gatherer.visit = counted  # type: ignore[method-assign]
+    try:
+        for step in range(3):
+            optimizer.zero_grad()
+            wanted.zero_grad()
+            next_token_loss(model, step, 0, dist.get_rank()).backward()
+            _mean_loss(plain, step).backward()
+            optimizer.step()
+            wanted.step()
+    finally:
+        Gatherer.visit = visit  # type: ignore[method-assign]
+        logger.removeHandler(seen)
+    assert not [text for text in seen.texts if "recompile" in text], seen.texts
+    if stage is not None:
+        for name, value in full_values(engine).items():
+            torch.testing.assert_close(value, dict(plain.named_parameters())[name].detach(), msg=name)
+    # Units that are whole on every rank need no hook in a graph of several; all others ran in each forward.
+    hooked = stage is not None and (stage == 3 or build is not _whole)
+    assert visits == (3 * DEPTH if hooked else 0), f"{visits} visits of units"
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def _mean_loss(model: nn.Module, step: int) -> Tensor:
+    return torch.stack([next_token_loss(model, step, 0, rank) for rank in range(dist.get_world_size())]).mean()
+
+
+def _table() -> dict[str, tuple[int, int]]:
+    found = {}
+    rows: list[tuple[str, Callable[[Net, bool], Net], bool]] = [
+        ("block.compile()", _blocks, True),
+        ("torch.compile(block)", _wrapped, True),
+        ("model.compile()", _whole, False),
+    ]
+    for name, build, fullgraph in rows:
+        for stage in (None, 2, 3):
+            torch.manual_seed(0)
+            net = Net(depth=DEPTH)
+            row = f"{name}, {'DDP' if stage is None else f'stage {stage}'}"
+            found[row] = _train(net, build, fullgraph, stage)
+    found["engine.compile(), stage 2"] = _of_engine()
+    _of_functions()
+    return found
+
+
+def _of_engine() -> tuple[int, int]:
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    net = Net(depth=DEPTH)
+    plain = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine, *_ = lt_zero.initialize(model=net, optimizer=optimizer, config={"zero_optimization": {"stage": 2}})
+    engine.compile("eager", {"fullgraph": True})
+    engine.backward(next_token_loss(engine, 0, 0, dist.get_rank()))
+    engine.step()
+    _mean_loss(plain, 0).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for found, wanted in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted)
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def _of_functions() -> None:
+    """A compiled function that calls units outside of a forward of the model, at which hooks have to run."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = Net(depth=DEPTH)
+    plain = copy.deepcopy(net)
+    engine = lt_zero.shard(net, config_of(2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    rows = torch.rand(2, 3, 10, generator=torch.Generator().manual_seed(1))
+
+    def part(blocks: Any, x: Tensor) -> Tensor:
+        made: Tensor = blocks[1](blocks[0](x))
+        return made
+
+    compiled = torch.compile(part, **BACKEND)
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        compiled(net.blocks, rows[dist.get_rank()]).square().mean().backward()
+        part(plain.blocks, rows).square().mean().backward()
+        optimizer.step()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for name, value in full_values(engine).items():
+        torch.testing.assert_close(value, dict(plain.named_parameters())[name].detach(), msg=name)
+
+
+# With DDP the model inside is compiled, which gives the fewest breaks. At stage 3 the loop over units runs outside of
+# graphs: embedding and head, which are no modules of one's own, run eagerly.
+TABLE = {
+    "block.compile(), DDP": (1, 0),
+    "block.compile(), stage 2": (1, 0),
+    "block.compile(), stage 3": (1, 0),
+    "torch.compile(block), DDP": (1, 0),
+    "torch.compile(block), stage 2": (1, 0),
+    "torch.compile(block), stage 3": (1, 0),
+    "model.compile(), DDP": (1, 0),
+    "model.compile(), stage 2": (1, 0),
+    "model.compile(), stage 3": (1, 0),
+    "engine.compile(), stage 2": (1, 0),
+}
+
+
+def test_graphs_and_breaks(pool: Pool) -> None:
+    for found in pool.run(2, _table):
+        assert found == TABLE
+
+
+def _late() -> list[int]:
+    """Compile after steps whose gathers go on beside the next forward; returns the numbers of graphs."""
+    torch._dynamo.reset()
+    graphs = []
+    for _ in range(2):  # the second model uses the graphs of the first: nothing is traced
+        torch.manual_seed(0)
+        net = Net(depth=DEPTH)
+        plain = copy.deepcopy(net)
+        engine = lt_zero.shard(net, config_of(1, {"overlap_comm": True}))
+        optimizer, wanted = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (net, plain))
+        lt_zero.ShardedOptimizer(engine, optimizer)
+        run: Any = net
+        for step in range(4):
+            if step == 2:
+                counters.clear()
+                run = torch.compile(net, **BACKEND)
+            optimizer.zero_grad()
+            wanted.zero_grad()
+            next_token_loss(run, step, 0, dist.get_rank()).backward()
+            _mean_loss(plain, step).backward()
+            optimizer.step()
+            wanted.step()
+            assert any(bucket.wait_background_step() for bucket in engine.buckets) or step < 3
+        graphs.append(counters["stats"]["unique_graphs"])
+        with torch.no_grad():
+            torch.testing.assert_close(run(tokens(0, 0, 0)), plain(tokens(0, 0, 0)))
+        for name, value in full_values(engine).items():
+            torch.testing.assert_close(value, dict(plain.named_parameters())[name].detach(), msg=name)
+    return graphs
+
+
+def test_graphs_read_the_weights_of_the_step_before(pool: Pool) -> None:
+    assert pool.run(2, _late, env={"LT_ZERO_SHARED_MEMORY": "0"})[0] == [1, 0]
