@@ -527,7 +527,10 @@ class _Reporter:
         if not self.read_verdict():
             self._answer(asks)
             self._examine_foreign_wait()  # after the answer: its own question needs one, too
-            return self._store.check(["closing"])
+            closing = self._store.check(["closing"])
+            if closing:
+                self._ends.remember_server()
+            return closing
         # The main thread waits for no collective of this package, so it may not find out by itself.
         if not known and self._watch.waiting is None and self._watch.verdict not in _logged:
             _logged.append(str(self._watch.verdict))

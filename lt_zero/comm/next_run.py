@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm.work import START, CollectiveId, CollectiveMonitor
@@ -80,6 +81,15 @@ class RunStart:
         self._number += 1
         if self._number == 0:
             return
+        try:
+            self._meet(error, own)
+        except dist.DistError:
+            # The store has ended with the process that serves it: its client knows no more than a closed connection.
+            if ended := self._peers.ended():
+                self._refuse(self._peers.first_cause(ended), _GONE)
+            raise
+
+    def _meet(self, error: str, own: bool) -> None:
         self._post(error, own)
         if error and not own:
             self._refuse(error)
