@@ -144,12 +144,12 @@ def _client(tasks: Tasks, timeout: timedelta) -> Store:
         DistError: nobody serves it in time.
         RuntimeError: another program has the port, which takes connections and does not answer.
     """
-    made: list[Store | dist.DistError] = []
+    made: list[Store | Exception] = []
 
     def connect() -> None:
         try:
             made.append(_connect(tasks, timeout, serves=False))
-        except dist.DistError as error:
+        except Exception as error:
             made.append(error)
 
     # On a thread: torch's client waits for the first answer without a limit.
@@ -164,17 +164,18 @@ def _client(tasks: Tasks, timeout: timedelta) -> Store:
         if silent == _SILENT:
             raise RuntimeError(
                 f"Rank {tasks.rank} cannot join the run: what listens at {tasks.address}:{tasks.port} "
-                "(MASTER_ADDR:MASTER_PORT) is not the store of rank 0, but another program. Set MASTER_PORT to a free "
-                "port on all ranks, and start them again."
+                f"(MASTER_ADDR:MASTER_PORT) has not answered for {silent * _ANSWER_S:.0f} s: it is not the store of "
+                "rank 0, but another program (or rank 0 is stopped). Set MASTER_PORT to a free port on all ranks, and "
+                "start them again."
             )
-    if isinstance(made[0], dist.DistError):
+    if isinstance(made[0], Exception):
         raise made[0]
     return made[0]
 
 
 def _connect(tasks: Tasks, timeout: timedelta, serves: bool) -> Store:
     assert tasks.address is not None
-    return dist.TCPStore(  # type: ignore[attr-defined, no-any-return]
+    return dist.TCPStore(  # type: ignore[attr-defined]
         tasks.address, tasks.port, None, serves, timeout, wait_for_workers=False, multi_tenant=True
     )
 

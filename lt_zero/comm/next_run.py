@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm.work import START, CollectiveId, CollectiveMonitor
 
+_CLOSES_S = 10.0  # from the end of the store until that of the process that serves it
 _REFUSED = (
     "This run cannot begin: an error has ended the last one, and the ranks are no longer in step. {} Make a new Trainer"
     " and a new module on every rank (start the processes again if these cannot reach each other any more), and resume"
@@ -84,8 +85,12 @@ class RunStart:
         try:
             self._meet(error, own)
         except dist.DistError:
-            # The store has ended with the process that serves it: its client knows no more than a closed connection.
-            if ended := self._peers.ended():
+            # The store has ended with the process that serves it, of which its client knows a closed connection only.
+            # The connections to that rank close later, when the process ends.
+            until = time.monotonic() + _CLOSES_S
+            while not (ended := self._peers.ended()) and time.monotonic() < until:
+                time.sleep(0.05)
+            if ended:
                 self._refuse(self._peers.first_cause(ended), _GONE)
             raise
 

@@ -34,6 +34,7 @@ from lt_zero.comm.process_groups import backend_of
 from lt_zero.comm.shared_memory import FENCES, Barrier, Maxima, SharedArena
 from lt_zero.comm.verdict import CALLED, OVER
 from lt_zero.comm.work import CALL, Channel, CollectiveId, CollectiveMonitor, Done, Work, WorkList
+from lt_zero.common.descriptors import explain_full_table, fullness, is_full_table
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import user_line
 
@@ -324,7 +325,11 @@ class Ranks(ProcessLocal):
             yield
         except Exception as caught:
             problem = caught
-        found = self.problems(None if problem is None else str(problem) or repr(problem), what)
+        text = None if problem is None else str(problem) or repr(problem)
+        if problem is not None and is_full_table(problem):
+            text = f"{text} {fullness()}"
+            explain_full_table(problem)
+        found = self.problems(text, what)
         if problem is not None:
             raise problem
         if found:

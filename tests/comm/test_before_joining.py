@@ -93,7 +93,7 @@ def test_a_rank_that_fails_before_it_has_joined(face: str, broken: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "told"), [(0, "^Rank 0 cannot serve .* the port is taken, "), (1, "is not the store of rank 0, ")]
+    ("rank", "told"), [(0, "^Rank 0 cannot serve .* the port is taken, "), (1, "it is not the store of rank 0, ")]
 )
 def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch, rank: int, told: str) -> None:
     """Rank 0 does not say that rank 0 has ended, and the others do not wait for an answer of that program."""

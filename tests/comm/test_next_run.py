@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
+from lt_zero.comm import next_run
 from lt_zero.comm.next_run import RunStart
 from lt_zero.comm.work import CollectiveMonitor
 from tests.support.lightning_tools import GPT, quick, sharded_trainer
@@ -173,6 +174,7 @@ class _Gone:
 
 def test_a_run_that_begins_after_the_server_of_the_store_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has ended, and another begins to validate: that rank is named, and not a connection."""
+    monkeypatch.setattr(next_run, "_CLOSES_S", 0.1)
     for gone, told in ([0], "This run cannot begin: .* Rank 0 was killed."), ([], "Connection reset by peer"):
         start = RunStart(*_arguments(_Peers(gone)))
         start.meet("", False)
