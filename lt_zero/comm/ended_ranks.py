@@ -276,7 +276,7 @@ class EndedRanks:
         return ended if all(end is not None and not end.text and end.concerns(self.scopes) for end in ends) else []
 
     def _last_known(self, rank: int) -> End | None:
-        """What a rank has told of its end; of what was read before, if the store has ended since."""
+        """Find what a rank has told of its end; if the store has ended since, of what was read before."""
         try:
             return self.of(rank)
         except RuntimeError:  # the process that serves the store has ended

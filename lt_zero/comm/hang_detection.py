@@ -194,8 +194,8 @@ class HangDetector:
         self._reporter.remedy = remedy
 
     def start(self) -> None:
-        """Answer other ranks from now on. No-op if it does, in a forked child, and after a verdict."""
-        if self._watch.verdict is not None or os.getpid() != self._pid:
+        """Answer other ranks from now on. No-op if it does, in a forked child, after a verdict, and without a store."""
+        if self._watch.verdict is not None or os.getpid() != self._pid or self.ends.server_gone:
             return
         if self._finalizer is None or not self._finalizer.alive:
             thread = RollCall(self._reporter, self.agreement)

@@ -84,15 +84,16 @@ class RunStart:
             return
         try:
             self._meet(error, own)
+            return
         except dist.DistError:
             # The store has ended with the process that serves it, of which its client knows a closed connection only.
             # The connections to that rank close later, when the process ends.
             until = time.monotonic() + _CLOSES_S
             while not (ended := self._peers.ended()) and time.monotonic() < until:
                 time.sleep(0.05)
-            if ended:
-                self._refuse(self._peers.first_cause(ended), _GONE)
-            raise
+            if not ended:
+                raise
+        self._refuse(self._peers.first_cause(ended), _GONE)
 
     def _meet(self, error: str, own: bool) -> None:
         self._post(error, own)
