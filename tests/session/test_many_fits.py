@@ -23,5 +23,5 @@ def test_what_a_run_made_is_closed(pool: Pool, tmp_path: Path, kind: str, face: 
         for name in Held._fields:
             counts = [getattr(held, name) for held in left.held[2:]]
             assert max(counts) - min(counts) <= (SLACK if name in ("descriptors", "threads") else 0), (name, left.held)
-        # The lists of what this test returns grow, and nothing else for each fit.
-        assert not [kind for kind, more in left.grown.items() if more >= 2 * (count - 3) and kind != "list"], left.grown
+        # A few come and go; what each fit leaves is more than one.
+        assert not {name: more for name, more in left.grown.items() if more >= 4 * (count - 3)}, left.grown
