@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,10 +28,12 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm.ended_ranks import WHERE, summary
 from lt_zero.comm.launchers import Tasks, launched_tasks
+from lt_zero.common.descriptors import explain_full_table
 
 _LINGER_S = 10.0  # that a process waits which has failed, for rank 0 or (rank 0) for the others
 _TIMEOUT = timedelta(minutes=30)  # torch's for new groups
 _LONGEST_PAUSE_S = 0.1
+_ANSWER_S, _SILENT = 30.0, 2  # seconds between two looks whether anybody listens; so often without an answer
 
 _met: list[Tasks] = []  # the ranks that this process has met: later errors concern their process group
 _place: list[Callable[[], Tasks | None]] = []
@@ -54,6 +58,7 @@ def _telling(hook: Callable[..., object]) -> Callable[..., object]:
 
     @wraps(hook)
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        explain_full_table(error)
         hook(kind, error, trace)
         _failed(error)
 
@@ -128,12 +133,60 @@ def _failed(error: BaseException) -> None:
 
 
 def _store(tasks: Tasks, timeout: timedelta) -> Store:
+    store = _connect(tasks, timeout, serves=True) if tasks.rank == 0 else _client(tasks, timeout)
+    return PrefixStore("lt_zero before joining", store)
+
+
+def _client(tasks: Tasks, timeout: timedelta) -> Store:
+    """The store that rank 0 serves, for which this waits.
+
+    Raises:
+        DistError: nobody serves it in time.
+        RuntimeError: another program has the port, which takes connections and does not answer.
+    """
+    made: list[Store | Exception] = []
+
+    def connect() -> None:
+        try:
+            made.append(_connect(tasks, timeout, serves=False))
+        except Exception as error:
+            made.append(error)
+
+    # On a thread: torch's client waits for the first answer without a limit.
+    thread = threading.Thread(target=connect, name="lt_zero-joining", daemon=True)
+    thread.start()
+    silent = 0
+    while True:
+        thread.join(_ANSWER_S)
+        if made:
+            break
+        silent = silent + 1 if _is_taken(tasks) else 0
+        if silent == _SILENT:
+            raise RuntimeError(
+                f"Rank {tasks.rank} cannot join the run: what listens at {tasks.address}:{tasks.port} "
+                f"(MASTER_ADDR:MASTER_PORT) has not answered for {silent * _ANSWER_S:.0f} s: it is not the store of "
+                "rank 0, but another program (or rank 0 is stopped). Set MASTER_PORT to a free port on all ranks, and "
+                "start them again."
+            )
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]
+
+
+def _connect(tasks: Tasks, timeout: timedelta, serves: bool) -> Store:
     assert tasks.address is not None
-    serves = tasks.rank == 0
-    store = dist.TCPStore(  # type: ignore[attr-defined]
+    return dist.TCPStore(  # type: ignore[attr-defined]
         tasks.address, tasks.port, None, serves, timeout, wait_for_workers=False, multi_tenant=True
     )
-    return PrefixStore("lt_zero before joining", store)
+
+
+def _is_taken(tasks: Tasks) -> bool:
+    """True if a program listens at the address of the store."""
+    try:
+        socket.create_connection((str(tasks.address), tasks.port), timeout=_LINGER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _is_served_elsewhere() -> bool:

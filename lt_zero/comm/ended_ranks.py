@@ -42,6 +42,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm.work import CollectiveId, CollectiveMonitor
+from lt_zero.common.descriptors import explain_full_table
 from lt_zero.common.errors import add_note
 from lt_zero.common.output import say
 from lt_zero.common.users_code import innermost, is_users, user_line
@@ -65,6 +66,9 @@ _MANY = 64  # most ended ranks of which messages are read
 _SHOWN = 2  # frames of an error that follows from another rank's
 _FILES_KEPT = 5  # files with tracebacks of one rank
 _DEEPEST = 3  # frames of PACKAGES that are shown below the user's
+_LONGEST = 300  # characters of an error in one line
+_NAME = r"(?:'[^']+'|\w+(?:\.\w+)+)"
+_NAMES = re.compile(rf"({_NAME})(?:, {_NAME})+")
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ class EndedRanks:
         self.told, self.own = "", False
         self._read = 0  # errors of the list that this rank has read
         self._errors: dict[int, End] = {}
+        self._known: dict[int, End] = {}  # ends that were read, for when the store is gone
         self._lock = threading.Lock()
 
     @property
@@ -241,7 +246,13 @@ class EndedRanks:
         """The report of ``rank`` about its end; None if it has written none."""
         if not self._store.check([str(rank)]):
             return None
-        return _parsed(self._store.get(str(rank)))[1]
+        end = self._known[rank] = _parsed(self._store.get(str(rank)))[1]
+        return end
+
+    def remember_server(self) -> None:
+        """Read the end of the process that may serve the store, which tells it before the store ends."""
+        if 0 in self._ranks:
+            self.of(self._ranks.index(0))
 
     def has_ended(self, rank: int) -> bool:
         """True if the connection to a rank is closed."""
@@ -258,14 +269,24 @@ class EndedRanks:
         """The ranks that have ended."""
         return [rank for rank in range(self._world) if rank != self._rank and self.has_ended(rank)]
 
+    def all_over(self) -> list[int]:
+        """The ranks that have ended; [] if any of them did so by an error, or without telling how."""
+        ended = self.ended()
+        ends = [self._last_known(rank) for rank in ended]
+        return ended if all(end is not None and not end.text and end.concerns(self.scopes) for end in ends) else []
+
+    def _last_known(self, rank: int) -> End | None:
+        """Find what a rank has told of its end; if the store has ended since, of what was read before."""
+        try:
+            return self.of(rank)
+        except RuntimeError:  # the process that serves the store has ended
+            return self._errors.get(rank) or self._known.get(rank)
+
     def first_cause(self, ended: list[int]) -> str:
         """Reason why ranks have ended: the error of one, the cause that one passes on, or that they have told none."""
         silent, over, causes = list[int](), list[int](), list[str]()
         for rank in ended[:_MANY]:
-            try:
-                end = self.of(rank)
-            except RuntimeError:  # the process that serves the store has ended
-                end = self._errors.get(rank)
+            end = self._last_known(rank)
             if end is None or not (end.text or end.concerns(self.scopes)):
                 silent.append(rank)
             elif end.own:
@@ -322,9 +343,31 @@ def described(rank: int, end: End) -> str:
 
 
 def summary(error: BaseException) -> str:
-    """Type, first line and place of an error."""
-    text = str(error).strip().split("\n", 1)[0][:300]
+    """Type, reason and place of an error, in one line."""
+    lines = [line.strip() for line in str(error).strip().splitlines() or [""]]
+    # A headline ("3 problems:") tells nothing without what follows.
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    text = shortened(text)
     return f"{type(error).__name__}{f': {text}' if text else ''} ({user_line(innermost(error.__traceback__))})"
+
+
+def shortened(text: str, most: int = _LONGEST) -> str:
+    """``text`` in about ``most`` characters: of lists of names the first one, then sentences or words as they fit.
+
+    >>> shortened("'a.b', 'a.c' and 2 more have no gradient. Remove them.", 40)
+    "'a.b', ... and 2 more have no gradient."
+    """
+    if len(text) <= most:
+        return text
+    text = _NAMES.sub(r"\1, ...", text)
+    if len(text) <= most:
+        return text
+    whole = text[: most + 1]
+    sentence = whole.rfind(". ")
+    if sentence > most // 2:
+        return whole[: sentence + 1]
+    word = whole.rfind(" ")
+    return f"{whole[:word] if word > 0 else whole[:most]} ..."
 
 
 # ---- the end of the process ------------------------------------------------------------------------------------------
@@ -359,6 +402,7 @@ def tell_at_end(member: EndObserver) -> None:
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     _told.append(error)
+    explain_full_table(error)
     members = list(_members)
     follows = [member.end_process(error) for member in members]
     if any(follows) and not debugs() and (path := _kept(error)) is not None:

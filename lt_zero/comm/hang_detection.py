@@ -194,8 +194,8 @@ class HangDetector:
         self._reporter.remedy = remedy
 
     def start(self) -> None:
-        """Answer other ranks from now on. No-op if it does, in a forked child, and after a verdict."""
-        if self._watch.verdict is not None or os.getpid() != self._pid:
+        """Answer other ranks from now on. No-op if it does, in a forked child, after a verdict, and without a store."""
+        if self._watch.verdict is not None or os.getpid() != self._pid or self.ends.server_gone:
             return
         if self._finalizer is None or not self._finalizer.alive:
             thread = RollCall(self._reporter, self.agreement)
@@ -527,7 +527,10 @@ class _Reporter:
         if not self.read_verdict():
             self._answer(asks)
             self._examine_foreign_wait()  # after the answer: its own question needs one, too
-            return self._store.check(["closing"])
+            closing = self._store.check(["closing"])
+            if closing:
+                self._ends.remember_server()
+            return closing
         # The main thread waits for no collective of this package, so it may not find out by itself.
         if not known and self._watch.waiting is None and self._watch.verdict not in _logged:
             _logged.append(str(self._watch.verdict))

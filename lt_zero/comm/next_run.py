@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm.work import START, CollectiveId, CollectiveMonitor
 
+_CLOSES_S = 10.0  # from the end of the store until that of the process that serves it
 _REFUSED = (
     "This run cannot begin: an error has ended the last one, and the ranks are no longer in step. {} Make a new Trainer"
     " and a new module on every rank (start the processes again if these cannot reach each other any more), and resume"
@@ -80,6 +82,20 @@ class RunStart:
         self._number += 1
         if self._number == 0:
             return
+        try:
+            self._meet(error, own)
+            return
+        except dist.DistError:
+            # The store has ended with the process that serves it, of which its client knows a closed connection only.
+            # The connections to that rank close later, when the process ends.
+            until = time.monotonic() + _CLOSES_S
+            while not (ended := self._peers.ended()) and time.monotonic() < until:
+                time.sleep(0.05)
+            if not ended:
+                raise
+        self._refuse(self._peers.first_cause(ended), _GONE)
+
+    def _meet(self, error: str, own: bool) -> None:
         self._post(error, own)
         if error and not own:
             self._refuse(error)

@@ -23,6 +23,7 @@ from lt_zero.comm.before_joining import met, watch_start
 from lt_zero.comm.launchers import Tasks, launched_tasks, local_rank, refuse_alone
 from lt_zero.common import accelerator, compat
 from lt_zero.common.arguments import check_group_options
+from lt_zero.common.descriptors import explain_full_table, fullness, is_full_table
 from lt_zero.config.blocks import Communication
 
 log = logging.getLogger("lt_zero")
@@ -41,6 +42,8 @@ _TIMEOUT = timedelta(minutes=30)  # torch's for new groups
 _CPU = torch.device("cpu")
 _IDLE_S = 5.0  # for kernels of a device to end after an error
 _ABORT_S = 10.0
+# In the error of the process that serves torch's store.
+_SERVES, _TAKEN = "server socket has failed to listen", "EADDRINUSE"
 _set_ups: list[int] = []  # numbers of the calls of ``await_all``
 
 
@@ -111,6 +114,8 @@ def new_group(
         with closing_if_unanswered(probed, link_timeout):
             group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend, use_local_synchronization=alone)
     except RuntimeError as error:
+        if is_full_table(error):
+            raise RuntimeError(f"The ranks cannot connect a {backend} process group: {error}\n{fullness()}") from error
         raise RuntimeError(
             f"The ranks cannot connect a {backend} process group: {error}\nThe interface of a "
             "host's name may lead nowhere: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every node to the one "
@@ -316,13 +321,30 @@ def joining(link_timeout: float = LINK_TIMEOUT_S) -> Iterator[None]:
     try:
         with closing_if_unanswered(False, link_timeout):
             yield
+    except OSError as error:
+        explain_full_table(error)
+        raise
     except dist.DistNetworkError as error:
-        place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        if is_full_table(error):
+            raise RuntimeError(f"This process cannot join the run: {error}\n{fullness()}") from error
+        place, reason = _master_place(), str(error).partition("\n")[0]
+        if _SERVES in reason:
+            taken = "the port is taken, by a run that has not ended or by another program"
+            why = taken if _TAKEN in reason else reason
+            raise RuntimeError(
+                f"Rank 0 cannot serve the store of all ranks at {place} (MASTER_ADDR:MASTER_PORT): {why}. Set "
+                "MASTER_PORT to a free port on all ranks (`ss -ltnp` names the program that has one), and start them "
+                "again."
+            ) from error
         raise RuntimeError(
             f"This process cannot join the run: rank 0, which serves the store of all ranks (MASTER_ADDR:MASTER_PORT "
             f"is {place}), has ended, or cannot be reached. See the last that rank 0 printed, and whether the address "
-            f"is right and open. ({str(error).partition(chr(10))[0]})"
+            f"is right and open. ({reason})"
         ) from error
+
+
+def _master_place() -> str:
+    return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
 def _sockets() -> dict[int, int]:

@@ -32,8 +32,9 @@ from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.host_maximum import HostMaxima
 from lt_zero.comm.process_groups import backend_of
 from lt_zero.comm.shared_memory import FENCES, Barrier, Maxima, SharedArena
-from lt_zero.comm.verdict import CALLED, GONE
+from lt_zero.comm.verdict import CALLED, OVER
 from lt_zero.comm.work import CALL, Channel, CollectiveId, CollectiveMonitor, Done, Work, WorkList
+from lt_zero.common.descriptors import explain_full_table, fullness, is_full_table
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import user_line
 
@@ -248,12 +249,18 @@ class Ranks(ProcessLocal):
         try:
             self.order.launch(CALL, what, 0, compare=True)
         except RuntimeError as error:
-            if self.watch.verdict is not None or not (ended := [r for r in detector.ends.ended() if r in self.ranks]):
+            if self.watch.verdict is not None:
                 raise
-            raise RuntimeError(
-                f"`{what}` was called on rank {self.ranks[self.rank]} ({user_line(sys._getframe())}) and not on"
-                f" {', '.join(f'rank {rank}' for rank in ended)}, which {GONE}. {CALLED}"
-            ) from error
+            place = user_line(sys._getframe())
+            # The call is to blame only if the others have come to their end without it. If one was killed, or failed,
+            # the error names that one; the rest may have ended since because of it.
+            over = [rank for rank in detector.ends.all_over() if rank in self.ranks]
+            if over:
+                raise RuntimeError(
+                    f"`{what}` was called on rank {self.ranks[self.rank]} ({place}) and not on"
+                    f" {', '.join(f'rank {rank}' for rank in over)}, which {OVER}. {CALLED}"
+                ) from error
+            raise RuntimeError(f"{error} It waited in `{what}` ({place}), which all ranks have to call.") from error
 
     def expect_broadcasts(self, tensors: Iterable[tuple[str, int]]) -> None:
         """Compare the broadcasts that follow, (name, elements), at once, not each before its launch. Collective.
@@ -318,7 +325,11 @@ class Ranks(ProcessLocal):
             yield
         except Exception as caught:
             problem = caught
-        found = self.problems(None if problem is None else str(problem) or repr(problem), what)
+        text = None if problem is None else str(problem) or repr(problem)
+        if problem is not None and is_full_table(problem):
+            text = f"{text} {fullness()}"
+            explain_full_table(problem)
+        found = self.problems(text, what)
         if problem is not None:
             raise problem
         if found:

@@ -131,6 +131,8 @@ class SharedArena:
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self.timeout, self._process = timeout or timedelta(minutes=30), os.getpid()
+        self._peers: dict[int, int] = {}  # rank -> file
+        self._file = -1  # if there is none for it, nothing has to be closed
         self._file = os.memfd_create("lt_zero")
         self._size = 0
         # Never unmapped: what was then allocated at the address of a window would be taken for it.
@@ -138,11 +140,18 @@ class SharedArena:
         self._used = 0  # bytes of the current segment
         self._start = 0  # offset of the current segment in the file
         self._offsets: dict[int, int] = {}  # address of a window -> offset in the file
-        self._peers: dict[int, int] = {}  # rank -> file
         self.rank = 0
         # The first window: peers read posts (two numbers) and counts of entries (other bytes) at fixed offsets in it.
         self.allocate(4, torch.int64)
         self._entries = {REDUCTIONS: 0, FENCES: 0, MAXIMA: 0, READ: 0}
+
+    @classmethod
+    def made(cls, timeout: timedelta | None = None) -> SharedArena | None:
+        """An arena; None if this system has none, or no descriptor or memory for it now: sockets do the same."""
+        try:
+            return cls(timeout) if supported() else None
+        except OSError:
+            return None
 
     def address(self) -> tuple[str, str]:
         """The host, and the path by which peers open this rank's file."""
@@ -165,7 +174,8 @@ class SharedArena:
 
     def __del__(self) -> None:
         for file in [self._file, *self._peers.values()]:
-            os.close(file)
+            if file >= 0:
+                os.close(file)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1D window of zeros. Every rank must allocate the same in the same order."""

@@ -5,6 +5,7 @@ The collectives of buckets are those of shard_group.py.
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import weakref
@@ -36,11 +37,11 @@ from lt_zero.comm.process_groups import (
     split_group,
 )
 from lt_zero.comm.ranks import LaunchOrder, Ranks, Unlogged
-from lt_zero.comm.shared_memory import SharedArena, supported
+from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.topology import group_by_node, node_identity
 from lt_zero.comm.work import MEETING, CollectiveId, CollectiveMonitor
 from lt_zero.common import accelerator
-from lt_zero.common.compat import name_of_split
+from lt_zero.common.compat import destroy_group, name_of_split
 from lt_zero.common.output import say
 from lt_zero.config import ZeroConfig
 
@@ -50,6 +51,7 @@ _T = TypeVar("_T")
 log = logging.getLogger("lt_zero")
 
 _CPU = torch.device("cpu")
+_joined: weakref.WeakSet[World] = weakref.WeakSet()  # those that may be garbage
 _unused: list[list[dist.ProcessGroup]] = []  # of worlds that are gone
 
 
@@ -135,8 +137,14 @@ class World(Ranks):
         grouped = dist.is_available() and dist.is_initialized()
         refuse_alone(dist.get_world_size() if grouped else 1)
         check_device(device, dist.get_world_size() if grouped else 1)
+        if _joined:
+            # Trainers of earlier runs are garbage in cycles, which Python may leave for long, with the dozens of
+            # descriptors and threads of each run, and its weights.
+            gc.collect()
         if not grouped or dist.get_world_size() == 1:
-            return cls(None, device, records=records)
+            world = cls(None, device, records=records)
+            _joined.add(world)
+            return world
         check = debugs() or (config is not None and config.zero_optimization.enable_sanity_checks)
         patience = config.communication.link_timeout if config is not None else LINK_TIMEOUT_S
         await_all(timeout)
@@ -156,6 +164,7 @@ class World(Ranks):
             # Each comparison is a barrier: if one rank's environment asks for them, all ranks take part.
             world.check = world.order.compares_all = any(asked for _, _, asked in places)
         world._destroy_unused()
+        _joined.add(world)
         return world
 
     def _destroy_unused(self) -> None:
@@ -173,7 +182,7 @@ class World(Ranks):
                 for group in reversed(named[name]):
                     # The default group, and all groups with it, may have been destroyed since.
                     with suppress(ValueError):
-                        dist.destroy_process_group(group)
+                        destroy_group(group)
 
     # ---- sets of ranks -------------------------------------------------------------------------------------------
 
@@ -246,7 +255,7 @@ class World(Ranks):
 
     def share_memory(self, ranks: Sequence[int]) -> SharedArena | None:
         """Windows for ``ranks``, this one among them; None if ranks on any host cannot share memory. Collective."""
-        arena = SharedArena(self.timeout) if supported() else None
+        arena = SharedArena.made(self.timeout)
         addresses = self.host_gather(arena.address() if arena else None, "shared memory")
         connects = arena is not None and arena.connect(self.rank, addresses, ranks)
         return arena if all(self.host_gather(connects, "shared memory")) else None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lt_zero.common.descriptors import fullness
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.units import exact_bytes
 from lt_zero.io.pinned import BLOCK, aligned_buffer, view_of
@@ -35,7 +36,6 @@ _REMEDIES = {
     errno.EEXIST: "A file of that name exists; remove it if it is left over.",
     errno.ENOTDIR: "A part of the path is no folder: {to} a folder.",
     errno.ENAMETOOLONG: "The path is too long: {to} a shorter one.",
-    errno.EMFILE: "The process has too many files open: raise the limit (ulimit -n).",
 }
 
 
@@ -53,6 +53,8 @@ def trouble(what: str, folder: Path, error: OSError, kind: type[RuntimeError] = 
         folder: whose free space is reported.
     """
     to = "set nvme_path to" if kind is SwapError else "save to"
+    if error.errno == errno.EMFILE:
+        return kind(f"{what}: {_reason(error)}. {fullness()}")
     remedy = _REMEDIES.get(error.errno or 0, "See dmesg; if the error persists, {to} another disk.").format(to=to)
     if error.errno == errno.ENOENT and folder.is_dir():
         remedy = f"Another program, or run, has removed something there: {to} a folder that no other one uses."
@@ -67,6 +69,8 @@ def trouble(what: str, folder: Path, error: OSError, kind: type[RuntimeError] = 
 
 def unreadable(path: Path | str, error: OSError) -> CheckpointError:
     """A ``CheckpointError`` with the file that cannot be read, the cause and the remedy."""
+    if error.errno == errno.EMFILE:
+        return CheckpointError(f"Cannot read {path}: {_reason(error)}. {fullness()}")
     remedy = {
         errno.ENOENT: "Is the checkpoint complete? Use another one.",
         errno.EACCES: "Check its permissions, or use another copy.",

@@ -29,6 +29,7 @@ from lt_zero.comm.process_groups import begin_restarted, check_device, joining
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.compat import before_distribution, counts_batches, set_device_mesh
+from lt_zero.common.descriptors import explain_full_table
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import ignored_keys, tell_ignored
@@ -612,6 +613,7 @@ class ZeroStrategy(RunQueries):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Skip DDP's advice on unused parameters; explain errors caused by another rank."""
+        """Skip DDP's advice on unused parameters; explain errors of another rank, and of a full table of files."""
+        explain_full_table(exception)
         if self.world is not None:
             self.world.give_up(exception)

@@ -19,6 +19,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.compat import replace_reentrant_checkpoints
 from lt_zero.common.console import RunConsole
+from lt_zero.common.descriptors import count_run, explaining_full_table
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
@@ -142,6 +143,7 @@ class Session:
 
     # ---- set-up ------------------------------------------------------------------------------------------------
 
+    @explaining_full_table
     def join(
         self,
         config: ZeroConfig,
@@ -160,6 +162,7 @@ class Session:
         Raises:
             ConfigError: on all ranks, if their configurations differ.
         """
+        count_run()
         new = self.known is None
         if new:
             world = World.join(device, config, timeout, node, records)
@@ -195,6 +198,7 @@ class Session:
         """``compare_model`` for the ranks that have the same stage, which may be the only ones that call it."""
         compare_models(self.peers, module, more=attentions(module))
 
+    @explaining_full_table
     def build(
         self,
         module: nn.Module,

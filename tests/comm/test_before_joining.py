@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -17,6 +18,9 @@ from torch import nn
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
+from lt_zero.comm import before_joining
+from lt_zero.comm.launchers import Tasks
+from lt_zero.comm.process_groups import joining
 from tests.support.matrix import only_rows
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
@@ -86,6 +90,21 @@ def test_a_rank_that_fails_before_it_has_joined(face: str, broken: int) -> None:
         else:
             assert f"Rank {broken} ended before it joined the run, with {cause}" in told
             assert f"Rank {rank} waited for it." in told
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"), [(0, "^Rank 0 cannot serve .* the port is taken, "), (1, "it is not the store of rank 0, ")]
+)
+def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch, rank: int, told: str) -> None:
+    """Rank 0 does not say that rank 0 has ended, and the others do not wait for an answer of that program."""
+    monkeypatch.setattr(before_joining, "_ANSWER_S", 0.05)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        tasks = Tasks("", rank, 2, rank, "127.0.0.1", other.getsockname()[1])
+        limit = timedelta(seconds=60)
+        with pytest.raises(RuntimeError, match=f"{told}.* MASTER_PORT"), joining(), before_joining.met(tasks, limit):
+            pass
 
 
 @pytest.mark.slow

@@ -467,3 +467,16 @@ def test_the_rank_that_serves_the_store_parts_last(pool: Pool) -> None:
     """Ranks that end by the same error tell of it in the store: its end would be the last that they print."""
     server, other = pool.run(2, _part)
     assert server >= other
+
+
+def test_an_error_in_one_line_has_its_reason_and_whole_words() -> None:
+    names = ", ".join(f"'net.blocks.{number}.weight'" for number in range(20))
+    reason = "and 4 more, which are not cut: they would be averaged."
+    told = ended_ranks.summary(RuntimeError(f"different gradients of {names} {reason} {'Say so. ' * 60}"))
+    assert f"different gradients of 'net.blocks.0.weight', ... {reason}" in told
+    assert told.partition(" (")[0].endswith("Say so.")
+    words = ended_ranks.summary(ValueError("once upon a midnight dreary " * 40)).partition(" ... (")[0]
+    assert 250 < len(words) < 320
+    assert words.rpartition(" ")[2] in ["once", "upon", "a", "midnight", "dreary"]
+    assert "3 problems: stage=7 is none" in ended_ranks.summary(ValueError("3 problems:\n  stage=7 is none\n  more"))
+    assert ended_ranks.summary(KeyError()).startswith("KeyError (")

@@ -292,30 +292,45 @@ def test_patience_ends(pool: Pool) -> None:
 
 def _ends(rank: int, store: str, how: str, answer: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     world = world_here()
     if rank == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "ends":  # what a process tells at its exit, which those of multiprocessing do not
+            assert world.detector is not None
+            world.detector.end_process(None)
         return
+    if rank == 2 and how != "ends":
+        while 0 not in world.detector.ends.ended():  # type: ignore[union-attr]
+            time.sleep(0.02)
     try:
         world.roll_call("export")
     except RuntimeError as error:
-        answer.send(str(error))
+        answer.send((rank, str(error)))
+        world.post_error(error)
     os._exit(0)
 
 
-@pytest.mark.parametrize("how", only(["returns"], ["returns", "killed"]))
+@pytest.mark.parametrize("how", only(["killed", "ends"], ["returns", "killed", "ends"]))
 def test_a_rank_that_is_gone(how: str, tmp_path: Path) -> None:
+    """It is named on all ranks, also on one that finds only later that another has ended because of it."""
     context = mp.get_context("forkserver")  # that of the pool
     ours, theirs = context.Pipe()
     store = str(tmp_path / "store")
-    processes = [context.Process(target=_ends, args=(rank, store, how, theirs)) for rank in range(2)]
+    processes = [context.Process(target=_ends, args=(rank, store, how, theirs)) for rank in range(3)]
     for process in processes:
         process.start()
+    told = "Rank 1 ended without an error message"
+    if how == "ends":
+        told = "and not on rank 1, which has come to its end without an error"
     try:
-        assert ours.poll(100), "no answer"
-        assert "not on rank 1, which has ended or left the process group" in ours.recv()
+        for _ in range(2):
+            assert ours.poll(100), "no answer"
+            rank, error = ours.recv()
+            assert told in error
+            assert "`export`" in error
+            assert how == "ends" or f"ank {2 - rank} ended" not in error
     finally:
         for process in processes:
             process.join(30)

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
+from lt_zero.comm import next_run
 from lt_zero.comm.next_run import RunStart
 from lt_zero.comm.work import CollectiveMonitor
 from tests.support.lightning_tools import GPT, quick, sharded_trainer
@@ -159,3 +160,29 @@ def test_ranks_go_on_only_if_all_are_in_step(errors: Any, launched: Any, gone: l
         if errors[rank] is not None:
             assert told in refusal
             assert bool(told) == bool(refusal)
+
+
+class _Gone:
+    """A store whose process has ended once a run was."""
+
+    def __init__(self) -> None:
+        self.set = self.add = self.check = self.wait = self.get = self._lost
+
+    def _lost(self, *_: Any) -> Any:
+        raise dist.DistNetworkError("failed to recv, got 0 bytes. Connection reset by peer")
+
+
+def test_a_run_that_begins_after_the_server_of_the_store_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has ended, and another begins to validate: that rank is named, and not a connection."""
+    monkeypatch.setattr(next_run, "_CLOSES_S", 0.1)
+    for gone, told in ([0], "This run cannot begin: .* Rank 0 was killed."), ([], "Connection reset by peer"):
+        start = RunStart(*_arguments(_Peers(gone)))
+        start.meet("", False)
+        monkeypatch.setattr(start, "_store", _Gone())
+        with pytest.raises(RuntimeError, match=told):
+            start.meet("", False)
+
+
+def _arguments(peers: _Peers) -> tuple[Any, ...]:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    return store, 1, 2, CollectiveMonitor(), peers, lambda *_: None, 0.05, 0.3

@@ -233,3 +233,23 @@ def test_a_killed_rank_is_named_on_all(tmp_path: Path, world: int, data: int, ki
         for process in processes:
             process.join(30)
             process.kill()
+
+
+class Uneven(Module):
+    """The batch of rank 1 has fewer rows."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return super().training_step(batch[: 2 if dist.get_rank() else 4], index)
+
+
+def _fit_uneven() -> str:
+    with quick(), pytest.raises(RuntimeError) as caught:
+        _trainer(2, {}).fit(Uneven())
+    return str(caught.value)
+
+
+def test_batches_of_other_sizes_are_told_apart(pool: Pool) -> None:
+    """They may be cut to micro-batches of one form."""
+    parts = "that of rank 0 has 4 micro-batches of (1, 5) int64, and that of rank 1 2 micro-batches of (1, 5)"
+    for error in pool.run(2, _fit_uneven):
+        assert parts in error

@@ -48,6 +48,7 @@ from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, flat_index
 from lt_zero.common.compat import storage_info
+from lt_zero.common.descriptors import fullness, is_full_table
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.units import exact_bytes
 from lt_zero.common.users_code import warn
@@ -362,6 +363,8 @@ def _reason(cause: BaseException, trace: Sequence[traceback.FrameSummary]) -> st
     """An error that a rank had, with its place unless it is a ``CheckpointError``."""
     if isinstance(cause, CheckpointError):
         return str(cause)
+    if is_full_table(cause):
+        return f"{type(cause).__name__}: {cause}. {fullness()}"
     place = f" ({trace[-1].filename}:{trace[-1].lineno}, in {trace[-1].name})" if trace else ""
     return f"{type(cause).__name__}: {cause}{place}"
 

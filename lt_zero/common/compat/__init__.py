@@ -125,6 +125,18 @@ def process_groups() -> list[Any]:
     return list(distributed_c10d._world.pg_map)
 
 
+def destroy_group(group: Any) -> None:
+    """Destroy a process group of this process, and the list that torch keeps for each name after that.
+
+    Raises:
+        ValueError: it was destroyed before, or its default group was.
+    """
+    torch.distributed.destroy_process_group(group)
+    tags = distributed_c10d._world.tags_to_pg
+    for tag in [tag for tag, groups in tags.items() if not groups]:
+        del tags[tag]
+
+
 class RecordedLaunch(NamedTuple):
     """A launch in torch's flight recorder.
 

@@ -234,8 +234,8 @@ class Runner(ProcessLocal):
             if theirs != known:
                 raise RuntimeError(
                     f"Ranks {first} and {rank} have stages of one pipeline, and need the same batch, but that of rank "
-                    f"{first} has micro-batches of {', '.join(known[0])}, and that of rank {rank} of "
-                    f"{', '.join(theirs[0])}. Draw samples by the data rank, in the same order on all of these ranks."
+                    f"{first} has {_described(*known)}, and that of rank {rank} {_described(*theirs)}. Draw samples by "
+                    "the data rank, in the same order on all of these ranks."
                 )
         raise RuntimeError("The ranks run a pipeline in different modes: call it in the same way on all ranks.")
 
@@ -567,6 +567,11 @@ def _first(inputs: Any) -> Any:
 class _Forms:
     tensors: tuple[Form, ...]
     alone: bool  # no tuple
+
+
+def _described(forms: list[str], count: int) -> str:
+    """Micro-batches of a batch, in words."""
+    return f"{count} micro-batch{'' if count == 1 else 'es'} of {', '.join(forms)}"
 
 
 def _forms_in(output: Any, layer: str) -> _Forms:
