@@ -1,4 +1,4 @@
-"""Waits in collectives that this package did not launch: Lightning's and the user's.
+"""Waits in collectives that a run did not launch: Lightning's, the user's, and those of other runs in this process.
 
 Note [Numbers of foreign collectives]
     Backends match the collectives of a process group by their order. torch's flight recorder has the number and the
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lt_zero.comm.other_runs import is_elsewhere, progress_elsewhere
 from lt_zero.comm.process_groups import awaits_all, number_of_set_ups
 from lt_zero.comm.work import POINT_TO_POINT, CollectiveId
 from lt_zero.common.compat import count_of_launches, process_groups, recorded_launches
@@ -115,8 +116,8 @@ def _channel(group: str, operation: str) -> str:
 
 
 def is_foreign(channel: str) -> bool:
-    """True for the channel of a collective that this package did not launch."""
-    return channel.startswith(_CHANNEL)
+    """True for the channel of a collective that this run did not launch."""
+    return channel.startswith(_CHANNEL) or is_elsewhere(channel)
 
 
 def progress(channel: str, number: int) -> tuple[int, CollectiveId | None] | None:
@@ -124,6 +125,8 @@ def progress(channel: str, number: int) -> tuple[int, CollectiveId | None] | Non
 
     None if it is not known whether the process has launched anything there.
     """
+    if is_elsewhere(channel):
+        return progress_elsewhere(channel, number)
     if channel == f"{_CHANNEL}{_SET_UP}":
         return number_of_set_ups(), None
     # A group that was destroyed may have had the same name, and the recorder still has its launches.

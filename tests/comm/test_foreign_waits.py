@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
@@ -243,6 +244,61 @@ def _late_in_other_code() -> None:
         dist.barrier(part)
         dist.barrier()
     assert world.watch.verdict is None
+
+
+def _waits_of_two_runs() -> None:
+    """Rank 0 waits in one run and rank 1 in another, for rank 2. Both have launched what rank 0 waits for."""
+    with quick():
+        first = World.join(torch.device("cpu"))
+        second = World.join(torch.device("cpu"))
+    rank = dist.get_rank()
+    if rank == 2:
+        time.sleep(LATE_S)
+    launch = first.order.launch_reduction("reduction", "a bucket", 1)
+    reduced = dist.all_reduce(torch.ones(1), group=first.process_group, async_op=True)
+    if rank == 0:
+        first.watch.wait(reduced, launch)
+    second.roll_call("export")
+    if rank > 0:
+        first.watch.wait(reduced, launch)
+    _waits_in_a_layer(first)
+    assert first.watch.verdict is None
+    assert second.watch.verdict is None
+
+
+def _waits_in_a_layer(world: World) -> None:
+    """As ``_waits_of_two_runs``, in a functional collective: it is not known who has launched that."""
+    rank = dist.get_rank()
+    world.expect_in_layers([0, 1, 2])
+    if rank == 2:
+        time.sleep(LATE_S)
+    reduced = functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
+    if rank == 0:
+        functional.wait_tensor(reduced)
+    world.roll_call("export")
+    assert int(functional.wait_tensor(reduced)) == 3
+
+
+def test_a_late_rank_of_two_runs_is_waited_for(pool: Pool) -> None:
+    pool.run(3, _waits_of_two_runs)
+
+
+def _in_different_runs() -> str:
+    """Each rank calls an operation of another run."""
+    with quick():
+        worlds = [World.join(torch.device("cpu")) for _ in range(2)]
+    rank = dist.get_rank()
+    with pytest.raises(RuntimeError) as caught:
+        worlds[rank].roll_call(["export", "save_checkpoint"][rank])
+    return str(caught.value)
+
+
+def test_two_runs_that_wait_for_each_other(pool: Pool) -> None:
+    first, second = pool.run(2, _in_different_runs)
+    assert "`export` was called on rank 0 (" in first
+    assert "and not on rank 1, which waits in `save_checkpoint` of another engine (" in first
+    assert "`save_checkpoint` was called on rank 1 (" in second
+    assert "and not on rank 0, which waits in `export` of another engine (" in second
 
 
 def _earlier_group() -> str:
