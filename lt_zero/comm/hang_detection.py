@@ -69,6 +69,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm import foreign_waits, other_runs, shared_memory
 from lt_zero.comm.agreement import Agreement
+from lt_zero.comm.awaited_works import work_awaited
 from lt_zero.comm.ended_ranks import EndedRanks, described, summary, tell_at_end
 from lt_zero.comm.foreign_waits import (
     FOREIGN,
@@ -77,6 +78,7 @@ from lt_zero.comm.foreign_waits import (
     another_may_launch,
     call_of,
     described_call,
+    group_of_channel,
     is_foreign,
     launched_by,
     question_of,
@@ -105,7 +107,7 @@ from lt_zero.comm.verdict import (
     sentence,
 )
 from lt_zero.comm.work import CALL, CollectiveId, CollectiveMonitor, collective_of, in_collective, in_layer
-from lt_zero.common.compat import process_groups
+from lt_zero.common.compat import group_in_making, process_groups
 from lt_zero.common.users_code import user_line
 
 log = logging.getLogger(__name__)
@@ -593,6 +595,8 @@ class _Reporter:
 
         No more than these: a script that goes on after the error makes its next groups over the default one.
         """
+        if (group := self._group_of_work(frame)) is not None:
+            return [group]
         if not in_layer(frame):
             group = frame.f_locals.get("group")
             return list(filter(None, [group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD]))
@@ -611,7 +615,19 @@ class _Reporter:
         """Global ranks of another package's collective in which this frame waits; None if it waits in none."""
         if awaits_all(frame):
             return self._all_ranks
-        return collective_of(frame) or (self.layers if in_layer(frame) else None) or None
+        if (made := group_in_making(frame)) is not None:
+            return made[1]
+        if (found := collective_of(frame) or (self.layers if in_layer(frame) else None)) is not None:
+            return found or None
+        group = self._group_of_work(frame)
+        return dist.get_process_group_ranks(group) if group is not None else None
+
+    def _group_of_work(self, frame: FrameType) -> dist.ProcessGroup | None:
+        """The process group of the collective for whose work this frame waits; None if it does not, or is unknown."""
+        if work_awaited(frame) is None or not isinstance(self._in, ForeignCall):
+            return None
+        wait = self._foreign_wait()
+        return group_of_channel(wait.channel) if wait is not None else None
 
     def _frame(self) -> FrameType | None:
         """Innermost frame of the thread; if it polls a barrier, the frame that waits for the barrier.

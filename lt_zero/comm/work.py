@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lt_zero.comm.awaited_works import work_awaited
 from lt_zero.comm.shared_memory import Barrier
-from lt_zero.common.users_code import innermost
 
 CALL = "roll call"  # the operation of a launch that is a call of the user
 MEETING = "meeting"  # of a launch that is a point of the run
@@ -286,7 +286,12 @@ def in_layer(frame: FrameType) -> bool:
 
 def in_collective(error: BaseException) -> bool:
     """True if an error came out of torch.distributed, or of a wait for it."""
-    frame = innermost(error.__traceback__)
-    if frame is None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
         return False
-    return frame.f_code.co_filename in (distributed_c10d.__file__, __file__) or in_layer(frame)
+    frame = trace.tb_frame
+    if frame.f_code.co_filename in (distributed_c10d.__file__, __file__) or in_layer(frame):
+        return True
+    return work_awaited(frame, trace.tb_lasti) is not None

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from torch.distributed import _functional_collectives as functional
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
+from lt_zero.comm.awaited_works import work_awaited
 from lt_zero.comm.foreign_waits import FOREIGN, Blocked, another_may_launch, progress, question_of, standstill
 from lt_zero.comm.verdict import at_standstill
 from lt_zero.comm.work import CALL, CollectiveId
@@ -144,11 +146,23 @@ def _sets_up(world: World) -> None:
     World.join(torch.device("cpu"))
 
 
+def _awaits_a_work(world: World) -> None:
+    launched = dist.all_reduce(torch.ones(2), async_op=True)
+    dist.broadcast(torch.ones(1), 1, async_op=True)  # has not ended either
+    assert launched is not None
+    launched.wait()
+
+
+def _calls(world: World) -> None:
+    world.roll_call("export")
+
+
 CALLS = {
     "operations": (_barrier, _sum),
     "numbers": (_sends_alone, _barrier),
     "objects": (_barrier, _receives),
     "set-up": (_barrier, _sets_up),
+    "work": (_barrier, _awaits_a_work),
 }
 
 
@@ -156,7 +170,7 @@ def _in_foreign_collectives(case: str) -> str:
     return _errors(*CALLS[case])
 
 
-@pytest.mark.parametrize("case", only(["numbers"], CALLS))
+@pytest.mark.parametrize("case", only(["numbers", "work"], CALLS))
 def test_two_foreign_collectives(pool: Pool, case: str) -> None:
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     number = next(i for i, line in enumerate(lines, 1) if "the line of the barrier" in line)
@@ -166,6 +180,71 @@ def test_two_foreign_collectives(pool: Pool, case: str) -> None:
         assert f" waits in barrier of torch.distributed (tests/comm/test_foreign_waits.py:{number})" in message
         assert "for rank 1, which waits in " in message
         assert ALIKE in message
+
+
+def _makes_a_group(beside: str) -> str | None:
+    """Rank 0 makes a group that rank 1 makes only after it has got an error."""
+    with quick():
+        world = World.join(torch.device("cpu"))
+    assert world.detector is not None
+    if dist.get_rank() == 0:
+        dist.new_group()  # the line of the group; ends when rank 1 makes it
+        world.detector._reporter.read_verdict()
+        return world.watch.verdict
+    with pytest.raises(RuntimeError) as caught:
+        _barrier(world) if beside == "barrier" else _calls(world)
+    world.explain(caught.value)
+    dist.new_group()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("beside", only(["export"], ["barrier", "export"]))
+def test_a_group_that_one_rank_makes(pool: Pool, beside: str) -> None:
+    first, second = pool.run(2, _makes_a_group, beside)
+    assert "waits in new_group of torch.distributed (tests/comm/test_foreign_waits.py:" in first
+    assert first in second
+    assert (ALIKE if beside == "barrier" else ON_EVERY_RANK) in first
+
+
+class _Work(dist.Work):
+    """Notes whether its caller is found to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dist.Work | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.found = work_awaited(sys._getframe(1))
+        return True
+
+
+def test_whose_work_a_frame_waits_for() -> None:
+    work = _Work()
+    other = _Work()
+    holder = SimpleNamespace(inner=SimpleNamespace(work=work))
+
+    def seen() -> bool:
+        found, work.found = work.found, None
+        return found is work
+
+    assert other is not work
+    work.wait()
+    assert seen()
+    holder.inner.work.wait()
+    assert seen()
+    assert [each.wait() for each in [work]]
+    assert seen()
+
+    def inside() -> None:
+        work.wait()
+
+    inside()
+    assert seen()
+    # These end by themselves, or cannot be told: nothing is executed to find out.
+    work.wait(1.0)
+    assert not seen()
+    [work].pop().wait()
+    assert not seen()
 
 
 def _groups_of_two() -> str:
@@ -204,6 +283,15 @@ def _late() -> None:
     if rank == 0:
         time.sleep(LATE_S)
     assert launched is not None
+    launched.wait()
+    # All wait for the same late rank, each in another way.
+    if rank == 0:
+        time.sleep(LATE_S)
+    launched = dist.all_reduce(number, async_op=True)
+    assert launched is not None
+    if rank == 1:
+        launched.wait()
+    dist.new_group([0, 2])
     launched.wait()
     world.roll_call("export")
     assert world.watch.verdict is None
