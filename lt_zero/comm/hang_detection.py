@@ -44,7 +44,8 @@ Note [Life of the thread]
     because a daemon thread must not be in torch's C++ code when the interpreter ends. It ends, too, with its process
     group. A forked child has no such thread, and must not use the store's connection.
     Scripts without a Trainer do not tell that they end. Rank 0 mostly serves the store, and a thread that polls a store
-    that is gone makes torch print its stack. So rank 0 asks the others' threads to end, and waits some seconds for it.
+    that is gone makes torch print its stack. So rank 0 asks the others' threads to end, and waits some seconds for it,
+    unless their processes have ended (``os._exit`` runs no exit handlers).
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ log = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=20)
 _END_PATIENCE = 1.0  # seconds to wait for a closed connection
+_LONGEST_PAUSE = 0.1  # seconds between two looks for ranks that end
 _RAREST_QUESTION = 30.0  # seconds between two questions about a wait that has lasted for minutes
 _logged: list[str] = []  # verdicts; several groups of this process may come to the same
 
@@ -172,6 +174,7 @@ class HangDetector:
         self._last_answers: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
         self._heeded = 0.0  # when errors of others were read
         self._end: str | None = None  # why another rank has ended
+        self._host = host
         self.ends = EndedRanks(store, self._ranks, self._rank, host, watch)
         this = weakref.ref(self)
 
@@ -444,8 +447,12 @@ class HangDetector:
             with contextlib.suppress(RuntimeError):  # another process serves the store, and has ended
                 self._store.set("closing", "")
                 self._store.add("asks", 1)
-                while self._store.add("listening", 0) > 0 and time.monotonic() < deadline:
-                    time.sleep(self._patience.poll / 20)
+                while self._store.add("listening", 0) > 0 and time.monotonic() < deadline and not self._is_last():
+                    time.sleep(min(self._patience.poll / 20, _LONGEST_PAUSE))
+
+    def _is_last(self) -> bool:
+        """True if the processes of all other ranks have ended, also without a word; unknown in a destroyed group."""
+        return exists(self._host) and len(self.ends.ended()) == self._world - 1
 
     def abort(self) -> None:
         """Keep this process, which ends, from waiting for collectives of NCCL after an error."""
