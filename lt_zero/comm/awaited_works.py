@@ -10,6 +10,8 @@ Note [Waits without a frame]
 from __future__ import annotations
 
 import dis
+import inspect
+import sys
 from types import FrameType
 from typing import Any
 
@@ -45,7 +47,22 @@ def work_awaited(frame: FrameType, instruction: int | None = None) -> dist.Work 
     if not base.opname.startswith(_LOCAL):
         return None
     name = base.argval[-1] if isinstance(base.argval, tuple) else base.argval  # one instruction may load two
-    found: Any = frame.f_locals.get(name, frame.f_globals.get(name))
+    found = _variable(frame, name)
     for attribute in reversed(names):
         found = getattr(found, "__dict__", {}).get(attribute)
     return found if isinstance(found, dist.Work) else None
+
+
+def _variable(frame: FrameType, name: str) -> Any:
+    """The value of a variable of a frame, without keeping the others alive.
+
+    Before Python 3.13 a function's frame keeps the dict of values that it is asked for, and tensors of a training loop
+    would stay until the loop ends. So it is emptied, unless the function has asked for it, too, by ``locals()``.
+    """
+    found = frame.f_locals
+    value = found.get(name, frame.f_globals.get(name))
+    is_copy = frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(found) is dict
+    # Three references: of the frame, of this function, and of the call below.
+    if is_copy and frame.f_trace is None and sys.getrefcount(found) <= 3:
+        found.clear()
+    return value

@@ -240,6 +240,20 @@ def test_whose_work_a_frame_waits_for() -> None:
 
     inside()
     assert seen()
+
+    def keeps(values: bool) -> bool:
+        value = torch.zeros(1)
+        seen_here = weakref.ref(value)
+        kept = locals() if values else {}
+        own = work
+        own.wait()
+        assert seen()
+        assert not values or kept["value"] is value
+        del value, kept
+        return seen_here() is not None
+
+    assert not keeps(False)
+    keeps(True)
     # These end by themselves, or cannot be told: nothing is executed to find out.
     work.wait(1.0)
     assert not seen()

@@ -138,7 +138,7 @@ def count_of_launches(group: Any) -> int:
 
 
 def count_of_groups() -> int:
-    """How many process groups this process has made: all ranks of the default group make all groups, in one order."""
+    """The number of process groups that this process has made. All ranks make all groups, in one order."""
     return int(distributed_c10d._world.group_count)
 
 
